@@ -1,0 +1,1 @@
+"""KMS clients, one a source file. Knows no Parquet."""

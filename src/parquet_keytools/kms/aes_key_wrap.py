@@ -1,0 +1,35 @@
+"""A key wrapped with another one by AES-GCM, as parquet-java's `KeyToolUtilities.encryptKeyLocally` does."""
+
+from __future__ import annotations
+
+import secrets
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from parquet_keytools import strict_base64
+from parquet_keytools.secret_bytes import SecretBytes
+
+_NONCE_LENGTH = 12
+_TAG_LENGTH = 16
+
+
+def wrap_key(wrapping_key: SecretBytes, key: SecretBytes, aad: bytes) -> str:
+    """Return base64 of nonce (12 bytes), ciphertext and tag (16 bytes)."""
+    nonce = secrets.token_bytes(_NONCE_LENGTH)
+    return strict_base64.encode(nonce + AESGCM(wrapping_key.reveal()).encrypt(nonce, key.reveal(), aad))
+
+
+def unwrap_key(wrapping_key: SecretBytes, wrapped_key: str, aad: bytes) -> SecretBytes:
+    """Return the key that `wrap_key` wrapped.
+
+    Raises:
+        InvalidTag: It was wrapped with another key or AAD, is damaged, or is not base64.
+    """
+    try:
+        data = strict_base64.decode(wrapped_key)
+    except ValueError:
+        data = b""
+    if len(data) < _NONCE_LENGTH + _TAG_LENGTH:
+        raise InvalidTag
+    return SecretBytes(AESGCM(wrapping_key.reveal()).decrypt(data[:_NONCE_LENGTH], data[_NONCE_LENGTH:], aad))

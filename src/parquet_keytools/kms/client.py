@@ -1,0 +1,389 @@
+"""The contract of a KMS client: what wraps and unwraps keys with master keys that live elsewhere."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Self, TypeVar, TypeVarTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from parquet_keytools.errors import (
+    KmsConfigurationError,
+    KmsError,
+    KmsResponseInvalidError,
+    KmsUnavailableError,
+    WrappedKeyInvalidError,
+    value_or_raise,
+)
+from parquet_keytools.fork_safe_lock import ForkSafeLock
+from parquet_keytools.secret_bytes import SecretBytes
+
+KEY_LENGTHS_BYTES = (16, 24, 32)
+"""Lengths that an AES key can have (spec 4)."""
+
+_MAX_WRAPPED_KEY_LENGTH = 16_384
+_PRINTABLE_ASCII = re.compile(r"[\x20-\x7e]+")
+_NOT_A_WRAPPED_KEY = "the wrapped key is not a short string of printable ASCII"
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+@dataclass(frozen=True)
+class WrapRequest:
+    """A key to be wrapped with a master key."""
+
+    key: SecretBytes
+    master_key_id: str
+
+
+@dataclass(frozen=True)
+class UnwrapRequest:
+    """A wrapped key, and the master key that wrapped it."""
+
+    wrapped_key: str
+    master_key_id: str
+
+
+@dataclass(frozen=True)
+class RewrapRequest:
+    """A wrapped key, the master key that wrapped it, and the one whose current version shall wrap it."""
+
+    wrapped_key: str
+    master_key_id: str
+    new_master_key_id: str
+
+
+@dataclass(frozen=True)
+class MasterKeyDescription:
+    """What a KMS says of a master key.
+
+    Attributes:
+        master_key_id: Its identifier in the KMS.
+        enabled: Whether it may be used now.
+        current_version: The version that wraps, or None where the KMS has no versions or hides them.
+        enabled_versions: The versions that unwrap, or None where the KMS does not tell.
+        origin: Where its bytes were made, as the KMS names it.
+    """
+
+    master_key_id: str
+    enabled: bool
+    current_version: str | None = None
+    enabled_versions: tuple[str, ...] | None = None
+    origin: str | None = None
+
+
+R = TypeVar("R", WrapRequest, UnwrapRequest, RewrapRequest)
+
+
+class KmsSettings(BaseModel):
+    """What stands under `kms:` in a configuration; a backend adds its own fields.
+
+    Attributes:
+        type: Name of the backend.
+        instance_id: Written into the footer's key material as `kmsInstanceID`; for information only.
+    """
+
+    # Errors of pydantic quote what they got; here that may be a token.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    type: str
+    instance_id: str = "DEFAULT"
+
+
+class KmsClient(ABC):
+    """Wraps and unwraps keys with the master keys of one KMS, from any number of threads.
+
+    A backend implements the private hooks. Callers use the public methods: these check what goes in and what
+    comes back, and turn every exception of an SDK into a `KmsError` without its text, which may hold secrets.
+
+    A wrapped key is a string of printable ASCII, as parquet-java and Arrow store it in key material.
+    """
+
+    backend: ClassVar[str]
+    """Name of the backend in configurations, errors and metrics."""
+
+    Settings: ClassVar[type[KmsSettings]] = KmsSettings
+    """What a configuration of this backend may say; secrets are `pydantic.SecretStr`."""
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        self._call_counts: Counter[str] = Counter()
+
+    @classmethod
+    @abstractmethod
+    def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
+        """Make a client; it connects when it is first used.
+
+        Args:
+            settings: An instance of `cls.Settings`.
+            folder: Of the configuration's file: relative paths in the settings start there.
+        """
+
+    @property
+    def call_counts(self) -> Counter[str]:
+        """How many keys the backend was asked for, by operation: `wrap`, `unwrap`, `rewrap`, `describe`."""
+        with self._lock:
+            return Counter(self._call_counts)
+
+    def master_key_ids(self) -> frozenset[str] | None:
+        """Return the identifiers of all master keys, or None where only the KMS itself could tell."""
+        return None
+
+    # --- public: one key ---
+
+    def wrap(self, key: SecretBytes, master_key_id: str) -> str:
+        """Wrap a key of 16, 24 or 32 bytes with the current version of a master key.
+
+        Raises:
+            KmsError: One of its subclasses says why not.
+        """
+        return value_or_raise(self.wrap_many([WrapRequest(key, master_key_id)])[0])
+
+    def unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
+        """Unwrap what `wrap` returned.
+
+        Raises:
+            KmsError: One of its subclasses says why not.
+        """
+        return value_or_raise(self.unwrap_many([UnwrapRequest(wrapped_key, master_key_id)])[0])
+
+    def rewrap(self, wrapped_key: str, master_key_id: str, new_master_key_id: str | None = None) -> str:
+        """Wrap a wrapped key anew, with the current version of its master key or of another one.
+
+        Raises:
+            KmsError: One of its subclasses says why not.
+        """
+        request = RewrapRequest(wrapped_key, master_key_id, new_master_key_id or master_key_id)
+        return value_or_raise(self.rewrap_many([request])[0])
+
+    # --- public: many keys, each with its own outcome ---
+
+    def wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        """Wrap many keys. Returns, in the order of the requests, the wrapped key or why there is none."""
+        for request in requests:
+            if len(request.key) not in KEY_LENGTHS_BYTES:
+                raise ValueError(f"a key to be wrapped has 16, 24 or 32 bytes, not {len(request.key)}")
+        return self._many("wrap", requests, self._wrap_many, self._check_wrapped_key)
+
+    def unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        """Unwrap many keys. Returns, in the order of the requests, the key or why there is none."""
+        return self._many("unwrap", requests, self._unwrap_many, self._check_key)
+
+    def rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
+        """Wrap many wrapped keys anew. Returns, in the order of the requests, the new one or why not."""
+        return self._many("rewrap", requests, self._rewrap_many, self._check_wrapped_key)
+
+    # --- public: about master keys ---
+
+    def describe(self, master_key_id: str) -> MasterKeyDescription:
+        """Return what the KMS says of a master key.
+
+        Raises:
+            MasterKeyNotFoundError: The KMS has no such key.
+            KmsError: Another subclass says why it cannot tell.
+        """
+        self._count("describe", 1)
+        return self._guard("describe", master_key_id, self._checked_description, master_key_id)
+
+    def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
+        """Return the version of the master key that wrapped a key, or None where nobody can tell.
+
+        This asks nothing of the KMS: it reads what the wrapped key itself says, unauthenticated.
+        """
+        return None
+
+    def close(self) -> None:  # noqa: B027 - a backend without connections has nothing to close
+        """Give back connections. Calls after this may fail; closing twice is fine."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- hooks ---
+
+    @abstractmethod
+    def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
+        """Wrap one key. May raise anything; what is not a `KmsError` goes through `_translate`."""
+
+    @abstractmethod
+    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
+        """Unwrap one key. A wrapped key that is not valid raises `WrappedKeyInvalidError`."""
+
+    @abstractmethod
+    def _describe(self, master_key_id: str) -> MasterKeyDescription:
+        """Describe a master key, or raise `MasterKeyNotFoundError`."""
+
+    def _rewrap(self, request: RewrapRequest) -> str:
+        """Wrap a wrapped key anew. A KMS that can do so itself overrides this, so that no key leaves it."""
+        key = self.unwrap(request.wrapped_key, request.master_key_id)
+        return self.wrap(key, request.new_master_key_id)
+
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        """Wrap many keys; a KMS with a call for many overrides this."""
+        return [self._outcome("wrap", r.master_key_id, self._wrap, r.key, r.master_key_id) for r in requests]
+
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        """Unwrap many keys; a KMS with a call for many overrides this."""
+        return [
+            self._outcome("unwrap", r.master_key_id, self._unwrap, r.wrapped_key, r.master_key_id)
+            for r in requests
+        ]
+
+    def _rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
+        """Wrap many wrapped keys anew; a KMS with a call for many overrides this."""
+        return [self._outcome("rewrap", r.master_key_id, self._rewrap, r) for r in requests]
+
+    def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
+        """Return the `KmsError` that stands for a foreign exception.
+
+        Only the type of the foreign exception may go into its text: SDKs put response bodies, and so keys
+        and tokens, into theirs.
+        """
+        kind = KmsUnavailableError if isinstance(error, (OSError, TimeoutError)) else KmsResponseInvalidError
+        return kind(
+            f"unexpected {type(error).__name__}",
+            backend=self.backend,
+            operation=operation,
+            master_key_id=master_key_id,
+        )
+
+    # --- the guarded door ---
+
+    def _guard(self, operation: str, master_key_id: str | None, call: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        """Call into the backend; every exception that leaves is a `KmsError`."""
+        try:
+            return call(*arguments)
+        except KmsError as error:
+            failure = error
+        except Exception as error:
+            try:
+                failure = self._translate(error, operation, master_key_id)
+            except Exception:
+                failure = KmsClient._translate(self, error, operation, master_key_id)
+        # Raised outside of the handlers, which would attach the foreign exception again.
+        raise _alone(failure)
+
+    def _outcome(
+        self, operation: str, master_key_id: str | None, call: Callable[[*Ts], T], *arguments: *Ts
+    ) -> T | KmsError:
+        """Call into the backend and return its result or its `KmsError`."""
+        try:
+            return self._guard(operation, master_key_id, call, *arguments)
+        except KmsError as error:
+            return _alone(error)
+
+    def _count(self, operation: str, keys: int) -> None:
+        with self._lock:
+            self._call_counts[operation] += keys
+
+    def _many(
+        self,
+        operation: str,
+        requests: Sequence[R],
+        call: Callable[[Sequence[R]], list[T | KmsError]],
+        check: Callable[[str, R, T], T],
+    ) -> list[T | KmsError]:
+        """Ask for many at once, each distinct request once, and check every answer."""
+        outcomes: dict[object, T | KmsError] = {}
+        distinct: dict[object, R] = {}
+        for request in requests:
+            if not isinstance(request, WrapRequest) and not _may_be_wrapped_key(request.wrapped_key):
+                error = self._wrapped_key_invalid(request.master_key_id, _NOT_A_WRAPPED_KEY)
+                outcomes[_identity(request)] = error
+            else:
+                distinct[_identity(request)] = request
+        if distinct:
+            self._count(operation, len(distinct))
+            answers = self._outcome(operation, None, call, list(distinct.values()))
+            checked = self._checked(operation, list(distinct.values()), answers, check)
+            outcomes.update(zip(distinct, checked, strict=True))
+        return [outcomes[_identity(request)] for request in requests]
+
+    def _checked(
+        self,
+        operation: str,
+        requests: Sequence[R],
+        answers: list[T | KmsError] | KmsError,
+        check: Callable[[str, R, T], T],
+    ) -> list[T | KmsError]:
+        """Return the answers of the backend, each right in form or an error."""
+        if not isinstance(answers, KmsError) and (not isinstance(answers, list) or len(answers) != len(requests)):
+            detail = "the number of answers is not that of the requests"
+            answers = self._response_invalid(detail, operation, None)
+        if isinstance(answers, KmsError):
+            return [answers] * len(requests)
+        return [
+            _alone(answer)
+            if isinstance(answer, KmsError)
+            else self._outcome(operation, request.master_key_id, check, operation, request, answer)
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+
+    def _checked_description(self, master_key_id: str) -> MasterKeyDescription:
+        answer = self._describe(master_key_id)
+        if not isinstance(answer, MasterKeyDescription):
+            raise self._response_invalid("the answer describes no master key", "describe", master_key_id)
+        return answer
+
+    def _check_wrapped_key(self, operation: str, request: WrapRequest | RewrapRequest, answer: str) -> str:
+        """Check the form of a wrapped key that came back."""
+        if not _may_be_wrapped_key(answer):
+            raise self._response_invalid(_NOT_A_WRAPPED_KEY, operation, request.master_key_id)
+        return answer
+
+    def _check_key(self, operation: str, request: UnwrapRequest, answer: SecretBytes) -> SecretBytes:
+        """Check the form of a key that came back."""
+        if not isinstance(answer, SecretBytes) or len(answer) not in KEY_LENGTHS_BYTES:
+            detail = "the unwrapped key does not have 16, 24 or 32 bytes"
+            raise self._response_invalid(detail, operation, request.master_key_id)
+        return answer
+
+    def _response_invalid(self, detail: str, operation: str, master_key_id: str | None) -> KmsResponseInvalidError:
+        return KmsResponseInvalidError(
+            detail, backend=self.backend, operation=operation, master_key_id=master_key_id
+        )
+
+    # --- for backends: errors with the backend's name in them ---
+
+    def _configuration_error(self, detail: str, *, hint: str = "") -> KmsConfigurationError:
+        return KmsConfigurationError(detail, backend=self.backend, operation="connect", hint=hint)
+
+    def _wrapped_key_invalid(self, master_key_id: str, detail: str = "") -> WrappedKeyInvalidError:
+        return WrappedKeyInvalidError(
+            detail, backend=self.backend, operation="unwrap", master_key_id=master_key_id
+        )
+
+
+def _may_be_wrapped_key(text: object) -> bool:
+    """Return whether something has the form of a wrapped key of any backend."""
+    return (
+        isinstance(text, str)
+        and len(text) <= _MAX_WRAPPED_KEY_LENGTH
+        and _PRINTABLE_ASCII.fullmatch(text) is not None
+    )
+
+
+def _identity(request: WrapRequest | UnwrapRequest | RewrapRequest) -> object:
+    """Return what makes two requests the same call to the KMS: each wrap is one of its own."""
+    return id(request) if isinstance(request, WrapRequest) else request
+
+
+def _alone(error: KmsError) -> KmsError:
+    """Return an error without what hangs on it.
+
+    A foreign exception in its context would print its text, which may hold keys and tokens, in a traceback.
+    The frames of its own traceback hold keys, and an outcome may be kept for long and raised many times.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

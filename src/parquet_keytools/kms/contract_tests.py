@@ -1,0 +1,372 @@
+"""What every KMS client has to keep, as tests that third parties run over theirs too.
+
+    import pytest
+    from parquet_keytools.kms.contract_tests import KmsClientContract
+
+    class TestAcmeKms(KmsClientContract):
+        @pytest.fixture
+        def kms(self):
+            with AcmeKms(...) as kms:
+                yield kms
+
+        @pytest.fixture
+        def master_key_id(self): return "one"
+
+        @pytest.fixture
+        def other_master_key_id(self): return "two"
+
+A backend that can do so overrides `disable_key`, `deny_key` and `add_version`; the tests that need them are
+skipped otherwise. `pytest.register_assert_rewrite("parquet_keytools.kms.contract_tests")` in a conftest.py
+makes failures speak.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from parquet_keytools.errors import (
+    KmsAccessDeniedError,
+    KmsError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.kms.client import (
+    KEY_LENGTHS_BYTES,
+    KmsClient,
+    KmsSettings,
+    RewrapRequest,
+    UnwrapRequest,
+    WrapRequest,
+)
+from parquet_keytools.secret_bytes import SecretBytes
+
+CANARY = SecretBytes(b"\xf0\x01 a key to be looked for \xfe\xff\x00\n!!")
+"""A key whose bytes are looked for in every text that comes out."""
+
+
+class KmsClientContract(ABC):
+    """The tests; a subclass says which client they run over."""
+
+    # --- to be overridden ---
+
+    @pytest.fixture
+    @abstractmethod
+    def kms(self) -> KmsClient:
+        """A client that is ready for use."""
+
+    @pytest.fixture
+    @abstractmethod
+    def master_key_id(self) -> str:
+        """A master key that may wrap and unwrap."""
+
+    @pytest.fixture
+    @abstractmethod
+    def other_master_key_id(self) -> str:
+        """Another such master key."""
+
+    @pytest.fixture
+    def unknown_master_key_id(self) -> str:
+        """A well-formed identifier of a master key that does not exist."""
+        return "no-such-master-key"
+
+    def disable_key(self, kms: KmsClient, master_key_id: str) -> None:
+        """Disable a master key in the KMS."""
+        pytest.skip("this backend has no way for the tests to disable a master key")
+
+    def deny_key(self, kms: KmsClient, master_key_id: str) -> None:
+        """Take the permission to use a master key from the client."""
+        pytest.skip("this backend has no way for the tests to deny a master key")
+
+    def add_version(self, kms: KmsClient, master_key_id: str) -> None:
+        """Rotate a master key in the KMS."""
+        pytest.skip("this backend has no way for the tests to rotate a master key")
+
+    # --- one key ---
+
+    @pytest.mark.parametrize("length", KEY_LENGTHS_BYTES)
+    def test_unwraps_what_it_wrapped(self, kms: KmsClient, master_key_id: str, length: int) -> None:
+        """A key comes back as it was, and is not in its wrapped key."""
+        key = SecretBytes.random(length * 8)
+        wrapped_key = kms.wrap(key, master_key_id)
+        assert kms.unwrap(wrapped_key, master_key_id) == key
+        assert wrapped_key.isascii() and wrapped_key.isprintable()
+        assert not _shown(key, wrapped_key)
+
+    def test_wraps_with_the_master_key_asked_for(
+        self, kms: KmsClient, master_key_id: str, other_master_key_id: str
+    ) -> None:
+        """What one master key wrapped, no other one unwraps."""
+        wrapped_key = kms.wrap(CANARY, master_key_id)
+        with pytest.raises(WrappedKeyInvalidError):
+            kms.unwrap(wrapped_key, other_master_key_id)
+
+    @pytest.mark.parametrize("length", [0, 1, 15, 17, 33])
+    def test_refuses_a_key_that_is_no_aes_key(self, kms: KmsClient, master_key_id: str, length: int) -> None:
+        """A key of another length is refused before the KMS is asked."""
+        with pytest.raises(ValueError, match="16, 24 or 32"):
+            kms.wrap(SecretBytes(bytes(length)), master_key_id)
+        assert kms.call_counts["wrap"] == 0
+
+    def test_refuses_a_damaged_wrapped_key(self, kms: KmsClient, master_key_id: str) -> None:
+        """Every damage is found, and is one class of error that names the master key."""
+        wrapped_key = kms.wrap(CANARY, master_key_id)
+        damaged = _damaged(wrapped_key)
+        outcomes = kms.unwrap_many([UnwrapRequest(text, master_key_id) for text in damaged])
+        for text, outcome in zip(damaged, outcomes, strict=True):
+            assert isinstance(outcome, WrappedKeyInvalidError), text[:200]
+            assert (outcome.backend, outcome.operation) == (kms.backend, "unwrap")
+            assert outcome.master_key_id == master_key_id
+            assert not outcome.retryable
+
+    def test_knows_that_a_master_key_is_missing(
+        self, kms: KmsClient, master_key_id: str, unknown_master_key_id: str
+    ) -> None:
+        """Each operation says that there is no such master key, and creates none."""
+        wrapped_key = kms.wrap(CANARY, master_key_id)
+        calls: list[Callable[[], object]] = [
+            lambda: kms.wrap(CANARY, unknown_master_key_id),
+            lambda: kms.unwrap(wrapped_key, unknown_master_key_id),
+            lambda: kms.rewrap(wrapped_key, master_key_id, unknown_master_key_id),
+            lambda: kms.describe(unknown_master_key_id),
+        ]
+        for call in calls * 2:
+            with pytest.raises(MasterKeyNotFoundError) as caught:
+                call()
+            assert caught.value.master_key_id == unknown_master_key_id
+
+    # --- many keys ---
+
+    def test_many_keys_have_their_own_outcomes(
+        self, kms: KmsClient, master_key_id: str, other_master_key_id: str, unknown_master_key_id: str
+    ) -> None:
+        """Outcomes stand in the order of the requests; a failure touches no other request."""
+        keys = [SecretBytes.random(length * 8) for length in KEY_LENGTHS_BYTES]
+        wrapped = kms.wrap_many(
+            [
+                WrapRequest(keys[0], master_key_id),
+                WrapRequest(keys[1], unknown_master_key_id),
+                WrapRequest(keys[1], other_master_key_id),
+                WrapRequest(keys[2], master_key_id),
+            ]
+        )
+        first, missing, second, third = wrapped
+        assert isinstance(missing, MasterKeyNotFoundError)
+        assert isinstance(first, str) and isinstance(second, str) and isinstance(third, str)
+        outcomes = kms.unwrap_many(
+            [
+                UnwrapRequest(third, master_key_id),
+                UnwrapRequest(second[:-5], other_master_key_id),
+                UnwrapRequest(first, master_key_id),
+                UnwrapRequest(first, unknown_master_key_id),
+                UnwrapRequest(second, other_master_key_id),
+                UnwrapRequest("", master_key_id),
+                UnwrapRequest(third, master_key_id),
+            ]
+        )
+        expected = [
+            keys[2],
+            WrappedKeyInvalidError,
+            keys[0],
+            MasterKeyNotFoundError,
+            keys[1],
+            WrappedKeyInvalidError,
+            keys[2],
+        ]
+        assert [o if isinstance(o, SecretBytes) else type(o) for o in outcomes] == expected
+
+    def test_many_keys_may_be_very_many(
+        self, kms: KmsClient, master_key_id: str, other_master_key_id: str
+    ) -> None:
+        """More keys than any KMS takes in one call come back in order."""
+        keys = [SecretBytes.random(128) for _ in range(300)]
+        ids = [master_key_id, other_master_key_id] * 150
+        wrapped = kms.wrap_many([WrapRequest(*pair) for pair in zip(keys, ids, strict=True)])
+        requests = [
+            UnwrapRequest(text, id_) for text, id_ in zip(wrapped, ids, strict=True) if isinstance(text, str)
+        ]
+        assert kms.unwrap_many(requests) == keys
+
+    def test_duplicates_are_asked_for_once(self, kms: KmsClient, master_key_id: str) -> None:
+        """Equal requests to unwrap are one request."""
+        wrapped_key = kms.wrap(CANARY, master_key_id)
+        before = kms.call_counts["unwrap"]
+        outcomes = kms.unwrap_many([UnwrapRequest(wrapped_key, master_key_id) for _ in range(20)])
+        assert outcomes == [CANARY] * 20
+        assert kms.call_counts["unwrap"] == before + 1
+
+    def test_nothing_is_asked_for_nothing(self, kms: KmsClient) -> None:
+        """No request, no call."""
+        assert kms.wrap_many([]) == kms.unwrap_many([]) == kms.rewrap_many([]) == []
+        assert not kms.call_counts
+
+    # --- rewrap, versions ---
+
+    def test_rewraps_to_another_master_key(
+        self, kms: KmsClient, master_key_id: str, other_master_key_id: str
+    ) -> None:
+        """The new wrapped key belongs to the new master key only, the old one stays as it is."""
+        wrapped_key = kms.wrap(CANARY, master_key_id)
+        rewrapped = kms.rewrap(wrapped_key, master_key_id, other_master_key_id)
+        assert kms.unwrap(rewrapped, other_master_key_id) == CANARY
+        assert kms.unwrap(wrapped_key, master_key_id) == CANARY
+        with pytest.raises(WrappedKeyInvalidError):
+            kms.unwrap(rewrapped, master_key_id)
+
+    def test_rewraps_many_with_their_own_outcomes(
+        self, kms: KmsClient, master_key_id: str, other_master_key_id: str
+    ) -> None:
+        """A wrapped key that is damaged does not stop the others."""
+        wrapped_key = kms.wrap(CANARY, master_key_id)
+        good, bad, again = kms.rewrap_many(
+            [
+                RewrapRequest(wrapped_key, master_key_id, master_key_id),
+                RewrapRequest(wrapped_key[:-5], master_key_id, other_master_key_id),
+                RewrapRequest(wrapped_key, master_key_id, other_master_key_id),
+            ]
+        )
+        assert isinstance(good, str) and isinstance(again, str)
+        assert isinstance(bad, WrappedKeyInvalidError)
+        assert kms.unwrap(good, master_key_id) == kms.unwrap(again, other_master_key_id) == CANARY
+
+    def test_rewraps_to_the_current_version(self, kms: KmsClient, master_key_id: str) -> None:
+        """After a rotation the old wrapped key still unwraps, and a rewrapped one has the new version."""
+        old = kms.wrap(CANARY, master_key_id)
+        old_version = kms.wrapped_key_version(old, master_key_id)
+        self.add_version(kms, master_key_id)
+        new = kms.rewrap(old, master_key_id)
+        assert kms.unwrap(old, master_key_id) == kms.unwrap(new, master_key_id) == CANARY
+        assert kms.wrapped_key_version(old, master_key_id) == old_version
+        new_version = kms.wrapped_key_version(new, master_key_id)
+        if new_version is not None:
+            assert new_version != old_version
+            assert new_version == kms.describe(master_key_id).current_version
+
+    def test_reads_a_version_from_whatever_it_is_given(self, kms: KmsClient, master_key_id: str) -> None:
+        """Text that is no wrapped key has no version, and is no error."""
+        for text in ["", "é", "keystore:v1", "vault:v:", "A" * 100_000, "\ud800"]:
+            assert kms.wrapped_key_version(text, master_key_id) is None, text[:50]
+
+    # --- states of a master key ---
+
+    def test_describes_a_master_key(self, kms: KmsClient, master_key_id: str) -> None:
+        """A master key that works is described as enabled, with consistent versions."""
+        description = kms.describe(master_key_id)
+        assert description.enabled
+        if None not in (description.current_version, description.enabled_versions):
+            assert description.current_version in (description.enabled_versions or ())
+        known = kms.master_key_ids()
+        assert known is None or master_key_id in known
+
+    def test_a_disabled_key_does_nothing(
+        self, kms: KmsClient, master_key_id: str, other_master_key_id: str
+    ) -> None:
+        """A disabled master key neither wraps nor unwraps; others go on."""
+        wrapped_key = kms.wrap(CANARY, master_key_id)
+        self.disable_key(kms, master_key_id)
+        with pytest.raises(MasterKeyDisabledError):
+            kms.wrap(CANARY, master_key_id)
+        with pytest.raises(MasterKeyDisabledError):
+            kms.unwrap(wrapped_key, master_key_id)
+        assert not kms.describe(master_key_id).enabled
+        assert kms.unwrap(kms.wrap(CANARY, other_master_key_id), other_master_key_id) == CANARY
+
+    def test_a_denied_key_does_nothing(self, kms: KmsClient, master_key_id: str, other_master_key_id: str) -> None:
+        """A principal without permission is told so; its other master keys go on."""
+        wrapped_key = kms.wrap(CANARY, master_key_id)
+        self.deny_key(kms, master_key_id)
+        with pytest.raises(KmsAccessDeniedError):
+            kms.wrap(CANARY, master_key_id)
+        with pytest.raises(KmsAccessDeniedError):
+            kms.unwrap(wrapped_key, master_key_id)
+        assert kms.unwrap(kms.wrap(CANARY, other_master_key_id), other_master_key_id) == CANARY
+
+    # --- threads, secrets, end ---
+
+    def test_many_threads_share_a_client(
+        self, kms: KmsClient, master_key_id: str, other_master_key_id: str
+    ) -> None:
+        """16 threads get their own keys back, and every call is counted."""
+
+        def work(number: int) -> None:
+            id_ = (master_key_id, other_master_key_id)[number % 2]
+            for _ in range(10):
+                key = SecretBytes.random(256)
+                assert kms.unwrap(kms.wrap(key, id_), id_) == key
+
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(work, range(16)))
+        assert kms.call_counts["wrap"] == kms.call_counts["unwrap"] == 160
+
+    def test_no_error_shows_a_key(self, kms: KmsClient, master_key_id: str, unknown_master_key_id: str) -> None:
+        """Neither text, repr, traceback nor pickle of an error or of the client holds key bytes."""
+        wrapped_key = kms.wrap(CANARY, master_key_id)
+        calls: list[Callable[[], object]] = [
+            lambda: kms.wrap(CANARY, unknown_master_key_id),
+            lambda: kms.unwrap(wrapped_key, unknown_master_key_id),
+            lambda: kms.unwrap(wrapped_key[:-5], master_key_id),
+            lambda: kms.rewrap(wrapped_key, master_key_id, unknown_master_key_id),
+        ]
+        for call in calls:
+            with pytest.raises(KmsError) as caught:
+                call()
+            error = caught.value
+            printed = "".join(traceback.format_exception(error))
+            again = pickle.loads(pickle.dumps(error))  # noqa: S301 - the test made it
+            assert (type(again), str(again)) == (type(error), str(error))
+            for text in (str(error), repr(error), printed, repr(error.__dict__), str(pickle.dumps(error))):
+                assert not _shown(CANARY, text)
+        assert not _shown(CANARY, repr(kms))
+
+    def test_closes_twice(self, kms: KmsClient, master_key_id: str) -> None:
+        """Closing is for ever, and again does no harm."""
+        kms.wrap(CANARY, master_key_id)
+        kms.close()
+        kms.close()
+
+    def test_has_a_name_and_settings(self, kms: KmsClient) -> None:
+        """A configuration can name the backend, and a mistake in it is an error."""
+        assert kms.backend and issubclass(type(kms).Settings, KmsSettings)
+        assert type(kms).Settings.model_config["extra"] == "forbid"
+
+
+def _damaged(wrapped_key: str) -> list[str]:
+    """Return texts that differ from a wrapped key in all the ways that files get damaged or forged."""
+    places = {0, len(wrapped_key) - 1, *range(1, len(wrapped_key), max(1, len(wrapped_key) // 40))}
+    changed = [
+        wrapped_key[:place] + ("B" if wrapped_key[place] == "A" else "A") + wrapped_key[place + 1 :]
+        for place in sorted(places)
+    ]
+    shortened = [wrapped_key[:length] for length in (0, 1, len(wrapped_key) // 2, len(wrapped_key) - 1)]
+    return [
+        *changed,
+        *shortened,
+        wrapped_key[1:],
+        wrapped_key[::-1],
+        wrapped_key * 2,
+        wrapped_key + "=",
+        wrapped_key + "AAAA",
+        wrapped_key + "\n",
+        " " + wrapped_key,
+        wrapped_key[:-4] + "é===",
+        wrapped_key[:-1] + "\0",
+        "\ud800",
+        "{}",
+        "A" * 64,
+        "A" * 1_000_000,
+    ]
+
+
+def _shown(key: SecretBytes, text: str) -> bool:
+    """Return whether a text shows a key in plain, hex or base64."""
+    data = key.reveal()
+    encoded = base64.b64encode(data).decode()
+    spellings = (data.hex(), encoded.rstrip("="), repr(data)[2:-1], repr(bytearray(data))[12:-2], str(data))
+    return any(spelling in text for spelling in (*spellings, encoded[:16], data.hex()[:16]))

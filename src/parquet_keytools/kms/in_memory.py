@@ -1,0 +1,241 @@
+"""A KMS in the memory of this process, for tests, demos and first steps.
+
+It wraps as the in-memory KMS of parquet-java's tests does: AES-GCM with the UTF-8 bytes of the master key
+identifier as AAD. A wrapped key does not say which version of the master key made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from cryptography.exceptions import InvalidTag
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+
+from parquet_keytools import strict_base64
+from parquet_keytools.errors import (
+    KmsAccessDeniedError,
+    KmsError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+)
+from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
+from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, KmsSettings, MasterKeyDescription
+from parquet_keytools.secret_bytes import SecretBytes
+
+KeyBytes = SecretBytes | bytes
+
+
+def _decode_master_key(text: SecretStr) -> SecretBytes:
+    try:
+        key = SecretBytes(strict_base64.decode(text.get_secret_value()))
+    except ValueError:
+        key = SecretBytes(b"")
+    if len(key) not in KEY_LENGTHS_BYTES:
+        raise ValueError("a master key is base64 of 16, 24 or 32 bytes")
+    return key
+
+
+def _check_master_key(text: SecretStr) -> SecretStr:
+    _decode_master_key(text)
+    return text
+
+
+def _all_spellings_as_one(keys: object) -> object:
+    """Return name -> list of versions for each way in which `keys` can be written."""
+    if isinstance(keys, list):
+        if len({name for name in keys if isinstance(name, str)}) != len(keys):
+            raise ValueError("in a list, each master key is a name that occurs once")
+        keys = dict.fromkeys(keys)
+    if not isinstance(keys, dict):
+        return keys
+    if any(versions in ([], ()) for versions in keys.values()):
+        raise ValueError("a master key has at least one version; write null for a key to be generated")
+    return {
+        name: versions if versions is None or isinstance(versions, list | tuple) else [versions]
+        for name, versions in keys.items()
+    }
+
+
+MasterKeyText = Annotated[SecretStr, AfterValidator(_check_master_key)]
+MasterKeys = Annotated[
+    dict[
+        Annotated[str, Field(min_length=1)],
+        tuple[MasterKeyText, ...] | None,
+    ],
+    BeforeValidator(
+        _all_spellings_as_one,
+        json_schema_input_type=list[str] | dict[str, SecretStr | list[SecretStr] | None],
+    ),
+]
+
+
+class InMemorySettings(KmsSettings):
+    """Settings of the in-memory KMS.
+
+    Attributes:
+        keys: Names of master keys, each to be generated; or name -> base64 of the key, or of its versions,
+            the oldest first, or null for a key to be generated.
+    """
+
+    type: Literal["in_memory"] = "in_memory"
+    keys: MasterKeys
+
+
+@dataclass
+class _Version:
+    key: SecretBytes
+    enabled: bool = True
+
+
+@dataclass
+class _MasterKey:
+    versions: list[_Version]
+    enabled: bool = True
+    denied: bool = False
+    generated: bool = False
+
+
+class InMemoryKms(KmsClient):
+    """Keeps master keys in memory, with versions, and lets tests disable and deny them.
+
+    Args:
+        keys: Master key identifier -> its key of 16, 24 or 32 bytes, or its versions from the oldest to the
+            newest, or None for a random one of 256 bits.
+    """
+
+    backend = "in_memory"
+    Settings = InMemorySettings
+
+    def __init__(self, keys: Mapping[str, KeyBytes | Sequence[KeyBytes] | None]) -> None:
+        super().__init__()
+        self._master_keys: dict[str, _MasterKey] = {}
+        for master_key_id, versions in keys.items():
+            self.create_key(master_key_id, versions)
+
+    @classmethod
+    def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
+        """Make a KMS with the keys of `InMemorySettings`."""
+        assert isinstance(settings, InMemorySettings)
+        keys: dict[str, Sequence[KeyBytes] | None] = {
+            master_key_id: None if versions is None else [_decode_master_key(text) for text in versions]
+            for master_key_id, versions in settings.keys.items()
+        }
+        return cls(keys)
+
+    @property
+    def has_generated_keys(self) -> bool:
+        """Whether a key was generated here: another process, made of the same settings, would not have it."""
+        return any(master_key.generated for master_key in list(self._master_keys.values()))
+
+    def master_key_ids(self) -> frozenset[str]:
+        """Return the identifiers of all master keys."""
+        return frozenset(list(self._master_keys))
+
+    # --- what an operator of a KMS does ---
+
+    def create_key(self, master_key_id: str, key: KeyBytes | Sequence[KeyBytes] | None = None) -> None:
+        """Create a master key with the given key or versions, or a random one of 256 bits.
+
+        Raises:
+            ValueError: The identifier is empty or taken, or a key does not have 16, 24 or 32 bytes.
+        """
+        if not master_key_id or master_key_id in self._master_keys:
+            raise ValueError(f"the master key identifier {master_key_id!r} is empty or taken")
+        given = SecretBytes.random(256) if key is None else key
+        versions = [given] if isinstance(given, SecretBytes | bytes) else given
+        if not versions:
+            raise ValueError(f"the master key {master_key_id!r} has no version")
+        self._master_keys[master_key_id] = _MasterKey(list(map(_version, versions)), generated=key is None)
+
+    def add_version(self, master_key_id: str, key: KeyBytes | None = None) -> int:
+        """Rotate a master key: the given key, or a random one, wraps from now on. Returns the version."""
+        master_key = self._existing(master_key_id, "update")
+        version = _version(SecretBytes.random(256) if key is None else key)
+        with self._lock:
+            master_key.generated |= key is None
+            master_key.versions.append(version)
+            return len(master_key.versions)
+
+    def disable(self, master_key_id: str, version: int | None = None) -> None:
+        """Disable a master key, or one version of it, counted from 1."""
+        self._switchable(master_key_id, version).enabled = False
+
+    def enable(self, master_key_id: str, version: int | None = None) -> None:
+        """Enable what `disable` disabled."""
+        self._switchable(master_key_id, version).enabled = True
+
+    def deny(self, master_key_id: str) -> None:
+        """Answer each request for a master key as if the caller had no permission for it."""
+        self._existing(master_key_id, "update").denied = True
+
+    def allow(self, master_key_id: str) -> None:
+        """Take back `deny`."""
+        self._existing(master_key_id, "update").denied = False
+
+    # --- hooks ---
+
+    def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
+        master_key = self._usable(master_key_id, "wrap")
+        current = master_key.versions[-1]
+        if not current.enabled:
+            raise self._error(MasterKeyDisabledError, "wrap", master_key_id, "its current version")
+        return wrap_key(current.key, key, master_key_id.encode())
+
+    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
+        for version in reversed(list(self._usable(master_key_id, "unwrap").versions)):
+            try:
+                key = unwrap_key(version.key, wrapped_key, master_key_id.encode())
+            except InvalidTag:
+                continue
+            if not version.enabled:
+                raise self._error(MasterKeyDisabledError, "unwrap", master_key_id, "the version needed")
+            return key
+        raise self._wrapped_key_invalid(master_key_id)
+
+    def _describe(self, master_key_id: str) -> MasterKeyDescription:
+        master_key = self._existing(master_key_id, "describe")
+        if master_key.denied:
+            raise self._error(KmsAccessDeniedError, "describe", master_key_id)
+        versions = list(master_key.versions)
+        enabled = [str(number) for number, version in enumerate(versions, 1) if version.enabled]
+        return MasterKeyDescription(
+            master_key_id,
+            enabled=master_key.enabled and versions[-1].enabled,
+            current_version=str(len(versions)),
+            enabled_versions=tuple(enabled) if master_key.enabled else (),
+            origin="generated" if master_key.generated else "configuration",
+        )
+
+    def _existing(self, master_key_id: str, operation: str) -> _MasterKey:
+        if master_key := self._master_keys.get(master_key_id):
+            return master_key
+        raise self._error(MasterKeyNotFoundError, operation, master_key_id)
+
+    def _usable(self, master_key_id: str, operation: str) -> _MasterKey:
+        master_key = self._existing(master_key_id, operation)
+        if master_key.denied:
+            raise self._error(KmsAccessDeniedError, operation, master_key_id)
+        if not master_key.enabled:
+            raise self._error(MasterKeyDisabledError, operation, master_key_id)
+        return master_key
+
+    def _switchable(self, master_key_id: str, version: int | None) -> _MasterKey | _Version:
+        master_key = self._existing(master_key_id, "update")
+        if version is None:
+            return master_key
+        if not 1 <= version <= len(master_key.versions):
+            raise ValueError(f"the master key {master_key_id!r} has no version {version}")
+        return master_key.versions[version - 1]
+
+    def _error(self, kind: type[KmsError], operation: str, master_key_id: str, detail: str = "") -> KmsError:
+        return kind(detail, backend=self.backend, operation=operation, master_key_id=master_key_id)
+
+
+def _version(key: KeyBytes) -> _Version:
+    secret = key if isinstance(key, SecretBytes) else SecretBytes(key)
+    if len(secret) not in KEY_LENGTHS_BYTES:
+        raise ValueError(f"a master key has 16, 24 or 32 bytes, not {len(secret)}")
+    return _Version(secret)

@@ -1,0 +1,109 @@
+"""Which class is the KMS client of a name; it is imported when it is asked for.
+
+A distribution of a third party offers its `KmsClient` as an entry point of the group `parquet_keytools.kms`:
+
+    [project.entry-points."parquet_keytools.kms"]
+    acme = "acme_kms:AcmeKms"
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from importlib.metadata import EntryPoint, entry_points
+from typing import NamedTuple
+
+from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.kms.client import KmsClient
+
+ENTRY_POINT_GROUP = "parquet_keytools.kms"
+
+
+class _BuiltIn(NamedTuple):
+    """A backend of this package: where its class is, and the extra that installs what it imports."""
+
+    source_file: str
+    class_name: str
+    extra: str | None = None
+
+
+_BUILT_INS = {
+    "in_memory": _BuiltIn("parquet_keytools.kms.in_memory", "InMemoryKms"),
+    "keystore": _BuiltIn("parquet_keytools.kms.keystore", "KeystoreKms"),
+}
+
+
+def known_names() -> list[str]:
+    """Return the names of all backends that are installed, sorted."""
+    return sorted({*_BUILT_INS, *(plugin.name for plugin in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def client_class(name: str) -> type[KmsClient]:
+    """Return the KMS client of a name; what this package has cannot be replaced by a plug-in.
+
+    Raises:
+        ConfigurationError: There is none, or it cannot be imported.
+    """
+    if built_in := _BUILT_INS.get(name):
+        return _load_built_in(name, built_in)
+    plugins = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
+    if not plugins:
+        raise _unknown(name)
+    if len(plugins) > 1:
+        distributions = ", ".join(sorted(map(_distribution, plugins)))
+        raise ConfigurationError(
+            f"more than one KMS plug-in is named {name!r}: those of {distributions}.",
+            hint="Uninstall all but one.",
+        )
+    return _load_plugin(plugins[0])
+
+
+def _unknown(name: str) -> ConfigurationError:
+    names = known_names()
+    close = difflib.get_close_matches(name, names, n=1)
+    return ConfigurationError(
+        f"no KMS client is named {name!r}; there are {', '.join(names)}.",
+        hint=f"Did you mean {close[0]!r}?" if close else "Is the package of a plug-in not installed?",
+    )
+
+
+def _load_built_in(name: str, built_in: _BuiltIn) -> type[KmsClient]:
+    try:
+        source_file = importlib.import_module(built_in.source_file)
+    except ImportError as error:
+        extra = f"[{built_in.extra}]" if built_in.extra else ""
+        raise ConfigurationError(
+            f"the KMS client {name!r} needs what is not installed: {error}.",
+            hint=f"Install it with: pip install 'parquet-keytools{extra}'",
+        ) from error
+    return _checked(name, getattr(source_file, built_in.class_name))
+
+
+def _load_plugin(plugin: EntryPoint) -> type[KmsClient]:
+    place = f"the KMS plug-in {plugin.name!r} of {_distribution(plugin)}"
+    extras = f"[{','.join(plugin.extras)}]" if plugin.extras else ""
+    try:
+        loaded = plugin.load()
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{place} cannot be imported: {error}.",
+            hint=f"Install what it needs, for instance with: pip install '{_distribution(plugin)}{extras}'",
+        ) from error
+    except Exception as error:  # a plug-in may raise anything when it is imported
+        raise ConfigurationError(
+            f"{place} cannot be imported: {type(error).__name__}.", hint="Ask its authors, or uninstall it."
+        ) from error
+    return _checked(plugin.name, loaded)
+
+
+def _checked(name: str, loaded: object) -> type[KmsClient]:
+    if isinstance(loaded, type) and issubclass(loaded, KmsClient):
+        return loaded
+    raise ConfigurationError(
+        f"what the KMS plug-in {name!r} offers is not a subclass of KmsClient.",
+        hint="Its entry point has to name a class that implements parquet_keytools.kms.client.KmsClient.",
+    )
+
+
+def _distribution(plugin: EntryPoint) -> str:
+    return plugin.dist.name if plugin.dist else plugin.value

@@ -1,0 +1,203 @@
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from parquet_keytools.cli import keystore as cli
+from parquet_keytools.errors import ConfigurationError, KmsConfigurationError, MasterKeyNotFoundError
+from parquet_keytools.kms import keystore_document, keystore_file
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.secret_bytes import SecretBytes
+
+PASSPHRASE = "correct horse battery"
+VARIABLE = "PARQUET_KEYTOOLS_PASSPHRASE"
+NEW_VARIABLE = "PARQUET_KEYTOOLS_NEW_PASSPHRASE"
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = Keystore.create.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        Keystore, "create", classmethod(lambda *args, **named: create(*args, **named, scrypt_n=2**14))
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keystore.json"
+
+
+def run(*arguments: object, env: dict[str, str | None] | None = None, input: str | None = None):
+    environment = {VARIABLE: PASSPHRASE, NEW_VARIABLE: None} | (env or {})
+    done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env=environment, input=input)
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert PASSPHRASE not in done.output
+    return done
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    done = run("list", "--path", path, "--json")
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_a_life_of_a_keystore(path: Path) -> None:
+    done = run("create", "--path", path)
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "Created the keystore" in done.stderr
+    assert rows(path) == []
+    assert run("create-key", "pii", "--path", path).stderr == "Created the master key 'pii'.\n"
+    assert "Version 2" in run("rotate-key", "pii", "--path", path).stderr
+    run("disable", "pii", "--key-version", 1, "--path", path)
+    listed = rows(path)
+    assert [(row["name"], row["version"], row["enabled"], row["current"]) for row in listed] == [
+        ("pii", 1, False, False),
+        ("pii", 2, True, True),
+    ]
+    assert str(listed[0]["created"]).endswith("Z")
+    run("enable", "pii", "--key-version", 1, "--path", path)
+    assert [row["enabled"] for row in rows(path)] == [True, True]
+    run("disable", "pii", "--path", path)
+    assert [row["enabled"] for row in rows(path)] == [False, False]
+    run("enable", "pii", "--path", path)
+    assert [row["enabled"] for row in rows(path)] == [True, True]
+
+
+def test_create_key_creates_the_keystore(path: Path) -> None:
+    done = run("create-key", "footer", "--path", path)
+    assert "Created the keystore" in done.stderr and "'footer'" in done.stderr
+    assert [row["name"] for row in rows(path)] == ["footer"]
+
+
+def test_the_table_is_for_people(path: Path) -> None:
+    run("create-key", "[red]footer[/red]", "--path", path)
+    run("rotate-key", "[red]footer[/red]", "--path", path)
+    done = run("list", "--path", path, env={"COLUMNS": "200"})
+    assert done.stdout == ""
+    assert "[red]footer[/red]" in done.stderr
+    assert "enabled, wraps" in done.stderr
+
+
+def test_errors_are_those_of_the_package(path: Path) -> None:
+    with pytest.raises(KmsConfigurationError, match="there is no file"):
+        run("rotate-key", "pii", "--path", path)
+    run("create-key", "pii", "--path", path)
+    with pytest.raises(KmsConfigurationError, match="exists already"):
+        run("create", "--path", path)
+    with pytest.raises(KmsConfigurationError, match="already"):
+        run("create-key", "pii", "--path", path)
+    with pytest.raises(MasterKeyNotFoundError):
+        run("disable", "none", "--path", path)
+    with pytest.raises(MasterKeyNotFoundError, match="no version 2"):
+        run("disable", "pii", "--path", path, "--key-version", 2)
+    with pytest.raises(KmsConfigurationError, match="passphrase is not that"):
+        run("list", "--path", path, env={VARIABLE: "another one"})
+    path.chmod(0o644)
+    with pytest.raises(KmsConfigurationError, match="chmod 600"):
+        run("list", "--path", path)
+
+
+@pytest.mark.parametrize("arguments", [["rotate-key"], ["create"], ["disable", "x", "--key-version", "0"]])
+def test_wrong_usage(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_no_option_takes_the_passphrase_itself(path: Path) -> None:
+    done = run("create", "--path", path, "--passphrase", "x")
+    assert done.exit_code == 2
+    assert not path.exists()
+
+
+def test_a_passphrase_file_comes_before_the_environment(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "passphrase"
+    file.touch(0o600)
+    file.write_text("another passphrase\n")
+    run("create-key", "pii", "--path", path, "--passphrase-file", file)
+    assert Keystore(path, lambda: SecretBytes(b"another passphrase")).open()
+    with pytest.raises(KmsConfigurationError, match="passphrase is not that"):
+        run("list", "--path", path)
+    file.chmod(0o644)
+    with pytest.raises(KmsConfigurationError, match="others than its owner"):
+        run("list", "--path", path, "--passphrase-file", file)
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_a_passphrase_and_a_terminal(path: Path, value: str | None) -> None:
+    with pytest.raises(ConfigurationError, match="no terminal") as caught:
+        run("create", "--path", path, env={VARIABLE: value})
+    assert "--passphrase-file" in caught.value.hint and VARIABLE in caught.value.hint
+    assert not path.exists()
+
+
+def test_a_terminal_is_asked_and_shows_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    class FakeSys:
+        stdin = Terminal()
+
+    monkeypatch.setattr(cli, "sys", FakeSys)
+    nothing = {VARIABLE: None}
+    done = run("create-key", "pii", "--path", path, env=nothing, input=f"{PASSPHRASE}\n{PASSPHRASE}\n")
+    assert done.exit_code == 0
+    assert done.stdout.strip() == "", "the prompt is for people"
+    assert Keystore(path, lambda: SecretBytes(PASSPHRASE.encode())).open()
+    # An existing keystore needs no confirmation.
+    assert run("rotate-key", "pii", "--path", path, env=nothing, input=f"{PASSPHRASE}\n").exit_code == 0
+    for command in (["create"], ["create-key", "pii"]):
+        two = path.with_name("two")
+        assert run(*command, "--path", two, env=nothing, input=f"{PASSPHRASE}\nmistyped\n").exit_code != 0
+        assert not two.exists()
+
+
+def test_change_passphrase(path: Path, tmp_path: Path) -> None:
+    run("create-key", "pii", "--path", path)
+    run("change-passphrase", "--path", path, env={NEW_VARIABLE: "a second passphrase"})
+    with pytest.raises(KmsConfigurationError, match="passphrase is not that"):
+        rows(path)
+    file = tmp_path / "new"
+    file.touch(0o600)
+    file.write_text("a third passphrase")
+    run(
+        "change-passphrase",
+        "--path",
+        path,
+        "--new-passphrase-file",
+        file,
+        env={VARIABLE: "a second passphrase"},
+    )
+    assert Keystore(path, lambda: SecretBytes(b"a third passphrase")).open().master_keys
+    with pytest.raises(ConfigurationError, match="no terminal") as caught:
+        run("change-passphrase", "--path", path, env={VARIABLE: "a third passphrase"})
+    assert NEW_VARIABLE in caught.value.hint
+
+
+def test_a_wrong_passphrase_is_found_before_a_new_one_is_asked_for(path: Path) -> None:
+    run("create-key", "pii", "--path", path)
+    with pytest.raises(KmsConfigurationError, match="passphrase is not that"):
+        run("change-passphrase", "--path", path, env={VARIABLE: "wrong one"})
+
+
+def test_help_imports_nothing_slow() -> None:
+    program = """
+import sys
+from typer.testing import CliRunner
+from parquet_keytools.cli import keystore
+done = CliRunner().invoke(keystore.app, ["--help"])
+assert "create-key" in done.output and "change-passphrase" in done.output
+slow = {"cryptography", "pydantic", "pyarrow", "yaml", "parquet_keytools.kms", "parquet_keytools.errors"}
+print(sorted(slow & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_new_keystores_are_as_slow_to_guess_as_others() -> None:
+    """Only the tests above make scrypt cheap."""
+    assert keystore_file.DEFAULT_SCRYPT_N == keystore_document.DEFAULT_SCRYPT_N == 2**17

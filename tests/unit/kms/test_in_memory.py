@@ -1,0 +1,207 @@
+import base64
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from parquet_keytools.errors import (
+    KmsAccessDeniedError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.kms.in_memory import InMemoryKms, InMemorySettings
+from parquet_keytools.secret_bytes import SecretBytes
+
+KEY = SecretBytes(b"sixteen key byte")
+
+
+def from_yaml(keys: object) -> InMemoryKms:
+    return InMemoryKms.from_settings(InMemorySettings.model_validate({"type": "in_memory", "keys": keys}), Path())
+
+
+@pytest.mark.parametrize(
+    ("master_key", "master_key_id", "wrapped_kek", "kek_id", "wrapped_dek"),
+    [
+        (
+            b"0123456789012345",
+            "kf",
+            "kWHNReXsULhmTplhvImESLFTXV91t5CyoqaEVYLk7k0jD8oeTDDJCUnIiCs=",
+            "NFkiTmDXYzZMTb+O3b9nSA==",
+            "FLQDczpR9upRCqUjtzac5N1PbdduFekfeklLxi4VwOLul7un1iBcdAsJAXc=",
+        ),
+        (
+            b"1234567890123450",
+            "kc1",
+            "lriDjlnkKi5MvjdHb0+pA2Xc9FtpK5lUti3TwNzUNS7vbPfuxiChBbb0Tf4=",
+            "obYT2tJ6W3JI9Pv7E8LgPQ==",
+            "bdm0fNsrrL6Nxu8pbx1KNOLrGoZ8nKhezu+ctInKwAbau1rgjXULcIJQAoc=",
+        ),
+    ],
+)
+def test_unwraps_what_parquet_java_wrapped(
+    master_key: bytes, master_key_id: str, wrapped_kek: str, kek_id: str, wrapped_dek: str
+) -> None:
+    """Known answers: key material of the public file external_key_material_java.parquet.encrypted."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    kek = InMemoryKms({master_key_id: master_key}).unwrap(wrapped_kek, master_key_id)
+    data = base64.b64decode(wrapped_dek)
+    # That it is the right KEK shows in what parquet-java wrapped with it.
+    dek = AESGCM(kek.reveal()).decrypt(data[:12], data[12:], base64.b64decode(kek_id))
+    assert len(dek) == 16
+
+
+def test_wraps_in_parquet_javas_format() -> None:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    wrapped = base64.b64decode(InMemoryKms({"é": bytes(32)}).wrap(KEY, "é"))
+    assert len(wrapped) == 12 + 16 + 16
+    assert AESGCM(bytes(32)).decrypt(wrapped[:12], wrapped[12:], "é".encode()) == KEY.reveal()
+
+
+@pytest.mark.parametrize("length", [16, 24, 32])
+def test_keys_of_the_configuration(length: int) -> None:
+    key = bytes(range(length))
+    text = base64.b64encode(key).decode()
+    for keys in ({"a": text}, {"a": [text]}):
+        kms = from_yaml(keys)
+        assert not kms.has_generated_keys
+        assert kms.unwrap(InMemoryKms({"a": key}).wrap(KEY, "a"), "a") == KEY
+
+
+def test_names_only_are_generated() -> None:
+    kms = from_yaml(["a", "b"])
+    assert kms.has_generated_keys
+    assert kms.master_key_ids() == {"a", "b"}
+    wrapped = kms.wrap(KEY, "a")
+    with pytest.raises(WrappedKeyInvalidError):
+        from_yaml(["a", "b"]).unwrap(wrapped, "a")
+
+
+def test_one_generated_key_among_given_ones_counts() -> None:
+    text = base64.b64encode(bytes(16)).decode()
+    assert from_yaml({"a": text, "b": None}).has_generated_keys
+    kms = from_yaml({"a": text})
+    kms.add_version("a", bytes(32))
+    assert not kms.has_generated_keys
+    kms.add_version("a")
+    assert kms.has_generated_keys
+
+
+def test_versions_of_the_configuration_are_oldest_first() -> None:
+    old, new = bytes(16), bytes(range(32))
+    kms = from_yaml({"a": [base64.b64encode(old).decode(), base64.b64encode(new).decode()]})
+    assert kms.unwrap(InMemoryKms({"a": old}).wrap(KEY, "a"), "a") == KEY
+    assert InMemoryKms({"a": new}).unwrap(kms.wrap(KEY, "a"), "a") == KEY
+    assert kms.describe("a").current_version == "2"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"a": "canary"},
+        {"a": ["canarycanarycanarycana=="]},  # 16 bytes, but not how encode would spell them
+        {"a": "Y2FuYXJ5"},
+        {"a": "canary\n"},
+        {"a": []},
+        {"a": 5},
+        {"": None},
+        {"a": {"b": "canary"}},
+        ["a", "a"],
+        ["a", 5],
+        [["a"]],
+        "canary",
+        5,
+    ],
+)
+def test_wrong_keys_are_refused_and_not_shown(keys: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        InMemorySettings.model_validate({"keys": keys})
+    assert "canary" not in str(caught.value)
+    assert "canary" not in repr(caught.value.errors(include_input=False))
+    assert caught.value.errors()[0]["loc"][0] == "keys"
+
+
+def test_settings_do_not_show_keys() -> None:
+    text = base64.b64encode(b"canary key bytes").decode()
+    settings = InMemorySettings.model_validate({"keys": {"a": text}})
+    assert text not in repr(settings) + str(settings) + settings.model_dump_json()
+    assert text not in repr(vars(InMemoryKms.from_settings(settings, Path())))
+
+
+@pytest.mark.parametrize("keys", [{"a": bytes(15)}, {"a": []}, {"a": [bytes(16), bytes(1)]}, {"": None}])
+def test_wrong_keys_from_python(keys) -> None:
+    with pytest.raises(ValueError):
+        InMemoryKms(keys)
+
+
+def test_a_key_is_created_once() -> None:
+    kms = InMemoryKms({"a": bytes(16)})
+    wrapped = kms.wrap(KEY, "a")
+    with pytest.raises(ValueError, match="taken"):
+        kms.create_key("a")
+    assert kms.unwrap(wrapped, "a") == KEY
+    kms.create_key("b", SecretBytes(bytes(24)))
+    assert kms.master_key_ids() == {"a", "b"}
+
+
+def test_a_disabled_version() -> None:
+    kms = InMemoryKms({"a": bytes(16)})
+    old = kms.wrap(KEY, "a")
+    assert kms.add_version("a") == 2
+    new = kms.wrap(KEY, "a")
+    kms.disable("a", 1)
+    assert kms.unwrap(new, "a") == KEY
+    with pytest.raises(MasterKeyDisabledError, match="version"):
+        kms.unwrap(old, "a")
+    with pytest.raises(WrappedKeyInvalidError):
+        kms.unwrap(old[::-1], "a")
+    description = kms.describe("a")
+    assert (description.enabled, description.enabled_versions) == (True, ("2",))
+    kms.enable("a", 1)
+    assert kms.unwrap(old, "a") == KEY
+
+
+def test_a_disabled_current_version_does_not_wrap_with_an_older_one() -> None:
+    kms = InMemoryKms({"a": [bytes(16), bytes(32)]})
+    kms.disable("a", 2)
+    with pytest.raises(MasterKeyDisabledError):
+        kms.wrap(KEY, "a")
+    assert not kms.describe("a").enabled
+
+
+def test_enabling_a_key_leaves_its_disabled_versions_disabled() -> None:
+    kms = InMemoryKms({"a": [bytes(16), bytes(32)]})
+    kms.disable("a", 1)
+    kms.disable("a")
+    assert kms.describe("a").enabled_versions == ()
+    with pytest.raises(MasterKeyDisabledError):
+        kms.wrap(KEY, "a")
+    kms.enable("a")
+    assert kms.describe("a").enabled_versions == ("2",)
+
+
+def test_denied_and_allowed_again() -> None:
+    kms = InMemoryKms({"a": None})
+    wrapped = kms.wrap(KEY, "a")
+    kms.deny("a")
+    with pytest.raises(KmsAccessDeniedError) as caught:
+        kms.unwrap(wrapped, "a")
+    assert caught.value.master_key_id == "a"
+    with pytest.raises(KmsAccessDeniedError):
+        kms.describe("a")
+    kms.allow("a")
+    assert kms.unwrap(wrapped, "a") == KEY
+
+
+@pytest.mark.parametrize("method", ["add_version", "disable", "enable", "deny", "allow"])
+def test_an_operator_cannot_change_what_is_not_there(method: str) -> None:
+    with pytest.raises(MasterKeyNotFoundError):
+        getattr(InMemoryKms({"a": None}), method)("b")
+
+
+@pytest.mark.parametrize("version", [0, 2, -1])
+def test_a_version_that_is_not_there(version: int) -> None:
+    with pytest.raises(ValueError, match="no version"):
+        InMemoryKms({"a": None}).disable("a", version)
