@@ -1,0 +1,1 @@
+"""Configuration: typed settings and the YAML that they come from."""

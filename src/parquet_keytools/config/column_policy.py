@@ -1,0 +1,102 @@
+"""Which key each column of a file gets."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from parquet_keytools.config.mistakes import MOST_REPORTED, Mistake, YamlPath, did_you_mean
+from parquet_keytools.config.settings import Configuration
+
+ColumnPath = tuple[str, ...]
+"""Names from the top of the schema to a leaf column."""
+
+
+@dataclass(frozen=True)
+class ColumnKey:
+    """The key of a column.
+
+    A column that is listed under the very name of the footer's key is still a `column_key`: it gets a DEK of
+    its own, wrapped by the same master key. Only unlisted columns are encrypted with the footer's DEK.
+
+    Attributes:
+        kind: `plaintext`; `footer_key`, which means the footer's DEK; or `column_key`, a DEK of its own.
+        key_name: Name of the key in the configuration; None for plaintext.
+    """
+
+    kind: Literal["plaintext", "footer_key", "column_key"]
+    key_name: str | None
+
+
+def resolve_columns(
+    configuration: Configuration, table_name: str, leaf_paths: Sequence[ColumnPath]
+) -> dict[ColumnPath, ColumnKey]:
+    """Return the key of every leaf column of a schema, in the order of `leaf_paths`.
+
+    A pattern covers a leaf column where it is its dotted path or that of a parent, letter for letter. Only a
+    pattern that covers nothing in this way is taken as a glob, which covers a leaf column where it fits its
+    dotted path or that of a parent: `*` stands for any text, dots included, `?` for one character, and
+    nothing else has a meaning.
+
+    Args:
+        configuration: Where the table is.
+        table_name: The table whose settings are meant.
+        leaf_paths: Every leaf column of the schema.
+
+    Raises:
+        ConfigurationError: Reports all patterns that cover no column, and all columns with two keys.
+    """
+    _, table = configuration.select_table(table_name)
+    if table.unlisted_columns == "footer_key":
+        unlisted = ColumnKey("footer_key", table.footer_key)
+    else:
+        unlisted = ColumnKey("plaintext", None)
+    keys = dict.fromkeys(leaf_paths, unlisted)
+    covered_by: dict[ColumnPath, tuple[str, str]] = {}
+    dotted_paths = _DottedPaths(leaf_paths)
+    mistakes: list[Mistake] = []
+    for key_name, patterns in table.column_keys.items():
+        for position, pattern in enumerate(patterns):
+            path: YamlPath = ("tables", table_name, "column_keys", key_name, position)
+            covered = dotted_paths.covered_by(pattern)
+            if not covered:
+                # What is not shown needs no hint; each costs a look at every column.
+                hint = did_you_mean(pattern, dotted_paths) if len(mistakes) < MOST_REPORTED else ""
+                mistakes.append(Mistake(path, f"{pattern!r} matches no column.", hint))
+            for leaf in covered:
+                other_key, other_pattern = covered_by.setdefault(leaf, (key_name, pattern))
+                if other_key != key_name:
+                    message = (
+                        f"column {'.'.join(leaf)!r} has two keys: {key_name!r} by {pattern!r}, "
+                        f"and {other_key!r} by {other_pattern!r}."
+                    )
+                    mistakes.append(Mistake(path, message))
+                keys[leaf] = ColumnKey("column_key", key_name)
+    if mistakes:
+        raise configuration.error_for(mistakes)
+    return keys
+
+
+class _DottedPaths:
+    """Dotted paths of all leaf columns and their parents, and the leaf columns under each."""
+
+    def __init__(self, leaf_paths: Sequence[ColumnPath]) -> None:
+        self._leaves: dict[str, dict[ColumnPath, None]] = {}
+        for leaf in leaf_paths:
+            for length in range(1, len(leaf) + 1):
+                self._leaves.setdefault(".".join(leaf[:length]), {})[leaf] = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def covered_by(self, pattern: str) -> list[ColumnPath]:
+        """Return the leaf columns that a pattern covers."""
+        if pattern in self._leaves or not re.search(r"[*?]", pattern):
+            return list(self._leaves.get(pattern, ()))
+        # Brackets are ordinary characters of column names, and mean nothing here.
+        glob = re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
+        matching = (leaves for dotted_path, leaves in self._leaves.items() if glob.match(dotted_path))
+        return list({leaf: None for leaves in matching for leaf in leaves})

@@ -1,0 +1,185 @@
+"""YAML files and mappings to configurations."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from parquet_keytools.config.document_source import DocumentSource, redacted
+from parquet_keytools.config.environment import expand
+from parquet_keytools.config.key_names import check_key_names
+from parquet_keytools.config.mistakes import Mistake, configuration_error, did_you_mean, one_of
+from parquet_keytools.config.settings import Configuration, ConfigurationWarning
+from parquet_keytools.config.validation_messages import mistakes_of
+from parquet_keytools.config.yaml_document import MOST_BYTES, UnreadableYamlError, YamlDocument, read_yaml
+from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.kms.client import KmsSettings
+from parquet_keytools.kms.registry import client_class, known_names
+
+
+def load_configuration(
+    file: str | os.PathLike[str], *, environment: Mapping[str, str] | None = None
+) -> Configuration:
+    """Load a configuration from a YAML file.
+
+    Args:
+        file: Its path.
+        environment: What `${NAME}` stands for; the environment of this process where it is not given.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or what it says is wrong; the error reports all mistakes
+            of one kind together: first those of single values, then those of values that contradict others.
+    """
+    configuration = _load(file, os.environ if environment is None else environment)
+    _warn(configuration)
+    return configuration
+
+
+def parse_configuration(
+    document: str | bytes | Mapping[str, Any],
+    *,
+    file: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Configuration:
+    """Make a configuration of YAML text, or of a mapping with the same content.
+
+    Args:
+        document: YAML text, or mapping.
+        file: Where the text came from: for error texts, relative paths, and worker processes.
+        environment: What `${NAME}` stands for; the environment of this process where it is not given.
+
+    Raises:
+        ConfigurationError: As with `load_configuration`.
+    """
+    configuration = _parse(document, file, os.environ if environment is None else environment)
+    _warn(configuration)
+    return configuration
+
+
+def restore_configuration(source: DocumentSource) -> Configuration:
+    """Make in a worker process the configuration that was pickled without its secrets.
+
+    Raises:
+        ConfigurationError: An environment variable is not set here, or secrets stand in a file that is not
+            here or says something else now.
+    """
+    if not source.redacted_paths:
+        return _build(source.document, source, os.environ)
+    assert source.path is not None
+    hint = "Put each secret into an environment variable and write ${NAME} in its place."
+    try:
+        configuration = _load(source.path, os.environ)
+    except ConfigurationError as error:
+        message = "a configuration with secrets in it was sent here, and its file cannot be used here:"
+        raise ConfigurationError(f"{message} {error}", file=source.file, hint=hint) from None
+    if configuration._source is None or configuration._source.document != source.document:
+        message = "the configuration has changed since it was sent here."
+        raise ConfigurationError(message, file=source.file, hint=f"Start anew. {hint}")
+    configuration._source = replace(configuration._source, file=source.file)
+    return configuration
+
+
+def _warn(configuration: Configuration) -> None:
+    for text in configuration.warnings:
+        warnings.warn(text, ConfigurationWarning, stacklevel=3)
+
+
+def _load(file: str | os.PathLike[str], environment: Mapping[str, str]) -> Configuration:
+    try:
+        with Path(file).open("rb") as stream:
+            content = stream.read(MOST_BYTES + 1)
+    except OSError as error:
+        reason = {
+            FileNotFoundError: "there is no such file.",
+            IsADirectoryError: "this is a folder.",
+        }.get(type(error), f"the file cannot be read: {error.strerror}.")
+        unreadable = ConfigurationError(reason, file=os.fspath(file))
+    else:
+        return _parse(content, file, environment)
+    raise unreadable
+
+
+def _parse(
+    document: str | bytes | Mapping[str, Any],
+    file: str | os.PathLike[str] | None,
+    environment: Mapping[str, str],
+) -> Configuration:
+    name = None if file is None else os.fspath(file)
+    path = None if file is None else Path(file).absolute()
+    yaml = YamlDocument(_plain(document)) if isinstance(document, Mapping) else _read(document, name)
+    source = DocumentSource(name, path, path.parent if path else Path.cwd(), yaml.lines)
+    return _build(yaml.value, source, environment, yaml.mistakes)
+
+
+def _read(content: str | bytes, name: str | None) -> YamlDocument:
+    try:
+        return read_yaml(content)
+    except UnreadableYamlError as error:
+        mistake = error.mistake
+    raise configuration_error([mistake], file=name, lines={})
+
+
+def _plain(value: Any) -> Any:
+    """Return a document from Python as YAML would have given it."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _build(
+    written: Any, source: DocumentSource, environment: Mapping[str, str], found: Sequence[Mistake] = ()
+) -> Configuration:
+    """Make a configuration of a document as it was written, or report all mistakes."""
+    mistakes = list(found)
+    document = expand(written, environment, mistakes)
+    if not isinstance(document, dict):
+        raise source.error(
+            [*mistakes, Mistake((), "a configuration is a mapping.", "It starts with `version: 1`.")]
+        )
+    kms, later_mistakes = _kms_settings(document.get("kms"))
+    configuration = None
+    try:
+        configuration = Configuration.model_validate({**document, "kms": kms})
+    except ValidationError as error:
+        later_mistakes += mistakes_of(error, Configuration, document)
+    # What lies under a mistake found before was made up in its place.
+    broken = [mistake.path for mistake in mistakes]
+    mistakes += [
+        mistake for mistake in later_mistakes if not any(mistake.path[: len(path)] == path for path in broken)
+    ]
+    # Raised outside of the handler: pydantic's error holds the values, and with them secrets.
+    if mistakes or configuration is None:
+        raise source.error(mistakes)
+    configuration._source = replace(source, document=redacted(written, configuration.kms))
+    check_key_names(configuration)
+    return configuration
+
+
+def _kms_settings(document: Any) -> tuple[KmsSettings | None, list[Mistake]]:
+    """Return what the KMS's own class makes of what stands under `kms`, and the mistakes in it."""
+    broken = KmsSettings(type="unknown")
+    if document is None or isinstance(document, KmsSettings):
+        return document, []
+    if not isinstance(document, dict):
+        return broken, [Mistake(("kms",), "this has to be a mapping with a `type`.")]
+    name = document.get("type")
+    if not isinstance(name, str) or name not in known_names():
+        message = (
+            "no KMS client has this name." if isinstance(name, str) else "the name of a KMS client is required."
+        )
+        hint = did_you_mean(name, known_names()) if isinstance(name, str) else ""
+        return broken, [Mistake(("kms", "type"), message, hint or one_of(known_names()))]
+    try:
+        settings = client_class(name).Settings
+    except ConfigurationError as error:
+        return broken, [Mistake(("kms", "type"), str(error.args[0]), error.hint)]
+    try:
+        return settings.model_validate(document), []
+    except ValidationError as error:
+        return broken, list(mistakes_of(error, settings, document, ("kms",)))

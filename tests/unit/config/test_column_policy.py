@@ -1,0 +1,232 @@
+import warnings
+from fnmatch import fnmatchcase
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parquet_keytools.config.column_policy import ColumnKey, resolve_columns
+from parquet_keytools.config.loader import parse_configuration
+from parquet_keytools.errors import ConfigurationError
+
+PLAINTEXT = ColumnKey("plaintext", None)
+FOOTER = ColumnKey("footer_key", "footer")
+PII = ColumnKey("column_key", "pii")
+TIMES = ColumnKey("column_key", "times")
+
+
+def configuration(column_keys, **table):
+    document = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": ["footer", "pii", "times"]},
+        "tables": {"flights": {"footer_key": "footer", "column_keys": column_keys, **table}},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return parse_configuration(document)
+
+
+def resolve(column_keys, *leaf_paths, **table):
+    paths = [path if isinstance(path, tuple) else (path,) for path in leaf_paths]
+    return list(resolve_columns(configuration(column_keys, **table), "flights", paths).values())
+
+
+def test_listed_columns_get_their_key_and_others_stay_plaintext():
+    keys = resolve({"pii": ["tailnum"], "times": ["dep_time"]}, "year", "dep_time", "tailnum")
+    assert keys == [PLAINTEXT, TIMES, PII]
+
+
+def test_unlisted_columns_may_get_the_footer_key():
+    keys = resolve({"pii": ["tailnum"]}, "year", "tailnum", unlisted_columns="footer_key")
+    assert keys == [FOOTER, PII]
+
+
+def test_a_column_under_the_footer_keys_name_has_a_data_key_of_its_own():
+    keys = resolve({"footer": ["tailnum"]}, "tailnum", "year", unlisted_columns="footer_key")
+    assert keys == [ColumnKey("column_key", "footer"), FOOTER]
+
+
+def test_the_order_is_that_of_the_schema():
+    paths = [("c",), ("a", "x"), ("b",)]
+    assert list(resolve_columns(configuration({"pii": ["b"]}), "flights", paths)) == paths
+
+
+NAME, AGE, TAGS = ("passenger", "name"), ("passenger", "age"), ("passenger", "tags", "list", "element")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "covered"),
+    [
+        ("passenger", {NAME, AGE, TAGS}),
+        ("passenger.name", {NAME}),
+        ("passenger.tags", {TAGS}),
+        ("passenger.tags.list", {TAGS}),
+        ("passenger.*", {NAME, AGE, TAGS}),
+        ("*.element", {TAGS}),
+        ("passenger.???", {AGE}),
+        ("passenger.?ag*", {TAGS}),
+        # A glob that fits a parent covers what is below it, as the parent's name does.
+        ("p*ssenger", {NAME, AGE, TAGS}),
+        ("passenger.t?gs", {TAGS}),
+        ("?ail", {("tail",)}),
+    ],
+)
+def test_nested_columns(pattern, covered):
+    paths = [NAME, AGE, TAGS, ("passengers",), ("tail",)]
+    keys = resolve_columns(configuration({"pii": [pattern]}), "flights", paths)
+    assert {path for path, key in keys.items() if key == PII} == covered
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.b",
+        "a b",
+        "a,b",
+        "a:b",
+        "a;b",
+        "a[b]",
+        "[ab]",
+        "größe",
+        "列",
+        "a\nb",
+        "a%b",
+        "${x}",
+        "a*b",
+        "a?b",
+        "!a",
+    ],
+)
+def test_any_column_name_can_be_listed(name):
+    others = ["a", "b", "axb", "aXXb"]
+    keys = resolve({"pii": [name.replace("${", "$${")]}, name, *others)
+    assert keys == [PII, *[PLAINTEXT] * len(others)]
+
+
+def test_a_literal_name_wins_over_its_meaning_as_a_glob():
+    assert resolve({"pii": ["a*"]}, "a*", "ab") == [PII, PLAINTEXT]
+    assert resolve({"pii": ["a*"]}, ("a*", "x"), "ab") == [PII, PLAINTEXT]
+    assert resolve({"pii": ["a*"]}, "ac", "ab") == [PII, PII]
+
+
+def test_a_name_with_a_dot_has_no_parent():
+    assert resolve({"pii": ["a"]}, ("a", "b"), ("a.b",)) == [PII, PLAINTEXT]
+
+
+def test_one_dotted_path_of_two_columns_covers_both():
+    assert resolve({"pii": ["a.b"]}, ("a", "b"), ("a.b",)) == [PII, PII]
+
+
+def test_brackets_are_no_character_class():
+    assert resolve({"pii": ["[ab]*"]}, "a1", "[ab]1") == [PLAINTEXT, PII]
+
+
+def test_upper_and_lower_case_differ():
+    with pytest.raises(ConfigurationError, match=r"'TAILNUM' matches no column\. Did you mean 'tailnum'"):
+        resolve({"pii": ["TAILNUM"]}, "tailnum")
+
+
+def test_patterns_of_one_key_may_overlap():
+    assert resolve({"pii": ["a", "a.b", "*b"]}, ("a", "b")) == [PII]
+
+
+def test_more_columns_than_the_format_allows_are_fine_here():
+    paths = [(f"c{number}",) for number in range(40_000)]
+    assert set(resolve_columns(configuration({"pii": ["c*"]}), "flights", paths).values()) == {PII}
+
+
+@pytest.mark.parametrize(
+    ("column_keys", "yaml_path", "words"),
+    [
+        (
+            {"pii": ["tailnum", "tailnumm"]},
+            "[1]",
+            ["'tailnumm' matches no column", "Did you mean 'tailnum'?"],
+        ),
+        ({"pii": ["passenger.nme"]}, "[0]", ["Did you mean 'passenger.name'?"]),
+        ({"pii": ["passenger.name.first"]}, "[0]", ["matches no column"]),
+        ({"pii": ["x*"]}, "[0]", ["'x*' matches no column"]),
+        ({"pii": [" tailnum"]}, "[0]", ["' tailnum' matches no column"]),
+    ],
+)
+def test_a_pattern_that_covers_nothing_is_a_mistake(column_keys, yaml_path, words):
+    with pytest.raises(ConfigurationError) as caught:
+        resolve(column_keys, "tailnum", ("passenger", "name"), "year")
+    assert caught.value.yaml_path == f"tables.flights.column_keys.pii{yaml_path}"
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("*num", "tail*"), ("tailnum", "tail*"), ("passenger", "passenger.name")]
+)
+def test_two_keys_for_one_column_are_a_mistake(first, second):
+    with pytest.raises(ConfigurationError) as caught:
+        resolve({"pii": [first], "times": [second]}, "tailnum", ("passenger", "name"))
+    assert caught.value.yaml_path == "tables.flights.column_keys.times[0]"
+    assert "has two keys" in str(caught.value)
+    assert all(repr(word) in str(caught.value) for word in ("pii", "times", first, second))
+
+
+def test_mistakes_are_reported_together_with_their_lines():
+    text = """\
+version: 1
+kms: {type: in_memory, keys: [footer, pii]}
+tables:
+  flights:
+    footer_key: footer
+    column_keys:
+      pii:
+        - tailnum
+        - nothing
+        - nowhere
+"""
+    made = parse_configuration(text, file="flights.yaml")
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_columns(made, "flights", [("tailnum",)])
+    assert (caught.value.file, caught.value.line) == ("flights.yaml", 9)
+    assert "flights.yaml:10: tables.flights.column_keys.pii[2]: 'nowhere' matches no column." in str(caught.value)
+
+
+def test_an_unknown_table_is_a_mistake():
+    with pytest.raises(ConfigurationError, match=r"no table 'fligths'\. Did you mean 'flights'"):
+        resolve_columns(configuration({}), "fligths", [])
+
+
+# Small alphabets, so that patterns often match and often collide.
+names = st.text("ab.*?[", min_size=1, max_size=3)
+leaf_paths = st.lists(st.lists(names, min_size=1, max_size=3).map(tuple), min_size=1, max_size=6, unique=True)
+patterns = st.lists(st.text("ab.*?[", min_size=1, max_size=5), min_size=1, max_size=3, unique=True)
+
+
+def is_covered(pattern, leaf, leaves):
+    """The rule again, written in another way."""
+
+    def parents(path):
+        return [".".join(path[:length]) for length in range(1, len(path) + 1)]
+
+    if any(pattern in parents(other) for other in leaves):
+        return pattern in parents(leaf)
+    return any(fnmatchcase(parent, pattern.replace("[", "[[]")) for parent in parents(leaf))
+
+
+@given(leaf_paths, st.dictionaries(st.sampled_from(["pii", "times"]), patterns), st.booleans())
+def test_every_column_gets_the_one_key_that_lists_it(leaves, column_keys, with_footer_key):
+    listed = [pattern for some in column_keys.values() for pattern in some]
+    if len(set(listed)) < len(listed):
+        return  # refused when the configuration is made
+    unlisted = "footer_key" if with_footer_key else "plaintext"
+    made = configuration(column_keys, unlisted_columns=unlisted)
+    covering = {
+        leaf: {key for key, some in column_keys.items() for pattern in some if is_covered(pattern, leaf, leaves)}
+        for leaf in leaves
+    }
+    idle = any(not any(is_covered(pattern, leaf, leaves) for leaf in leaves) for pattern in listed)
+    if idle or any(len(keys) > 1 for keys in covering.values()):
+        with pytest.raises(ConfigurationError):
+            resolve_columns(made, "flights", leaves)
+        return
+    keys = resolve_columns(made, "flights", leaves)
+    assert list(keys) == leaves
+    for leaf, key in keys.items():
+        expected = {ColumnKey("column_key", name) for name in covering[leaf]}
+        assert {key} == (expected or {FOOTER if with_footer_key else PLAINTEXT})
