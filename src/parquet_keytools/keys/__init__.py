@@ -1,0 +1,1 @@
+"""Key material: who wraps what."""

@@ -1,0 +1,164 @@
+"""Key material of type PKMT1: the JSON that says how a DEK is wrapped.
+
+parquet-java and Arrow write and read the same fields. Internal key material is the key metadata itself and
+says `internalStorage: true`; external key material lies in a file of its own and says nothing of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from parquet_keytools.errors import KeyMaterialError
+
+KEY_MATERIAL_TYPE = "PKMT1"
+MAX_KEY_METADATA_BYTES = 65_536
+"""Longer key metadata is refused; a wrapped key and its key ids take less than a tenth of it."""
+
+KEK_ID_LENGTH_BYTES = 16
+
+
+@dataclass(frozen=True)
+class KeyMaterial:
+    """How one DEK is wrapped.
+
+    Attributes:
+        is_footer_key: Whether the DEK encrypts or signs the footer.
+        master_key_id: Identifier of the master key in its KMS.
+        wrapped_dek: Single wrapping: the DEK as the KMS wrapped it. Double wrapping: base64 of nonce,
+            ciphertext and tag of the DEK under the KEK.
+        kek_id: 16 random bytes that name the KEK and are the AAD of the wrapped DEK; None with single
+            wrapping.
+        wrapped_kek: The KEK as the KMS wrapped it; None with single wrapping.
+        kms_instance_id: As the writer knew the KMS; footer keys only, for information only.
+        kms_instance_url: Likewise.
+    """
+
+    is_footer_key: bool
+    master_key_id: str
+    wrapped_dek: str
+    kek_id: bytes | None = None
+    wrapped_kek: str | None = None
+    kms_instance_id: str = "DEFAULT"
+    kms_instance_url: str = "DEFAULT"
+
+    @property
+    def double_wrapping(self) -> bool:
+        """Whether a KEK stands between master key and DEK."""
+        return self.wrapped_kek is not None
+
+    @property
+    def kms_wrapped_key(self) -> str:
+        """What the KMS has to unwrap: the KEK with double wrapping, else the DEK."""
+        return self.wrapped_dek if self.wrapped_kek is None else self.wrapped_kek
+
+    def serialise(self, *, internal: bool) -> str:
+        """Return the JSON, for key metadata (internal) or for a key material file."""
+        fields: dict[str, Any] = {"keyMaterialType": KEY_MATERIAL_TYPE}
+        if internal:
+            fields["internalStorage"] = True
+        fields["isFooterKey"] = self.is_footer_key
+        if self.is_footer_key:
+            fields["kmsInstanceID"] = self.kms_instance_id
+            fields["kmsInstanceURL"] = self.kms_instance_url
+        fields["masterKeyID"] = self.master_key_id
+        fields["wrappedDEK"] = self.wrapped_dek
+        fields["doubleWrapping"] = self.double_wrapping
+        if self.kek_id is not None:
+            fields["keyEncryptionKeyID"] = base64.b64encode(self.kek_id).decode()
+            fields["wrappedKEK"] = self.wrapped_kek
+        return json.dumps(fields, separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> KeyMaterial:
+        """Read key material.
+
+        Raises:
+            KeyMaterialError: It is not valid; the text says which field and why.
+        """
+        return cls.from_fields(parse_object(text, "key material"))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> KeyMaterial:
+        """Read key material from a JSON object."""
+        check_type(fields)
+        is_footer_key = take_field(fields, "isFooterKey", bool)
+        kek_id, wrapped_kek = None, None
+        if take_field(fields, "doubleWrapping", bool):
+            kek_id = decode_base64(take_field(fields, "keyEncryptionKeyID", str), "keyEncryptionKeyID")
+            wrapped_kek = take_field(fields, "wrappedKEK", str)
+        material = cls(
+            is_footer_key=is_footer_key,
+            master_key_id=take_field(fields, "masterKeyID", str),
+            wrapped_dek=take_field(fields, "wrappedDEK", str),
+            kek_id=kek_id,
+            wrapped_kek=wrapped_kek,
+            kms_instance_id=take_field(fields, "kmsInstanceID", str, "DEFAULT"),
+            kms_instance_url=take_field(fields, "kmsInstanceURL", str, "DEFAULT"),
+        )
+        if not material.master_key_id or not material.wrapped_dek or material.wrapped_kek == "":
+            raise KeyMaterialError("key material: masterKeyID, wrappedDEK and wrappedKEK must not be empty")
+        return material
+
+
+def parse_object(text: str | bytes, what: str) -> dict[str, Any]:
+    """Read a JSON object strictly: one object, no field twice, of bounded size.
+
+    Raises:
+        KeyMaterialError: It is none.
+    """
+    if len(text) > MAX_KEY_METADATA_BYTES:
+        raise KeyMaterialError(f"{what}: longer than {MAX_KEY_METADATA_BYTES} bytes")
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        fields = json.loads(text, object_pairs_hook=_object_without_duplicates, parse_constant=_no_constant)
+    except KeyMaterialError as error:
+        raise KeyMaterialError(f"{what}: {error}") from None
+    except (ValueError, RecursionError):
+        raise KeyMaterialError(f"{what}: not valid JSON") from None
+    if not isinstance(fields, dict):
+        raise KeyMaterialError(f"{what}: not a JSON object")
+    return fields
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise KeyMaterialError("a field comes twice")
+    return fields
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def check_type(fields: dict[str, Any]) -> None:
+    """Refuse key material of another type than PKMT1."""
+    key_material_type = take_field(fields, "keyMaterialType", str)
+    if key_material_type != KEY_MATERIAL_TYPE:
+        raise KeyMaterialError(f"keyMaterialType: {key_material_type[:32]!r} is not {KEY_MATERIAL_TYPE!r}")
+
+
+_MISSING: Any = object()
+
+
+def take_field(fields: dict[str, Any], name: str, kind: type, default: Any = _MISSING) -> Any:
+    """Return a field of the right type, or the default where it is not there."""
+    value = fields.get(name, default)
+    if value is _MISSING:
+        raise KeyMaterialError(f"{name}: is missing")
+    if not isinstance(value, kind):
+        raise KeyMaterialError(f"{name}: is not a {'boolean' if kind is bool else 'string'}")
+    return value
+
+
+def decode_base64(text: str, name: str) -> bytes:
+    """Decode strict base64, as `name` holds it."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise KeyMaterialError(f"{name}: is not base64") from None

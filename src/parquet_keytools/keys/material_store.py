@@ -1,0 +1,76 @@
+"""Key material outside of the Parquet file: `_KEY_MATERIAL_FOR_<name>.json` beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from parquet_keytools.errors import KeyMaterialError
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.storage import FileLocation, read_whole, write_whole
+
+MAX_FILE_BYTES = 64 * 1024 * 1024
+"""Largest key material file that is read: 32,767 columns take a quarter of it."""
+
+
+def key_material_location(parquet_file: FileLocation) -> FileLocation:
+    """Return where the key material of a Parquet file lies."""
+    return parquet_file.sibling(f"_KEY_MATERIAL_FOR_{parquet_file.name}.json")
+
+
+def serialise_key_materials(materials: Mapping[str, KeyMaterial]) -> bytes:
+    """Return the content of a key material file: references to JSON strings."""
+    texts = {reference: material.serialise(internal=False) for reference, material in materials.items()}
+    return json.dumps(texts, separators=(",", ":")).encode()
+
+
+def parse_key_materials(content: bytes, path: str) -> dict[str, KeyMaterial]:
+    """Read the content of a key material file.
+
+    Raises:
+        KeyMaterialError: It is not valid.
+    """
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if len(dict(pairs)) != len(pairs):
+            raise KeyMaterialError("a reference comes twice", path=path)
+        return dict(pairs)
+
+    try:
+        texts = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError):
+        raise KeyMaterialError("not valid JSON", path=path) from None
+    if not isinstance(texts, dict):
+        raise KeyMaterialError("not a JSON object", path=path)
+    materials = {}
+    for reference, text in texts.items():
+        if not isinstance(text, str):
+            raise KeyMaterialError(f"{reference[:64]!r}: not a string that holds JSON", path=path)
+        try:
+            materials[reference] = KeyMaterial.parse(text)
+        except KeyMaterialError as error:
+            raise KeyMaterialError(f"{reference[:64]!r}: {error}", path=path) from None
+    return materials
+
+
+def read_key_materials(parquet_file: FileLocation) -> dict[str, KeyMaterial]:
+    """Read the key material of a Parquet file.
+
+    Raises:
+        KeyMaterialError: There is no key material file, or it is not valid.
+    """
+    location = key_material_location(parquet_file)
+    try:
+        content = read_whole(location, MAX_FILE_BYTES)
+    except FileNotFoundError:
+        raise KeyMaterialError(
+            f"the key material file {location.name!r} is missing",
+            path=str(parquet_file),
+            hint="It lies beside the Parquet file and must be copied, moved and kept with it.",
+        ) from None
+    return parse_key_materials(content, str(location))
+
+
+def write_key_materials(parquet_file: FileLocation, materials: Mapping[str, KeyMaterial]) -> None:
+    """Write the key material of a Parquet file, whole or not at all."""
+    write_whole(key_material_location(parquet_file), serialise_key_materials(materials))

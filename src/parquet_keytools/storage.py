@@ -1,0 +1,343 @@
+"""Files on any `pyarrow.fs` file system: read by ranges, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs as pafs
+
+from parquet_keytools.errors import OutputError, ParquetFormatError
+from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class FileLocation:
+    """A file or folder on a file system.
+
+    Attributes:
+        filesystem: Where it lies.
+        path: Its path there.
+    """
+
+    filesystem: pafs.FileSystem
+    path: str
+
+    @classmethod
+    def resolve(cls, path: PathLike | FileLocation, filesystem: Any = None) -> FileLocation:
+        """Find a file by path or URI.
+
+        Args:
+            path: A path, a URI such as `s3://bucket/key` (then without `filesystem`), or a location.
+            filesystem: A `pyarrow.fs` or fsspec file system; None is the local one.
+        """
+        if isinstance(path, FileLocation):
+            return path
+        text = os.fspath(path)
+        if filesystem is None and "://" in text:
+            found, inner = pafs.FileSystem.from_uri(text)
+            return cls(found, inner)
+        if filesystem is None:
+            filesystem = pafs.LocalFileSystem()
+        elif not isinstance(filesystem, pafs.FileSystem):
+            filesystem = pafs.PyFileSystem(pafs.FSSpecHandler(filesystem))
+        while isinstance(filesystem, pafs.SubTreeFileSystem):
+            text = str(PurePosixPath(filesystem.base_path) / text.lstrip("/"))
+            filesystem = filesystem.base_fs
+        if isinstance(filesystem, pafs.LocalFileSystem):
+            text = str(Path(text).expanduser().absolute())
+        return cls(filesystem, filesystem.normalize_path(text))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the operating system can open it."""
+        return isinstance(self.filesystem, pafs.LocalFileSystem)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return PurePosixPath(self.path).name
+
+    def sibling(self, name: str) -> FileLocation:
+        """Return the location of `name` in the same folder."""
+        return FileLocation(self.filesystem, str(PurePosixPath(self.path).with_name(name)))
+
+    def child(self, name: str) -> FileLocation:
+        """Return the location of `name` in this folder."""
+        return FileLocation(self.filesystem, str(PurePosixPath(self.path) / name))
+
+    def info(self) -> pafs.FileInfo:
+        """Return what the file system says of it."""
+        return self.filesystem.get_file_info(self.path)
+
+    def is_same_file(self, other: FileLocation) -> bool:
+        """Whether both are one file, also by way of links."""
+        if self.is_local and other.is_local:
+            ours, theirs = Path(self.path), Path(other.path)
+            if ours.exists() and theirs.exists():
+                return ours.samefile(theirs)
+            return ours.resolve() == theirs.resolve()
+        return self.filesystem == other.filesystem and self.path == other.path
+
+    def __str__(self) -> str:
+        return self.path if self.is_local else f"{self.filesystem.type_name}:{self.path}"
+
+
+@dataclass(frozen=True)
+class _MappedSource:
+    """A local file, mapped: reading it copies nothing."""
+
+    path: str
+    view: memoryview
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.view)
+
+    def read_at(self, offset: int, length: int) -> memoryview:
+        _check_range(self, offset, length)
+        return self.view[offset : offset + length]
+
+
+@dataclass(frozen=True)
+class BufferSource:
+    """A file in memory."""
+
+    path: str
+    buffer: Bytes | pa.Buffer
+
+    @property
+    def size_bytes(self) -> int:
+        """Length in bytes."""
+        return len(self.buffer)
+
+    def read_at(self, offset: int, length: int) -> memoryview:
+        """Return a range, without a copy."""
+        _check_range(self, offset, length)
+        # Arrow's buffers say that their bytes are signed.
+        return memoryview(self.buffer).cast("B")[offset : offset + length]
+
+
+@dataclass(frozen=True)
+class ArrowSource:
+    """An open pyarrow file."""
+
+    path: str
+    file: pa.NativeFile
+    size_bytes: int
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Read one range with one request."""
+        _check_range(self, offset, length)
+        data: bytes = self.file.read_at(length, offset)
+        if len(data) != length:
+            raise ParquetFormatError("the file ends early; it changed while it was read", path=self.path)
+        return data
+
+
+def _check_range(source: ByteSource, offset: int, length: int) -> None:
+    if offset < 0 or length < 0 or offset + length > source.size_bytes:
+        raise ParquetFormatError(
+            f"bytes {offset} to {offset + length} are outside of the file of {source.size_bytes} bytes",
+            path=source.path,
+        )
+
+
+@contextlib.contextmanager
+def open_source(location: FileLocation) -> Iterator[ByteSource]:
+    """Open a file for reading by ranges.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: It cannot be read.
+    """
+    if not location.is_local:
+        with location.filesystem.open_input_file(location.path) as file:
+            yield ArrowSource(str(location), file, file.size())
+        return
+    with Path(location.path).open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            yield _MappedSource(str(location), memoryview(b""))
+            return
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            yield _MappedSource(str(location), memoryview(mapped))
+        finally:
+            # Views into the map may still live in a traceback; the map goes with the last of them.
+            with contextlib.suppress(BufferError):
+                mapped.close()
+
+
+class LocalSink:
+    """A local file that is written in any order, by any number of threads."""
+
+    takes_any_order = True
+
+    def __init__(self, file_descriptor: int) -> None:
+        self._file_descriptor = file_descriptor
+
+    def reserve(self, length: int) -> None:
+        """Take the space now, so that a full disk is noticed before the work is done."""
+        if length:
+            os.posix_fallocate(self._file_descriptor, 0, length)
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Write all of `data` at `offset`."""
+        view = memoryview(data)
+        while len(view):
+            written = os.pwrite(self._file_descriptor, view, offset)
+            view = view[written:]
+            offset += written
+
+
+class BufferSink:
+    """A file in memory that is written in any order.
+
+    Attributes:
+        buffer: What was written.
+    """
+
+    takes_any_order = True
+
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+
+    def reserve(self, length: int) -> None:
+        """Take the space."""
+        self.buffer = bytearray(length)
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Write `data` at `offset`."""
+        self.buffer[offset : offset + len(data)] = data
+
+
+class StreamSink:
+    """A stream: written in order."""
+
+    takes_any_order = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._offset = 0
+
+    def reserve(self, length: int) -> None:
+        """Nothing: a stream grows."""
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Append `data`; `offset` must be the end of what was written."""
+        if offset != self._offset:
+            raise OutputError(f"a stream was written at {offset} instead of {self._offset}.")
+        self._stream.write(data)
+        self._offset += len(data)
+
+
+@dataclass(frozen=True)
+class PendingOutput:
+    """A file that is being written under a temporary name.
+
+    Attributes:
+        location: Its temporary location.
+        target: Where it will be.
+    """
+
+    location: FileLocation
+    target: FileLocation
+
+    @classmethod
+    def beside(cls, target: FileLocation) -> PendingOutput:
+        """Choose a temporary name beside the target.
+
+        Names that start with a dot are passed over by Arrow's and Spark's data sets.
+        """
+        return cls(target.sibling(f".{target.name}.{secrets.token_hex(6)}.tmp"), target)
+
+    @contextlib.contextmanager
+    def open_sink(self) -> Iterator[ByteSink]:
+        """Open the temporary file for writing."""
+        if self.location.is_local:
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            file_descriptor = os.open(self.location.path, flags, 0o666)
+            try:
+                yield LocalSink(file_descriptor)
+            finally:
+                os.close(file_descriptor)
+        else:
+            with self.location.filesystem.open_output_stream(self.location.path, compression=None) as stream:
+                yield StreamSink(stream)
+
+    def commit(self) -> None:
+        """Put the complete file in its place."""
+        if not self.target.is_local:
+            self.target.filesystem.move(self.location.path, self.target.path)
+            return
+        _sync(self.location.path)
+        Path(self.location.path).replace(self.target.path)
+        _sync(str(Path(self.target.path).parent))
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        with contextlib.suppress(OSError):
+            self.location.filesystem.delete_file(self.location.path)
+
+
+@contextlib.contextmanager
+def whole_output(target: FileLocation) -> Iterator[PendingOutput]:
+    """Write a file so that it appears whole under its name, or not at all.
+
+    The file is written under a temporary name beside the target, synced, and then takes the target's place.
+
+    Raises:
+        OutputError: The folder does not exist, or the target is a folder.
+    """
+    _check_target(target)
+    pending = PendingOutput.beside(target)
+    try:
+        yield pending
+        pending.commit()
+    except BaseException:
+        pending.discard()
+        raise
+
+
+def _sync(path: str) -> None:
+    file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file_descriptor)
+    finally:
+        os.close(file_descriptor)
+
+
+def _check_target(target: FileLocation) -> None:
+    if target.info().type == pafs.FileType.Directory:
+        raise OutputError(f"{target} is a folder.", hint="Name a file in it.")
+    if target.is_local and not Path(target.path).parent.is_dir():
+        raise OutputError(f"the folder of {target} does not exist.", hint="Create it first.")
+
+
+def write_whole(target: FileLocation, data: bytes) -> None:
+    """Write a small file whole or not at all."""
+    with whole_output(target) as pending, pending.open_sink() as sink:
+        sink.write_at(0, data)
+
+
+def read_whole(location: FileLocation, max_bytes: int) -> bytes:
+    """Read a small file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ParquetFormatError: It has more than `max_bytes` bytes.
+    """
+    with location.filesystem.open_input_file(location.path) as file:
+        if file.size() > max_bytes:
+            raise ParquetFormatError(f"longer than {max_bytes} bytes", path=str(location))
+        data: bytes = file.readall()
+        return data
