@@ -73,7 +73,7 @@ class UnsupportedByArrowError(KeytoolsError):
     """
 
     def __init__(self, reasons: Sequence[str], *, hint: str = "") -> None:
-        super().__init__("pyarrow cannot do what the table asks for: " + "; ".join(reasons) + ".", hint=hint)
+        super().__init__("pyarrow cannot do what is asked for: " + "; ".join(reasons) + ".", hint=hint)
         self.reasons = tuple(reasons)
 
 
@@ -92,7 +92,7 @@ class KmsError(KeytoolsError):
 
     Attributes:
         backend: Name of the KMS client, such as `vault`.
-        operation: `wrap`, `unwrap`, `rewrap`, `describe`, `connect` or `list`.
+        operation: `wrap`, `unwrap`, `rewrap`, `describe`, `connect` or `update`.
         master_key_id: The master key concerned, or None.
         retryable: Whether the same call may succeed later.
     """

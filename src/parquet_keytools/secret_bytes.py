@@ -19,7 +19,8 @@ class SecretBytes:
     _value: bytes
 
     def __init__(self, value: bytes | bytearray | memoryview) -> None:
-        object.__setattr__(self, "_value", bytes(value))
+        # By way of a view: `bytes(5)` would be a key of five zeros.
+        object.__setattr__(self, "_value", bytes(memoryview(value)))
 
     @classmethod
     def random(cls, length_bits: int) -> SecretBytes:
