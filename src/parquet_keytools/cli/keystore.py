@@ -23,7 +23,13 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-PathOption = Annotated[Path, typer.Option("--path", metavar="FILE", help="The keystore file.")]
+PathOption = Annotated[Path | None, typer.Option("--path", metavar="FILE", help="The keystore file.")]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="A configuration whose `kms:` names the keystore file and its passphrase."
+    ),
+]
 PassphraseFileOption = Annotated[
     Path | None,
     typer.Option(
@@ -39,23 +45,30 @@ KeyVersionOption = Annotated[
 
 
 @app.command()
-def create(path: PathOption, passphrase_file: PassphraseFileOption = None) -> None:
+def create(
+    path: PathOption = None, config: ConfigOption = None, passphrase_file: PassphraseFileOption = None
+) -> None:
     """Create a keystore without master keys."""
     from parquet_keytools.kms.keystore_file import Keystore
 
-    Keystore.create(path, _passphrase_source(passphrase_file, confirm=True))
+    path, source = _located(path, config, passphrase_file, confirm=True)
+    Keystore.create(path, source)
     _say(f"Created the keystore {path}.")
 
 
 @app.command("create-key")
-def create_key(name: NameArgument, path: PathOption, passphrase_file: PassphraseFileOption = None) -> None:
+def create_key(
+    name: NameArgument,
+    path: PathOption = None,
+    config: ConfigOption = None,
+    passphrase_file: PassphraseFileOption = None,
+) -> None:
     """Create a master key, and the keystore where there is none yet."""
     from parquet_keytools.kms.keystore_file import Keystore
     from parquet_keytools.kms.private_file import identity
 
-    is_new = identity(path) is None
-    source = _passphrase_source(passphrase_file, confirm=is_new)
-    if is_new:
+    path, source = _located(path, config, passphrase_file, confirm=True)
+    if identity(path) is None:
         keystore = Keystore.create(path, source, exist_ok=True)
         _say(f"Created the keystore {path}.")
     else:
@@ -65,44 +78,52 @@ def create_key(name: NameArgument, path: PathOption, passphrase_file: Passphrase
 
 
 @app.command("rotate-key")
-def rotate_key(name: NameArgument, path: PathOption, passphrase_file: PassphraseFileOption = None) -> None:
+def rotate_key(
+    name: NameArgument,
+    path: PathOption = None,
+    config: ConfigOption = None,
+    passphrase_file: PassphraseFileOption = None,
+) -> None:
     """Give a master key a new version, which wraps from now on. Older versions still unwrap."""
-    version = _keystore(path, passphrase_file).rotate_key(name)
+    version = _keystore(path, config, passphrase_file).rotate_key(name)
     _say(f"Version {version} of the master key {name!r} wraps from now on.")
 
 
 @app.command()
 def disable(
     name: NameArgument,
-    path: PathOption,
+    path: PathOption = None,
+    config: ConfigOption = None,
     key_version: KeyVersionOption = None,
     passphrase_file: PassphraseFileOption = None,
 ) -> None:
     """Disable a master key, or one version of it: it neither wraps nor unwraps."""
-    _keystore(path, passphrase_file).set_enabled(name, False, key_version)
+    _keystore(path, config, passphrase_file).set_enabled(name, False, key_version)
     _say(f"Disabled {_what(name, key_version)}.")
 
 
 @app.command()
 def enable(
     name: NameArgument,
-    path: PathOption,
+    path: PathOption = None,
+    config: ConfigOption = None,
     key_version: KeyVersionOption = None,
     passphrase_file: PassphraseFileOption = None,
 ) -> None:
     """Enable a master key, or one version of it, again."""
-    _keystore(path, passphrase_file).set_enabled(name, True, key_version)
+    _keystore(path, config, passphrase_file).set_enabled(name, True, key_version)
     _say(f"Enabled {_what(name, key_version)}.")
 
 
 @app.command("list")
 def list_keys(
-    path: PathOption,
+    path: PathOption = None,
+    config: ConfigOption = None,
     passphrase_file: PassphraseFileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
 ) -> None:
     """List the master keys and their versions."""
-    master_keys = _keystore(path, passphrase_file).open().master_keys
+    master_keys = _keystore(path, config, passphrase_file).open().master_keys
     rows = [
         {
             "name": name,
@@ -123,7 +144,7 @@ def list_keys(
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("master key", "version", "created", "state", title=escape(str(path)))
+    table = Table("master key", "version", "created", "state", title=escape(str(path or config)))
     for row in rows:
         state = ("enabled" if row["enabled"] else "disabled") + (", wraps" if row["current"] else "")
         table.add_row(escape(str(row["name"])), str(row["version"]), str(row["created"]), state)
@@ -132,7 +153,8 @@ def list_keys(
 
 @app.command("change-passphrase")
 def change_passphrase(
-    path: PathOption,
+    path: PathOption = None,
+    config: ConfigOption = None,
     passphrase_file: PassphraseFileOption = None,
     new_passphrase_file: Annotated[
         Path | None,
@@ -144,18 +166,42 @@ def change_passphrase(
     ] = None,
 ) -> None:
     """Put all master keys under another passphrase. Copies of the file keep the old one."""
-    keystore = _keystore(path, passphrase_file)
+    keystore = _keystore(path, config, passphrase_file)
     keystore.open()  # a wrong passphrase is found before a new one is asked for
     keystore.change_passphrase(
         _passphrase_source(new_passphrase_file, variable=NEW_ENVIRONMENT_VARIABLE, confirm=True)
     )
-    _say(f"Changed the passphrase of {path}.")
+    _say(f"Changed the passphrase of {path or config}.")
 
 
-def _keystore(path: Path, passphrase_file: Path | None) -> Keystore:
+def _keystore(path: Path | None, config: Path | None, passphrase_file: Path | None) -> Keystore:
     from parquet_keytools.kms.keystore_file import Keystore
 
-    return Keystore(path, _passphrase_source(passphrase_file))
+    return Keystore(*_located(path, config, passphrase_file))
+
+
+def _located(
+    path: Path | None, config: Path | None, passphrase_file: Path | None, *, confirm: bool = False
+) -> tuple[Path, PassphraseSource]:
+    """Return where the keystore file is, and what gives its passphrase; a new one is asked for twice."""
+    from parquet_keytools.errors import ConfigurationError
+
+    if (path is None) == (config is None):
+        raise typer.BadParameter("Give either --path FILE or --config FILE.")
+    if path is not None:
+        from parquet_keytools.kms.private_file import identity
+
+        is_new = identity(path) is None
+        return path, _passphrase_source(passphrase_file, confirm=confirm and is_new)
+    assert config is not None
+    from parquet_keytools.config.loader import load_configuration
+    from parquet_keytools.kms.keystore import KeystoreSettings
+
+    configuration = load_configuration(config)
+    if not isinstance(configuration.kms, KeystoreSettings):
+        raise ConfigurationError("the KMS of this configuration is not a keystore.", file=str(config))
+    located, source = configuration.kms.located(configuration.folder)
+    return located, source if passphrase_file is None else _passphrase_source(passphrase_file)
 
 
 def _passphrase_source(

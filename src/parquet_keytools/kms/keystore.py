@@ -53,6 +53,16 @@ class KeystoreSettings(KmsSettings):
             raise ValueError("give either passphrase or passphrase_file")
         return self
 
+    def located(self, folder: Path) -> tuple[Path, PassphraseSource]:
+        """Return the path of the file and what gives its passphrase, from the configuration's folder on."""
+        passphrase: PassphraseSource
+        if self.passphrase_file is not None:
+            passphrase = partial(passphrase_from_file, folder / self.passphrase_file.expanduser())
+        else:
+            assert self.passphrase is not None
+            passphrase = partial(_passphrase_of, self.passphrase)
+        return folder / self.path.expanduser(), passphrase
+
 
 class KeystoreKms(KmsClient):
     """Wraps and unwraps with the master keys of a keystore file, and sees at once when the file changes.
@@ -73,13 +83,7 @@ class KeystoreKms(KmsClient):
     def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
         """Make a client of `KeystoreSettings`; nothing is read before it is first used."""
         assert isinstance(settings, KeystoreSettings)
-        passphrase: PassphraseSource
-        if settings.passphrase_file is not None:
-            passphrase = partial(passphrase_from_file, folder / settings.passphrase_file.expanduser())
-        else:
-            assert settings.passphrase is not None
-            passphrase = partial(_passphrase_of, settings.passphrase)
-        return cls(folder / settings.path.expanduser(), passphrase)
+        return cls(*settings.located(folder))
 
     def master_key_ids(self) -> frozenset[str]:
         """Return the identifiers of all master keys, read without the passphrase and so not authenticated.

@@ -201,3 +201,19 @@ print(sorted(slow & set(sys.modules)))
 def test_new_keystores_are_as_slow_to_guess_as_others() -> None:
     """Only the tests above make scrypt cheap."""
     assert keystore_file.DEFAULT_SCRYPT_N == keystore_document.DEFAULT_SCRYPT_N == 2**17
+
+
+def test_the_keystore_of_a_configuration(tmp_path: Path) -> None:
+    """Catches a keystore that is made elsewhere than where the configuration looks for it."""
+    config = tmp_path / "tables.yaml"
+    config.write_text(f"version: 1\nkms: {{type: keystore, path: keys.json, passphrase: '${{{VARIABLE}}}'}}\n")
+    run("create-key", "pii", "--config", config)
+    run("rotate-key", "pii", "--config", config)
+    assert [row["version"] for row in rows(tmp_path / "keys.json")] == [1, 2]
+    config.write_text("version: 1\nkms: {type: in_memory, keys: [pii]}\n")
+    with pytest.raises(ConfigurationError, match="not a keystore"):
+        run("list", "--config", config)
+
+
+def test_path_and_config_together(path: Path, tmp_path: Path) -> None:
+    assert run("list", "--path", path, "--config", tmp_path / "tables.yaml").exit_code == 2

@@ -1,0 +1,57 @@
+"""`parquet-keytools`: the command line. Each command is a source file of its own."""
+
+# Nothing slow is imported here: `--help` has to answer at once.
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from parquet_keytools import __version__
+from parquet_keytools.cli import check, decrypt, demo, encrypt, keystore, rekey
+from parquet_keytools.cli.command_group import CommandGroup
+
+_EPILOG = (
+    "Exit status: 0 done; 1 the answer is no; 2 wrong usage or configuration; "
+    "3 the KMS refused or could not be reached."
+)
+
+# Typer's own tracebacks would show local variables, and with them keys.
+app = typer.Typer(
+    name="parquet-keytools",
+    cls=CommandGroup,
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"parquet-keytools {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _parquet_keytools(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Protect columns of Parquet files with keys in a KMS, as one YAML file says."""
+
+
+app.command("demo", short_help="Encrypt 336,776 flights, and read them back.")(demo.run)
+app.command("check")(check.run)
+app.command("encrypt")(encrypt.run)
+app.command("decrypt")(decrypt.run)
+app.command("rekey")(rekey.run)
+app.add_typer(keystore.app, name="keystore")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,79 @@
+"""Turns what commands raise into one clear text and an exit status."""
+
+# Nothing slow is imported here: `--help` has to answer at once.
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import typer
+from typer.core import TyperGroup
+
+from parquet_keytools.cli.exit_status import ExitStatus
+
+
+class CommandGroup(TyperGroup):
+    """All commands. Their errors are told on stderr, without a traceback unless `--debug` asks for it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return self._invoke(ctx)
+        except BrokenPipeError:
+            _drop_output()
+            raise typer.Exit(ExitStatus.NOBODY_READS) from None
+
+    def _invoke(self, ctx: Any) -> Any:
+        try:
+            with _warnings_on_stderr():
+                result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except (KeyboardInterrupt, typer.Abort):
+            typer.echo("Interrupted.", err=True)
+            raise typer.Exit(ExitStatus.INTERRUPTED) from None
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            from parquet_keytools.cli.failures import error_text, status_of
+            from parquet_keytools.errors import KeytoolsError
+
+            if not isinstance(error, KeytoolsError | OSError):
+                raise
+            if ctx.params.get("debug"):
+                typer.echo(traceback.format_exc(), err=True, nl=False)
+            else:
+                typer.echo(f"Error: {error_text(error)}", err=True)
+            raise typer.Exit(status_of(error)) from None
+
+
+@contextlib.contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """Print each warning as one line, without the place in the program that Python would show."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        typer.echo(f"Warning: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def _drop_output() -> None:
+    """Keep Python from writing what is left to a pipe that nobody reads, when it exits."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -1,0 +1,44 @@
+"""`parquet-keytools decrypt`."""
+
+# Nothing slow is imported here: `--help` has to answer at once.
+from __future__ import annotations
+
+from functools import partial
+
+from parquet_keytools.cli.options import (
+    AadPrefixOption,
+    ConfigOption,
+    JsonOption,
+    OverwriteOption,
+    SourceArgument,
+    TableOption,
+    TargetArgument,
+)
+
+
+def run(
+    source: SourceArgument,
+    target: TargetArgument,
+    config: ConfigOption,
+    table: TableOption = None,
+    aad_prefix: AadPrefixOption = None,
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Decrypt a Parquet file, or all those of a folder.
+
+    The files that are written are not encrypted. All keys of a file are needed.
+    """
+    from parquet_keytools.cli.file_work import convert_files, open_keytools
+
+    with open_keytools(config) as keytools:
+        if table is not None:
+            keytools.configuration.select_table(table)
+        convert_files(
+            source,
+            target,
+            "decrypted",
+            partial(keytools.decrypt_file, table_name=table, aad_prefix=aad_prefix),
+            overwrite=overwrite,
+            as_json=as_json,
+        )

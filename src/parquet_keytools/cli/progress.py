@@ -1,0 +1,39 @@
+"""A progress bar, on a terminal only."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass
+class ByteProgress:
+    """How far the work is.
+
+    Attributes:
+        advance: Takes the number of bytes that were done since; may be called by any thread.
+        move_to: Takes the number of bytes that are done in all.
+    """
+
+    advance: Callable[[int], None]
+    move_to: Callable[[int], None]
+
+
+@contextlib.contextmanager
+def progress_bar(total_bytes: int) -> Iterator[ByteProgress]:
+    """Show a progress bar on stderr while the block runs, if people are looking."""
+    if not sys.stderr.isatty():
+        yield ByteProgress(lambda _: None, lambda _: None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total_bytes)
+        yield ByteProgress(
+            lambda size_bytes: progress.advance(task, size_bytes),
+            lambda size_bytes: progress.update(task, completed=size_bytes),
+        )

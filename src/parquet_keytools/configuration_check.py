@@ -1,0 +1,175 @@
+"""Tries a configuration out: its master keys on the KMS, and its columns on a Parquet file."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from parquet_keytools.config.column_policy import resolve_columns
+from parquet_keytools.config.key_names import MasterKeyReference, resolve_key
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.encryption.footer import FooterEnvelope, FooterMode, read_envelope, read_footer
+from parquet_keytools.errors import KeyNotAvailableError, KmsError, KmsResponseInvalidError
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.file_layout import LeafColumn
+from parquet_keytools.keys.file_key_retriever import DataKeys, FileKeyRetriever
+from parquet_keytools.keys.key_unwrapper import KeyUnwrapper, KmsKeys
+from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage import FileLocation, open_source
+
+_THROW_AWAY_KEY_LENGTH_BITS = 128
+
+
+@dataclass(frozen=True)
+class MasterKeyCheck:
+    """What came of wrapping and unwrapping a throw-away key with a master key.
+
+    Attributes:
+        name: As the configuration calls it.
+        master_key_id: Its identifier in the KMS.
+        backend: Name of the KMS client.
+        version: The version that wrapped; None where the wrapped key does not say.
+        error: Why it failed, or None.
+    """
+
+    name: str
+    master_key_id: str
+    backend: str
+    version: str | None
+    error: KmsError | None
+
+
+@dataclass(frozen=True)
+class ColumnCheck:
+    """Which key a column gets.
+
+    Attributes:
+        dotted_path: The leaf column.
+        kind: `plaintext`, `footer_key` or `column_key`.
+        key_name: Name of the key; None for plaintext.
+        master_key_id: Identifier of the master key; None for plaintext and data keys.
+    """
+
+    dotted_path: str
+    kind: str
+    key_name: str | None
+    master_key_id: str | None
+
+
+def named_master_keys(configuration: Configuration) -> dict[str, str]:
+    """Return name -> identifier of all master keys that a configuration names, in their order."""
+    names = [name for table in configuration.tables.values() for _, name in table.key_uses()]
+    references = {name: resolve_key(configuration, name) for name in [*names, *configuration.master_keys]}
+    return {
+        name: reference.master_key_id
+        for name, reference in references.items()
+        if isinstance(reference, MasterKeyReference)
+    }
+
+
+def check_master_keys(configuration: Configuration, kms: KmsClient) -> list[MasterKeyCheck]:
+    """Wrap a random key with each master key that the configuration names, and unwrap it; it is kept nowhere."""
+    names = named_master_keys(configuration)
+    identifiers = list(dict.fromkeys(names.values()))
+    keys = [SecretBytes.random(_THROW_AWAY_KEY_LENGTH_BITS) for _ in identifiers]
+    wrapped = dict(zip(identifiers, kms.wrap_many(list(map(WrapRequest, keys, identifiers))), strict=True))
+    requests = [UnwrapRequest(key, identifier) for identifier, key in wrapped.items() if isinstance(key, str)]
+    unwrapped = dict(zip((r.master_key_id for r in requests), kms.unwrap_many(requests), strict=True))
+    outcomes = {
+        identifier: _outcome(kms, identifier, key, wrapped[identifier], unwrapped.get(identifier))
+        for identifier, key in zip(identifiers, keys, strict=True)
+    }
+    return [
+        MasterKeyCheck(name, identifier, kms.backend, *outcomes[identifier]) for name, identifier in names.items()
+    ]
+
+
+def _outcome(
+    kms: KmsClient,
+    master_key_id: str,
+    key: SecretBytes,
+    wrapped: str | KmsError,
+    unwrapped: SecretBytes | KmsError | None,
+) -> tuple[str | None, KmsError | None]:
+    """Return the version that wrapped, and what went wrong."""
+    if isinstance(wrapped, KmsError):
+        return None, wrapped
+    version = kms.wrapped_key_version(wrapped, master_key_id)
+    if isinstance(unwrapped, KmsError):
+        return version, unwrapped
+    if unwrapped != key:
+        detail = "it unwrapped another key than the one that it had wrapped"
+        return version, KmsResponseInvalidError(
+            detail, backend=kms.backend, operation="unwrap", master_key_id=master_key_id
+        )
+    return version, None
+
+
+def check_columns(
+    configuration: Configuration,
+    file: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | None,
+    kms: KmsClient | None,
+) -> list[ColumnCheck]:
+    """Return which key each leaf column of a Parquet file gets, encrypted as it may be already.
+
+    Args:
+        configuration: Where the table is.
+        file: The file. Its schema is taken from its footer, whether that is encrypted, signed or neither.
+        table_name: The table; None where there is only one.
+        aad_prefix: The AAD prefix of the file; None to take what it stores, or else that of the table.
+        kms: Unwraps the key of an encrypted footer; None where it may not be asked.
+
+    Raises:
+        ConfigurationError: There is no such table, or its patterns do not fit the columns.
+        KeytoolsError: Another subclass says why the footer cannot be read.
+    """
+    name, _ = configuration.select_table(table_name)
+    with open_source(file) as source:
+        leaves = _leaves(configuration, file, source, name, aad_prefix, kms)
+    columns = resolve_columns(configuration, name, [leaf.path for leaf in leaves])
+    master_keys = named_master_keys(configuration)
+    return [
+        ColumnCheck(".".join(path), key.kind, key.key_name, master_keys.get(key.key_name or ""))
+        for path, key in columns.items()
+    ]
+
+
+def _leaves(
+    configuration: Configuration,
+    file: FileLocation,
+    source: ByteSource,
+    table_name: str,
+    aad_prefix: str | None,
+    kms: KmsClient | None,
+) -> tuple[LeafColumn, ...]:
+    envelope = read_envelope(source)
+    visible = envelope.unverified_footer()
+    if visible is not None:
+        return visible.leaves
+    assert envelope.mode is FooterMode.ENCRYPTED_FOOTER
+    if kms is None and configuration.kms is not None:
+        raise KeyNotAvailableError(
+            f"the footer of {file} is encrypted, and the KMS is not asked for its key.",
+            hint="Leave out --offline.",
+        )
+    without_metadata = configuration.reading.keys_without_metadata
+    data_keys = DataKeys(configuration.data_keys, without_metadata.footer, without_metadata.columns)
+    retriever = FileKeyRetriever(KmsKeys(KeyUnwrapper(kms, time.monotonic), 0), data_keys, file)
+    return read_footer(source, retriever, _prefix(configuration, envelope, file, table_name, aad_prefix)).leaves
+
+
+def _prefix(
+    configuration: Configuration,
+    envelope: FooterEnvelope,
+    file: FileLocation,
+    table_name: str,
+    aad_prefix: str | None,
+) -> bytes | None:
+    """Return the AAD prefix that is expected; the file may be of another table than the one it is held against."""
+    if aad_prefix is None and envelope.supply_aad_prefix:
+        table = configuration.tables[table_name]
+        aad_prefix = table.rendered_aad_prefix(table_name=table_name, file_name=file.name)
+    return None if aad_prefix is None else aad_prefix.encode()

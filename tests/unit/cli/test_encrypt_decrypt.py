@@ -1,0 +1,308 @@
+import base64
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from parquet_keytools import Keytools
+from parquet_keytools.encryption import file_encryptor
+
+PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
+PARTS = ["year=1/a.parquet", "year=1/b.parquet", "year=2/c.parquet"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_real_processes_encrypt_rekey_and_decrypt(
+    config: Path, plain: Path, tmp_path: Path, table: pa.Table
+) -> None:
+    encrypted, rekeyed, decrypted = (tmp_path / name for name in ("e.parquet", "r.parquet", "d.parquet"))
+    for command, source, target in (
+        ("encrypt", plain, encrypted),
+        ("rekey", encrypted, rekeyed),
+        ("decrypt", rekeyed, decrypted),
+    ):
+        done = subprocess.run(
+            [*PROGRAM, command, source, target, "--config", config], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        assert done.stderr.startswith(f"{command.capitalize().removesuffix('e')}")
+        assert str(target) in done.stderr
+    assert encrypted.read_bytes()[:4] == b"PARE"
+    assert encrypted.read_bytes() != rekeyed.read_bytes()
+    assert Keytools.from_yaml(config).read_table(rekeyed).equals(table)
+    assert pq.read_table(decrypted).equals(table)
+
+
+def test_json_goes_to_stdout(run, config: Path, plain: Path, tmp_path: Path) -> None:
+    target = tmp_path / "e.parquet"
+    done = run("encrypt", plain, target, "--config", config, "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == {
+        "files": [
+            {
+                "source": str(plain),
+                "target": str(target),
+                "source_bytes": plain.stat().st_size,
+                "target_bytes": target.stat().st_size,
+            }
+        ],
+        "failures": [],
+        "left_out": [],
+    }
+
+
+def test_uris(run, config: Path, plain: Path, tmp_path: Path) -> None:
+    target = tmp_path / "e.parquet"
+    assert run("encrypt", plain.as_uri(), target.as_uri(), "--config", config).exit_code == 0
+    done = run("encrypt", plain, plain.as_uri(), "--config", config, "--overwrite")
+    assert done.exit_code == 2
+    assert "is the source itself" in done.stderr
+    done = run("encrypt", "s3x://name:SECRET@bucket/x", target, "--config", config)
+    assert done.exit_code == 2
+    assert "SECRET" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (("[name]", "[nme]"), "'nme' matches no column"),
+        (("people:", "persons:"), "there is no table 'people'"),
+    ],
+)
+def test_a_wrong_configuration_writes_nothing(
+    run, config: Path, folder: Path, tmp_path: Path, change: tuple[str, str], text: str
+) -> None:
+    config.write_text(config.read_text().replace(*change))
+    target = tmp_path / "out"
+    done = run("encrypt", folder, target, "--config", config, "--table", "people", "--json")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert text in done.stderr
+    assert not target.exists() or names(target) == []
+
+
+def test_generated_master_keys_are_refused(run, config: Path, plain: Path, tmp_path: Path) -> None:
+    config.write_text(
+        "version: 1\nkms: {type: in_memory, keys: [footer]}\n"
+        "tables: {people: {footer_key: footer, unlisted_columns: footer_key}}\n"
+    )
+    done = run("encrypt", plain, tmp_path / "e.parquet", "--config", config)
+    assert done.exit_code == 2
+    assert "no other one can decrypt" in done.stderr
+    assert not (tmp_path / "e.parquet").exists()
+
+
+def test_what_exists_is_not_overwritten_unasked(run, config: Path, plain: Path, folder: Path) -> None:
+    target = plain.with_name("e.parquet")
+    target.write_text("precious")
+    done = run("encrypt", plain, target, "--config", config)
+    assert done.exit_code == 2
+    assert "--overwrite" in done.stderr
+    assert target.read_text() == "precious"
+    assert run("encrypt", plain, target, "--config", config, "--overwrite").exit_code == 0
+    assert target.read_bytes()[:4] == b"PARE"
+
+    other = folder.with_name("out")
+    (other / "kept").mkdir(parents=True)
+    (other / "kept" / "file").write_text("precious")
+    done = run("encrypt", folder, other, "--config", config)
+    assert done.exit_code == 2
+    assert "is not empty" in done.stderr
+    assert run("encrypt", folder, other, "--config", config, "--overwrite").exit_code == 0
+    assert names(other) == ["kept/file", *PARTS]
+
+
+def test_a_folder_is_mirrored(run, config: Path, folder: Path, tmp_path: Path, table: pa.Table) -> None:
+    for name in ("_SUCCESS", "_metadata", "notes.txt"):
+        (folder / name).write_text("text")
+    target, back = tmp_path / "out", tmp_path / "back"
+    done = run("encrypt", folder, target, "--config", config, "--json")
+    assert done.exit_code == 0
+    assert names(target) == PARTS
+    answer = json.loads(done.stdout)
+    assert [file["target"] for file in answer["files"]] == [str(target / name) for name in PARTS]
+    assert [left["path"] for left in answer["left_out"]] == [
+        str(folder / name) for name in ("_SUCCESS", "_metadata", "notes.txt")
+    ]
+    assert f"Left out: {folder / '_metadata'}: a summary of footers" in done.stderr
+    assert "Encrypted 3 files" in done.stderr
+    assert run("decrypt", target, back, "--config", config).exit_code == 0
+    assert names(back) == PARTS
+    assert all(pq.ParquetFile(back / name).read().equals(table) for name in PARTS)
+
+
+def test_external_key_material_stays_beside_its_file(run, config: Path, folder: Path, tmp_path: Path) -> None:
+    config.write_text(config.read_text() + "    key_material: external\n")
+    out, again, back = (tmp_path / name for name in ("out", "again", "back"))
+    assert run("encrypt", folder, out, "--config", config).exit_code == 0
+    assert "year=1/_KEY_MATERIAL_FOR_a.parquet.json" in names(out)
+    for command, source, target in (("rekey", out, again), ("decrypt", out, back)):
+        done = run(command, source, target, "--config", config, "--json")
+        assert (done.exit_code, json.loads(done.stdout)["left_out"]) == (0, []), done.stderr
+    assert names(again) == names(out)
+    assert names(back) == PARTS
+
+
+def test_a_file_that_fails_does_not_keep_the_others(run, config: Path, folder: Path, tmp_path: Path) -> None:
+    (folder / "year=1" / "a.parquet").write_text("not Parquet at all")
+    target = tmp_path / "out"
+    done = run("encrypt", folder, target, "--config", config, "--json")
+    assert done.exit_code == 1
+    (failure,) = json.loads(done.stdout)["failures"]
+    assert failure["source"] == str(folder / PARTS[0])
+    assert failure["error"] == "ParquetFormatError"
+    assert f"Failed: {folder / PARTS[0]}: " in done.stderr
+    assert "Encrypted 2 of 3 files" in done.stderr
+    assert names(target) == PARTS[1:]
+
+
+def test_a_kms_that_refuses_is_3(run, config: Path, folder: Path, plain: Path, tmp_path: Path, deny) -> None:
+    encrypted = tmp_path / "encrypted"
+    assert run("encrypt", folder, encrypted, "--config", config).exit_code == 0
+    deny("pii")
+    target = tmp_path / "out"
+    done = run("encrypt", folder, target, "--config", config, "--json")
+    assert done.exit_code == 3
+    assert {failure["error"] for failure in json.loads(done.stdout)["failures"]} == {"KmsAccessDeniedError"}
+    assert run("encrypt", plain, tmp_path / "e.parquet", "--config", config).exit_code == 3
+    done = run("decrypt", encrypted, target, "--config", config, "--json")
+    assert done.exit_code == 3
+    assert {failure["error"] for failure in json.loads(done.stdout)["failures"]} == {"ColumnAccessDeniedError"}
+    assert names(target) == []
+
+
+def test_kms_and_file_failures_together_are_1(run, config: Path, folder: Path, tmp_path: Path, deny) -> None:
+    (folder / "year=1" / "a.parquet").write_text("not Parquet at all")
+    deny("pii")
+    assert run("encrypt", folder, tmp_path / "out", "--config", config).exit_code == 1
+
+
+def test_what_is_encrypted_already_and_what_is_not(run, config: Path, plain: Path, tmp_path: Path) -> None:
+    encrypted = tmp_path / "e.parquet"
+    assert run("encrypt", plain, encrypted, "--config", config).exit_code == 0
+    done = run("encrypt", encrypted, tmp_path / "x.parquet", "--config", config)
+    assert done.exit_code == 2
+    assert "rekey" in done.stderr
+    for command in ("decrypt", "rekey"):
+        done = run(command, plain, tmp_path / "x.parquet", "--config", config)
+        assert done.exit_code == 2
+        assert "is not encrypted" in done.stderr
+    assert not (tmp_path / "x.parquet").exists()
+
+
+def test_an_altered_file_is_1(run, config: Path, plain: Path, tmp_path: Path) -> None:
+    encrypted = tmp_path / "e.parquet"
+    assert run("encrypt", plain, encrypted, "--config", config).exit_code == 0
+    content = bytearray(encrypted.read_bytes())
+    content[-20] ^= 1
+    encrypted.write_bytes(content)
+    done = run("decrypt", encrypted, tmp_path / "d.parquet", "--config", config)
+    assert done.exit_code == 1
+    assert not (tmp_path / "d.parquet").exists()
+
+
+def test_the_aad_prefix_can_be_supplied(run, config: Path, plain: Path, tmp_path: Path, table: pa.Table) -> None:
+    writer = tmp_path / "writer.yaml"
+    writer.write_text(config.read_text() + "    aad_prefix: place\n    store_aad_prefix: false\n")
+    encrypted, target = tmp_path / "e.parquet", tmp_path / "d.parquet"
+    assert run("encrypt", plain, encrypted, "--config", writer).exit_code == 0
+    for command in ("decrypt", "rekey"):
+        arguments = [command, encrypted, target, "--overwrite", "--config", config]
+        assert run(*arguments).exit_code == 1
+        assert run(*arguments, "--aad-prefix", "other").exit_code == 1
+        assert run(*arguments, "--aad-prefix", "place").exit_code == 0
+    assert Keytools.from_yaml(config).read_table(target).equals(table)
+
+
+def test_rekey_to_another_table_and_configuration(
+    run, config: Path, plain: Path, tmp_path: Path, table: pa.Table
+) -> None:
+    config.write_text(
+        config.read_text()
+        + "  signed:\n    footer_key: times\n    plaintext_footer: true\n    column_keys: {pii: [id]}\n"
+    )
+    other = tmp_path / "other.yaml"
+    key = base64.b64encode(bytes(range(16))).decode()
+    other.write_text(
+        f"version: 1\nkms: {{type: in_memory, keys: {{mine: {key}}}}}\n"
+        "tables: {theirs: {footer_key: mine, unlisted_columns: footer_key}}\n"
+    )
+    encrypted, target = tmp_path / "e.parquet", tmp_path / "r.parquet"
+    common = ["--config", config, "--table", "people"]
+    assert run("encrypt", plain, encrypted, *common).exit_code == 0
+    assert run("rekey", encrypted, target, *common, "--to-table", "signed").exit_code == 0
+    assert target.read_bytes()[:4] == b"PAR1"
+    assert pq.read_schema(target).names == table.schema.names
+    done = run("rekey", encrypted, target, *common, "--to-table", "signd", "--overwrite")
+    assert done.exit_code == 2
+    assert "Did you mean 'signed'?" in done.stderr
+    assert run("rekey", encrypted, target, *common, "--to-config", other, "--overwrite").exit_code == 0
+    assert Keytools.from_yaml(other).read_table(target).equals(table)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_an_interruption_leaves_nothing_partial(
+    run, config: Path, plain: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    original, calls = file_encryptor.encrypt_file, []
+
+    def encrypt_file(source, sink, *arguments, **options):
+        calls.append(source.path)
+        if kind == "folder" and len(calls) < 3:
+            return original(source, sink, *arguments, **options)
+        sink.reserve(100)
+        sink.write_at(0, b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(file_encryptor, "encrypt_file", encrypt_file)
+    target = tmp_path / "out" / "e.parquet"
+    target.parent.mkdir()
+    source = plain if kind == "file" else folder
+    done = run("encrypt", source, target, "--config", config, "--json")
+    assert (done.exit_code, done.stdout) == (130, "")
+    if kind == "file":
+        assert done.stderr == "Interrupted.\n"
+        assert names(target.parent) == []
+    else:
+        assert done.stderr == "2 of 3 files were encrypted before this.\nInterrupted.\n"
+        assert names(target) == PARTS[:2]
+
+
+def test_a_progress_bar_on_a_terminal_only(config: Path, plain: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    arguments = ["encrypt", plain, tmp_path / "e.parquet", "--config", config, "--json"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
+    process = subprocess.Popen([*PROGRAM, *arguments], stderr=theirs, stdout=subprocess.PIPE, env=environment)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # Linux says so where the other end of a terminal is closed.
+            break
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "━".encode() in shown
+    assert len(json.loads(stdout)["files"]) == 1
+
+
+def test_only_some_of_many_left_out_files_are_shown(run, config: Path, folder: Path, tmp_path: Path) -> None:
+    for number in range(25):
+        (folder / f".a.{number}.crc").write_text("text")
+    done = run("encrypt", folder, tmp_path / "out", "--config", config, "--json")
+    assert done.exit_code == 0
+    assert done.stderr.count("Left out: /") == 20
+    assert "Left out: 5 more; --json lists all." in done.stderr
+    assert len(json.loads(done.stdout)["left_out"]) == 25

@@ -1,0 +1,189 @@
+import errno
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from parquet_keytools import __version__, errors
+from parquet_keytools.cli.command_group import CommandGroup
+from parquet_keytools.cli.exit_status import ExitStatus
+from parquet_keytools.cli.failures import status_of
+
+PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
+KMS = {"backend": "vault", "operation": "unwrap", "master_key_id": "pii"}
+DENIED = errors.KmsAccessDeniedError(**KMS)
+
+
+def test_importing_the_command_line_imports_nothing_slow() -> None:
+    check = (
+        "import sys, parquet_keytools.cli\n"
+        "print([name for name in ('pyarrow', 'pydantic', 'cryptography', 'rich', 'yaml') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_imports_nothing_slow() -> None:
+    check = (
+        "import sys, parquet_keytools.cli as cli\n"
+        "sys.argv = ['parquet-keytools', '--help']\n"
+        "try: cli.main()\n"
+        "except SystemExit as done: assert done.code == 0\n"
+        "print([name for name in ('pyarrow', 'pydantic', 'cryptography', 'rich', 'yaml') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_names_every_command_and_the_exit_statuses(run) -> None:
+    done = run("--help")
+    assert done.exit_code == 0
+    for name in ("demo", "check", "encrypt", "decrypt", "rekey", "keystore"):
+        assert f"\n  {name} " in done.stdout
+    assert "Exit status: 0 done; 1 the answer is no; 2 wrong usage" in done.stdout
+    assert "..." not in done.stdout.split("Commands:")[1]
+
+
+FILE_OPTIONS = ["SRC", "DST", "--config", "--table", "--overwrite", "--json"]
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("demo", ["--folder"]),
+        (
+            "check",
+            ["CONFIG", "--offline", "--against", "--table", "--aad-prefix", "--schema", "--json"],
+        ),
+        ("encrypt", FILE_OPTIONS),
+        ("decrypt", [*FILE_OPTIONS, "--aad-prefix"]),
+        ("rekey", [*FILE_OPTIONS, "--aad-prefix", "--to-config", "--to-table"]),
+        ("keystore", ["create-key"]),
+    ],
+)
+def test_help_of_a_command_names_its_options(run, command: str, options: list[str]) -> None:
+    done = run(command, "--help")
+    assert done.exit_code == 0
+    assert [option for option in options if option not in done.stdout] == []
+
+
+def test_version(run) -> None:
+    assert run("--version").stdout == f"parquet-keytools {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["encrpt"], ["encrypt"], ["encrypt", "a", "b", "--confg", "c"], ["check"]])
+def test_wrong_usage_is_2_and_told_on_stderr(run, arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "Error: " in done.stderr
+
+
+def test_a_real_process_tells_an_error_in_one_text(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.yaml"
+    done = subprocess.run([*PROGRAM, "check", str(missing)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"Error: {missing}: there is no such file.\n"
+
+
+def test_debug_shows_the_traceback(run, tmp_path: Path) -> None:
+    done = run("--debug", "check", tmp_path / "missing.yaml")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "Traceback" in done.stderr
+    assert "ConfigurationError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.ConfigurationError("x"), 2),
+        (errors.OutputError("x"), 2),
+        (errors.ParquetFormatError("x"), 2),
+        (errors.KeyMaterialError("x"), 2),
+        (errors.NotEncryptedError("x"), 2),
+        (errors.AlreadyEncryptedError("x"), 2),
+        (errors.FormatLimitError("x"), 2),
+        (errors.KeyNotAvailableError("x"), 2),
+        (FileNotFoundError("x"), 2),
+        (PermissionError("x"), 2),
+        (errors.KmsConfigurationError(**KMS), 2),
+        (DENIED, 3),
+        (errors.KmsUnavailableError(**KMS), 3),
+        (errors.MasterKeyNotFoundError(**KMS), 3),
+        (errors.DecryptionError("x"), 1),
+        (errors.FooterSignatureError("x"), 1),
+        (errors.AadPrefixError("x"), 1),
+        (errors.ColumnAccessDeniedError(["a"], [DENIED]), 3),
+        (errors.ColumnAccessDeniedError(["a"], [errors.DecryptionError("x")]), 1),
+        (errors.ColumnAccessDeniedError(["a", "b"], [errors.DecryptionError("x"), DENIED]), 3),
+    ],
+)
+def test_exit_statuses(error: Exception, status: int) -> None:
+    assert status_of(error) == status
+
+
+def failing(error: BaseException) -> typer.Typer:
+    program = typer.Typer(cls=CommandGroup, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+    @program.callback()
+    def options() -> None: ...
+
+    @program.command()
+    def fail() -> None:
+        typer.echo("some output")
+        raise error
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (DENIED, f"Error: {DENIED}\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/x"), "Error: /data/x: No such file"),
+        (OSError(errno.ENOSPC, "No space left on device"), "Error: No space left on device.\n"),
+        (OSError("no room"), "Error: no room\n"),
+        (OSError(), "Error: OSError\n"),
+    ],
+)
+def test_an_error_goes_to_stderr_without_a_traceback(error: Exception, text: str) -> None:
+    done = CliRunner().invoke(failing(error), ["fail"])
+    assert (done.exit_code, done.stdout) == (status_of(error), "some output\n")
+    assert done.stderr.startswith(text)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), typer.Abort()])
+def test_an_interruption_is_130_and_one_line(interruption: BaseException) -> None:
+    done = CliRunner().invoke(failing(interruption), ["fail"])
+    assert (done.exit_code, done.stderr) == (ExitStatus.INTERRUPTED, "Interrupted.\n")
+
+
+def test_an_unforeseen_error_keeps_its_traceback() -> None:
+    done = CliRunner().invoke(failing(RuntimeError("unforeseen")), ["fail"])
+    assert isinstance(done.exception, RuntimeError)
+
+
+def test_output_that_nobody_reads_ends_quietly() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as nobody:
+        done = subprocess.run(
+            [*PROGRAM, "check", "--schema"], stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (ExitStatus.NOBODY_READS, "")
+
+
+def test_warnings_are_one_line_each_on_stderr(run, config: Path) -> None:
+    config.write_text(config.read_text() + "    algorithm: AES_GCM_CTR_V1\n")
+    shown = warnings.showwarning
+    done = run("check", config, "--offline")
+    assert (done.exit_code, done.stdout) == (0, "")
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"Warning: {config}:9: tables.people.algorithm: page data is not authenticated")
+    assert second == f"{config}: no mistakes. The KMS was not asked."
+    assert warnings.showwarning is shown
