@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from parquet_keytools.errors import OutputError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
 
 PathLike = str | os.PathLike[str]
+
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class FileLocation:
         if isinstance(path, FileLocation):
             return path
         text = os.fspath(path)
-        if filesystem is None and "://" in text:
+        if filesystem is None and _URI.match(text):
             found, inner = pafs.FileSystem.from_uri(text)
             return cls(found, inner)
         if filesystem is None:
@@ -296,16 +300,25 @@ def whole_output(target: FileLocation) -> Iterator[PendingOutput]:
     The file is written under a temporary name beside the target, synced, and then takes the target's place.
 
     Raises:
-        OutputError: The folder does not exist, or the target is a folder.
+        OutputError: The folder does not exist, the target is a folder, or there is no space for it.
     """
     _check_target(target)
     pending = PendingOutput.beside(target)
     try:
         yield pending
         pending.commit()
-    except BaseException:
+    except BaseException as error:
         pending.discard()
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            reason = os.strerror(error.errno).lower()
+            raise OutputError(
+                f"{target} cannot be written: {reason}.", hint="Make space, then try again."
+            ) from None
         raise
+
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What only writing can fail with."""
 
 
 def _sync(path: str) -> None:

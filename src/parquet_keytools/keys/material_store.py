@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from pyarrow import fs as pafs
+
 from parquet_keytools.errors import KeyMaterialError
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.storage import FileLocation, read_whole, write_whole
@@ -74,3 +76,10 @@ def read_key_materials(parquet_file: FileLocation) -> dict[str, KeyMaterial]:
 def write_key_materials(parquet_file: FileLocation, materials: Mapping[str, KeyMaterial]) -> None:
     """Write the key material of a Parquet file, whole or not at all."""
     write_whole(key_material_location(parquet_file), serialise_key_materials(materials))
+
+
+def remove_key_materials(parquet_file: FileLocation) -> None:
+    """Remove the key material of a Parquet file that has none any more."""
+    location = key_material_location(parquet_file)
+    if location.info().type == pafs.FileType.File:
+        location.filesystem.delete_file(location.path)

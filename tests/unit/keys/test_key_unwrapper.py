@@ -1,0 +1,179 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from faults import FAILURES, FaultyKms, TurnedClock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parquet_keytools.errors import (
+    KeyMaterialError,
+    KeyNotAvailableError,
+    KeytoolsError,
+    KmsAccessDeniedError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.key_unwrapper import (
+    KeyUnwrapper,
+    KmsKeys,
+    decode_master_key_id,
+    encode_master_key_id,
+)
+from parquet_keytools.keys.key_wrapper import DekToWrap, KeyWrapper, Wrapping
+from parquet_keytools.secret_bytes import SecretBytes
+
+ARN = "arn:aws:kms:eu-west-1:111122223333:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+
+
+@pytest.fixture
+def kms() -> FaultyKms:
+    return FaultyKms({"kf": b"0123456789012345", "kc": b"1234567890123450", ARN: b"1234567890123451"})
+
+
+@pytest.fixture
+def clock() -> TurnedClock:
+    return TurnedClock()
+
+
+@pytest.fixture
+def unwrapper(kms: FaultyKms, clock: TurnedClock) -> KeyUnwrapper:
+    return KeyUnwrapper(kms, clock)
+
+
+def wrap(kms: FaultyKms, *ids: str, double: bool = True) -> tuple[list[SecretBytes], list[KeyMaterial]]:
+    """Return DEKs and their key materials."""
+    deks = [SecretBytes.random(128) for _ in ids]
+    wrapping = Wrapping(double, 128, 600, "DEFAULT")
+    items = [DekToWrap(dek, id_, False) for dek, id_ in zip(deks, ids, strict=True)]
+    return deks, KeyWrapper(kms, TurnedClock()).wrap(items, wrapping)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_deks_come_back_in_order_in_one_round(kms: FaultyKms, unwrapper: KeyUnwrapper, double: bool) -> None:
+    deks, materials = wrap(kms, "kc", "kf", "kc", ARN, double=double)
+    assert KmsKeys(unwrapper, 600).deks(materials) == deks
+    assert kms.unwrap_rounds == [3 if double else 4]
+
+
+def test_each_distinct_wrapped_key_once(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
+    deks, materials = wrap(kms, "kc", double=False)
+    assert KmsKeys(unwrapper, 600).deks(materials * 50) == deks * 50
+    assert kms.call_counts["unwrap"] == 1
+
+
+def test_one_operation_asks_once_even_without_a_cache(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
+    """What was fetched for an operation stays with it: nothing asks again in the middle of a read."""
+    deks, materials = wrap(kms, "kc", "kf")
+    keys = KmsKeys(unwrapper, 0)
+    keys.fetch(materials)
+    keys.fetch(materials)
+    assert keys.deks(materials) == deks
+    assert kms.call_counts["unwrap"] == 2
+
+
+def test_keks_expire(kms: FaultyKms, unwrapper: KeyUnwrapper, clock: TurnedClock) -> None:
+    _, materials = wrap(kms, "kc")
+    KmsKeys(unwrapper, 600).deks(materials)
+    clock.seconds += 599
+    KmsKeys(unwrapper, 600).deks(materials)
+    assert kms.call_counts["unwrap"] == 1
+    clock.seconds += 1
+    kms.fail("refused")
+    (outcome,) = KmsKeys(unwrapper, 600).deks(materials)
+    assert isinstance(outcome, KmsAccessDeniedError), "a key that was revoked still opens"
+
+
+def test_clear_cache(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
+    _, materials = wrap(kms, "kc")
+    KmsKeys(unwrapper, 600).deks(materials)
+    unwrapper.clear_cache()
+    KmsKeys(unwrapper, 600).deks(materials)
+    assert kms.call_counts["unwrap"] == 2
+
+
+def test_32_threads_one_call(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
+    deks, materials = wrap(kms, "kc", "kf")
+    barrier = threading.Barrier(32)
+
+    def read(_: int) -> list[SecretBytes | KeytoolsError]:
+        barrier.wait(20)
+        return KmsKeys(unwrapper, 600).deks(materials)
+
+    with ThreadPoolExecutor(32) as pool:
+        assert list(pool.map(read, range(32), timeout=60)) == [deks] * 32
+    assert kms.call_counts["unwrap"] == 2
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_concerns_its_own_keys(
+    kms: FaultyKms, unwrapper: KeyUnwrapper, double: bool, failure: str
+) -> None:
+    deks, materials = wrap(kms, "kc", "kf", double=double)
+    kms.fail(failure, "kc")
+    refused, good = KmsKeys(unwrapper, 600).deks(materials)
+    assert good == deks[1]
+    if failure == "wrong_key" and not double:
+        assert refused != deks[0]  # Only the modules can tell.
+    else:
+        assert isinstance(refused, KeytoolsError)
+    if failure != "wrong_key":
+        kms.failure = None
+        assert KmsKeys(unwrapper, 600).deks(materials) == deks, "the failure was kept"
+
+
+def test_wrapped_key_of_another_master_key(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
+    _, (material,) = wrap(kms, "kc")
+    (outcome,) = KmsKeys(unwrapper, 600).deks([replace(material, master_key_id="kf")])
+    assert isinstance(outcome, WrappedKeyInvalidError)
+
+
+def test_key_encryption_key_of_another_file(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
+    """A wrapped DEK under a KEK that is genuine but not its own."""
+    _, (one,) = wrap(kms, "kc")
+    _, (other,) = wrap(kms, "kc")
+    (outcome,) = KmsKeys(unwrapper, 600).deks([replace(one, kek_id=other.kek_id, wrapped_kek=other.wrapped_kek)])
+    assert isinstance(outcome, KeyMaterialError)
+
+
+def test_without_a_kms() -> None:
+    material = KeyMaterial(True, "kf", "d2Rlaw==")
+    (outcome,) = KmsKeys(KeyUnwrapper(None, TurnedClock()), 600).deks([material])
+    assert isinstance(outcome, KeyNotAvailableError) and "kms:" in str(outcome)
+
+
+def test_files_never_choose_the_kms(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
+    deks, (material,) = wrap(kms, "kc")
+    forged = replace(material, kms_instance_url="https://evil.example", kms_instance_id="evil")
+    assert KmsKeys(unwrapper, 600).deks([forged]) == deks
+
+
+# --- identifiers as pyarrow can carry them ---
+
+
+@pytest.mark.parametrize(
+    "master_key_id",
+    [ARN, "projects/p/locations/l/keyRings/r/cryptoKeys/k", "alias/a b", "a;b,c:d", "ключ", "50%", "%3A", " x "],
+)
+def test_master_key_ids_survive_pyarrow(master_key_id: str) -> None:
+    encoded = encode_master_key_id(master_key_id)
+    assert not set(encoded) & set(":;, ")
+    assert decode_master_key_id(encoded) == master_key_id
+
+
+@given(st.text())
+def test_any_master_key_id_survives(master_key_id: str) -> None:
+    assert decode_master_key_id(encode_master_key_id(master_key_id)) == master_key_id
+
+
+def test_both_spellings_are_one_key(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
+    """Files written through pyarrow carry the encoded identifier, others the plain one."""
+    deks, (material,) = wrap(kms, ARN)
+    encoded = replace(material, master_key_id=encode_master_key_id(ARN))
+    assert KmsKeys(unwrapper, 600).deks([material, encoded]) == deks * 2
+    assert kms.call_counts["unwrap"] == 1

@@ -1,0 +1,116 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parquet_keytools.errors import KeyMaterialError, ParquetFormatError
+from parquet_keytools.keys import material_store
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.material_store import (
+    key_material_location,
+    parse_key_materials,
+    read_key_materials,
+    serialise_key_materials,
+    write_key_materials,
+)
+from parquet_keytools.storage import FileLocation
+
+MATERIALS = {
+    "footerKey": KeyMaterial(True, "kf", "d2Rlaw==", bytes(16), "d2tlaw=="),
+    "columnKey0": KeyMaterial(False, "kc", "d2Rlaw=="),
+}
+
+
+@pytest.fixture
+def location(tmp_path: Path) -> FileLocation:
+    return FileLocation.resolve(tmp_path / "x.parquet")
+
+
+def test_name_is_that_of_parquet_java(location: FileLocation) -> None:
+    assert key_material_location(location).name == "_KEY_MATERIAL_FOR_x.parquet.json"
+    assert Path(key_material_location(location).path).parent == Path(location.path).parent
+
+
+def test_round_trip(location: FileLocation) -> None:
+    write_key_materials(location, MATERIALS)
+    assert read_key_materials(location) == MATERIALS
+    assert [path.name for path in Path(location.path).parent.iterdir()] == ["_KEY_MATERIAL_FOR_x.parquet.json"]
+
+
+def test_form_is_references_to_strings_of_json(location: FileLocation) -> None:
+    """Not nested objects, and without internalStorage: parquet-java reads nothing else."""
+    content = json.loads(serialise_key_materials(MATERIALS))
+    assert list(content) == ["footerKey", "columnKey0"]
+    assert all(isinstance(text, str) for text in content.values())
+    assert "internalStorage" not in json.loads(content["footerKey"])
+
+
+def test_reads_what_parquet_java_wrote(parquet_test_data: Path) -> None:
+    location = FileLocation.resolve(parquet_test_data / "external_key_material_java.parquet.encrypted")
+    materials = read_key_materials(location)
+    assert {name: material.master_key_id for name, material in materials.items()} == {
+        "footerKey": "kf",
+        "columnKey0": "kc1",
+        "columnKey1": "kc2",
+    }
+
+
+def test_missing(location: FileLocation) -> None:
+    with pytest.raises(KeyMaterialError, match="is missing") as caught:
+        read_key_materials(location)
+    assert caught.value.path == location.path and "copied" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[]", "not a JSON object"),
+        (b'{"footerKey": {}}', "'footerKey': not a string that holds JSON"),
+        (b'{"footerKey": null}', "'footerKey': not a string that holds JSON"),
+        (b'{"footerKey": "{}"}', "'footerKey': .*keyMaterialType: is missing"),
+        (b'{"footerKey": "", "footerKey": ""}', "a reference comes twice"),
+        (b'{"a":' * 20_000, "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (json.dumps({"x" * 1000: "{}"}).encode(), "'x{64}':"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_every_mistake_is_one_clear_error(content: bytes, words: str) -> None:
+    with pytest.raises(KeyMaterialError, match=words) as caught:
+        parse_key_materials(content, "some/path.json")
+    assert caught.value.path == "some/path.json"
+    assert len(str(caught.value)) < 300
+
+
+def test_too_long(location: FileLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(material_store, "MAX_FILE_BYTES", 100)
+    write_key_materials(location, MATERIALS)
+    with pytest.raises(ParquetFormatError, match="longer than 100 bytes"):
+        read_key_materials(location)
+
+
+def test_a_failed_write_leaves_the_old(location: FileLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Key material that is half written makes the Parquet file unreadable for ever."""
+    write_key_materials(location, MATERIALS)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(OSError, match="No space"):
+        write_key_materials(location, {})
+    monkeypatch.undo()
+    assert read_key_materials(location) == MATERIALS
+    assert len(list(Path(location.path).parent.iterdir())) == 1
+
+
+@given(st.binary() | st.dictionaries(st.text(), st.text()).map(lambda value: json.dumps(value).encode()))
+def test_nothing_but_key_material_errors_leave(content: bytes) -> None:
+    try:
+        parse_key_materials(content, "x")
+    except KeyMaterialError as error:
+        str(error).encode()
