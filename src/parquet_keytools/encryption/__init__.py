@@ -1,0 +1,1 @@
+"""Ciphers: modules and files. Knows no KMS."""

@@ -1,0 +1,163 @@
+"""Whole files encrypted or re-keyed, without decoding a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from parquet_keytools.encryption.aad import MAX_ORDINAL
+from parquet_keytools.encryption.chunk_cipher import ChunkCipher
+from parquet_keytools.encryption.file_decryptor import Deks, column_deks, open_chunks
+from parquet_keytools.encryption.file_encryption import FileEncryption
+from parquet_keytools.encryption.file_rewriter import rewrite_file
+from parquet_keytools.encryption.footer import (
+    Footer,
+    FooterEnvelope,
+    FooterMode,
+    read_envelope,
+    read_footer,
+)
+from parquet_keytools.encryption.key_retriever import KeyRetriever
+from parquet_keytools.encryption.output_keys import OutputKeys
+from parquet_keytools.errors import AlreadyEncryptedError, FormatLimitError, NotEncryptedError
+from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
+from parquet_keytools.format.structs import RowGroup
+
+
+def encrypt_file(
+    source: ByteSource,
+    sink: ByteSink,
+    encryption: FileEncryption,
+    *,
+    threads: int = 2,
+    on_progress: Callable[[int], None] | None = None,
+) -> None:
+    """Encrypt a plaintext file.
+
+    Args:
+        source: The file.
+        sink: Where the encrypted file goes.
+        encryption: How to encrypt it.
+        threads: How many threads work.
+        on_progress: Called with the number of bytes after each write, by any of the threads.
+
+    Raises:
+        AlreadyEncryptedError: The file is encrypted.
+        ParquetFormatError: The file is not what the format says, or a page is damaged.
+        FormatLimitError: The output would break a limit of the format; nothing was written then.
+        ConfigurationError: A key is given for a column that the file does not have.
+    """
+    envelope = read_envelope(source)
+    refuse_encrypted(envelope)
+    encrypt_opened(source, sink, envelope.open(None), {}, encryption, threads=threads, on_progress=on_progress)
+
+
+def refuse_encrypted(envelope: FooterEnvelope) -> None:
+    """Raise `AlreadyEncryptedError` if a file is encrypted."""
+    if envelope.mode is not FooterMode.UNENCRYPTED:
+        raise AlreadyEncryptedError(
+            f"{envelope.path} is encrypted already.", hint="Use rekey to encrypt it with other keys."
+        )
+
+
+def rekey_file(
+    source: ByteSource,
+    sink: ByteSink,
+    retriever: KeyRetriever,
+    encryption: FileEncryption,
+    aad_prefix: bytes | None = None,
+    *,
+    threads: int = 2,
+    on_progress: Callable[[int], None] | None = None,
+) -> None:
+    """Decrypt an encrypted file and encrypt it with other keys, or in another way, in one pass.
+
+    Args:
+        source: The file.
+        sink: Where the new file goes.
+        retriever: Where the file's DEKs come from.
+        encryption: How to encrypt it now.
+        aad_prefix: The prefix that is expected of the source, or None to take what it stores.
+        threads: How many threads work.
+        on_progress: Called with the number of bytes after each write, by any of the threads.
+
+    Raises:
+        NotEncryptedError: The file is not encrypted.
+        DecryptionError: A part of it does not authenticate.
+        ParquetFormatError: It is not what the format says, or a page is damaged.
+        FormatLimitError: The output would break a limit of the format; nothing was written then.
+        ColumnAccessDeniedError: Keys of columns cannot be had.
+        ConfigurationError: A key is given for a column that the file does not have.
+    """
+    footer = read_footer(source, retriever, aad_prefix)
+    if footer.mode is FooterMode.UNENCRYPTED:
+        raise NotEncryptedError(f"{source.path} is not encrypted.", hint="Use encrypt for it.")
+    encrypt_opened(
+        source,
+        sink,
+        footer,
+        column_deks(footer, retriever),
+        encryption,
+        threads=threads,
+        on_progress=on_progress,
+    )
+
+
+def encrypt_opened(
+    source: ByteSource,
+    sink: ByteSink,
+    footer: Footer,
+    deks: Deks,
+    encryption: FileEncryption,
+    *,
+    threads: int = 2,
+    on_progress: Callable[[int], None] | None = None,
+) -> None:
+    """Encrypt a file whose footer is open: a plaintext file, or an encrypted one with other keys.
+
+    Args:
+        source: The file that the footer is from.
+        sink: Where the new file goes.
+        footer: Its footer.
+        deks: DEKs of the columns that have a column key.
+        encryption: How to encrypt it.
+        threads: How many threads work.
+        on_progress: Called with the number of bytes after each write, by any of the threads.
+
+    Raises:
+        KeytoolsError: As `rekey_file`.
+    """
+    if max(len(footer.row_groups), len(footer.leaves)) > MAX_ORDINAL + 1:
+        raise FormatLimitError(
+            f"{source.path}: {len(footer.row_groups)} row groups of {len(footer.leaves)} columns are more than an "
+            f"encrypted file can have, which is {MAX_ORDINAL + 1} of each.",
+            hint="Write fewer into one file.",
+        )
+    keys = OutputKeys(encryption, encryption.keys_of(footer.leaves))
+
+    def writer_of(row_group_ordinal: int, column_ordinal: int) -> ChunkCipher | None:
+        cipher = keys.column_ciphers[column_ordinal]
+        if cipher is None:
+            return None
+        return ChunkCipher(cipher, encryption.algorithm, row_group_ordinal, column_ordinal)
+
+    row_groups = open_chunks(footer, deks, writer_of)
+
+    def make_footer(new_row_groups: list[RowGroup]) -> bytes:
+        for (_, chunks), row_group in zip(row_groups, new_row_groups, strict=True):
+            for column_ordinal, chunk in enumerate(chunks):
+                keys.protect(chunk, footer.leaves[column_ordinal].path, column_ordinal)
+            row_group.columns = [chunk.new_chunk for chunk in chunks]
+        return keys.footer(footer, new_row_groups)
+
+    rewrite_file(
+        source,
+        sink,
+        row_groups,
+        footer_offset=footer.envelope.footer_offset,
+        created_by=footer.metadata.created_by,
+        magic=MAGIC if encryption.plaintext_footer else MAGIC_ENCRYPTED_FOOTER,
+        make_footer=make_footer,
+        threads=threads,
+        on_progress=on_progress,
+    )

@@ -1,0 +1,158 @@
+"""One module: length, nonce, ciphertext, tag (spec 5.1)."""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import NamedTuple
+
+from parquet_keytools.encryption.aad import ModuleType, module_aad
+from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesCtr, AesGcm, InvalidTag
+from parquet_keytools.errors import DecryptionError, FormatLimitError
+from parquet_keytools.format.byte_ranges import Bytes
+from parquet_keytools.secret_bytes import SecretBytes
+
+LENGTH_LENGTH = 4
+"""Length of the length field that begins a module."""
+
+GCM_FRAMING = LENGTH_LENGTH + NONCE_LENGTH + TAG_LENGTH
+"""How many bytes longer a module is than its plaintext with AES-GCM."""
+
+CTR_FRAMING = LENGTH_LENGTH + NONCE_LENGTH
+"""How many bytes longer a page is than its plaintext with AES-CTR."""
+
+MAX_INVOCATIONS = 2**32
+"""How often one key may encrypt (NIST SP 800-38D section 8.3, spec 4.1.4)."""
+
+MAX_MODULE_LENGTH = 2**31 - 1
+"""Longest module that the readers of the format can take: lengths are signed there."""
+
+_PARQUET_JAVA_HINT = (
+    "If Spark wrote the file with V2 data pages: parquet-java leaves their levels in plaintext, before the "
+    "module, and no other engine can read that."
+)
+_HINT = "The key or the AAD prefix is not the one it was encrypted with, or the file was altered."
+
+
+class ModulePlace(NamedTuple):
+    """What a module is and where it belongs; says which AAD it has, and where an error is."""
+
+    module_type: ModuleType
+    row_group_ordinal: int | None = None
+    column_ordinal: int | None = None
+    page_ordinal: int | None = None
+
+    def aad(self, file_aad: bytes) -> bytes:
+        """Return the module AAD (spec 4.4); see `module_aad`."""
+        return module_aad(file_aad, *self)
+
+    def error(self, message: str, *, hint: str = "") -> DecryptionError:
+        """Return an error that names this place."""
+        return DecryptionError(
+            message,
+            module_type=self.module_type.title,
+            row_group_ordinal=self.row_group_ordinal,
+            column_ordinal=self.column_ordinal,
+            page_ordinal=self.page_ordinal,
+            hint=hint,
+        )
+
+    def not_authentic(self) -> DecryptionError:
+        """Return the error for a module whose tag is wrong."""
+        return self.error("the module does not authenticate.", hint=_HINT)
+
+
+FOOTER_PLACE = ModulePlace(ModuleType.FOOTER)
+
+
+class ModuleCipher:
+    """Encrypts and decrypts the modules of one file under one DEK, and counts how many it encrypts.
+
+    Attributes:
+        file_aad: AAD prefix, if any, and then the file unique.
+        gcm: The cipher itself, for those who encipher many pages; `reserve` first.
+    """
+
+    def __init__(self, dek: SecretBytes, file_aad: bytes, *, invocation_limit: int = MAX_INVOCATIONS) -> None:
+        self._dek = dek
+        self.file_aad = file_aad
+        self.gcm = AesGcm(dek)
+        self._invocation_limit = min(invocation_limit, MAX_INVOCATIONS)
+        self._invocations = 0
+
+    def ctr(self) -> AesCtr:
+        """Return AES-CTR under the same key, for the thread that asks."""
+        return AesCtr(self._dek)
+
+    def reserve(self, invocations: int) -> None:
+        """Count modules that are going to be encrypted with this key.
+
+        Raises:
+            FormatLimitError: They would be more than one key may encrypt (spec 4.1.4).
+        """
+        if self._invocations + invocations > self._invocation_limit:
+            raise FormatLimitError(
+                f"one key would encrypt {self._invocations + invocations} modules of a file, and no key may "
+                f"encrypt more than {self._invocation_limit} (spec 4.1.4).",
+                hint="Give columns keys of their own, or write more and smaller files.",
+            )
+        self._invocations += invocations
+
+    def encrypt(self, plaintext: Bytes, place: ModulePlace) -> bytes:
+        """Return the module of a plaintext, with AES-GCM and a fresh nonce.
+
+        Raises:
+            FormatLimitError: The key has encrypted as much as it may, the module is too long, or an ordinal
+                too large.
+        """
+        self.reserve(1)
+        return self.encrypt_reserved(plaintext, place)
+
+    def encrypt_reserved(self, plaintext: Bytes, place: ModulePlace) -> bytes:
+        """Do the same for a module that `reserve` has counted already."""
+        length = len(plaintext) + GCM_FRAMING
+        if length - LENGTH_LENGTH > MAX_MODULE_LENGTH:
+            raise FormatLimitError(f"{place.module_type.title}: {length} bytes are too long for a module.")
+        aad = place.aad(self.file_aad)
+        nonce = os.urandom(NONCE_LENGTH)
+        out = bytearray(length)
+        struct.pack_into("<I12s", out, 0, length - LENGTH_LENGTH, nonce)
+        self.gcm.encrypt_into(nonce, plaintext, aad, memoryview(out)[16:])
+        return bytes(out)
+
+    def decrypt(self, module: Bytes, place: ModulePlace) -> bytes:
+        """Return the plaintext of a module that fills its container exactly.
+
+        Raises:
+            DecryptionError: The length field does not fit the container, or the module is not authentic.
+        """
+        view = memoryview(module)
+        if len(view) < GCM_FRAMING:
+            raise place.error(f"a module of {len(view)} bytes is too short.")
+        check_length_field(view, len(view), place)
+        aad = place.aad(self.file_aad)
+        out = bytearray(len(view) - GCM_FRAMING)
+        try:
+            self.gcm.decrypt_into(view[4:16], view[16:], aad, out)
+        except InvalidTag:
+            raise place.not_authentic() from None
+        return bytes(out)
+
+
+def check_length_field(module: memoryview, length: int, place: ModulePlace) -> None:
+    """Check that the length field of a module says what its container says.
+
+    Args:
+        module: The module; four bytes at least.
+        length: Length of the whole module, its length field included.
+        place: For the error.
+
+    Raises:
+        DecryptionError: It does not.
+    """
+    (stored,) = struct.unpack_from("<I", module)
+    if stored != length - LENGTH_LENGTH:
+        raise place.error(
+            f"its length field says {stored} bytes, its container {length - LENGTH_LENGTH}.",
+            hint=_PARQUET_JAVA_HINT if place.module_type is ModuleType.DATA_PAGE else "",
+        )

@@ -1,0 +1,210 @@
+"""The walk over the pages of a column chunk: from header to header, without looking at what lies between."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+from parquet_keytools.encryption.aad import MAX_ORDINAL
+from parquet_keytools.encryption.aes import InvalidTag
+from parquet_keytools.encryption.chunk_cipher import NO_PAGE_ORDINAL, ChunkCipher
+from parquet_keytools.encryption.chunk_pages import NOTHING, ChunkPages
+from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH
+from parquet_keytools.encryption.page_cipher import check_crc, decrypt_page
+from parquet_keytools.errors import FormatLimitError, ParquetFormatError
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.page_headers import (
+    MAX_PAGE_LENGTH,
+    PageHeaderFacts,
+    crc_position,
+    read_page_header,
+    varint,
+    with_sizes,
+)
+from parquet_keytools.format.structs import PageHeader
+
+_WINDOW_LENGTH = 64 * 1024
+"""How much is read at once when the next header is not in memory."""
+
+
+class _HeaderWindow:
+    """The bytes around the next header, read in pieces that are large enough and not much larger."""
+
+    __slots__ = ("_end", "_source", "data", "offset")
+
+    def __init__(self, source: ByteSource, end: int) -> None:
+        self._source = source
+        self._end = end
+        self.offset = 0
+        self.data: memoryview = memoryview(b"")
+
+    def cover(self, offset: int, length: int = 1) -> int:
+        """Make `length` bytes at `offset` be in `data`; returns their position there."""
+        position = offset - self.offset
+        if not 0 <= position <= len(self.data) - length:
+            length = min(max(length, _WINDOW_LENGTH), self._end - offset)
+            self.data = memoryview(self._source.read_at(offset, length))
+            self.offset = offset
+            position = 0
+        return position
+
+    def grow(self, offset: int) -> bool:
+        """Read twice as much at `offset`; returns whether there is more."""
+        held = len(self.data) - (offset - self.offset)
+        if offset + held >= self._end:
+            return False
+        self.cover(offset, min(held * 2 + 64, self._end - offset))
+        return True
+
+
+def walk_chunk(
+    source: ByteSource,
+    start: int,
+    end: int,
+    *,
+    limit: int,
+    reader: ChunkCipher | None,
+    writer: ChunkCipher | None,
+    expects_dictionary_page: bool,
+) -> ChunkPages:
+    """Find the pages of a chunk and make their new headers.
+
+    Args:
+        source: The file.
+        start: Where the chunk begins.
+        end: Where its metadata says that it ends.
+        limit: Where it may end at most; more than `end` for writers that forgot bytes.
+        reader: Decrypts headers; None for a plaintext chunk.
+        writer: Will encrypt them; None for plaintext output.
+        expects_dictionary_page: Whether the metadata names a dictionary page. An encrypted header authenticates
+            with one of two AADs only; the other one is tried too, since old writers leave the offset out.
+
+    Raises:
+        ParquetFormatError: There are no such pages.
+        DecryptionError: A header does not authenticate, or a page that must be looked at.
+        FormatLimitError: The output would have too many pages, or too long ones.
+    """
+    pages = ChunkPages(start)
+    window = _HeaderWindow(source, limit)
+    added = (writer.page_framing if writer is not None else 0) - (reader.page_framing if reader is not None else 0)
+    is_copied = reader is None and writer is None
+    headers, header_ends = pages.headers, pages.header_ends
+    offset = start
+    ordinal = 0
+    while offset < end:
+        try:
+            if reader is None:
+                facts, header = _plaintext_header(window, offset)
+                header_length = facts.length
+            else:
+                facts, header, header_length = _encrypted_header(
+                    window, offset, reader, ordinal, offset == start, expects_dictionary_page
+                )
+        except ParquetFormatError as error:
+            raise ParquetFormatError(f"page header at byte {offset}: {error}", path=source.path) from None
+        page_type, page_length, crc, _, size_start, rest_start = facts
+        page_offset = offset + header_length
+        if page_offset + page_length > limit:
+            raise ParquetFormatError(f"the page at byte {offset} goes on after its chunk.", path=source.path)
+        page_ordinal = ordinal
+        if page_type == PageHeader.DICTIONARY_PAGE:
+            if offset != start:
+                raise ParquetFormatError(
+                    f"the dictionary page at byte {offset} is not the first page.", path=source.path
+                )
+            page_ordinal = NO_PAGE_ORDINAL
+        elif ordinal > MAX_ORDINAL and not is_copied:
+            raise FormatLimitError(
+                f"{source.path}: a column chunk has more than {MAX_ORDINAL + 1} pages.",
+                hint="Write larger pages, or smaller row groups.",
+            )
+        elif page_type != PageHeader.INDEX_PAGE:
+            if pages.first_data_page is None:
+                pages.first_data_page = len(pages)
+            ordinal += 1
+        pages.header_lengths.append(header_length)
+        pages.page_lengths.append(page_length)
+        pages.ordinals.append(min(page_ordinal, MAX_ORDINAL))
+        pages.stored_crcs.append(NOTHING if crc is None else crc)
+        offset = page_offset + page_length
+        if is_copied:
+            continue
+        page_length += added
+        if page_length > MAX_PAGE_LENGTH:
+            raise FormatLimitError(
+                f"{source.path}: a page would have {page_length} bytes, more than {MAX_PAGE_LENGTH}.",
+                hint="Write smaller pages.",
+            )
+        position = NOTHING
+        if crc is None:
+            headers += header[:size_start] + varint(page_length << 1) + header[rest_start:]
+        elif writer is not None:
+            headers += with_sizes(header, facts, page_length)
+            position = crc_position(facts, page_length)
+        else:
+            assert reader is not None
+            new_crc = _plaintext_crc(source, page_offset, facts, page_ordinal, reader)
+            headers += with_sizes(header, facts, page_length, new_crc)
+        header_ends.append(len(headers))
+        pages.crc_positions.append(position)
+    pages.source_end = offset
+    return pages
+
+
+def _plaintext_header(window: _HeaderWindow, offset: int) -> tuple[PageHeaderFacts, bytes]:
+    while True:
+        try:
+            position = window.cover(offset)
+            return read_page_header(window.data, position)
+        except ParquetFormatError:
+            if not window.grow(offset):
+                raise
+
+
+def _encrypted_header(
+    window: _HeaderWindow,
+    offset: int,
+    reader: ChunkCipher,
+    ordinal: int,
+    is_first: bool,
+    expects_dictionary_page: bool,
+) -> tuple[PageHeaderFacts, bytes, int]:
+    position = window.cover(offset, LENGTH_LENGTH)
+    if len(window.data) - position < LENGTH_LENGTH:
+        raise ParquetFormatError("it goes on after its chunk.")
+    (length,) = struct.unpack_from("<I", window.data, position)
+    length += LENGTH_LENGTH
+    position = window.cover(offset, length)
+    module = window.data[position : position + length]
+    if len(module) < length or length < GCM_FRAMING:
+        raise ParquetFormatError(f"a module of {length} bytes does not fit into its chunk.")
+    candidates = [ordinal]
+    if is_first:
+        candidates.insert(0 if expects_dictionary_page else 1, NO_PAGE_ORDINAL)
+    plaintext = bytearray(length - GCM_FRAMING)
+    for candidate in candidates:
+        try:
+            reader.cipher.gcm.decrypt_into(module[4:16], module[16:], reader.page_aads(candidate)[0], plaintext)
+            break
+        except InvalidTag:
+            continue
+    else:
+        raise reader.header_place(candidates[0]).not_authentic()
+    facts, header = read_page_header(plaintext, 0)
+    if (facts.page_type == PageHeader.DICTIONARY_PAGE) != (candidate == NO_PAGE_ORDINAL):
+        raise ParquetFormatError("its page type is not that of its module.")
+    if facts.page_length < reader.page_framing:
+        raise ParquetFormatError(f"an encrypted page of {facts.page_length} bytes is too short.")
+    return facts, header, length
+
+
+def _plaintext_crc(
+    source: ByteSource, page_offset: int, facts: PageHeaderFacts, page_ordinal: int, reader: ChunkCipher
+) -> int:
+    """Return the CRC of a page's plaintext: the length of a header in the output depends on it."""
+    assert facts.crc is not None
+    module = memoryview(source.read_at(page_offset, facts.page_length))
+    check_crc(module, facts.crc, source.path, page_offset)
+    plaintext = bytearray(facts.page_length - reader.page_framing)
+    decrypt_page(reader, module, page_ordinal, plaintext)
+    return zlib.crc32(plaintext)

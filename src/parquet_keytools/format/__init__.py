@@ -1,0 +1,1 @@
+"""Bytes: what a Parquet file looks like. Knows no keys and no ciphers."""

@@ -1,0 +1,522 @@
+"""Whole files: what writers write today, limits, damage, and who can read the result."""
+
+from __future__ import annotations
+
+import decimal
+import io
+import random
+from typing import Any
+
+import duckdb
+import polars
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as pe
+import pytest
+from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted
+
+from parquet_keytools.encryption.file_decryptor import decrypt_columns, decrypt_file
+from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
+from parquet_keytools.encryption.file_encryptor import encrypt_file, rekey_file
+from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption, read_envelope, read_footer
+from parquet_keytools.errors import (
+    AadPrefixError,
+    ColumnAccessDeniedError,
+    ConfigurationError,
+    DecryptionError,
+    FormatLimitError,
+    KeytoolsError,
+    NotEncryptedError,
+    ParquetFormatError,
+)
+from parquet_keytools.format.structs import (
+    ColumnChunk,
+    ColumnMetaData,
+    FileMetaData,
+    PageHeader,
+    RowGroup,
+    SchemaElement,
+)
+from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
+from parquet_keytools.secret_bytes import SecretBytes
+
+
+def _table(rows: int = 1_000) -> pa.Table:
+    numbers = random.Random(7)
+    return pa.table(
+        {
+            "a.b": pa.array([numbers.random() for _ in range(rows)]),
+            "city": pa.array([f"city {numbers.randrange(20)}" for _ in range(rows)]).dictionary_encode(),
+            "list": pa.array([[i, None] if i % 3 else None for i in range(rows)]),
+            "struct": pa.array([{"x": i, "y": {"z": str(i)}} for i in range(rows)]),
+            "map": pa.array([[(str(i), i)] for i in range(rows)], pa.map_(pa.string(), pa.int64())),
+            "empty": pa.nulls(rows),
+            "decimal": pa.array([decimal.Decimal(i) / 100 for i in range(rows)], pa.decimal128(20, 2)),
+            "binary": pa.array([bytes([i % 256]) * (i % 50) for i in range(rows)]),
+        }
+    ).replace_schema_metadata({"owner": "tests"})
+
+
+def _written(table: pa.Table, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(table, stream, **options)
+    return stream.getvalue()
+
+
+def _polars_file() -> bytes:
+    stream = io.BytesIO()
+    polars.DataFrame({"a": list(range(5_000)), "b": [str(i % 7) for i in range(5_000)]}).write_parquet(stream)
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def duckdb_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("duckdb") / "file.parquet"
+    # DuckDB writes Bloom filters for columns with dictionaries.
+    duckdb.sql(
+        f"copy (select i, i % 10 as small, 'x' || (i % 100) as text from range(20000) t(i)) "
+        f"to '{path}' (format parquet, row_group_size 5000)"
+    )
+    return path.read_bytes()
+
+
+FILES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "several row groups": {"row_group_size": 300},
+    "pages V2": {"data_page_version": "2.0", "data_page_size": 500},
+    "page index": {"write_page_index": True, "data_page_size": 500, "row_group_size": 500},
+    "checksums": {"write_page_checksum": True, "data_page_size": 500},
+    "checksums and index": {"write_page_checksum": True, "write_page_index": True, "data_page_size": 300},
+    "no dictionary": {"use_dictionary": False},
+    "no statistics": {"write_statistics": False},
+    "uncompressed": {"compression": "none"},
+    "gzip": {"compression": "gzip"},
+    "zstd": {"compression": "zstd"},
+    "lz4": {"compression": "lz4"},
+    "brotli": {"compression": "brotli"},
+    "no arrow schema": {"store_schema": False},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("plaintext_footer", [False, True])
+def test_what_arrow_writes_comes_back(name: str, algorithm: Algorithm, plaintext_footer: bool) -> None:
+    table = _table()
+    data = _written(table, **FILES[name])
+    keys = NamedKeys()
+    columns = {("city",): ColumnKey(keys.new(b"kc", 256), b"kc"), ("a.b",): ColumnEncryption.PLAINTEXT}
+    encryption = FileEncryption(
+        keys.new(b"kf"),
+        b"kf",
+        columns,
+        algorithm=algorithm,
+        plaintext_footer=plaintext_footer,  # type: ignore[arg-type]
+    )
+    back = decrypted(encrypted(data, encryption), keys)
+    assert pq.read_table(io.BytesIO(back)).equals(pq.read_table(io.BytesIO(data)))
+    assert back[: _footer_offset(data)] == data[: _footer_offset(data)]
+    assert pq.read_metadata(io.BytesIO(back)).metadata == pq.read_metadata(io.BytesIO(data)).metadata
+
+
+def _footer_offset(data: bytes) -> int:
+    return len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_files_with_next_to_nothing_come_back(rows: int) -> None:
+    for options in ({}, {"write_page_index": True}, {"use_dictionary": False}):
+        data, keys = _written(_table(rows), **options), NamedKeys()
+        back = decrypted(encrypted(data, FileEncryption(keys.new(b"kf"), b"kf")), keys)
+        assert pq.read_table(io.BytesIO(back)).equals(pq.read_table(io.BytesIO(data)))
+
+
+def test_a_file_without_columns_comes_back() -> None:
+    data, keys = _written(pa.table({"a": [1, 2]}).select([])), NamedKeys()
+    back = decrypted(encrypted(data, FileEncryption(keys.new(b"kf"), b"kf")), keys)
+    assert pq.read_metadata(io.BytesIO(back)).num_columns == 0
+
+
+@pytest.mark.parametrize("plaintext_footer", [False, True])
+@pytest.mark.parametrize("options", [{}, {"write_page_index": True}, {"write_page_checksum": True}])
+def test_arrow_reads_what_we_encrypt(plaintext_footer: bool, options: dict[str, Any]) -> None:
+    table = _table().drop_columns(["a.b"])
+    dek = SecretBytes.random(128)
+    data = encrypted(
+        _written(table, data_page_size=500, row_group_size=500, **options),
+        FileEncryption(dek, b"kf", plaintext_footer=plaintext_footer, aad_prefix=b"prefix"),
+    )
+    properties = pe.create_decryption_properties(dek.reveal(), aad_prefix=b"prefix")
+    for checksums in (False, True):
+        read = pq.read_table(
+            io.BytesIO(data), decryption_properties=properties, page_checksum_verification=checksums
+        )
+        assert read.equals(table)
+
+
+@pytest.mark.parametrize("length_bits", [128, 192, 256])
+def test_we_decrypt_what_arrow_encrypts(length_bits: int) -> None:
+    table, keys = _table(), NamedKeys()
+    dek = keys.new(b"kf", length_bits)
+    properties = pe.create_encryption_properties(dek.reveal(), aad_prefix=b"prefix", store_aad_prefix=False)
+    data = _written(table, encryption_properties=properties, data_page_size=500, write_page_checksum=True)
+    keys.deks[read_envelope(MemorySource(data)).key_metadata] = dek
+    with pytest.raises(AadPrefixError, match="not stored"):
+        decrypted(data, keys)
+    with pytest.raises(DecryptionError):
+        decrypted(data, keys, b"another prefix")
+    assert pq.read_table(io.BytesIO(decrypted(data, keys, b"prefix"))).equals(table)
+
+
+def test_what_polars_writes_comes_back_and_polars_reads_it() -> None:
+    data, keys = _polars_file(), NamedKeys()
+    back = decrypted(encrypted(data, FileEncryption(keys.new(b"kf"), b"kf")), keys)
+    assert polars.read_parquet(io.BytesIO(back)).equals(polars.read_parquet(io.BytesIO(data)))
+
+
+@pytest.mark.parametrize("plaintext_footer", [False, True])
+def test_what_duckdb_writes_comes_back_with_its_bloom_filters(duckdb_file: bytes, plaintext_footer: bool) -> None:
+    footer = read_footer(MemorySource(duckdb_file), None)
+    filters = [chunk.meta_data.bloom_filter_offset for chunk in footer.chunks[0] if chunk.meta_data]  # type: ignore[union-attr]
+    assert any(filters)
+    keys = NamedKeys()
+    encryption = FileEncryption(keys.new(b"kf"), b"kf", plaintext_footer=plaintext_footer)
+    back = decrypted(encrypted(duckdb_file, encryption), keys)
+    assert back[: _footer_offset(duckdb_file)] == duckdb_file[: _footer_offset(duckdb_file)]
+
+
+# --- Metadata ----------------------------------------------------------------------------------------------
+
+
+def test_a_plaintext_footer_shows_nothing_sensitive_of_encrypted_columns() -> None:
+    keys = NamedKeys()
+    encryption = FileEncryption(
+        keys.new(b"kf"),
+        b"kf",
+        {("a.b",): ColumnKey(keys.new(b"kc"), b"kc"), ("city",): ColumnEncryption.PLAINTEXT},
+        plaintext_footer=True,
+    )
+    data = encrypted(_written(_table(), write_page_index=True), encryption)
+    footer = read_footer(MemorySource(data), keys)
+    for column in footer.columns:
+        metadata = footer.chunks[0][column.ordinal].meta_data
+        assert metadata is not None
+        shown = set(metadata.struct.fields) & set(ColumnMetaData.SENSITIVE_FIELD_IDS)
+        assert bool(shown) == (column.encryption is ColumnEncryption.PLAINTEXT)
+        assert metadata.total_compressed_size > 0
+
+
+def test_row_groups_say_where_they_are_and_how_large() -> None:
+    dek = SecretBytes.random(128)
+    data = encrypted(_written(_table(), row_group_size=250), FileEncryption(dek))
+    footer = read_envelope(MemorySource(data)).open(dek)
+    offset = 4
+    for ordinal, row_group in enumerate(footer.row_groups):
+        assert row_group.ordinal == ordinal
+        assert row_group.file_offset == offset
+        assert row_group.total_compressed_size is not None
+        offset += row_group.total_compressed_size
+    assert offset == footer.envelope.footer_offset
+
+
+def test_fields_of_newer_writers_survive() -> None:
+    data = _written(pa.table({"a": [1]}))
+    metadata, _ = FileMetaData.read(data[_footer_offset(data) : -8])
+    unknown = (WireType.LIST, ThriftList(WireType.I64, [1, 2]))
+    metadata.struct.fields[99] = unknown
+    row_groups = metadata.row_groups
+    chunks = row_groups[0].columns
+    assert chunks[0].meta_data is not None
+    for record in (row_groups[0], chunks[0], chunks[0].meta_data):
+        record.struct.fields[77] = unknown
+    serialised = metadata.serialise()
+    changed = data[: _footer_offset(data)] + serialised + len(serialised).to_bytes(4, "little") + b"PAR1"
+    keys = NamedKeys()
+    for plaintext_footer in (False, True):
+        encryption = FileEncryption(keys.new(b"kf"), b"kf", plaintext_footer=plaintext_footer)
+        back = decrypted(encrypted(changed, encryption), keys)
+        footer = read_footer(MemorySource(back), None)
+        assert footer.metadata.struct.fields[99] == unknown
+        assert footer.row_groups[0].struct.fields[77] == unknown
+        assert footer.chunks[0][0].struct.fields[77] == unknown
+        assert footer.chunks[0][0].meta_data.struct.fields[77] == unknown  # type: ignore[union-attr]
+
+
+# --- Refusals ----------------------------------------------------------------------------------------------
+
+
+def _refused(data: bytes, encryption: FileEncryption, error: type[KeytoolsError], match: str) -> None:
+    sink = MemorySink()
+    with pytest.raises(error, match=match):
+        encrypt_file(MemorySource(data), sink, encryption)
+    assert sink.reserved_bytes is None and sink.written_bytes == 0
+
+
+def test_the_invocation_limit_is_checked_before_anything_is_written() -> None:
+    dek, data = SecretBytes.random(128), _written(pa.table({"a": [1], "b": [2]}))
+    # Two columns, each with a dictionary page and a data page, and the footer.
+    _refused(data, FileEncryption(dek, invocation_limit=8), FormatLimitError, "no key may encrypt more than 8")
+    assert encrypted(data, FileEncryption(dek, invocation_limit=9))
+    # The same key under two names is one key.
+    columns = {("a",): ColumnKey(SecretBytes(dek.reveal()), b"a")}
+    _refused(data, FileEncryption(dek, columns=columns, invocation_limit=8), FormatLimitError, "no key")
+    columns = {("a",): ColumnKey(SecretBytes.random(128), b"a")}
+    assert encrypted(data, FileEncryption(dek, columns=columns, invocation_limit=5))
+
+
+def test_a_key_for_a_column_that_is_not_there_is_refused() -> None:
+    columns = {("nope", "x"): ColumnKey(SecretBytes.random(128))}
+    encryption = FileEncryption(SecretBytes.random(128), columns=columns)
+    _refused(_written(pa.table({"a": [1]})), encryption, ConfigurationError, "'nope.x'")
+
+
+def test_a_plaintext_file_is_not_decrypted_or_rekeyed() -> None:
+    data, keys = _written(pa.table({"a": [1]})), NamedKeys()
+    with pytest.raises(NotEncryptedError):
+        decrypt_file(MemorySource(data), MemorySink(), keys)
+    with pytest.raises(NotEncryptedError, match="encrypt"):
+        rekey_file(MemorySource(data), MemorySink(), keys, FileEncryption(SecretBytes.random(128)))
+
+
+def test_columns_whose_keys_are_missing_are_named() -> None:
+    keys = NamedKeys()
+    columns = {("a",): ColumnKey(keys.new(b"ka"), b"ka"), ("b",): ColumnKey(keys.new(b"kb"), b"kb")}
+    data = encrypted(
+        _written(pa.table({"a": [1], "b": [2], "c": [3]})), FileEncryption(keys.new(b"kf"), b"kf", columns)
+    )
+    del keys.deks[b"kb"]
+    with pytest.raises(ColumnAccessDeniedError, match="'b'") as caught:
+        decrypted(data, keys)
+    assert caught.value.columns == ("b",)
+
+
+def test_a_summary_file_is_refused() -> None:
+    stream = io.BytesIO()
+    metadata = pq.read_metadata(io.BytesIO(_written(pa.table({"a": [1]}))))
+    metadata.set_file_path("part-0.parquet")
+    metadata.write_metadata_file(stream)
+    _refused(stream.getvalue(), FileEncryption(SecretBytes.random(128)), ParquetFormatError, "another file")
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_damaged_page_is_an_error_and_no_fresh_crc(is_encrypted: bool) -> None:
+    values = pa.table({"a": pa.array(range(1_000), pa.int64())})
+    data = bytearray(_written(values, write_page_checksum=True, use_dictionary=False, compression="none"))
+    if not is_encrypted:
+        data[2_000] ^= 1
+        _refused_late(bytes(data), FileEncryption(SecretBytes.random(128)))
+        return
+    keys = NamedKeys()
+    encryption = FileEncryption(keys.new(b"kf"), b"kf", algorithm=Algorithm.AES_GCM_CTR_V1)
+    stored = bytearray(encrypted(bytes(data), encryption))
+    stored[2_000] ^= 1
+    with pytest.raises(ParquetFormatError, match="damaged"):
+        decrypted(bytes(stored), keys)
+    with pytest.raises(ParquetFormatError, match="damaged"):
+        rekey_file(MemorySource(stored), MemorySink(), keys, FileEncryption(SecretBytes.random(128)))
+
+
+def _refused_late(data: bytes, encryption: FileEncryption) -> None:
+    with pytest.raises(ParquetFormatError, match="damaged"):
+        encrypt_file(MemorySource(data), MemorySink(), encryption)
+
+
+def test_a_flipped_bit_anywhere_makes_decryption_fail() -> None:
+    keys = NamedKeys()
+    columns = {("a",): ColumnKey(keys.new(b"ka"), b"ka")}
+    table = pa.table({"a": list(range(50)), "b": [str(i % 5) for i in range(50)]})
+    for plaintext_footer in (False, True):
+        encryption = FileEncryption(
+            keys.new(b"kf"), b"kf", columns, plaintext_footer=plaintext_footer, aad_prefix=b"prefix"
+        )
+        data = encrypted(_written(table, write_page_index=True), encryption)
+        numbers = random.Random(5)
+        for position in sorted(numbers.sample(range(len(data)), 400)):
+            altered = bytearray(data)
+            altered[position] ^= 1 << numbers.randrange(8)
+            with pytest.raises(KeytoolsError):
+                decrypted(bytes(altered), keys)
+
+
+# --- Files built by hand -----------------------------------------------------------------------------------
+
+
+def _file_of_pages(pages_per_column: int, columns: int) -> bytes:
+    """Return a file of empty pages: 18 bytes of header each."""
+    header = PageHeader()
+    header.type, header.uncompressed_page_size, header.compressed_page_size = 0, 0, 0
+    header.struct.fields[5] = (
+        WireType.STRUCT,
+        Struct({1: (WireType.I32, 0), 2: (WireType.I32, 0), 3: (WireType.I32, 3), 4: (WireType.I32, 3)}),
+    )
+    chunk_bytes = header.serialise() * pages_per_column
+    chunks = []
+    for number in range(columns):
+        metadata = ColumnMetaData(Struct({2: (WireType.LIST, ThriftList(WireType.I32, [0]))}))
+        metadata.type, metadata.path_in_schema, metadata.codec, metadata.num_values = 1, [f"c{number}"], 0, 0
+        metadata.total_uncompressed_size = metadata.total_compressed_size = len(chunk_bytes)
+        metadata.data_page_offset = 4 + number * len(chunk_bytes)
+        chunk = ColumnChunk()
+        chunk.file_offset, chunk.meta_data = 0, metadata
+        chunks.append(chunk)
+    row_group = RowGroup()
+    row_group.columns, row_group.total_byte_size, row_group.num_rows = chunks, len(chunk_bytes) * columns, 0
+    schema = [SchemaElement()]
+    schema[0].name, schema[0].num_children = "root", columns
+    for number in range(columns):
+        element = SchemaElement()
+        element.type, element.name = 1, f"c{number}"
+        schema.append(element)
+    footer = FileMetaData()
+    footer.version, footer.schema, footer.num_rows, footer.row_groups = 1, schema, 0, [row_group]
+    serialised = footer.serialise()
+    return b"PAR1" + chunk_bytes * columns + serialised + len(serialised).to_bytes(4, "little") + b"PAR1"
+
+
+def test_a_chunk_may_have_as_many_pages_as_there_are_ordinals_and_no_more() -> None:
+    keys = NamedKeys()
+    data = _file_of_pages(32_768, 1)
+    stored = encrypted(data, FileEncryption(keys.new(b"kf"), b"kf"))
+    assert decrypted(stored, keys)[: len(data) - 1_000] == data[: len(data) - 1_000]
+    one_more = _file_of_pages(32_769, 1)
+    _refused(one_more, FileEncryption(SecretBytes.random(128)), FormatLimitError, "more than 32768 pages")
+
+
+def test_a_million_modules_have_as_many_nonces() -> None:
+    dek = SecretBytes.random(128)
+    stored = encrypted(_file_of_pages(32_000, 16), FileEncryption(dek))
+    footer = read_envelope(MemorySource(stored)).open(dek)
+    nonces = set()
+    modules, offset = 0, 4
+    while offset < footer.envelope.footer_offset:
+        nonces.add(stored[offset + 4 : offset + 16])
+        modules += 1
+        offset += 4 + int.from_bytes(stored[offset : offset + 4], "little")
+    assert modules == len(nonces) == 2 * 32_000 * 16
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("data_page_offset", 3, "do not lie before"),
+        ("data_page_offset", 10**9, "do not lie before"),
+        ("data_page_offset", -5, "do not lie before"),
+        ("total_compressed_size", 10**9, "do not lie before"),
+        ("total_compressed_size", -1, "do not lie before"),
+        ("total_compressed_size", 10, "ends before it is complete"),
+        ("total_compressed_size", 200, "overlaps"),
+    ],
+)
+def test_chunks_that_lie_where_they_cannot_are_refused(field: str, value: int, reason: str) -> None:
+    data = _file_of_pages(10, 2)
+    metadata, _ = FileMetaData.read(data[_footer_offset(data) : -8])
+    column = metadata.row_groups[0].columns[0].meta_data
+    assert column is not None
+    setattr(column, field, value)
+    serialised = metadata.serialise()
+    changed = data[: _footer_offset(data)] + serialised + len(serialised).to_bytes(4, "little") + b"PAR1"
+    _refused(changed, FileEncryption(SecretBytes.random(128)), ParquetFormatError, reason)
+
+
+def test_chunks_out_of_order_with_gaps_between_them_are_put_together() -> None:
+    """Early writers leave copies of column metadata in the gaps: they must not reach the output."""
+    table = pa.table({"a": pa.array(range(100)), "b": pa.array(range(100, 200))})
+    data = _written(table, use_dictionary=False, compression="none")
+    metadata, _ = FileMetaData.read(data[_footer_offset(data) : -8])
+    parts = [b"PAR1"]
+    offset = 4
+    for chunk in reversed(metadata.row_groups[0].columns):
+        column = chunk.meta_data
+        assert column is not None
+        start = column.data_page_offset
+        pages = data[start : start + column.total_compressed_size]
+        parts += [b"GAP!" * 5, pages]
+        column.data_page_offset = offset + 20
+        offset += 20 + len(pages)
+        chunk.file_offset = offset  # Where a copy of the metadata lies.
+        parts.append(b"COPY" * 9)
+        offset += 36
+    serialised = metadata.serialise()
+    changed = b"".join([*parts, serialised, len(serialised).to_bytes(4, "little"), b"PAR1"])
+    assert pq.read_table(io.BytesIO(changed)).equals(table)
+    keys = NamedKeys()
+    encryption = FileEncryption(keys.new(b"kf"), b"kf", {("a",): ColumnEncryption.PLAINTEXT})
+    stored = encrypted(changed, encryption)
+    back = decrypted(stored, keys)
+    assert b"GAP!" not in stored and b"COPY" not in stored and b"COPY" not in back
+    assert pq.read_table(io.BytesIO(back)).equals(table)
+    assert all(chunk.file_offset == 0 for chunk in read_footer(MemorySource(back), None).chunks[0])
+
+
+# --- Some columns and row groups ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def partly() -> tuple[bytes, NamedKeys, pa.Table]:
+    table, keys = _table(), NamedKeys()
+    columns = {("city",): ColumnKey(keys.new(b"kc"), b"kc"), ("struct", "x"): ColumnKey(keys.new(b"ks"), b"ks")}
+    data = _written(table, row_group_size=250, write_page_index=True, compression="none")
+    return encrypted(data, FileEncryption(keys.new(b"kf"), b"kf", columns)), keys, table
+
+
+def test_only_the_columns_and_row_groups_wanted_are_decrypted(
+    partly: tuple[bytes, NamedKeys, pa.Table],
+) -> None:
+    data, keys, table = partly
+    footer = read_footer(MemorySource(data), keys)
+    source, sink = MemorySource(data), MemorySink(takes_any_order=False)
+    deks = {("struct", "x"): keys.deks[b"ks"]}
+    wanted = {("struct", "y", "z"), ("a.b",)}
+    decrypt_columns(source, sink, footer, deks, columns=wanted, row_group_ordinals=[2, 0])
+    read = pq.read_table(io.BytesIO(sink.contents()))
+    expected = pa.concat_tables([table.slice(500, 250), table.slice(0, 250)]).select(["a.b", "struct"])
+    assert read.equals(expected)
+    assert read.schema.metadata == {b"owner": b"tests"}
+    # Nothing of other columns was touched.
+    assert sum(length for _, length in source.reads) < len(data) / 2
+    unwanted = footer.chunks[1][0].meta_data
+    assert unwanted is not None
+    start, end = unwanted.data_page_offset, unwanted.data_page_offset + unwanted.total_compressed_size
+    assert all(offset + length <= start or offset >= end for offset, length in source.reads)
+
+
+def test_key_values_can_be_replaced(partly: tuple[bytes, NamedKeys, pa.Table]) -> None:
+    data, keys, _ = partly
+    sink = MemorySink()
+    footer = read_footer(MemorySource(data), keys)
+    decrypt_columns(
+        MemorySource(data), sink, footer, {}, columns={("list", "list", "element")},
+        key_values={"owner": None, "new": "value"},
+    )  # fmt: skip
+    assert pq.read_metadata(io.BytesIO(sink.contents())).metadata == {b"new": b"value"}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"columns": {("nope",)}}, "no columns 'nope'"),
+        ({"row_group_ordinals": [4]}, "row groups"),
+        ({"row_group_ordinals": [-1]}, "row groups"),
+        ({"row_group_ordinals": [1, 1]}, "row groups"),
+    ],
+)
+def test_what_is_not_there_cannot_be_selected(
+    partly: tuple[bytes, NamedKeys, pa.Table], options: dict[str, Any], reason: str
+) -> None:
+    data, keys, _ = partly
+    footer = read_footer(MemorySource(data), keys)
+    with pytest.raises(ParquetFormatError, match=reason):
+        decrypt_columns(MemorySource(data), MemorySink(), footer, {}, **options)
+
+
+def test_sorting_columns_follow_the_selection() -> None:
+    keys = NamedKeys()
+    table = pa.table({"a": [1, 2], "b": [1, 2], "c": [1, 2]})
+    sorting = [pq.SortingColumn(2), pq.SortingColumn(0)]
+    data = encrypted(_written(table, sorting_columns=sorting), FileEncryption(keys.new(b"kf"), b"kf"))
+    footer = read_footer(MemorySource(data), keys)
+    for columns, expected in (({("b",), ("c",)}, [1]), ({("a",)}, []), ({("a",), ("c",)}, [1, 0])):
+        sink = MemorySink()
+        decrypt_columns(MemorySource(data), sink, footer, {}, columns=columns)
+        row_group = pq.read_metadata(io.BytesIO(sink.contents())).row_group(0)
+        assert [column.column_index for column in row_group.sorting_columns] == expected

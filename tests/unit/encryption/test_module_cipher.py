@@ -1,0 +1,83 @@
+"""Single modules: framing, AAD, invocation limit."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.module_cipher import GCM_FRAMING, ModuleCipher, ModulePlace
+from parquet_keytools.errors import DecryptionError, FormatLimitError
+from parquet_keytools.secret_bytes import SecretBytes
+
+_DEK = SecretBytes(bytes(range(16)))
+_PLACE = ModulePlace(ModuleType.DATA_PAGE, 1, 2, 3)
+
+
+@pytest.mark.parametrize("plaintext", [b"", b"x", bytes(100_000)])
+def test_a_module_has_its_framing_and_comes_back(plaintext: bytes) -> None:
+    cipher = ModuleCipher(_DEK, b"file")
+    module = cipher.encrypt(plaintext, _PLACE)
+    assert len(module) == len(plaintext) + GCM_FRAMING == len(plaintext) + 32
+    assert struct.unpack("<I", module[:4]) == (len(module) - 4,)
+    assert ModuleCipher(_DEK, b"file").decrypt(module, _PLACE) == plaintext
+
+
+def test_nonces_differ() -> None:
+    cipher = ModuleCipher(_DEK, b"file")
+    assert len({cipher.encrypt(b"", _PLACE)[4:16] for _ in range(1_000)}) == 1_000
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        _PLACE._replace(row_group_ordinal=0),
+        _PLACE._replace(column_ordinal=3),
+        _PLACE._replace(page_ordinal=2),
+        _PLACE._replace(module_type=ModuleType.DATA_PAGE_HEADER),
+    ],
+)
+def test_a_module_in_another_place_does_not_authenticate(place: ModulePlace) -> None:
+    module = ModuleCipher(_DEK, b"file").encrypt(b"secret", _PLACE)
+    with pytest.raises(DecryptionError) as caught:
+        ModuleCipher(_DEK, b"file").decrypt(module, place)
+    assert caught.value.module_type == place.module_type.title
+    assert caught.value.row_group_ordinal == place.row_group_ordinal
+    assert caught.value.column_ordinal == place.column_ordinal
+    assert caught.value.page_ordinal == place.page_ordinal
+
+
+def test_a_module_of_another_file_does_not_authenticate() -> None:
+    module = ModuleCipher(_DEK, b"file").encrypt(b"secret", _PLACE)
+    with pytest.raises(DecryptionError, match="does not authenticate"):
+        ModuleCipher(_DEK, b"eilf").decrypt(module, _PLACE)
+
+
+@pytest.mark.parametrize("change", [-1, 1, 1 << 31])
+def test_the_length_field_must_be_that_of_the_container(change: int) -> None:
+    module = bytearray(ModuleCipher(_DEK, b"file").encrypt(b"secret", _PLACE))
+    struct.pack_into("<I", module, 0, len(module) - 4 + change)
+    with pytest.raises(DecryptionError, match="length field"):
+        ModuleCipher(_DEK, b"file").decrypt(module, _PLACE)
+
+
+@pytest.mark.parametrize("length", [0, 3, 31])
+def test_a_module_that_is_too_short_is_refused(length: int) -> None:
+    with pytest.raises(DecryptionError, match="too short"):
+        ModuleCipher(_DEK, b"file").decrypt(bytes(length), _PLACE)
+
+
+def test_the_invocation_limit_holds() -> None:
+    cipher = ModuleCipher(_DEK, b"file", invocation_limit=3)
+    cipher.reserve(2)
+    cipher.encrypt(b"", _PLACE)
+    with pytest.raises(FormatLimitError, match="no key may encrypt more than 3"):
+        cipher.encrypt(b"", _PLACE)
+
+
+def test_the_invocation_limit_cannot_be_raised() -> None:
+    cipher = ModuleCipher(_DEK, b"file", invocation_limit=2**40)
+    cipher.reserve(2**32)
+    with pytest.raises(FormatLimitError):
+        cipher.reserve(1)

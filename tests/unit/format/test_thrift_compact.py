@@ -1,0 +1,73 @@
+"""The reader and writer of Thrift's compact protocol."""
+
+from __future__ import annotations
+
+import pytest
+
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, read_struct, write_struct
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "00",
+        "1500 00",
+        "15ffffffff0f 16ffffffffffffffffff01 00",
+        "11 12 00",
+        "1803616263 00",
+        "1c 15020000",
+        "19 35 020406 00",
+        "19f5 10 " + "00" * 16 + "00",
+        "1b 00 00",
+        "1b 02 58 02 0161 04 0162 00",
+        "1d " + "ab" * 16 + "00",
+        "17 " + "cd" * 8 + "00",
+        "05 8002 02 00",
+        "13 ff 00",
+        "19 00 00",
+    ],
+)
+def test_what_is_read_is_written_back(text: str) -> None:
+    data = bytes.fromhex(text)
+    struct, end = read_struct(data)
+    assert end == len(data)
+    assert write_struct(struct) == data
+    assert read_struct(memoryview(data)) == (struct, end)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "ends before"),
+        ("15", "ends before"),
+        ("1500", "ends before"),
+        ("15ffffffffff0f00", "bits|too long"),
+        ("15ffffffff1f00", "bits|too long"),
+        ("16" + "ff" * 10 + "0100", "bits|too long"),
+        ("1e00", "does not exist"),
+        ("1f", "does not exist"),
+        ("19f5ffffffff0f00", "does not fit"),
+        ("18ffffffff0f00", "does not fit"),
+        ("18 0a 00", "does not fit"),
+        ("1500 0502 00 00", "twice"),
+        ("1b ffffffff0f 55 00", "does not fit"),
+        ("1b 01 0e 00 00", "do not exist"),
+        ("1c" * 100, "deep"),
+        ("19" + "1919" * 100, "deep"),
+    ],
+)
+def test_what_is_not_a_struct_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ParquetFormatError, match=reason):
+        read_struct(bytes.fromhex(text.replace(" ", "")))
+
+
+def test_a_number_that_does_not_fit_is_not_written() -> None:
+    with pytest.raises(ParquetFormatError, match="does not fit into 32 bits"):
+        write_struct(Struct({1: (WireType.I32, 1 << 31)}))
+
+
+def test_lists_of_all_lengths_keep_their_elements() -> None:
+    for count in (0, 1, 14, 15, 16, 1_000):
+        struct = Struct({1: (WireType.LIST, ThriftList(WireType.I64, list(range(count))))})
+        assert read_struct(write_struct(struct))[0] == struct
