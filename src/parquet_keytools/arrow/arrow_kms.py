@@ -1,0 +1,68 @@
+"""pyarrow's own KmsClient interface: what its CryptoFactory calls, answered by us.
+
+Imported when it is used: a pyarrow may be built without encryption, and then the module encryptor does it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pyarrow.parquet.encryption as pe
+
+from parquet_keytools.arrow.process_end import share_with_arrow
+from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, value_or_raise
+from parquet_keytools.keys.key_unwrapper import decode_master_key_id
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.secret_bytes import SecretBytes
+
+__all__ = ["AnsweringKms", "WrappingKms", "pe"]
+
+
+class WrappingKms(pe.KmsClient):  # type: ignore[misc]
+    """Passes wraps on to the KMS; called on the thread that makes the encryption properties."""
+
+    def __init__(self, kms: KmsClient) -> None:
+        super().__init__()
+        share_with_arrow(self)
+        self._kms = kms
+
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
+        """Wrap a KEK, or a DEK with single wrapping."""
+        return self._kms.wrap(SecretBytes(key_bytes), decode_master_key_id(master_key_identifier))
+
+    def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
+        """Never called while writing."""
+        raise NotImplementedError
+
+
+Guard = Callable[[str, str], None]
+"""Called with wrapped key and master key id before Arrow gets a key; raises to refuse."""
+
+
+class AnsweringKms(pe.KmsClient):  # type: ignore[misc]
+    """Answers from keys that are at hand; asks nobody."""
+
+    def __init__(
+        self,
+        answers: Mapping[tuple[str, str], SecretBytes | KeytoolsError],
+        guard: Guard = lambda *_: None,
+    ) -> None:
+        super().__init__()
+        share_with_arrow(self)
+        self._answers = answers
+        self._guard = guard
+
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
+        """Never called while reading."""
+        raise NotImplementedError
+
+    def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
+        """Return a KEK, or a DEK with single wrapping."""
+        self._guard(wrapped_key, master_key_identifier)
+        answer = self._answers.get((wrapped_key, master_key_identifier))
+        if answer is None:
+            raise KeyNotAvailableError(
+                "the file asks for a key that it did not need when its footer was verified.",
+                hint="The file changed; make new decryption properties for it.",
+            )
+        return value_or_raise(answer).reveal()

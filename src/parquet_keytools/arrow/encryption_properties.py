@@ -1,0 +1,202 @@
+"""pyarrow's encryption properties for one file, from a table of the configuration."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+from pyarrow import fs as pafs
+
+from parquet_keytools.arrow.delegating_filesystem import MaterialFolder
+from parquet_keytools.config.column_policy import ColumnKey
+from parquet_keytools.errors import UnsupportedByArrowError
+from parquet_keytools.fork_safe_lock import ForkSafeLock
+from parquet_keytools.key_service import TablePolicy
+from parquet_keytools.keys.kek_cache import Clock
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.key_unwrapper import encode_master_key_id
+from parquet_keytools.keys.material_store import parse_key_materials
+from parquet_keytools.kms.client import KmsClient
+
+if TYPE_CHECKING:
+    import pyarrow.parquet.encryption as pe
+
+ARROW_KEK_LENGTH_BITS = 128
+"""Arrow's KEKs have this length, whatever the length of the DEKs."""
+
+_FOREVER = timedelta(days=36_500)
+
+
+def arrow_limits(policy: TablePolicy, write_options: Mapping[str, Any] | None = None) -> list[str]:
+    """Return what of a policy pyarrow's encryption properties cannot do, a phrase each; empty if they can."""
+    table = policy.table
+    limits = [] if has_arrow_encryption() else [NO_ARROW_ENCRYPTION]
+    if table.aad_prefix is not None:
+        limits.append("it has no AAD prefix together with KMS keys")
+    if table.double_wrapping and table.effective_kek_length_bits != ARROW_KEK_LENGTH_BITS:
+        limits.append(f"its KEKs have 128 bits, not {table.effective_kek_length_bits}")
+    names = {table.footer_key, *(key.key_name for key in policy.columns.values() if key.key_name)}
+    if names - policy.master_key_ids.keys():
+        limits.append("it has no data keys that the caller manages")
+    if (write_options or {}).get("bloom_filter_options"):
+        limits.append("it does not encrypt files with Bloom filters")
+    kinds = {key.kind for key in policy.columns.values()}
+    if "footer_key" in kinds and kinds != {"footer_key"}:
+        limits.append("it encrypts either all columns with the footer key or none")
+    if kinds == {"footer_key"} and table.plaintext_footer:
+        limits.append("it encrypts the footer where all columns have the footer key")
+    if kinds <= {"plaintext"}:
+        limits.append("it does not encrypt a footer without any column")
+    limits += _name_limits(policy)
+    return limits
+
+
+NO_ARROW_ENCRYPTION = "it was built without encryption"
+
+
+@functools.cache
+def has_arrow_encryption() -> bool:
+    """Tell whether this pyarrow was built with encryption."""
+    try:
+        importlib.import_module("pyarrow.parquet.encryption")
+    except ImportError:
+        return False
+    return True
+
+
+def _name_limits(policy: TablePolicy) -> list[str]:
+    keys_by_dotted_path: dict[str, set[ColumnKey]] = {}
+    for path, key in policy.columns.items():
+        keys_by_dotted_path.setdefault(".".join(path), set()).add(key)
+    own = {
+        dotted_path
+        for dotted_path, keys in keys_by_dotted_path.items()
+        if any(key.kind == "column_key" for key in keys)
+    }
+    limits = []
+    unfit = sorted(name for name in own if set(name) & set(":;,") or name != name.strip() or not name)
+    if unfit:
+        limits.append(f"it cannot name the columns {', '.join(map(repr, unfit))}")
+    doubtful = sorted(name for name in own if len(keys_by_dotted_path[name]) > 1)
+    if doubtful:
+        limits.append(f"it cannot tell the columns named {', '.join(map(repr, doubtful))} apart")
+    return limits
+
+
+@dataclass(frozen=True)
+class ArrowEncryption:
+    """Encryption properties for one file.
+
+    Attributes:
+        properties: To be given to pyarrow for one file; two files would share DEKs and file unique.
+        key_materials: External key material to be written beside the file; None where it is internal.
+    """
+
+    properties: pq.FileEncryptionProperties
+    key_materials: dict[str, KeyMaterial] | None
+
+
+class ArrowEncryptor:
+    """Makes encryption properties with pyarrow's CryptoFactory; its KEKs serve many files.
+
+    A CryptoFactory belongs to this object, and so to one KMS client: its cache, which knows neither URL nor
+    principal, cannot mix them up. It is replaced when its KEKs have been used for as long as they may be.
+    """
+
+    def __init__(self, kms: KmsClient, clock: Clock) -> None:
+        self._kms = kms
+        self._clock = clock
+        self._lock = ForkSafeLock()
+        self._factories: dict[tuple[float, int], tuple[float, pe.CryptoFactory]] = {}
+
+    def encryption(self, policy: TablePolicy, file_name: str) -> ArrowEncryption:
+        """Make encryption properties for one file; wraps keys, on this thread.
+
+        Raises:
+            UnsupportedByArrowError: pyarrow cannot do what the table asks for.
+            KmsError: A key cannot be wrapped.
+        """
+        _, properties, folder = self._make(policy, file_name)
+        if policy.table.key_material == "internal":
+            return ArrowEncryption(properties, None)
+        (content,) = folder.contents.values()
+        return ArrowEncryption(properties, parse_key_materials(content, file_name))
+
+    def primed_factory(self, policy: TablePolicy) -> pe.CryptoFactory:
+        """Return a CryptoFactory that has all KEKs of a table, and so will not call the KMS while it writes.
+
+        Raises:
+            UnsupportedByArrowError: pyarrow cannot do what the table asks for.
+            KmsError: A key cannot be wrapped.
+        """
+        factory, _, _ = self._make(policy, "primed.parquet")
+        return factory
+
+    def _make(
+        self, policy: TablePolicy, file_name: str
+    ) -> tuple[pe.CryptoFactory, pq.FileEncryptionProperties, MaterialFolder]:
+        limits = arrow_limits(policy)
+        if limits:
+            raise UnsupportedByArrowError(limits, hint="Keytools.write_table can.")
+        from parquet_keytools.arrow.arrow_kms import pe
+
+        folder = MaterialFolder()
+        # One at a time: Arrow holds a lock of its own while it calls back, and threads that miss its cache
+        # together would each wrap a KEK.
+        with self._lock:
+            factory = self._factory(policy.table.cache_lifetime_seconds)
+            properties = factory.file_encryption_properties(
+                pe.KmsConnectionConfig(),
+                encryption_configuration(policy),
+                file_name,
+                pafs.PyFileSystem(folder),
+            )
+        return factory, properties, folder
+
+    def clear_cache(self) -> None:
+        """Use fresh KEKs from now on."""
+        with self._lock:
+            self._factories.clear()
+
+    def _factory(self, lifetime_seconds: float) -> pe.CryptoFactory:
+        key = (lifetime_seconds, os.getpid())
+        now = self._clock()
+        made_at, factory = self._factories.get(key, (0.0, None))
+        if factory is None or now >= made_at + lifetime_seconds:
+            from parquet_keytools.arrow.arrow_kms import WrappingKms, pe
+
+            factory = pe.CryptoFactory(lambda _: WrappingKms(self._kms))
+            self._factories = {key: (now, factory)} | {
+                other: value for other, value in self._factories.items() if other[1] == key[1] and other != key
+            }
+        return factory
+
+
+def encryption_configuration(policy: TablePolicy) -> pe.EncryptionConfiguration:
+    """Return pyarrow's configuration for a policy that it can do."""
+    from parquet_keytools.arrow.arrow_kms import pe
+
+    table = policy.table
+    column_keys: dict[str, list[str]] = {}
+    for path, key in policy.columns.items():
+        if key.kind == "column_key" and key.key_name is not None:
+            names = column_keys.setdefault(encode_master_key_id(policy.master_key_ids[key.key_name]), [])
+            if ".".join(path) not in names:
+                names.append(".".join(path))
+    return pe.EncryptionConfiguration(
+        encode_master_key_id(policy.master_key_ids[table.footer_key]),
+        column_keys=column_keys or None,
+        uniform_encryption=not column_keys,
+        encryption_algorithm=table.algorithm,
+        plaintext_footer=table.plaintext_footer,
+        double_wrapping=table.double_wrapping,
+        cache_lifetime=_FOREVER,
+        internal_key_material=table.key_material == "internal",
+        data_key_length_bits=table.data_key_length_bits,
+    )

@@ -1,0 +1,220 @@
+"""Joins configuration, KMS and keys: what the files of a table are encrypted with, and how files are opened."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from parquet_keytools.config.column_policy import ColumnKey, ColumnPath, resolve_columns
+from parquet_keytools.config.key_names import MasterKeyReference, check_key_names, resolve_key
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.config.table_settings import TableSettings
+from parquet_keytools.encryption import file_encryption
+from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
+from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption
+from parquet_keytools.keys.file_key_retriever import DataKeys
+from parquet_keytools.keys.kek_cache import Clock
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.key_metadata import DataKeyId, KeyReference
+from parquet_keytools.keys.key_unwrapper import KeyUnwrapper, KmsKeys
+from parquet_keytools.keys.key_wrapper import DekToWrap, KeyWrapper, Wrapping
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.registry import client_class
+from parquet_keytools.opened_file import OpenedFile, open_files
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage import FileLocation
+
+
+@dataclass(frozen=True)
+class TablePolicy:
+    """What a table asks for, for one schema.
+
+    Attributes:
+        table_name: Name of the table.
+        table: Its settings.
+        columns: Leaf path -> the key that the configuration gives it.
+        master_key_ids: Key name -> identifier in the KMS, for the key names that are master keys.
+    """
+
+    table_name: str
+    table: TableSettings
+    columns: Mapping[ColumnPath, ColumnKey]
+    master_key_ids: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class NewFileKeys:
+    """The keys of a file that is going to be written.
+
+    Attributes:
+        encryption: For the module encryptor.
+        key_materials: What has to lie in the key material file beside it; None where there is none.
+    """
+
+    encryption: FileEncryption
+    key_materials: dict[str, KeyMaterial] | None
+
+
+class KeyService:
+    """The keys of one configuration, with the caches that belong to its KMS client."""
+
+    def __init__(self, configuration: Configuration, kms: KmsClient | None, clock: Clock) -> None:
+        if kms is None and configuration.kms is not None:
+            kms = client_class(configuration.kms.type).from_settings(configuration.kms, configuration.folder)
+        check_key_names(configuration, kms.master_key_ids() if kms is not None else None)
+        self.configuration = configuration
+        self.kms = kms
+        self._wrapper = KeyWrapper(kms, clock) if kms is not None else None
+        self._unwrapper = KeyUnwrapper(kms, clock)
+        without_metadata = configuration.reading.keys_without_metadata
+        self.data_keys = DataKeys(configuration.data_keys, without_metadata.footer, without_metadata.columns)
+
+    def clear_caches(self) -> None:
+        """Forget all keys, so that the KMS is asked again."""
+        self._unwrapper.clear_cache()
+        if self._wrapper is not None:
+            self._wrapper.clear_cache()
+
+    def policy(self, table_name: str | None, leaf_paths: Sequence[ColumnPath]) -> TablePolicy:
+        """Return what a table asks for, for a schema with these leaf columns.
+
+        Raises:
+            ConfigurationError: There is no such table, or its patterns do not fit the schema.
+        """
+        name, table = self.configuration.select_table(table_name)
+        references = {key: resolve_key(self.configuration, key) for _, key in table.key_uses()}
+        return TablePolicy(
+            name,
+            table,
+            resolve_columns(self.configuration, name, leaf_paths),
+            {
+                key: reference.master_key_id
+                for key, reference in references.items()
+                if isinstance(reference, MasterKeyReference)
+            },
+        )
+
+    def expected_aad_prefix(
+        self, location: FileLocation, table_name: str | None, aad_prefix: str | None
+    ) -> bytes | None:
+        """Return the AAD prefix that a file must have (spec 4.4.1), or None where any will do.
+
+        Args:
+            location: The file.
+            table_name: Its table; may be left out where the configuration has one.
+            aad_prefix: What the caller expects, if not what the table says.
+        """
+        if aad_prefix is not None:
+            return aad_prefix.encode()
+        if table_name is None and len(self.configuration.tables) != 1:
+            return None
+        name, table = self.configuration.select_table(table_name)
+        rendered = table.rendered_aad_prefix(table_name=name, file_name=location.name)
+        return None if rendered is None else rendered.encode()
+
+    def kms_keys(self) -> KmsKeys:
+        """Return what collects the answers of the KMS for one operation."""
+        return KmsKeys(self._unwrapper, self.configuration.reading.cache_lifetime_seconds)
+
+    def open_files(
+        self, locations: Sequence[FileLocation], table_name: str | None = None, aad_prefix: str | None = None
+    ) -> list[OpenedFile]:
+        """Open files for reading; see `opened_file.open_files`."""
+        return open_files(
+            locations,
+            self.kms_keys(),
+            self.data_keys,
+            aad_prefix_of=lambda location: self.expected_aad_prefix(location, table_name, aad_prefix),
+            allow_plaintext=self.configuration.reading.plaintext_files == "allow",
+        )
+
+    def new_file_keys(
+        self, policy: TablePolicy, location: FileLocation, reference_suffix: str = ""
+    ) -> NewFileKeys:
+        """Make the keys of a new file, and wrap them.
+
+        Args:
+            policy: For the file's schema.
+            location: Where the file will be: its name is in the AAD prefix.
+            reference_suffix: Makes the references to external key material differ from those that are there.
+
+        Raises:
+            KmsError: A key cannot be wrapped.
+        """
+        table = policy.table
+        own = {path: key.key_name for path, key in policy.columns.items() if key.kind == "column_key"}
+        names = [table.footer_key, *(name for name in own.values() if name is not None)]
+        keys = [self._new_dek(policy, name) for name in names]
+        references = ["footerKey", *(f"columnKey{position}" for position in range(len(own)))]
+        metadata, key_materials = self._key_metadata(
+            policy, names, keys, [f"{reference}{reference_suffix}" for reference in references]
+        )
+        columns: dict[ColumnPath, KeyChoice] = {
+            path: ColumnEncryption.FOOTER_KEY if key.kind == "footer_key" else ColumnEncryption.PLAINTEXT
+            for path, key in policy.columns.items()
+        }
+        columns |= {
+            path: file_encryption.ColumnKey(dek, key_metadata)
+            for path, dek, key_metadata in zip(own, keys[1:], metadata[1:], strict=True)
+        }
+        prefix = table.rendered_aad_prefix(table_name=policy.table_name, file_name=location.name)
+        return NewFileKeys(
+            FileEncryption(
+                algorithm=Algorithm(table.algorithm),
+                footer_dek=keys[0],
+                footer_key_metadata=metadata[0],
+                columns=columns,
+                plaintext_footer=table.plaintext_footer,
+                aad_prefix=None if prefix is None else prefix.encode(),
+                store_aad_prefix=table.store_aad_prefix,
+            ),
+            key_materials,
+        )
+
+    def _new_dek(self, policy: TablePolicy, name: str) -> SecretBytes:
+        if name in policy.master_key_ids:
+            return SecretBytes.random(policy.table.data_key_length_bits)
+        return self.data_keys.by_name[name]
+
+    def _key_metadata(
+        self, policy: TablePolicy, names: Sequence[str], deks: Sequence[SecretBytes], references: Sequence[str]
+    ) -> tuple[list[bytes], dict[str, KeyMaterial] | None]:
+        """Return key metadata for each key, and external key material where there is any."""
+        to_wrap = {
+            position: DekToWrap(dek, policy.master_key_ids[name], is_footer_key=position == 0)
+            for position, (name, dek) in enumerate(zip(names, deks, strict=True))
+            if name in policy.master_key_ids
+        }
+        materials: dict[int, KeyMaterial] = {}
+        if to_wrap:
+            assert self._wrapper is not None
+            wrapped = self._wrapper.wrap(list(to_wrap.values()), self._wrapping(policy.table))
+            materials = dict(zip(to_wrap, wrapped, strict=True))
+        is_internal = policy.table.key_material == "internal"
+        metadata = []
+        for position, name in enumerate(names):
+            material = materials.get(position)
+            if material is None:
+                metadata.append(DataKeyId(name).serialise())
+            elif is_internal:
+                metadata.append(material.serialise(internal=True).encode())
+            else:
+                metadata.append(KeyReference(references[position]).serialise())
+        if is_internal:
+            return metadata, None
+        return metadata, {references[position]: material for position, material in materials.items()}
+
+    def _wrapping(self, table: TableSettings) -> Wrapping:
+        kms_settings = self.configuration.kms
+        return Wrapping(
+            double_wrapping=table.double_wrapping,
+            kek_length_bits=table.effective_kek_length_bits,
+            cache_lifetime_seconds=table.cache_lifetime_seconds,
+            kms_instance_id=kms_settings.instance_id if kms_settings else "DEFAULT",
+        )
+
+
+def new_reference_suffix() -> str:
+    """Return a suffix for references to key material that is not in use."""
+    return f".{secrets.token_hex(4)}"

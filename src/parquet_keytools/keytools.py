@@ -1,0 +1,497 @@
+"""The facade that users import: one configuration, and all that can be done with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import pyarrow as pa
+from pyarrow import fs as pafs
+
+from parquet_keytools import module_files
+from parquet_keytools.arrow import reading, writing
+from parquet_keytools.arrow.decryption_properties import Filters, make_decryption_properties
+from parquet_keytools.arrow.encryption_properties import ArrowEncryptor, arrow_limits
+from parquet_keytools.arrow.leaf_paths import leaf_paths
+from parquet_keytools.arrow.output_filesystem import Encrypt
+from parquet_keytools.config.loader import load_configuration, parse_configuration
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.errors import ConfigurationError, OutputError, UnsupportedByArrowError
+from parquet_keytools.key_service import KeyService
+from parquet_keytools.keys.kek_cache import Clock
+from parquet_keytools.keys.material_store import write_key_materials
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.opened_file import OpenedFile
+from parquet_keytools.storage import FileLocation, PathLike
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds
+    import pyarrow.parquet as pq
+
+
+class Keytools:
+    """Encrypts and decrypts Parquet files as a configuration says.
+
+    May be used from any number of threads, after a fork, and pickled to worker processes; a pickle holds the
+    configuration without its secrets, and no key.
+    """
+
+    def __init__(
+        self, configuration: Configuration, *, kms: KmsClient | None = None, clock: Clock = time.monotonic
+    ) -> None:
+        """Make one; the KMS is asked nothing yet.
+
+        Args:
+            configuration: Made by `load_configuration` or `parse_configuration`.
+            kms: A KMS client to use in place of the configuration's.
+            clock: Seconds for the expiry of caches.
+
+        Raises:
+            ConfigurationError: The configuration names keys that do not exist.
+        """
+        self.configuration = configuration
+        self._given_kms = kms is not None
+        self._keys = KeyService(configuration, kms, clock)
+        self._arrow_encryptor = ArrowEncryptor(self._keys.kms, clock) if self._keys.kms else None
+
+    @classmethod
+    def from_yaml(cls, path: PathLike) -> Self:
+        """Load a configuration from a YAML file.
+
+        Raises:
+            ConfigurationError: It has mistakes; the text says in which line, and what to write instead.
+        """
+        return cls(load_configuration(path))
+
+    @classmethod
+    def from_mapping(cls, document: Mapping[str, Any]) -> Self:
+        """Take a configuration from a mapping with the same content as a YAML file.
+
+        Raises:
+            ConfigurationError: It has mistakes.
+        """
+        return cls(parse_configuration(document))
+
+    @property
+    def kms(self) -> KmsClient | None:
+        """The KMS client; None where the configuration has data keys only."""
+        return self._keys.kms
+
+    # --- pyarrow's own readers and writers ---
+
+    def encryption_properties(
+        self, table_name: str | None, schema: pa.Schema, path: PathLike, *, filesystem: Any = None
+    ) -> pq.FileEncryptionProperties:
+        """Return encryption properties for one file that pyarrow writes.
+
+        They serve one file: two files with the same properties would share DEKs and file unique.
+
+        Args:
+            table_name: The table in the configuration; None where it has only one.
+            schema: Of the data.
+            path: Where the file will be written.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema.
+            UnsupportedByArrowError: pyarrow cannot do what the table asks for; `write_table` can.
+            OutputError: External key material would make the file that is there unreadable.
+            KmsError: A key cannot be wrapped.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        policy = self._keys.policy(table_name, leaf_paths(schema))
+        if policy.table.key_material == "external" and location.info().type != pafs.FileType.NotFound:
+            raise OutputError(
+                f"{location} is there: it would lose its key material before it is replaced.",
+                hint="Use Keytools.write_table, which replaces both safely, or remove the file first.",
+            )
+        if self._arrow_encryptor is None:
+            raise UnsupportedByArrowError(arrow_limits(policy), hint="Keytools.write_table can.")
+        encryption = self._arrow_encryptor.encryption(policy, location.name)
+        if encryption.key_materials is not None:
+            write_key_materials(location, encryption.key_materials)
+        return encryption.properties
+
+    def decryption_properties(
+        self,
+        path: PathLike,
+        *,
+        columns: Sequence[str] | None = None,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+    ) -> pq.FileDecryptionProperties:
+        """Return decryption properties for one file; its keys are unwrapped here, not while pyarrow reads.
+
+        Where the KMS refuses the keys of some columns, `pyarrow.parquet.read_table` reads the others, and
+        refuses these with our error. Other readers of pyarrow would hang or abort on them: for these, say in
+        `columns` what will be read. In this case make new properties for each read: Arrow keeps what it was
+        told for the first one. `read_table` and `dataset` of this class have none of these limits.
+
+        Args:
+            path: The file.
+            columns: The columns that will be read; None for those that pyarrow is asked for.
+            table_name: Its table, whose AAD prefix it must have; None where the configuration has only one.
+            aad_prefix: The AAD prefix that it must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            NotEncryptedError: The file is not encrypted.
+            ColumnAccessDeniedError: One of `columns` cannot be read.
+            UnsupportedByArrowError: pyarrow cannot decrypt the file; `read_table` can.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys.
+        """
+        opened = self._open(FileLocation.resolve(path, filesystem), table_name, aad_prefix)
+        return make_decryption_properties(opened, columns)
+
+    # --- tables ---
+
+    def write_table(
+        self,
+        table: pa.Table,
+        path: PathLike,
+        *,
+        table_name: str | None = None,
+        filesystem: Any = None,
+        **options: Any,
+    ) -> writing.WriteResult:
+        """Write a table as an encrypted Parquet file, with everything that its configuration asks for.
+
+        The file appears whole under its name or not at all. pyarrow encrypts it where it can do what the table
+        asks for, the module encryptor where it cannot; the result says which.
+
+        Args:
+            table: The data.
+            path: A path, or a URI such as `s3://bucket/key.parquet`.
+            table_name: The table in the configuration; None where it has only one.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            options: Further arguments of `pyarrow.parquet.write_table`, such as `compression`.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema.
+            KmsError: A key cannot be wrapped; nothing is written.
+            OutputError: The file cannot be written there.
+        """
+        if "encryption_properties" in options:
+            raise TypeError("write_table makes the encryption properties itself")
+        policy = self._keys.policy(table_name, leaf_paths(table.schema, options))
+        return writing.write_table(
+            table,
+            FileLocation.resolve(path, filesystem),
+            policy,
+            self._arrow_encryptor,
+            self._encrypt(policy.table_name),
+            options,
+        )
+
+    def read_table(
+        self,
+        path: PathLike,
+        *,
+        columns: Sequence[str] | None = None,
+        filters: Filters = None,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+        **options: Any,
+    ) -> pa.Table:
+        """Read an encrypted Parquet file, or a folder of them.
+
+        Args:
+            path: A path or URI.
+            columns: Names of columns; None reads all.
+            filters: As `pyarrow.parquet.read_table` takes them.
+            table_name: Its table, whose AAD prefix it must have; None where the configuration has only one.
+            aad_prefix: The AAD prefix that it must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            options: Further arguments of `pyarrow.parquet.read_table`.
+
+        Raises:
+            ColumnAccessDeniedError: The keys of columns that are asked for cannot be had.
+            NotEncryptedError: The file is not encrypted.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        if location.info().type == pafs.FileType.Directory:
+            files = self._open_dataset_files(location, table_name, aad_prefix)
+            dataset = self._dataset(location, files, columns, filters, options.pop("partitioning", "hive"))
+            hidden = reading.denied_columns(files) if self._hides_denied else frozenset[str]()
+            return reading.dataset_to_table(dataset, columns, filters, hidden)
+        return reading.read_table(
+            self._open(location, table_name, aad_prefix),
+            module_files.decrypted_buffer,
+            columns=columns,
+            filters=filters,
+            hide_denied=self._hides_denied,
+            options=options,
+        )
+
+    # --- data sets ---
+
+    def write_dataset(
+        self,
+        data: Any,
+        folder: PathLike,
+        *,
+        table_name: str | None = None,
+        partitioning: Any = None,
+        partitioning_flavor: str | None = None,
+        filesystem: Any = None,
+        write_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Write a data set of encrypted files; they appear when all are complete.
+
+        Args:
+            data: A table, a data set, or what else `pyarrow.dataset.write_dataset` takes.
+            folder: A path or URI.
+            table_name: The table in the configuration; None where it has only one.
+            partitioning: Names of columns, or a pyarrow partitioning.
+            partitioning_flavor: `hive` unless a partitioning says otherwise.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            write_options: For the Parquet writer, such as `compression`.
+            options: Further arguments of `pyarrow.dataset.write_dataset`.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema.
+            KmsError: A key cannot be wrapped; nothing is written.
+        """
+        writing.write_dataset(
+            data,
+            FileLocation.resolve(folder, filesystem),
+            lambda schema: self._keys.policy(table_name, leaf_paths(schema, dict(write_options or {}))),
+            self._arrow_encryptor,
+            self._encrypt(table_name),
+            partitioning=partitioning,
+            partitioning_flavor=partitioning_flavor,
+            write_options=dict(write_options or {}),
+            options=options,
+        )
+
+    def dataset(
+        self,
+        folder: PathLike,
+        *,
+        columns: Sequence[str] | None = None,
+        filters: Filters = None,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        partitioning: Any = "hive",
+        filesystem: Any = None,
+        schema: pa.Schema | None = None,
+    ) -> ds.Dataset:
+        """Return a pyarrow data set of encrypted files: projection, filters, batches.
+
+        All keys are unwrapped here, together. Columns whose keys are refused are left out of its schema where
+        the configuration says `denied_columns: hide`, or where `columns` does not name them.
+
+        Args:
+            folder: A path or URI of a folder, or of one file.
+            columns: The columns that will be read or filtered; None means all.
+            filters: What the data will be filtered by.
+            table_name: Its table; None where the configuration has only one.
+            aad_prefix: The AAD prefix that every file must have.
+            partitioning: As `pyarrow.dataset.dataset` takes it.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            schema: Of the data set; that of its first file if not given.
+
+        Raises:
+            ColumnAccessDeniedError: The keys of columns that are asked for cannot be had.
+            NotEncryptedError: A file is not encrypted.
+            KeytoolsError: Another subclass says what is wrong with a file or its keys.
+        """
+        location = FileLocation.resolve(folder, filesystem)
+        files = self._open_dataset_files(location, table_name, aad_prefix)
+        return self._dataset(location, files, columns, filters, partitioning, schema)
+
+    # --- whole files, without decoding a value ---
+
+    def encrypt_file(
+        self,
+        source: PathLike,
+        target: PathLike,
+        *,
+        table_name: str | None = None,
+        source_filesystem: Any = None,
+        target_filesystem: Any = None,
+        on_progress: module_files.Progress | None = None,
+    ) -> module_files.FileResult:
+        """Encrypt a plaintext Parquet file with the module encryptor; the target appears whole or not at all.
+
+        Args:
+            source: A path or URI.
+            target: A path or URI; what is there is replaced.
+            table_name: The table in the configuration; None where it has only one.
+            source_filesystem: A `pyarrow.fs` or fsspec file system.
+            target_filesystem: A `pyarrow.fs` or fsspec file system.
+            on_progress: Called with the number of bytes after each write, by any thread.
+
+        Raises:
+            AlreadyEncryptedError: The source is encrypted; `rekey_file` is for that.
+            ConfigurationError: The table's columns do not fit the file.
+            OutputError: The target is the source, or cannot be written.
+            ParquetFormatError: The source is damaged, or not a Parquet file.
+            KmsError: A key cannot be wrapped.
+        """
+        return module_files.encrypt_file(
+            self._keys,
+            FileLocation.resolve(source, source_filesystem),
+            FileLocation.resolve(target, target_filesystem),
+            table_name,
+            on_progress,
+        )
+
+    def decrypt_file(
+        self,
+        source: PathLike,
+        target: PathLike,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        source_filesystem: Any = None,
+        target_filesystem: Any = None,
+        on_progress: module_files.Progress | None = None,
+    ) -> module_files.FileResult:
+        """Decrypt a Parquet file as a whole; the target appears whole or not at all.
+
+        Args:
+            source: A path or URI.
+            target: A path or URI; what is there is replaced.
+            table_name: Its table, whose AAD prefix it must have; None where the configuration has only one.
+            aad_prefix: The AAD prefix that it must have.
+            source_filesystem: A `pyarrow.fs` or fsspec file system.
+            target_filesystem: A `pyarrow.fs` or fsspec file system.
+            on_progress: Called with the number of bytes after each write, by any thread.
+
+        Raises:
+            NotEncryptedError: The source is not encrypted.
+            ColumnAccessDeniedError: The key of a column cannot be had.
+            DecryptionError: A part of the source does not authenticate.
+            OutputError: The target is the source, or cannot be written.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys.
+        """
+        return module_files.decrypt_file(
+            self._keys,
+            FileLocation.resolve(source, source_filesystem),
+            FileLocation.resolve(target, target_filesystem),
+            table_name,
+            aad_prefix,
+            on_progress,
+        )
+
+    def rekey_file(
+        self,
+        source: PathLike,
+        target: PathLike,
+        *,
+        table_name: str | None = None,
+        new_table_name: str | None = None,
+        new_keytools: Keytools | None = None,
+        aad_prefix: str | None = None,
+        source_filesystem: Any = None,
+        target_filesystem: Any = None,
+        on_progress: module_files.Progress | None = None,
+    ) -> module_files.FileResult:
+        """Encrypt an encrypted Parquet file with new data keys, and as another table says if one is named.
+
+        Args:
+            source: A path or URI.
+            target: A path or URI; what is there is replaced.
+            table_name: The table of the source, whose AAD prefix it must have.
+            new_table_name: The table whose policy the target follows; `table_name` if not given.
+            new_keytools: Of another configuration, whose keys and tables the target uses.
+            aad_prefix: The AAD prefix that the source must have.
+            source_filesystem: A `pyarrow.fs` or fsspec file system.
+            target_filesystem: A `pyarrow.fs` or fsspec file system.
+            on_progress: Called with the number of bytes after each write, by any thread.
+
+        Raises:
+            KeytoolsError: As `decrypt_file` and `encrypt_file`.
+        """
+        return module_files.rekey_file(
+            self._keys,
+            (new_keytools or self)._keys,
+            FileLocation.resolve(source, source_filesystem),
+            FileLocation.resolve(target, target_filesystem),
+            table_name,
+            new_table_name or (table_name if new_keytools is None else None),
+            aad_prefix,
+            on_progress,
+        )
+
+    # --- the rest ---
+
+    def clear_caches(self) -> None:
+        """Forget all keys: the KMS is asked again, and new files get fresh KEKs."""
+        self._keys.clear_caches()
+        if self._arrow_encryptor is not None:
+            self._arrow_encryptor.clear_cache()
+
+    def close(self) -> None:
+        """Give back the connections of the KMS client, and forget all keys."""
+        self.clear_caches()
+        if self._keys.kms is not None:
+            self._keys.kms.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._given_kms:
+            raise ConfigurationError(
+                "a Keytools whose KMS client was passed in cannot be pickled.",
+                hint="Say under `kms:` in the configuration how to make the client.",
+            )
+        if getattr(self._keys.kms, "has_generated_keys", False):
+            raise ConfigurationError(
+                "a Keytools with generated master keys cannot be pickled: the other process would have others.",
+                hint="Write the keys of the in_memory KMS into the configuration, or use a keystore.",
+            )
+        return type(self), (self.configuration,)
+
+    def __repr__(self) -> str:
+        backend = self._keys.kms.backend if self._keys.kms is not None else "no KMS"
+        return f"<Keytools, {backend}, tables {sorted(self.configuration.tables)}>"
+
+    @property
+    def _hides_denied(self) -> bool:
+        return self.configuration.reading.denied_columns == "hide"
+
+    def _open_dataset_files(
+        self, folder: FileLocation, table_name: str | None, aad_prefix: str | None
+    ) -> list[OpenedFile]:
+        return self._keys.open_files(reading.dataset_files(folder), table_name, aad_prefix)
+
+    def _dataset(
+        self,
+        folder: FileLocation,
+        files: list[OpenedFile],
+        columns: Sequence[str] | None,
+        filters: Filters,
+        partitioning: Any,
+        schema: pa.Schema | None = None,
+    ) -> ds.Dataset:
+        return reading.open_dataset(
+            folder,
+            files,
+            module_files.decrypted_buffer,
+            columns=columns,
+            filters=filters,
+            hide_denied=self._hides_denied,
+            partitioning=partitioning,
+            schema=schema,
+        )
+
+    def _encrypt(self, table_name: str | None) -> Encrypt:
+        return lambda source, pending: module_files.encrypt_pending(self._keys, table_name, source, pending)
+
+    def _open(self, location: FileLocation, table_name: str | None, aad_prefix: str | None) -> OpenedFile:
+        (opened,) = self._keys.open_files([location], table_name, aad_prefix)
+        return opened

@@ -1,0 +1,235 @@
+"""A file whose footer is authentic and whose keys are at hand, as far as they can be had."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from parquet_keytools.encryption.footer import (
+    ColumnEncryption,
+    Footer,
+    FooterColumn,
+    FooterEnvelope,
+    FooterMode,
+    read_envelope,
+)
+from parquet_keytools.errors import (
+    ColumnAccessDeniedError,
+    KeytoolsError,
+    NotEncryptedError,
+    ParquetFormatError,
+)
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.keys.file_key_retriever import DataKeys, FileKeyRetriever
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.key_unwrapper import KmsKeys
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage import FileLocation, open_source
+
+_CONCURRENT_FILES = 16
+"""How many footers are read at a time; each takes two reads, which on an object store is mostly waiting."""
+
+
+@dataclass(frozen=True)
+class FooterFingerprint:
+    """What tells whether a file is still the one whose footer was verified."""
+
+    size_bytes: int
+    sha256: bytes
+
+    @classmethod
+    def of(cls, source: ByteSource, footer_offset: int) -> FooterFingerprint:
+        """Return that of a file: of all bytes from its footer on."""
+        size_bytes = source.size_bytes
+        tail = source.read_at(footer_offset, size_bytes - footer_offset)
+        return cls(size_bytes, hashlib.sha256(tail).digest())
+
+
+@dataclass(frozen=True)
+class OpenedFile:
+    """A file that may be read.
+
+    Attributes:
+        location: Where it lies.
+        footer: Its footer, authenticated.
+        fingerprint: Of the footer.
+        retriever: Where its keys came from.
+        kms_keys: What the KMS answered for it, and for other files that were opened with it.
+        deks: DEKs of columns with a column key, as far as they can be had.
+        denied: Paths of columns that cannot be read, and why.
+    """
+
+    location: FileLocation
+    footer: Footer = field(repr=False)
+    fingerprint: FooterFingerprint
+    retriever: FileKeyRetriever = field(repr=False)
+    kms_keys: KmsKeys = field(repr=False)
+    deks: dict[tuple[str, ...], SecretBytes]
+    denied: dict[tuple[str, ...], KeytoolsError]
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether it is; a plaintext file is opened only where the configuration allows it."""
+        return self.footer.mode is not FooterMode.UNENCRYPTED
+
+    def refuse_unencrypted(self) -> None:
+        """Raise `NotEncryptedError` if it is not encrypted."""
+        if not self.is_encrypted:
+            raise NotEncryptedError(f"{self.location} is not encrypted.")
+
+    def columns_named(self, name: str) -> list[FooterColumn]:
+        """Return the leaf columns that a name in a projection means: a column, a parent, or a dotted path."""
+        return [
+            column
+            for column in self.footer.columns
+            if name == column.path[0] or f"{'.'.join(column.path)}.".startswith(f"{name}.")
+        ]
+
+    def refuse_denied(self, names: Sequence[str] | None, *, hint: str = "") -> None:
+        """Raise `ColumnAccessDeniedError` if one of these columns cannot be read; None means all."""
+        wanted = (
+            list(self.footer.columns)
+            if names is None
+            else [column for name in names for column in self.columns_named(name)]
+        )
+        denied = [column.path for column in wanted if column.path in self.denied]
+        if denied:
+            raise ColumnAccessDeniedError(
+                [".".join(path) for path in denied], [self.denied[path] for path in denied], hint=hint
+            )
+
+    @property
+    def denied_top_level(self) -> frozenset[str]:
+        """Names of top-level columns that cannot be read as a whole."""
+        return frozenset(path[0] for path in self.denied)
+
+
+def open_files(
+    locations: Sequence[FileLocation],
+    kms_keys: KmsKeys,
+    data_keys: DataKeys,
+    *,
+    aad_prefix_of: Callable[[FileLocation], bytes | None] = lambda _: None,
+    allow_plaintext: bool = False,
+) -> list[OpenedFile]:
+    """Open files: read and authenticate their footers, and get the keys of all their columns.
+
+    The KMS is asked twice for all files together: for the footer keys, then for those of columns.
+
+    Args:
+        locations: The files.
+        kms_keys: Collects what the KMS answers.
+        data_keys: The data keys that the caller manages.
+        aad_prefix_of: Returns the AAD prefix that is expected of a file, or None to take what it stores.
+        allow_plaintext: Whether a file that is not encrypted may be among them.
+
+    Raises:
+        NotEncryptedError: A file is not encrypted.
+        KeytoolsError: A footer cannot be read; columns that cannot be are in `OpenedFile.denied`.
+    """
+    with ThreadPoolExecutor(min(_CONCURRENT_FILES, max(1, len(locations)))) as pool:
+        envelopes = list(pool.map(_read_envelope, locations))
+        retrievers = [FileKeyRetriever(kms_keys, data_keys, location) for location in locations]
+        for location, (envelope, _) in zip(locations, envelopes, strict=True):
+            if envelope.mode is FooterMode.UNENCRYPTED and not allow_plaintext:
+                raise NotEncryptedError(
+                    f"{location} is not encrypted.",
+                    hint="If that is right, say `plaintext_files: allow` under `reading`.",
+                )
+        kms_keys.fetch(
+            material
+            for retriever, (envelope, _) in zip(retrievers, envelopes, strict=True)
+            for material in _materials(retriever, [envelope.key_metadata])
+        )
+        footers = [
+            _open_footer(envelope, retriever, aad_prefix_of(location))
+            for location, retriever, (envelope, _) in zip(locations, retrievers, envelopes, strict=True)
+        ]
+        kms_keys.fetch(
+            material
+            for retriever, footer in zip(retrievers, footers, strict=True)
+            for material in _materials(retriever, [c.key_metadata for c in _columns_with_keys(footer)])
+        )
+        return [
+            _open_columns(location, footer, fingerprint, retriever, kms_keys)
+            for location, footer, retriever, (_, fingerprint) in zip(
+                locations, footers, retrievers, envelopes, strict=True
+            )
+        ]
+
+
+def _read_envelope(location: FileLocation) -> tuple[FooterEnvelope, FooterFingerprint]:
+    with open_source(location) as source:
+        envelope = read_envelope(source)
+        return envelope, FooterFingerprint.of(source, envelope.footer_offset)
+
+
+def _materials(retriever: FileKeyRetriever, all_key_metadata: Iterable[bytes | None]) -> Iterator[KeyMaterial]:
+    """Yield the key materials among key metadata; what is wrong is told where its key is needed."""
+    for key_metadata in all_key_metadata:
+        with contextlib.suppress(KeytoolsError):
+            material = retriever.material(key_metadata)
+            if material is not None:
+                yield material
+
+
+def _open_footer(envelope: FooterEnvelope, retriever: FileKeyRetriever, aad_prefix: bytes | None) -> Footer:
+    if envelope.mode is FooterMode.UNENCRYPTED:
+        return envelope.open(None)
+    # What is wrong with the AAD is found before the KMS is asked.
+    envelope.file_aad(aad_prefix)
+    return envelope.open(retriever.footer_dek(envelope.key_metadata), aad_prefix)
+
+
+def _columns_with_keys(footer: Footer) -> list[FooterColumn]:
+    return [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
+
+
+def _open_columns(
+    location: FileLocation,
+    footer: Footer,
+    fingerprint: FooterFingerprint,
+    retriever: FileKeyRetriever,
+    kms_keys: KmsKeys,
+) -> OpenedFile:
+    columns = _columns_with_keys(footer)
+    outcomes = retriever.column_deks([(column.path, column.key_metadata) for column in columns])
+    opened = OpenedFile(location, footer, fingerprint, retriever, kms_keys, {}, {})
+    for column, outcome in zip(columns, outcomes, strict=True):
+        if isinstance(outcome, KeytoolsError):
+            opened.denied[column.path] = outcome
+        else:
+            opened.deks[column.path] = outcome
+    # Arrow aborts the process on column metadata that does not decrypt: it must not be the first to try.
+    for column in footer.columns:
+        if column.path in opened.denied:
+            continue
+        try:
+            cipher = footer.cipher_of(column, opened.deks.get(column.path))
+            for row_group_ordinal in range(len(footer.row_groups)):
+                footer.chunk_metadata(row_group_ordinal, column, cipher)
+        except KeytoolsError as error:
+            opened.denied[column.path] = error
+            opened.deks.pop(column.path, None)
+    return opened
+
+
+def check_unchanged(opened: OpenedFile, source: ByteSource) -> None:
+    """Raise if a file is no longer the one whose footer was verified.
+
+    Raises:
+        ParquetFormatError: It changed.
+    """
+    expected = opened.fingerprint
+    if source.size_bytes == expected.size_bytes:
+        offset = opened.footer.envelope.footer_offset
+        if FooterFingerprint.of(source, offset) == expected:
+            return
+    raise ParquetFormatError(
+        "the file changed after its footer was verified.",
+        path=str(opened.location),
+        hint="Open it again.",
+    )
