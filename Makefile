@@ -1,0 +1,62 @@
+# `make help` says what there is. Needs python3 (3.11 or newer) with venv, and nothing else installed.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+FOLDER ?= demo
+
+# A slow package index is waited for.
+export PIP_DEFAULT_TIMEOUT ?= 120
+export PIP_RETRIES         ?= 10
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+ifndef PARQUET_TEST_DATA
+ifneq ($(wildcard ../shared/parquet-testing/data),)
+export PARQUET_TEST_DATA := $(abspath ../shared/parquet-testing/data)
+endif
+endif
+
+DEMO_INSTALLED := $(VENV)/.installed-demo
+TEST_INSTALLED := $(VENV)/.installed-test
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help: ## Say what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(DEMO_INSTALLED) ## Encrypt 336,776 flights and read them back; files go to ./demo, or FOLDER=...
+	@$(BIN)/parquet-keytools demo --folder "$(FOLDER)"
+
+test: check ## Linters, types, and all tests
+	@if [ -n "$$PARQUET_TEST_DATA" ]; then echo "Test data: $$PARQUET_TEST_DATA"; \
+	else echo "PARQUET_TEST_DATA is not set: tests on the public Parquet files are skipped."; fi
+	$(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+
+check: $(TEST_INSTALLED) ## Linters and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(TEST_INSTALLED) ## Benchmarks on small data
+	$(BIN)/python benchmarks/arrow_overhead.py --megabytes 50 --rounds 3
+
+clean: ## Remove what was made here: virtual environment, caches, the demo's files
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One after the other: both install into the same virtual environment.
+$(DEMO_INSTALLED): pyproject.toml | $(BIN)/python
+	@echo "Installing parquet-keytools and what the demo needs into $(VENV) ..."
+	@$(BIN)/python -m pip install -qq --editable '.[demo]'
+	@touch $@
+
+$(TEST_INSTALLED): pyproject.toml | $(BIN)/python
+	@echo "Installing parquet-keytools and what the tests need into $(VENV) ..."
+	@$(BIN)/python -m pip install -qq --editable '.[test]'
+	@touch $@ $(DEMO_INSTALLED)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("python3 is %d.%d; 3.11 or newer is needed" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "On Debian: apt install python3-venv" >&2; exit 1; }

@@ -1,0 +1,70 @@
+"""A KMS client of one's own: four methods. Here it is passed in; a package offers it as a plug-in.
+
+    [project.entry-points."parquet_keytools.kms"]
+    acme = "acme_kms:AcmeKms"
+
+Then a configuration says `kms: {type: acme, ...}`. `parquet_keytools.kms.contract_tests` tests such a client.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Self
+
+import pyarrow as pa
+from cryptography.fernet import Fernet, InvalidToken
+
+from parquet_keytools import Keytools, KmsClient, SecretBytes, parse_configuration
+from parquet_keytools.errors import MasterKeyNotFoundError, WrappedKeyInvalidError
+from parquet_keytools.kms.client import KmsSettings, MasterKeyDescription
+
+
+class AcmeKms(KmsClient):
+    """Stands for a client of a KMS on the network; its master keys are Fernet keys in memory."""
+
+    backend = "acme"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._master_keys = {name: Fernet(Fernet.generate_key()) for name in ("footer", "pii")}
+
+    @classmethod
+    def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
+        """Make a client of what a configuration says under `kms`."""
+        return cls()
+
+    def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
+        return self._master_key(master_key_id, "wrap").encrypt(key.reveal()).decode()
+
+    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
+        try:
+            return SecretBytes(self._master_key(master_key_id, "unwrap").decrypt(wrapped_key))
+        except InvalidToken:
+            raise WrappedKeyInvalidError(
+                backend=self.backend, operation="unwrap", master_key_id=master_key_id
+            ) from None
+
+    def _describe(self, master_key_id: str) -> MasterKeyDescription:
+        self._master_key(master_key_id, "describe")
+        return MasterKeyDescription(master_key_id, enabled=True)
+
+    def _master_key(self, master_key_id: str, operation: str) -> Fernet:
+        if master_key_id not in self._master_keys:
+            raise MasterKeyNotFoundError(backend=self.backend, operation=operation, master_key_id=master_key_id)
+        return self._master_keys[master_key_id]
+
+
+configuration = parse_configuration(
+    {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": {}},  # the client that is passed in takes its place
+        "tables": {"flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}},
+    }
+)
+keytools = Keytools(configuration, kms=AcmeKms())
+table = pa.table({"flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", "N619AA"]})
+
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "flights.parquet"
+    keytools.write_table(table, path)
+    assert keytools.read_table(path).equals(table)
+    print(f"{keytools.kms.backend}: {dict(keytools.kms.call_counts)}")

@@ -1,0 +1,30 @@
+"""pyarrow.parquet.ParquetWriter writes batch by batch, with our properties."""
+
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from parquet_keytools import Keytools
+
+keytools = Keytools.from_mapping(
+    {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": ["footer", "pii"]},
+        "tables": {"flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}},
+    }
+)
+schema = pa.schema({"flight": pa.int64(), "tailnum": pa.string()})
+
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "flights.parquet"
+    properties = keytools.encryption_properties("flights", schema, path)
+    with pq.ParquetWriter(path, schema, encryption_properties=properties) as writer:
+        for start in range(0, 30_000, 10_000):
+            flights = range(start, start + 10_000)
+            writer.write_batch(pa.record_batch([flights, [f"N{flight:05d}" for flight in flights]], schema=schema))
+
+    with pq.ParquetFile(path, decryption_properties=keytools.decryption_properties(path)) as file:
+        rows = sum(batch.num_rows for batch in file.iter_batches(columns=["tailnum"]))
+        print(f"{rows:,} rows in {file.num_row_groups} row groups, {keytools.kms.call_counts['wrap']} wraps")

@@ -1,0 +1,49 @@
+"""Each configuration in configs/ loads, and has what its text says."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from parquet_keytools import Keytools, load_configuration
+from parquet_keytools.config.json_schema import configuration_json_schema
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+class AnyVariable(dict[str, str]):
+    """An environment in which every variable is set."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> str:
+        return f"value of {name}"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_loads_without_a_warning(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        configuration = load_configuration(path, environment=AnyVariable())
+    assert configuration.tables
+    assert configuration.kms is not None
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_fits_the_json_schema(path: Path) -> None:
+    import jsonschema
+    import yaml
+
+    jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), configuration_json_schema())
+
+
+def test_there_are_configs() -> None:
+    assert {"in_memory", "keystore"} <= {path.stem for path in CONFIGS}
+
+
+def test_in_memory_needs_nothing_else() -> None:
+    with Keytools.from_yaml(ROOT / "configs" / "in_memory.yaml") as keytools:
+        assert keytools.kms is not None
+        assert keytools.kms.master_key_ids() == {"footer", "pii", "times"}

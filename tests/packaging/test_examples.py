@@ -1,0 +1,33 @@
+"""Each example runs by itself, and leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_it_runs(path: Path, tmp_path: Path) -> None:
+    work, temporary = tmp_path / "work", tmp_path / "temporary"
+    work.mkdir()
+    temporary.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:__main__", path],
+        cwd=work,
+        env=os.environ | {"TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 1 <= len(done.stdout.splitlines()) <= 6
+    assert list(work.iterdir()) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 13

