@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from hypothesis import given, settings
@@ -79,10 +80,8 @@ def test_any_chunk_is_walked_or_refused(data: bytes, is_encrypted: bool) -> None
 @given(st.binary(max_size=200))
 @settings(max_examples=1_000, deadline=None)
 def test_any_offset_index_is_moved_or_refused(data: bytes) -> None:
-    try:
+    with contextlib.suppress(ParquetFormatError):
         move_pages(data, {0: (4, 1), 1: (5, 1)})
-    except ParquetFormatError:
-        pass
 
 
 def test_a_chunk_of_headers_that_never_end_takes_time_in_proportion() -> None:

@@ -24,8 +24,10 @@ _METADATA_OFFSETS = {7, 9, 10, 11, 14, 15}
 _CHUNK_OFFSETS = {2, 3, 4, 5, 6, 7}
 
 WAYS = list(
-    itertools.product(Algorithm, (128, 192, 256), (False, True), ("uniform", "own", "part"), ("none", "stored", "supplied"))
-)  # fmt: skip
+    itertools.product(
+        Algorithm, (128, 192, 256), (False, True), ("uniform", "own", "part"), ("none", "stored", "supplied")
+    )
+)
 
 
 def _encryption(

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,20 +37,30 @@ def material(kms: FaultyKms) -> KeyMaterial:
     return material
 
 
-def retriever(kms: FaultyKms | None, location: FileLocation, data_keys: DataKeys | None = None) -> FileKeyRetriever:
+def test_key_material_of_a_column_is_not_the_footers(
+    kms: FaultyKms, location: FileLocation, material: KeyMaterial
+) -> None:
+    """Arrow refuses it; it must be refused before Arrow."""
+    with pytest.raises(KeyMaterialError, match="isFooterKey"):
+        retriever(kms, location).footer_dek(material.serialise(internal=True).encode())
+
+
+def retriever(
+    kms: FaultyKms | None, location: FileLocation, data_keys: DataKeys | None = None
+) -> FileKeyRetriever:
     keys = KmsKeys(KeyUnwrapper(kms, TurnedClock()), 600)
     return FileKeyRetriever(keys, data_keys or DataKeys(DATA_KEYS), location)
 
 
 def test_internal_key_material(kms: FaultyKms, location: FileLocation, material: KeyMaterial) -> None:
     found = retriever(kms, location)
-    assert found.footer_dek(material.serialise(internal=True).encode()) == DEK
+    footer = replace(material, is_footer_key=True)
+    assert found.footer_dek(footer.serialise(internal=True).encode()) == DEK
+    assert found.column_deks([(("a",), material.serialise(internal=True).encode())]) == [DEK]
     assert not found.uses_data_keys and found.key_materials is None
 
 
-def test_external_key_material_is_read_once(
-    kms: FaultyKms, location: FileLocation, material: KeyMaterial
-) -> None:
+def test_external_key_material_is_read_once(kms: FaultyKms, location: FileLocation, material: KeyMaterial) -> None:
     """A rotation between two looks would mix old and new."""
     write_key_materials(location, {"columnKey0": material})
     found = retriever(kms, location)
@@ -68,7 +79,7 @@ def test_reference_that_leads_nowhere(kms: FaultyKms, location: FileLocation, ma
 
 
 def test_key_material_file_is_missing(kms: FaultyKms, location: FileLocation) -> None:
-    with pytest.raises(KeyMaterialError, match="_KEY_MATERIAL_FOR_x.parquet.json' is missing"):
+    with pytest.raises(KeyMaterialError, match=r"_KEY_MATERIAL_FOR_x\.parquet\.json' is missing"):
         retriever(kms, location).footer_dek(KeyReference("footerKey").serialise())
 
 
@@ -81,7 +92,7 @@ def test_data_keys(location: FileLocation) -> None:
 
 
 def test_unknown_data_key(location: FileLocation) -> None:
-    with pytest.raises(KeyNotAvailableError, match="the footer .* data key 'nobody'"):
+    with pytest.raises(KeyNotAvailableError, match=r"the footer .* data key 'nobody'"):
         retriever(None, location).footer_dek(b"nobody")
 
 

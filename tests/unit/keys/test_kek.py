@@ -54,7 +54,9 @@ def test_every_flipped_bit_is_found() -> None:
             kek.unwrap_dek(base64.b64encode(damaged).decode())
 
 
-@pytest.mark.parametrize("other", [Kek(b"another KEK id!!", SecretBytes(KEY)), Kek(KEK_ID, SecretBytes(b"k" * 16))])
+@pytest.mark.parametrize(
+    "other", [Kek(b"another KEK id!!", SecretBytes(KEY)), Kek(KEK_ID, SecretBytes(b"k" * 16))]
+)
 def test_another_kek_or_another_id(other: Kek) -> None:
     wrapped_dek = Kek(KEK_ID, SecretBytes(KEY)).wrap_dek(SecretBytes.random(128))
     with pytest.raises(KeyMaterialError, match="does not belong to its KEK"):

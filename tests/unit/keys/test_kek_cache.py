@@ -272,9 +272,7 @@ def test_a_forked_child_starts_empty(cache: KekCache[str, str], load: Loader) ->
     assert len(load.calls) == 1
 
 
-def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have(
-    cache: KekCache[str, str], load: Loader
-) -> None:
+def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have(cache: KekCache[str, str], load: Loader) -> None:
     """The parent's thread is in the middle of a load when the process forks."""
     gated = GatedLoader()
     with ThreadPoolExecutor(1) as pool:

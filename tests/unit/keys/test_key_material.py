@@ -126,8 +126,8 @@ def test_fields_that_are_unknown_do_no_harm() -> None:
     assert KeyMaterial.parse(json.dumps(fields(future="x"))) == FOOTER
 
 
-def test_instance_is_default_where_it_is_missing() -> None:
-    text = json.dumps(fields(kmsInstanceID=..., kmsInstanceURL=...))
+def test_columns_have_no_instance() -> None:
+    text = json.dumps(fields(isFooterKey=False, kmsInstanceID=..., kmsInstanceURL=...))
     material = KeyMaterial.parse(text)
     assert (material.kms_instance_id, material.kms_instance_url) == ("DEFAULT", "DEFAULT")
 
@@ -164,6 +164,8 @@ def test_instance_is_default_where_it_is_missing() -> None:
         ({"keyEncryptionKeyID": "AA"}, "keyEncryptionKeyID: is not base64"),
         ({"keyEncryptionKeyID": "é==="}, "keyEncryptionKeyID: is not base64"),
         ({"keyEncryptionKeyID": "AA\nAA"}, "keyEncryptionKeyID: is not base64"),
+        ({"kmsInstanceID": ...}, "kmsInstanceID: is missing"),
+        ({"kmsInstanceURL": ...}, "kmsInstanceURL: is missing"),
         ({"kmsInstanceID": 7}, "kmsInstanceID: is not a string"),
         ({"kmsInstanceURL": True}, "kmsInstanceURL: is not a string"),
     ],

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parquet_keytools.errors import KeyMaterialError, ParquetFormatError
+from parquet_keytools.errors import KeyMaterialError, OutputError, ParquetFormatError
 from parquet_keytools.keys import material_store
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.material_store import (
@@ -101,7 +101,7 @@ def test_a_failed_write_leaves_the_old(location: FileLocation, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.pwrite", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OutputError, match="no space"):
         write_key_materials(location, {})
     monkeypatch.undo()
     assert read_key_materials(location) == MATERIALS
