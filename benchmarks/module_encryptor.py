@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import statistics
 import tempfile
@@ -79,8 +80,12 @@ def arrow_encrypted(source: Path, target: Path, dek: SecretBytes) -> None:
 
 
 def seconds(work: Callable[[], object], target: Path) -> float:
-    """Return how long it takes to write `target`; removing the one of last time is no part of it."""
+    """Return how long it takes to write `target`.
+
+    Removing the one of last time is no part of it, and neither is what the kernel still has to write of it.
+    """
     target.unlink(missing_ok=True)
+    os.sync()
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -119,8 +124,11 @@ def print_speed(folder: Path, megabytes: int, rounds: int, page_bytes: int) -> N
             )
     jobs["pyarrow: read, write encrypted"] = lambda: arrow_encrypted(plain, target, dek)
     times: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(rounds):
-        for name, job in jobs.items():
+    for number in range(rounds):
+        # No job always comes after the same one.
+        order = random.Random(number).sample(sorted(jobs), len(jobs))
+        for name in order:
+            job = jobs[name]
             times[name].append(seconds(job, target))
     copies, arrow = times["shutil.copyfile"], times["pyarrow: read, write encrypted"]
     print(f"{'':42}{'seconds':>10}{'of a copy':>12}{'of pyarrow':>12}")

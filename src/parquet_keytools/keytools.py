@@ -54,7 +54,10 @@ class Keytools:
         self.configuration = configuration
         self._given_kms = kms is not None
         self._keys = KeyService(configuration, kms, clock)
-        self._arrow_encryptor = ArrowEncryptor(self._keys.kms, clock) if self._keys.kms else None
+        self._arrow_encryptor = None
+        if self._keys.kms is not None:
+            instance_id = configuration.kms.instance_id if configuration.kms is not None else "DEFAULT"
+            self._arrow_encryptor = ArrowEncryptor(self._keys.kms, clock, instance_id)
 
     @classmethod
     def from_yaml(cls, path: PathLike) -> Self:

@@ -28,6 +28,9 @@ from parquet_keytools.storage import BufferSink, FileLocation, PendingOutput, op
 Finish = Callable[[], None]
 """What is left to do when the file is in its place."""
 
+Place = Callable[[], Finish]
+"""Puts key material beside the file, just before the file takes its place."""
+
 
 Progress = Callable[[int], None]
 """Called with the number of bytes after each write, by any thread."""
@@ -62,7 +65,8 @@ def encrypt_file(
     with open_source(source) as opened_source:
         finish: Finish
         with whole_output(target) as pending:
-            finish = encrypt_pending(keys, table_name, opened_source, pending, on_progress)
+            place = encrypt_pending(keys, table_name, opened_source, pending, on_progress)
+            finish = place()
         finish()
         return _result(source, target, opened_source)
 
@@ -126,8 +130,8 @@ def encrypt_pending(
     source: ByteSource,
     pending: PendingOutput,
     on_progress: Progress | None = None,
-) -> Finish:
-    """Encrypt a plaintext file into a pending output.
+) -> Place:
+    """Encrypt a plaintext file into a pending output; what it returns is to be called before its commit.
 
     Raises:
         AlreadyEncryptedError: The file is encrypted.
@@ -141,7 +145,7 @@ def encrypt_pending(
     new_file = _NewFile(keys, policy, pending)
     with pending.open_sink() as sink:
         file_encryptor.encrypt_file(source, sink, new_file.encryption, on_progress=on_progress)
-    return new_file.place_key_materials()
+    return new_file.place_key_materials
 
 
 class _NewFile:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from parquet_keytools.encryption.footer import (
+    Algorithm,
     ColumnEncryption,
     Footer,
     FooterColumn,
@@ -28,6 +30,8 @@ from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_unwrapper import KmsKeys
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage import FileLocation, open_source
+
+_log = logging.getLogger(__name__)
 
 _CONCURRENT_FILES = 16
 """How many footers are read at a time; each takes two reads, which on an object store is mostly waiting."""
@@ -179,6 +183,10 @@ def _materials(retriever: FileKeyRetriever, all_key_metadata: Iterable[bytes | N
 def _open_footer(envelope: FooterEnvelope, retriever: FileKeyRetriever, aad_prefix: bytes | None) -> Footer:
     if envelope.mode is FooterMode.UNENCRYPTED:
         return envelope.open(None)
+    if envelope.algorithm is Algorithm.AES_GCM_CTR_V1:
+        # No key authenticates the algorithm beside an encrypted footer (spec 5.4): who can write to the storage
+        # can say CTR of a file that was written with GCM.
+        _log.warning("%s says AES_GCM_CTR_V1: changes of its page data would go unnoticed", envelope.path)
     # What is wrong with the AAD is found before the KMS is asked.
     envelope.file_aad(aad_prefix)
     return envelope.open(retriever.footer_dek(envelope.key_metadata), aad_prefix)

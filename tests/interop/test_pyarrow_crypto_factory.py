@@ -188,3 +188,21 @@ def test_a_plain_factory_with_a_wrong_master_key_reads_nothing(tmp_path: Path) -
 
     with pytest.raises(Exception, match=r"InvalidTag|^$"):
         read_with_plain_factory(pe.CryptoFactory(lambda _: WrongKms()), path)
+
+
+@pytest.mark.parametrize("aad_prefix", [None, "x"], ids=["by_pyarrow", "by_module_encryptor"])
+def test_the_instance_id_of_the_configuration_is_written(tmp_path: Path, aad_prefix: str | None) -> None:
+    """It is for people, and for readers that choose among several KMSs by it."""
+    keys = {name: base64.b64encode(key).decode() for name, key in MASTER_KEYS.items()}
+    tools = Keytools.from_mapping(
+        {
+            "version": 1,
+            "kms": {"type": "in_memory", "instance_id": "region-1", "keys": keys},
+            "tables": {"t": {"footer_key": "kf", "column_keys": {"kc1": ["number"]}, "aad_prefix": aad_prefix}},
+        }
+    )
+    tools.write_table(TABLE, tmp_path / "x.parquet")
+    tools.write_dataset(TABLE, tmp_path / "d")
+    for path in (tmp_path / "x.parquet", tmp_path / "d" / "part-0.parquet"):
+        assert b'"kmsInstanceID":"region-1"' in path.read_bytes()
+        assert tools.read_table(path).equals(TABLE)

@@ -431,6 +431,18 @@ def test_a_data_set_that_fails_leaves_the_old_one(
     assert tools.dataset(tmp_path).to_table().num_rows == 1000
 
 
+@pytest.mark.parametrize("behaviour", ["overwrite_or_ignore", "delete_matching"])
+def test_key_material_that_lost_its_file(tmp_path: Path, behaviour: str) -> None:
+    """Arrow deletes it with the rest of the folder, after the new file of that name has its own there."""
+    tools = keytools({"kc1": ["b"]}, key_material="external")
+    options = {"partitioning": ["part"], "existing_data_behavior": behaviour}
+    tools.write_dataset(TABLE, tmp_path, **options)
+    for path in tmp_path.rglob("*.parquet"):
+        path.unlink()
+    tools.write_dataset(TABLE, tmp_path, **options)
+    assert tools.dataset(tmp_path).to_table().num_rows == 1000
+
+
 @pytest.mark.parametrize("settings", VARIANTS)
 def test_a_data_set_that_the_kms_refuses(tmp_path: Path, settings: dict[str, Any]) -> None:
     tools = keytools({"kc1": ["b"]}, **settings)

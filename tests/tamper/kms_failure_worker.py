@@ -483,7 +483,9 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _left_over(context: Context) -> list[str]:
-    return sorted(path.name for path in (context.folder / "outputs").glob(f"*{os.getpid()}.parquet*"))
+    """Return files under the name of the output, in a folder of that name, or beside it; a folder is no file."""
+    found = (context.folder / "outputs").rglob("*")
+    return sorted(str(path) for path in found if f"{os.getpid()}.parquet" in str(path) and path.is_file())
 
 
 def prepare(folder: Path) -> None:

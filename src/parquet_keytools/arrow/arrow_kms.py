@@ -18,6 +18,10 @@ from parquet_keytools.secret_bytes import SecretBytes
 __all__ = ["AnsweringKms", "WrappingKms", "pe"]
 
 
+READING_CONNECTION = {"kms_instance_id": "DEFAULT", "kms_instance_url": "DEFAULT"}
+"""Of `KmsConnectionConfig` for reading: without them Arrow takes them from the file, which may lack them."""
+
+
 class WrappingKms(pe.KmsClient):  # type: ignore[misc]
     """Passes wraps on to the KMS; called on the thread that makes the encryption properties."""
 
@@ -28,7 +32,10 @@ class WrappingKms(pe.KmsClient):  # type: ignore[misc]
 
     def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
         """Wrap a KEK, or a DEK with single wrapping."""
-        return self._kms.wrap(SecretBytes(key_bytes), decode_master_key_id(master_key_identifier))
+        key = SecretBytes(key_bytes)
+        # Some tools print the variables of a traceback.
+        del key_bytes
+        return self._kms.wrap(key, decode_master_key_id(master_key_identifier))
 
     def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
         """Never called while writing."""

@@ -54,7 +54,7 @@ def make_decryption_properties(
     limits = arrow_read_limits(opened)
     if limits:
         raise UnsupportedByArrowError(limits, hint="Keytools.read_table can read it.")
-    from parquet_keytools.arrow.arrow_kms import pe
+    from parquet_keytools.arrow.arrow_kms import READING_CONNECTION, pe
 
     if columns is not None:
         opened.refuse_denied(columns)
@@ -70,7 +70,7 @@ def make_decryption_properties(
         name = key_material_location(opened.location).name
         folder.contents[name] = serialise_key_materials(opened.retriever.key_materials)
     return decryption_factory(opened, columns).file_decryption_properties(
-        pe.KmsConnectionConfig(),
+        pe.KmsConnectionConfig(**READING_CONNECTION),
         pe.DecryptionConfiguration(cache_lifetime=_FOREVER),
         opened.location.name,
         pafs.PyFileSystem(folder),

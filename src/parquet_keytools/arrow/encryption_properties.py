@@ -109,9 +109,17 @@ class ArrowEncryptor:
     principal, cannot mix them up. It is replaced when its KEKs have been used for as long as they may be.
     """
 
-    def __init__(self, kms: KmsClient, clock: Clock) -> None:
+    def __init__(self, kms: KmsClient, clock: Clock, kms_instance_id: str = "DEFAULT") -> None:
+        """Make one.
+
+        Args:
+            kms: Wraps the KEKs.
+            clock: Seconds for the expiry of KEKs.
+            kms_instance_id: Written into the footer's key material.
+        """
         self._kms = kms
         self._clock = clock
+        self._kms_instance_id = kms_instance_id
         self._lock = ForkSafeLock()
         self._factories: dict[tuple[float, int], tuple[float, pe.CryptoFactory]] = {}
 
@@ -144,20 +152,24 @@ class ArrowEncryptor:
         limits = arrow_limits(policy)
         if limits:
             raise UnsupportedByArrowError(limits, hint="Keytools.write_table can.")
-        from parquet_keytools.arrow.arrow_kms import pe
-
         folder = MaterialFolder()
         # One at a time: Arrow holds a lock of its own while it calls back, and threads that miss its cache
         # together would each wrap a KEK.
         with self._lock:
             factory = self._factory(policy.table.cache_lifetime_seconds)
             properties = factory.file_encryption_properties(
-                pe.KmsConnectionConfig(),
+                self.connection_config(),
                 encryption_configuration(policy),
                 file_name,
                 pafs.PyFileSystem(folder),
             )
         return factory, properties, folder
+
+    def connection_config(self) -> pe.KmsConnectionConfig:
+        """Return what Arrow writes into the footer's key material of the KMS."""
+        from parquet_keytools.arrow.arrow_kms import pe
+
+        return pe.KmsConnectionConfig(kms_instance_id=self._kms_instance_id)
 
     def clear_cache(self) -> None:
         """Use fresh KEKs from now on."""

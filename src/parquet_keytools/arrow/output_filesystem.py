@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,21 +14,26 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
 from parquet_keytools.arrow.process_end import share_with_arrow
+from parquet_keytools.errors import OutputError
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.keys.material_store import remove_key_materials
+from parquet_keytools.keys.material_store import key_material_location, remove_key_materials
 from parquet_keytools.storage import BufferSource, FileLocation, PendingOutput
 
 Finish = Callable[[], None]
 """What is left to do when a file is in its place."""
 
-Encrypt = Callable[[ByteSource, PendingOutput], Finish]
+Place = Callable[[], Finish]
+"""Puts key material beside a file, just before the file takes its place."""
+
+Encrypt = Callable[[ByteSource, PendingOutput], Place]
 """Encrypts a plaintext file from memory into a pending output."""
 
 
 class PendingHandler(DelegatingHandler):
     """Writes files under temporary names; `commit` gives them their names, `discard` removes them.
 
-    What Arrow deletes because new data replaces it stays until `commit`, too.
+    What Arrow deletes because new data replaces it stays until `commit`, too. After a failure threads of Arrow
+    may go on for a while: nothing comes of that.
     """
 
     def __init__(self, filesystem: pafs.FileSystem, encrypt: Encrypt | None) -> None:
@@ -40,17 +46,38 @@ class PendingHandler(DelegatingHandler):
         super().__init__(filesystem)
         self._encrypt = encrypt
         self._pending: list[PendingOutput] = []
+        self._places: list[Place] = []
         self._finish: list[Finish] = []
         self._replaced: list[str] = []
+        self._state = threading.Condition()
+        self._encrypting = 0
+        self._discarded = False
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
         """Open the temporary file for a file."""
         pending = PendingOutput.beside(FileLocation(self.filesystem, path))
-        self._pending.append(pending)
-        if self._encrypt is None:
-            self._finish.append(functools.partial(remove_key_materials, pending.target))
-            return self.filesystem.open_output_stream(pending.location.path, compression=None)
-        return pa.PythonFile(_EncryptedOnClose(pending, self._encrypt, self._finish), mode="w")
+        with self._state:
+            if self._discarded:
+                raise OutputError(f"{path} is not written: the data set failed.")
+            self._pending.append(pending)
+            if self._encrypt is None:
+                self._finish.append(functools.partial(remove_key_materials, pending.target))
+                return self.filesystem.open_output_stream(pending.location.path, compression=None)
+        return pa.PythonFile(_EncryptedOnClose(functools.partial(self._complete, pending)), mode="w")
+
+    def _complete(self, pending: PendingOutput, content: bytearray) -> None:
+        """Encrypt a file whose plaintext is complete."""
+        assert self._encrypt is not None
+        with self._state:
+            if self._discarded:
+                return
+            self._encrypting += 1
+        try:
+            self._places.append(self._encrypt(BufferSource(str(pending.target), content), pending))
+        finally:
+            with self._state:
+                self._encrypting -= 1
+                self._state.notify_all()
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
         """Remember what is to be deleted."""
@@ -69,18 +96,24 @@ class PendingHandler(DelegatingHandler):
 
     def commit(self) -> None:
         """Put all files in their places, then delete what they replace."""
+        self._finish += [place() for place in self._places]
         for pending in self._pending:
             pending.commit()
-        written = {pending.target.path for pending in self._pending}
+        kept = {pending.target.path for pending in self._pending}
+        # What there is to do about key material is done by those who wrote it.
+        kept |= {key_material_location(pending.target).path for pending in self._pending}
         for path in self._replaced:
-            if path not in written:
+            if path not in kept:
                 with contextlib.suppress(FileNotFoundError):
                     self.filesystem.delete_file(path)
         for finish in self._finish:
             finish()
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove what was written, and what is being written just now."""
+        with self._state:
+            self._discarded = True
+            self._state.wait_for(lambda: self._encrypting == 0)
         for pending in self._pending:
             pending.discard()
 
@@ -88,12 +121,10 @@ class PendingHandler(DelegatingHandler):
 class _EncryptedOnClose(io.RawIOBase):
     """Collects a plaintext file in memory, where alone it ever is, and encrypts it when it is closed."""
 
-    def __init__(self, pending: PendingOutput, encrypt: Encrypt, finish: list[Finish]) -> None:
+    def __init__(self, complete: Callable[[bytearray], None]) -> None:
         super().__init__()
         self._buffer = bytearray()
-        self._pending = pending
-        self._encrypt = encrypt
-        self._finish = finish
+        self._complete = complete
         share_with_arrow(self)
 
     def writable(self) -> bool:
@@ -109,6 +140,5 @@ class _EncryptedOnClose(io.RawIOBase):
     def close(self) -> None:
         if not self.closed:
             super().close()
-            source = BufferSource(str(self._pending.target), self._buffer)
-            self._finish.append(self._encrypt(source, self._pending))
+            self._complete(self._buffer)
             self._buffer = bytearray()

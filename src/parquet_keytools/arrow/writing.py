@@ -65,7 +65,8 @@ def write_table(
         if reasons or encryptor is None:
             buffer = pa.BufferOutputStream()
             pq.write_table(table, buffer, **options)
-            finish = encrypt(BufferSource(str(target), buffer.getvalue()), pending)
+            place = encrypt(BufferSource(str(target), buffer.getvalue()), pending)
+            finish = place()
         else:
             encryption = encryptor.encryption(policy, target.name)
             pq.write_table(
@@ -114,10 +115,9 @@ def write_dataset(
         file_options = file_format.make_write_options(**write_options)
         handler = PendingHandler(folder.filesystem, encrypt)
     else:
-        from parquet_keytools.arrow.arrow_kms import pe
-
         factory = encryptor.primed_factory(policy)
-        config = ds.ParquetEncryptionConfig(factory, pe.KmsConnectionConfig(), encryption_configuration(policy))
+        connection = encryptor.connection_config()
+        config = ds.ParquetEncryptionConfig(factory, connection, encryption_configuration(policy))
         file_options = file_format.make_write_options(encryption_config=config, **write_options)
         handler = PendingHandler(folder.filesystem, None)
     _log.info(

@@ -10,6 +10,9 @@ from parquet_keytools.errors import FormatLimitError
 MAX_ORDINAL = 32_767
 """Ordinals are signed 16-bit integers; one that wrapped around would make two modules share an AAD."""
 
+MAX_COUNT = 32_767
+"""How many row groups, columns, and pages of a chunk are written: other writers and readers count no further."""
+
 FILE_UNIQUE_LENGTH_BYTES = 8
 """Length of the file unique that we write, as Arrow and parquet-java do; read files may have any."""
 

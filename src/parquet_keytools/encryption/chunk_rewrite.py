@@ -158,6 +158,9 @@ class ChunkRewrite:
                 metadata.data_page_offset = offset + sum(lengths[: pages.first_data_page])
         if metadata.index_page_offset:
             metadata.index_page_offset = moved(metadata.index_page_offset)
+        elif len(pages) and pages.first_data_page != 0 and not pages.has_dictionary_page:
+            # An index page comes first: without its offset nobody would know where the chunk begins.
+            metadata.index_page_offset = offset
         if self.chunk.file_offset:
             self.new_chunk.file_offset = moved(self.chunk.file_offset) or 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parquet_keytools.encryption.aad import MAX_ORDINAL
+from parquet_keytools.encryption.aad import MAX_COUNT
 from parquet_keytools.encryption.chunk_cipher import ChunkCipher
 from parquet_keytools.encryption.file_decryptor import Deks, column_deks, open_chunks
 from parquet_keytools.encryption.file_encryption import FileEncryption
@@ -127,10 +127,10 @@ def encrypt_opened(
     Raises:
         KeytoolsError: As `rekey_file`.
     """
-    if max(len(footer.row_groups), len(footer.leaves)) > MAX_ORDINAL + 1:
+    if max(len(footer.row_groups), len(footer.leaves)) > MAX_COUNT:
         raise FormatLimitError(
             f"{source.path}: {len(footer.row_groups)} row groups of {len(footer.leaves)} columns are more than an "
-            f"encrypted file can have, which is {MAX_ORDINAL + 1} of each.",
+            f"encrypted file can have, which is {MAX_COUNT} of each.",
             hint="Write fewer into one file.",
         )
     keys = OutputKeys(encryption, encryption.keys_of(footer.leaves))

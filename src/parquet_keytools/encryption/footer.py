@@ -15,11 +15,11 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH
 from parquet_keytools.encryption.footer_columns import ColumnEncryption, FooterColumn, columns_of
+from parquet_keytools.encryption.footer_modes import Algorithm, FooterMode
 from parquet_keytools.encryption.key_retriever import KeyRetriever
 from parquet_keytools.encryption.module_cipher import FOOTER_PLACE, ModuleCipher, ModulePlace
 from parquet_keytools.errors import (
@@ -60,21 +60,6 @@ __all__ = [
 
 SIGNATURE_LENGTH = NONCE_LENGTH + TAG_LENGTH
 """Length in bytes of the nonce and the tag that sign a plaintext footer."""
-
-
-class FooterMode(Enum):
-    """How the footer of a file is protected."""
-
-    UNENCRYPTED = "unencrypted"
-    PLAINTEXT_FOOTER = "plaintext footer"
-    ENCRYPTED_FOOTER = "encrypted footer"
-
-
-class Algorithm(Enum):
-    """Encryption algorithm of a file (spec 4.2)."""
-
-    AES_GCM_V1 = "AES_GCM_V1"
-    AES_GCM_CTR_V1 = "AES_GCM_CTR_V1"
 
 
 @dataclass(frozen=True)

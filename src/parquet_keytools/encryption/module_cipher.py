@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import NamedTuple
 
-from parquet_keytools.encryption.aad import ModuleType, module_aad
+from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesCtr, AesGcm, InvalidTag
-from parquet_keytools.errors import DecryptionError, FormatLimitError
+from parquet_keytools.encryption.module_place import FOOTER_PLACE, ModulePlace
+from parquet_keytools.errors import FormatLimitError
 from parquet_keytools.format.byte_ranges import Bytes
 from parquet_keytools.secret_bytes import SecretBytes
+
+__all__ = [
+    "CTR_FRAMING",
+    "FOOTER_PLACE",
+    "GCM_FRAMING",
+    "LENGTH_LENGTH",
+    "MAX_INVOCATIONS",
+    "MAX_MODULE_LENGTH",
+    "ModuleCipher",
+    "ModulePlace",
+    "check_length_field",
+]
 
 LENGTH_LENGTH = 4
 """Length of the length field that begins a module."""
@@ -31,38 +43,6 @@ _PARQUET_JAVA_HINT = (
     "If Spark wrote the file with V2 data pages: parquet-java leaves their levels in plaintext, before the "
     "module, and no other engine can read that."
 )
-_HINT = "The key or the AAD prefix is not the one it was encrypted with, or the file was altered."
-
-
-class ModulePlace(NamedTuple):
-    """What a module is and where it belongs; says which AAD it has, and where an error is."""
-
-    module_type: ModuleType
-    row_group_ordinal: int | None = None
-    column_ordinal: int | None = None
-    page_ordinal: int | None = None
-
-    def aad(self, file_aad: bytes) -> bytes:
-        """Return the module AAD (spec 4.4); see `module_aad`."""
-        return module_aad(file_aad, *self)
-
-    def error(self, message: str, *, hint: str = "") -> DecryptionError:
-        """Return an error that names this place."""
-        return DecryptionError(
-            message,
-            module_type=self.module_type.title,
-            row_group_ordinal=self.row_group_ordinal,
-            column_ordinal=self.column_ordinal,
-            page_ordinal=self.page_ordinal,
-            hint=hint,
-        )
-
-    def not_authentic(self) -> DecryptionError:
-        """Return the error for a module whose tag is wrong."""
-        return self.error("the module does not authenticate.", hint=_HINT)
-
-
-FOOTER_PLACE = ModulePlace(ModuleType.FOOTER)
 
 
 class ModuleCipher:

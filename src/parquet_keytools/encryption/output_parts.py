@@ -15,8 +15,9 @@ from parquet_keytools.encryption.chunk_pages import ChunkPages, output_lengths
 from parquet_keytools.encryption.page_cipher import decrypt_pages, encrypt_pages
 from parquet_keytools.format.byte_ranges import ByteSource
 
-SEGMENT_LENGTH = 4 * 1024 * 1024
-"""About how many bytes of output are made and written at a time: large writes are much faster than small ones."""
+SEGMENT_LENGTH = 1024 * 1024
+"""About how many bytes of output are made and written at a time: large writes are faster than small ones, as
+long as what is written is still in the processor's cache."""
 
 
 class Piece(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 
-from parquet_keytools.encryption.aad import MAX_ORDINAL
+from parquet_keytools.encryption.aad import MAX_COUNT, MAX_ORDINAL
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.chunk_cipher import NO_PAGE_ORDINAL, ChunkCipher
 from parquet_keytools.encryption.chunk_pages import NOTHING, ChunkPages
@@ -24,7 +24,10 @@ from parquet_keytools.format.page_headers import (
 from parquet_keytools.format.structs import PageHeader
 
 _WINDOW_LENGTH = 64 * 1024
-"""How much is read at once when the next header is not in memory."""
+"""How much is read at once where the next header is likely to be in it too."""
+
+_HEADER_LENGTH = 512
+"""How much is read at once where pages are longer than a window; few headers are."""
 
 
 class _HeaderWindow:
@@ -32,17 +35,18 @@ class _HeaderWindow:
 
     __slots__ = ("_end", "_source", "data", "offset")
 
-    def __init__(self, source: ByteSource, end: int) -> None:
+    def __init__(self, source: ByteSource, start: int, end: int) -> None:
         self._source = source
         self._end = end
-        self.offset = 0
+        self.offset = start
         self.data: memoryview = memoryview(b"")
 
     def cover(self, offset: int, length: int = 1) -> int:
         """Make `length` bytes at `offset` be in `data`; returns their position there."""
         position = offset - self.offset
         if not 0 <= position <= len(self.data) - length:
-            length = min(max(length, _WINDOW_LENGTH), self._end - offset)
+            usual = _HEADER_LENGTH if position > _WINDOW_LENGTH else _WINDOW_LENGTH
+            length = min(max(length, usual), self._end - offset)
             self.data = memoryview(self._source.read_at(offset, length))
             self.offset = offset
             position = 0
@@ -85,7 +89,7 @@ def walk_chunk(
         FormatLimitError: The output would have too many pages, or too long ones.
     """
     pages = ChunkPages(start)
-    window = _HeaderWindow(source, limit)
+    window = _HeaderWindow(source, start, limit)
     added = (writer.page_framing if writer is not None else 0) - (reader.page_framing if reader is not None else 0)
     is_copied = reader is None and writer is None
     headers, header_ends = pages.headers, pages.header_ends
@@ -113,9 +117,9 @@ def walk_chunk(
                     f"the dictionary page at byte {offset} is not the first page.", path=source.path
                 )
             page_ordinal = NO_PAGE_ORDINAL
-        elif ordinal > MAX_ORDINAL and not is_copied:
+        elif ordinal >= MAX_COUNT and not is_copied:
             raise FormatLimitError(
-                f"{source.path}: a column chunk has more than {MAX_ORDINAL + 1} pages.",
+                f"{source.path}: a column chunk has more than {MAX_COUNT} pages.",
                 hint="Write larger pages, or smaller row groups.",
             )
         elif page_type != PageHeader.INDEX_PAGE:

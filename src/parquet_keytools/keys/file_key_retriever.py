@@ -65,6 +65,9 @@ class FileKeyRetriever:
 
     def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
         """Return the DEK of the footer; see `KeyRetriever`."""
+        material = self.material(key_metadata)
+        if material is not None and not material.is_footer_key:
+            raise KeyMaterialError("isFooterKey: is false in the footer's", path=str(self._parquet_file))
         name = self._data_keys.footer_without_metadata
         return value_or_raise(self._deks([("the footer", name, key_metadata)])[0])
 

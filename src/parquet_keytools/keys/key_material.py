@@ -96,8 +96,9 @@ class KeyMaterial:
             wrapped_dek=take_field(fields, "wrappedDEK", str),
             kek_id=kek_id,
             wrapped_kek=wrapped_kek,
-            kms_instance_id=take_field(fields, "kmsInstanceID", str, "DEFAULT"),
-            kms_instance_url=take_field(fields, "kmsInstanceURL", str, "DEFAULT"),
+            # Arrow does not read a footer's key material without them.
+            kms_instance_id=take_field(fields, "kmsInstanceID", str, _MISSING if is_footer_key else "DEFAULT"),
+            kms_instance_url=take_field(fields, "kmsInstanceURL", str, _MISSING if is_footer_key else "DEFAULT"),
         )
         if not material.master_key_id or not material.wrapped_dek or material.wrapped_kek == "":
             raise KeyMaterialError("key material: masterKeyID, wrappedDEK and wrappedKEK must not be empty")

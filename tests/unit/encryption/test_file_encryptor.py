@@ -15,10 +15,13 @@ import pyarrow.parquet.encryption as pe
 import pytest
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted
 
+from parquet_keytools.encryption.chunk_cipher import ChunkCipher
 from parquet_keytools.encryption.file_decryptor import decrypt_columns, decrypt_file
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_file, rekey_file
 from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption, read_envelope, read_footer
+from parquet_keytools.encryption.module_cipher import ModuleCipher
+from parquet_keytools.encryption.page_walk import walk_chunk
 from parquet_keytools.errors import (
     AadPrefixError,
     ColumnAccessDeniedError,
@@ -342,7 +345,7 @@ def test_a_flipped_bit_anywhere_makes_decryption_fail() -> None:
 
 
 def _file_of_pages(pages_per_column: int, columns: int) -> bytes:
-    """Return a file of empty pages: 18 bytes of header each."""
+    """Return a file of empty pages: 17 bytes of header each."""
     header = PageHeader()
     header.type, header.uncompressed_page_size, header.compressed_page_size = 0, 0, 0
     header.struct.fields[5] = (
@@ -375,11 +378,11 @@ def _file_of_pages(pages_per_column: int, columns: int) -> bytes:
 
 def test_a_chunk_may_have_as_many_pages_as_there_are_ordinals_and_no_more() -> None:
     keys = NamedKeys()
-    data = _file_of_pages(32_768, 1)
+    data = _file_of_pages(32_767, 1)
     stored = encrypted(data, FileEncryption(keys.new(b"kf"), b"kf"))
     assert decrypted(stored, keys)[: len(data) - 1_000] == data[: len(data) - 1_000]
-    one_more = _file_of_pages(32_769, 1)
-    _refused(one_more, FileEncryption(SecretBytes.random(128)), FormatLimitError, "more than 32768 pages")
+    one_more = _file_of_pages(32_768, 1)
+    _refused(one_more, FileEncryption(SecretBytes.random(128)), FormatLimitError, "more than 32767 pages")
 
 
 def test_a_million_modules_have_as_many_nonces() -> None:
@@ -393,6 +396,51 @@ def test_a_million_modules_have_as_many_nonces() -> None:
         modules += 1
         offset += 4 + int.from_bytes(stored[offset : offset + 4], "little")
     assert modules == len(nonces) == 2 * 32_000 * 16
+
+
+def _with_page_type(data: bytes, page: int, page_type: int) -> bytes:
+    """Return a file of empty pages with one page of another type."""
+    changed = bytearray(data)
+    changed[4 + 17 * page + 1] = 2 * page_type
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("page", [0, 3, 9])
+def test_index_pages_come_back(algorithm: Algorithm, page: int) -> None:
+    data, keys = _with_page_type(_file_of_pages(10, 2), page, PageHeader.INDEX_PAGE), NamedKeys()
+    stored = encrypted(data, FileEncryption(keys.new(b"kf"), b"kf", algorithm=algorithm))
+    assert decrypted(stored, keys)[: 4 + 17 * 20] == data[: 4 + 17 * 20]
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_a_dictionary_page_is_the_first_page_or_an_error(algorithm: Algorithm) -> None:
+    keys = NamedKeys()
+    encryption = FileEncryption(keys.new(b"kf"), b"kf", algorithm=algorithm)
+    data = _with_page_type(_file_of_pages(10, 1), 0, PageHeader.DICTIONARY_PAGE)
+    stored = encrypted(data, encryption)
+    # The writer of this file named no dictionary page, as early writers did not; ours does, for readers need it.
+    metadata = read_footer(MemorySource(stored), keys).chunks[0][0].meta_data
+    assert metadata is not None
+    page_framing = 32 if algorithm is Algorithm.AES_GCM_V1 else 16
+    assert metadata.dictionary_page_offset == 4
+    assert metadata.data_page_offset == 4 + 17 + 32 + page_framing
+    assert decrypted(stored, keys)[: 4 + 170] == data[: 4 + 170]
+    data = _with_page_type(_file_of_pages(10, 1), 1, PageHeader.DICTIONARY_PAGE)
+    _refused(data, encryption, ParquetFormatError, "not the first page")
+
+
+def test_a_page_that_would_be_too_long_is_refused() -> None:
+    header = PageHeader()
+    header.type, header.uncompressed_page_size, header.compressed_page_size = 0, 0, 2**31 - 10
+
+    class Huge(MemorySource):
+        def read_at(self, offset: int, length: int) -> memoryview:
+            return memoryview(header.serialise().ljust(length, b"\0"))
+
+    cipher = ChunkCipher(ModuleCipher(SecretBytes.random(128), b""), Algorithm.AES_GCM_V1, 0, 0)
+    with pytest.raises(FormatLimitError, match="more than 2147483647"):
+        walk_chunk(Huge(b""), 0, 2**32, limit=2**32, reader=None, writer=cipher, expects_dictionary_page=False)
 
 
 @pytest.mark.parametrize(
