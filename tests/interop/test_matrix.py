@@ -20,8 +20,6 @@ from matrix import DUCKDB, ENGINES, PYARROW, ROWS, SPARK, EncryptedFile, Matrix,
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.structs import FileCryptoMetaData
 
-pytestmark = pytest.mark.xdist_group("spark")  # One JVM, and each file written once.
-
 
 @pytest.mark.parametrize("reader", [engine for engine in ENGINES if engine != SPARK])
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from engines.spark import Spark
 
 pytestmark = [
-    pytest.mark.xdist_group("spark"),
     pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning"),
 ]
 
