@@ -129,6 +129,22 @@ class KeyService:
             allow_plaintext=self.configuration.reading.plaintext_files == "allow",
         )
 
+    def wrap_keks(self, policy: TablePolicy) -> None:
+        """Have the KEKs of a table wrapped, so that its next files need no KMS; does nothing without KEKs.
+
+        Raises:
+            KmsError: A KEK cannot be wrapped.
+        """
+        if self._wrapper is not None and policy.table.double_wrapping:
+            used = {policy.table.footer_key, *(key.key_name for key in policy.columns.values())}
+            any_dek = SecretBytes.random(policy.table.data_key_length_bits)
+            deks = [
+                DekToWrap(any_dek, master_key_id, is_footer_key=False)
+                for name, master_key_id in policy.master_key_ids.items()
+                if name in used
+            ]
+            self._wrapper.wrap(deks, self._wrapping(policy.table))
+
     def new_file_keys(
         self, policy: TablePolicy, location: FileLocation, reference_suffix: str = ""
     ) -> NewFileKeys:

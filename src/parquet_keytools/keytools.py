@@ -267,6 +267,7 @@ class Keytools:
             lambda schema: self._keys.policy(table_name, leaf_paths(schema, dict(write_options or {}))),
             self._arrow_encryptor,
             self._encrypt(table_name),
+            self._keys.wrap_keks,
             partitioning=partitioning,
             partitioning_flavor=partitioning_flavor,
             write_options=dict(write_options or {}),

@@ -93,6 +93,7 @@ def write_dataset(
     policy_of: PolicyOf,
     encryptor: ArrowEncryptor | None,
     encrypt: Encrypt,
+    wrap_keks: Callable[[TablePolicy], None],
     *,
     partitioning: Any,
     partitioning_flavor: str | None,
@@ -112,6 +113,8 @@ def write_dataset(
         reasons.append("its external key material would be there before the files")
     file_format = ds.ParquetFileFormat()
     if reasons or encryptor is None:
+        # What the KMS refuses, it refuses before Arrow's threads start.
+        wrap_keks(policy)
         file_options = file_format.make_write_options(**write_options)
         handler = PendingHandler(folder.filesystem, encrypt)
     else:

@@ -39,6 +39,7 @@ class KekCache(Generic[K, V]):
         self._entries: dict[K, _Entry[V]] = {}
         self._loading: dict[K, Future[V | KmsError]] = {}
         self._next_purge = 0.0
+        self._clearings = 0
 
     def get_many(
         self,
@@ -60,6 +61,7 @@ class KekCache(Generic[K, V]):
         now = self._clock()
         with self._lock:
             self._start_anew_after_fork()
+            clearings = self._clearings
             self._purge(now, lifetime_seconds)
             for key in dict.fromkeys(wanted):
                 entry = self._entries.get(key)
@@ -70,15 +72,16 @@ class KekCache(Generic[K, V]):
                 else:
                     mine[key] = self._loading[key] = Future()
         if mine:
-            self._load(mine, load, lifetime_seconds)
+            self._load(mine, load, lifetime_seconds, clearings)
         # One's own are loaded first: two threads that wait for each other's keys cannot lock each other out.
         for key, future in {**mine, **others}.items():
             found[key] = future.result()
         return [found[key] for key in wanted]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything, also what is being loaded now."""
         with self._lock:
+            self._clearings += 1
             self._entries.clear()
 
     def _load(
@@ -86,6 +89,7 @@ class KekCache(Generic[K, V]):
         mine: dict[K, Future[V | KmsError]],
         load: Callable[[list[K]], Sequence[V | KmsError]],
         lifetime_seconds: float,
+        clearings: int,
     ) -> None:
         try:
             loaded = load(list(mine))
@@ -93,7 +97,7 @@ class KekCache(Generic[K, V]):
                 now = self._clock()
                 for key, value in zip(mine, loaded, strict=True):
                     del self._loading[key]
-                    if not isinstance(value, KmsError):
+                    if not isinstance(value, KmsError) and clearings == self._clearings:
                         self._entries[key] = _Entry(value, now, now + lifetime_seconds)
             for future, value in zip(mine.values(), loaded, strict=True):
                 future.set_result(value)

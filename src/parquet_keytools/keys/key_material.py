@@ -7,11 +7,11 @@ says `internalStorage: true`; external key material lies in a file of its own an
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from dataclasses import dataclass
 from typing import Any
 
+from parquet_keytools import strict_base64
 from parquet_keytools.errors import KeyMaterialError
 
 KEY_MATERIAL_TYPE = "PKMT1"
@@ -160,6 +160,6 @@ def take_field(fields: dict[str, Any], name: str, kind: type, default: Any = _MI
 def decode_base64(text: str, name: str) -> bytes:
     """Decode strict base64, as `name` holds it."""
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
+        return strict_base64.decode(text)
+    except ValueError:
         raise KeyMaterialError(f"{name}: is not base64") from None

@@ -116,6 +116,18 @@ def test_clear(cache: KekCache[str, str], load: Loader) -> None:
 # --- errors ---
 
 
+def test_clear_while_loading(cache: KekCache[str, str], load: Loader) -> None:
+    """A key whose access was withdrawn would outlive the call that forgets all keys."""
+
+    def cleared(keys: list[str]) -> list[str | KmsError]:
+        cache.clear()
+        return load(keys)
+
+    assert cache.get_many(["a"], cleared, LONG) == ["a!"]
+    cache.get_many(["a"], load, LONG)
+    assert load.calls == [["a"], ["a"]]
+
+
 def test_an_error_is_not_kept_and_does_not_touch_others(cache: KekCache[str, str], load: Loader) -> None:
     def half(keys: list[str]) -> list[str | KmsError]:
         return [unavailable() if key == "bad" else f"{key}!" for key in keys]
