@@ -96,7 +96,11 @@ class KeyService:
         )
 
     def expected_aad_prefix(
-        self, location: FileLocation, table_name: str | None, aad_prefix: str | None
+        self,
+        location: FileLocation,
+        table_name: str | None,
+        aad_prefix: str | None,
+        stored: bytes | None = None,
     ) -> bytes | None:
         """Return the AAD prefix that a file must have (spec 4.4.1), or None where any will do.
 
@@ -104,11 +108,12 @@ class KeyService:
             location: The file.
             table_name: Its table; may be left out where the configuration has one.
             aad_prefix: What the caller expects, if not what the table says.
+            stored: What the file stores, which nobody has authenticated.
         """
         if aad_prefix is not None:
             return aad_prefix.encode()
         if table_name is None and len(self.configuration.tables) != 1:
-            return None
+            return self._prefix_of_some_table(location, stored)
         name, table = self.configuration.select_table(table_name)
         rendered = table.rendered_aad_prefix(table_name=name, file_name=location.name)
         return None if rendered is None else rendered.encode()
@@ -116,6 +121,17 @@ class KeyService:
     def kms_keys(self) -> KmsKeys:
         """Return what collects the answers of the KMS for one operation."""
         return KmsKeys(self._unwrapper, self.configuration.reading.cache_lifetime_seconds)
+
+    def _prefix_of_some_table(self, location: FileLocation, stored: bytes | None) -> bytes | None:
+        """Return the prefix of the table that a file seems to be of; where each has one, the file must, too."""
+        rendered = [
+            table.rendered_aad_prefix(table_name=name, file_name=location.name)
+            for name, table in self.configuration.tables.items()
+        ]
+        prefixes = [prefix.encode() for prefix in rendered if prefix is not None]
+        if stored in prefixes:
+            return stored
+        return prefixes[0] if prefixes and len(prefixes) == len(rendered) else None
 
     def open_files(
         self, locations: Sequence[FileLocation], table_name: str | None = None, aad_prefix: str | None = None
@@ -125,7 +141,9 @@ class KeyService:
             locations,
             self.kms_keys(),
             self.data_keys,
-            aad_prefix_of=lambda location: self.expected_aad_prefix(location, table_name, aad_prefix),
+            aad_prefix_of=lambda location, stored: self.expected_aad_prefix(
+                location, table_name, aad_prefix, stored
+            ),
             allow_plaintext=self.configuration.reading.plaintext_files == "allow",
         )
 

@@ -219,9 +219,18 @@ class Keytools:
         location = FileLocation.resolve(path, filesystem)
         if location.info().type == pafs.FileType.Directory:
             files = self._open_dataset_files(location, table_name, aad_prefix)
-            dataset = self._dataset(location, files, columns, filters, options.pop("partitioning", "hive"))
+            partitioning, schema = options.pop("partitioning", "hive"), options.pop("schema", None)
+            if options:
+                raise TypeError(f"not taken for a folder: {', '.join(options)}")
+            dataset = self._dataset(location, files, columns, filters, partitioning, schema)
             hidden = reading.denied_columns(files) if self._hides_denied else frozenset[str]()
-            return reading.dataset_to_table(dataset, columns, filters, hidden)
+            try:
+                return reading.dataset_to_table(dataset, columns, filters, hidden)
+            except OSError:
+                # pyarrow does not say which module of which file failed. Going over them again does.
+                for opened in files:
+                    module_files.decrypted_buffer(opened, columns if filters is None else None)
+                raise
         return reading.read_table(
             self._open(location, table_name, aad_prefix),
             module_files.decrypted_buffer,

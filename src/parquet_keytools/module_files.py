@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,15 @@ from parquet_keytools.keys.material_store import (
     write_key_materials,
 )
 from parquet_keytools.opened_file import OpenedFile, check_unchanged
-from parquet_keytools.storage import BufferSink, FileLocation, PendingOutput, open_source, whole_output
+from parquet_keytools.storage import (
+    BufferSink,
+    FileLocation,
+    PendingOutput,
+    exclusive_folder,
+    open_source,
+    whole_output,
+    written_meanwhile,
+)
 
 Finish = Callable[[], None]
 """What is left to do when the file is in its place."""
@@ -62,10 +71,11 @@ def encrypt_file(
 ) -> FileResult:
     """Encrypt a plaintext file; see `Keytools.encrypt_file`."""
     _refuse_same_file(source, target)
-    with open_source(source) as opened_source:
+    with open_source(source) as opened_source, contextlib.ExitStack() as replacement:
         finish: Finish
         with whole_output(target) as pending:
             place = encrypt_pending(keys, table_name, opened_source, pending, on_progress)
+            replacement.enter_context(exclusive_folder(target))
             finish = place()
         finish()
         return _result(source, target, opened_source)
@@ -109,7 +119,7 @@ def rekey_file(
     (opened,) = keys.open_files([source], table_name, aad_prefix)
     opened.refuse_unencrypted()
     opened.refuse_denied(None)
-    with open_source(source) as opened_source:
+    with open_source(source) as opened_source, contextlib.ExitStack() as replacement:
         check_unchanged(opened, opened_source)
         policy = new_keys.policy(new_table_name, [leaf.path for leaf in opened.footer.leaves])
         finish: Finish
@@ -119,6 +129,7 @@ def rekey_file(
                 file_encryptor.encrypt_opened(
                     opened_source, sink, opened.footer, opened.deks, new_file.encryption, on_progress=on_progress
                 )
+            replacement.enter_context(exclusive_folder(target))
             finish = new_file.place_key_materials()
         finish()
         return _result(source, target, opened_source)
@@ -153,24 +164,29 @@ class _NewFile:
 
     def __init__(self, keys: KeyService, policy: TablePolicy, pending: PendingOutput) -> None:
         self._target = pending.target
-        self._existing: dict[str, KeyMaterial] = {}
-        if policy.table.key_material == "external":
-            self._existing = _existing_key_materials(pending.target)
-        suffix = new_reference_suffix() if self._existing else ""
-        new = keys.new_file_keys(policy, pending.target, suffix)
+        is_external = policy.table.key_material == "external"
+        self._replaces = is_external and bool(_existing_key_materials(pending.target))
+        new = keys.new_file_keys(policy, pending.target, new_reference_suffix() if self._replaces else "")
         self.encryption = new.encryption
         self._key_materials = new.key_materials
 
     def place_key_materials(self) -> Finish:
         """Write key material that fits the old and the new file; what is left is to take the old out of it.
 
-        At each moment, also after a crash, the Parquet file that is there finds its key material.
+        At each moment, also after a crash, the Parquet file that is there finds its key material. To be called
+        in an `exclusive_folder` that is left after what it returns was called.
+
+        Raises:
+            OutputError: Another writer made the file meanwhile.
         """
         key_materials = self._key_materials
         if key_materials is None:
             return lambda: remove_key_materials(self._target)
-        write_key_materials(self._target, self._existing | key_materials)
-        if not self._existing:
+        existing = _existing_key_materials(self._target)
+        if existing and not self._replaces:
+            raise written_meanwhile(self._target)
+        write_key_materials(self._target, existing | key_materials)
+        if not existing:
             return _nothing
         return lambda: write_key_materials(self._target, key_materials)
 

@@ -116,7 +116,7 @@ def open_files(
     kms_keys: KmsKeys,
     data_keys: DataKeys,
     *,
-    aad_prefix_of: Callable[[FileLocation], bytes | None] = lambda _: None,
+    aad_prefix_of: Callable[[FileLocation, bytes | None], bytes | None] = lambda _, stored: None,
     allow_plaintext: bool = False,
 ) -> list[OpenedFile]:
     """Open files: read and authenticate their footers, and get the keys of all their columns.
@@ -127,7 +127,7 @@ def open_files(
         locations: The files.
         kms_keys: Collects what the KMS answers.
         data_keys: The data keys that the caller manages.
-        aad_prefix_of: Returns the AAD prefix that is expected of a file, or None to take what it stores.
+        aad_prefix_of: Returns the AAD prefix that is expected of a file that stores this one; None takes that.
         allow_plaintext: Whether a file that is not encrypted may be among them.
 
     Raises:
@@ -149,7 +149,7 @@ def open_files(
             for material in _materials(retriever, [envelope.key_metadata])
         )
         footers = [
-            _open_footer(envelope, retriever, aad_prefix_of(location))
+            _open_footer(envelope, retriever, aad_prefix_of(location, envelope.aad_prefix))
             for location, retriever, (envelope, _) in zip(locations, retrievers, envelopes, strict=True)
         ]
         kms_keys.fetch(

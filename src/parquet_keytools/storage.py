@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import re
@@ -48,12 +49,17 @@ class FileLocation:
             return path
         text = os.fspath(path)
         if filesystem is None and _URI.match(text):
-            found, inner = pafs.FileSystem.from_uri(text)
-            return cls(found, inner)
+            return _of_uri(text)
         if filesystem is None:
             filesystem = pafs.LocalFileSystem()
         elif not isinstance(filesystem, pafs.FileSystem):
             filesystem = pafs.PyFileSystem(pafs.FSSpecHandler(filesystem))
+        fsspec = _fsspec_of(filesystem)
+        if fsspec is not None:
+            # The form in which fsspec lists paths: names that differ would be taken for different files.
+            text = str(fsspec._strip_protocol(text))
+            if "file" in ([fsspec.protocol] if isinstance(fsspec.protocol, str) else fsspec.protocol):
+                filesystem = pafs.LocalFileSystem()
         while isinstance(filesystem, pafs.SubTreeFileSystem):
             text = str(PurePosixPath(filesystem.base_path) / text.lstrip("/"))
             filesystem = filesystem.base_fs
@@ -117,6 +123,22 @@ class _MappedSource:
             # Copying little is faster than having its page mapped, and lets other threads work meanwhile.
             return os.pread(self.file_descriptor, length, offset)
         return self.view[offset : offset + length]
+
+
+def _of_uri(uri: str) -> FileLocation:
+    try:
+        filesystem, path = pafs.FileSystem.from_uri(uri)
+    except pa.ArrowInvalid:
+        # pyarrow quotes the URI, which may hold credentials.
+        scheme = uri.partition(":")[0]
+        raise ValueError(f"pyarrow does not open this URI of the scheme {scheme!r}") from None
+    return FileLocation(filesystem, path)
+
+
+def _fsspec_of(filesystem: pafs.FileSystem) -> Any:
+    """Return the fsspec file system underneath, or None where there is none."""
+    handler = filesystem.handler if isinstance(filesystem, pafs.PyFileSystem) else None
+    return handler.fs if isinstance(handler, pafs.FSSpecHandler) else None
 
 
 @dataclass(frozen=True)
@@ -288,7 +310,7 @@ class PendingOutput:
     def commit(self) -> None:
         """Put the complete file in its place."""
         if not self.target.is_local:
-            self.target.filesystem.move(self.location.path, self.target.path)
+            _move(self.location, self.target)
             return
         _sync(self.location.path)
         Path(self.location.path).replace(self.target.path)
@@ -326,6 +348,38 @@ def whole_output(target: FileLocation) -> Iterator[PendingOutput]:
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What only writing can fail with."""
+
+
+def _move(location: FileLocation, target: FileLocation) -> None:
+    size = location.info().size
+    fsspec = _fsspec_of(location.filesystem)
+    if fsspec is None:
+        location.filesystem.move(location.path, target.path)
+    else:
+        # Its own move takes names for patterns.
+        fsspec.cp_file(location.path, target.path)
+        fsspec.rm_file(location.path)
+    if target.info().type != pafs.FileType.File or target.info().size != size:
+        raise OutputError(f"{target} did not get what was written for it.", hint="Try again.")
+
+
+@contextlib.contextmanager
+def exclusive_folder(target: FileLocation) -> Iterator[None]:
+    """Keep others who use this out of the folder of a local file, while several files are replaced together."""
+    if not target.is_local:
+        yield
+        return
+    file_descriptor = os.open(Path(target.path).parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file_descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file_descriptor)
+
+
+def written_meanwhile(target: FileLocation) -> OutputError:
+    """Return the error for a target that was not there when its replacement was begun."""
+    return OutputError(f"{target} was written by another process meanwhile.", hint="Try again.")
 
 
 def _sync(path: str) -> None:

@@ -102,8 +102,10 @@ class PendingHandler(DelegatingHandler):
         kept = {pending.target.path for pending in self._pending}
         # What there is to do about key material is done by those who wrote it.
         kept |= {key_material_location(pending.target).path for pending in self._pending}
+        # Some file systems list paths with a slash in front and some without.
+        kept = {path.lstrip("/") for path in kept}
         for path in self._replaced:
-            if path not in kept:
+            if path.lstrip("/") not in kept:
                 with contextlib.suppress(FileNotFoundError):
                     self.filesystem.delete_file(path)
         for finish in self._finish:

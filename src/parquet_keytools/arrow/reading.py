@@ -131,7 +131,8 @@ def open_dataset(
             opened.refuse_denied(
                 columns, hint="Name the columns that you need, or say `denied_columns: hide` under `reading`."
             )
-    filesystem = pafs.PyFileSystem(VerifiedHandler(folder.filesystem, files, decrypt))
+    handler = VerifiedHandler(folder.filesystem, files, decrypt, columns if filters is None else None)
+    filesystem = pafs.PyFileSystem(handler)
     formats = [_file_format(opened) for opened in files]
     file_schema = formats[0].make_fragment(files[0].location.path, filesystem).physical_schema
     layout = _layout(folder, files, file_schema, partitioning)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,9 +21,10 @@ from parquet_keytools.arrow.encryption_properties import (
     encryption_configuration,
 )
 from parquet_keytools.arrow.output_filesystem import Encrypt, Finish, PendingHandler
+from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.key_service import TablePolicy
 from parquet_keytools.keys.material_store import remove_key_materials, write_key_materials
-from parquet_keytools.storage import BufferSource, FileLocation, whole_output
+from parquet_keytools.storage import BufferSource, FileLocation, exclusive_folder, whole_output, written_meanwhile
 
 _log = logging.getLogger(__name__)
 
@@ -55,31 +58,40 @@ def write_table(
     options: dict[str, Any],
 ) -> WriteResult:
     """Write one file, whole or not at all; see `Keytools.write_table`."""
+    if "metadata_collector" in options:
+        raise TypeError("metadata_collector is not taken: it would give away the statistics of encrypted columns")
     reasons = arrow_limits(policy, options)
+    if policy.table.plaintext_footer:
+        reasons.append("it shows size statistics of encrypted columns in a plaintext footer")
     if policy.table.key_material == "external" and target.info().type != pafs.FileType.NotFound:
         # Two files cannot be replaced at once; the module encryptor writes key material that fits both the
         # old and the new Parquet file.
         reasons.append("its external key material cannot replace that of a file that is there")
     finish: Finish = functools.partial(remove_key_materials, target)
-    with whole_output(target) as pending:
-        if reasons or encryptor is None:
-            buffer = pa.BufferOutputStream()
-            pq.write_table(table, buffer, **options)
-            place = encrypt(BufferSource(str(target), buffer.getvalue()), pending)
-            finish = place()
-        else:
-            encryption = encryptor.encryption(policy, target.name)
-            pq.write_table(
-                table,
-                pending.location.path,
-                filesystem=pending.location.filesystem,
-                encryption_properties=encryption.properties,
-                **options,
-            )
-            if encryption.key_materials is not None:
-                write_key_materials(target, encryption.key_materials)
-                finish = _nothing
-    finish()
+    with contextlib.ExitStack() as replacement:
+        with whole_output(target) as pending:
+            if reasons or encryptor is None:
+                buffer = pa.BufferOutputStream()
+                pq.write_table(table, buffer, **options)
+                place = encrypt(BufferSource(str(target), buffer.getvalue()), pending)
+                replacement.enter_context(exclusive_folder(target))
+                finish = place()
+            else:
+                encryption = encryptor.encryption(policy, target.name)
+                pq.write_table(
+                    table,
+                    pending.location.path,
+                    filesystem=pending.location.filesystem,
+                    encryption_properties=encryption.properties,
+                    **options,
+                )
+                replacement.enter_context(exclusive_folder(target))
+                if encryption.key_materials is not None:
+                    if target.info().type != pafs.FileType.NotFound:
+                        raise written_meanwhile(target)
+                    write_key_materials(target, encryption.key_materials)
+                    finish = _nothing
+        finish()
     result = WriteResult(
         str(target), "module encryptor" if reasons else "pyarrow", tuple(reasons), target.info().size
     )
@@ -105,8 +117,13 @@ def write_dataset(
     if schema is None:
         schema = ds.dataset(data).schema
     partitioning, partition_names = _partitioning(partitioning, partitioning_flavor, schema)
+    if "file_visitor" in options:
+        raise TypeError("file_visitor is not taken: it would give away the statistics of encrypted columns")
+    _check_partition_columns(policy_of(schema) if partition_names else None, partition_names)
     policy = policy_of(pa.schema([field for field in schema if field.name not in partition_names]))
     reasons = arrow_limits(policy, write_options)
+    if policy.table.plaintext_footer:
+        reasons.append("it shows size statistics of encrypted columns in a plaintext footer")
     if not policy.table.double_wrapping:
         reasons.append("it would call the KMS while it writes a data set with single wrapping")
     if policy.table.key_material == "external":
@@ -140,6 +157,22 @@ def write_dataset(
     except BaseException:
         handler.discard()
         raise
+
+
+def _check_partition_columns(policy: TablePolicy | None, names: frozenset[str]) -> None:
+    """Refuse to put values of columns under a key into the names of folders, where everyone reads them."""
+    if policy is None:
+        return
+    for path, key in policy.columns.items():
+        if path[0] not in names or key.kind == "plaintext":
+            continue
+        message = f"the values of column {path[0]!r} would stand in the names of folders, in plaintext"
+        if key.kind == "column_key":
+            raise ConfigurationError(
+                f"{message}, and the table {policy.table_name!r} has it under the key {key.key_name!r}.",
+                hint="Partition by another column, or take this one out of column_keys.",
+            )
+        warnings.warn(f"{message}, for the data set is partitioned by it", UserWarning, stacklevel=4)
 
 
 def _partitioning(

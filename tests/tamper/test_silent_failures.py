@@ -1,0 +1,157 @@
+"""What would go wrong without a word: lost files, values in plaintext, checks that do not happen."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from parquet_keytools import Keytools
+from parquet_keytools.errors import AadPrefixError, ColumnAccessDeniedError, KeytoolsError, OutputError
+from parquet_keytools.format.file_layout import read_footer_bytes
+from parquet_keytools.format.structs import FileMetaData
+from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.storage import BufferSource
+
+TABLE = pa.table({"a": [1, 2, 3, 4], "secret": ["x", None, "yy", "z"], "part": ["p", "q", "p", "q"]})
+
+
+def keytools(**table: Any) -> Keytools:
+    settings = {"footer_key": "kf", "column_keys": {"kc": ["secret"]}} | table
+    return Keytools.from_mapping(
+        {"version": 1, "kms": {"type": "in_memory", "keys": ["kf", "kc"]}, "tables": {"t": settings}}
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"aad_prefix": "p"}, {"key_material": "external"}])
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_a_replaced_data_set_is_there(tmp_path: Path, where: str, settings: dict[str, str]) -> None:
+    """fsspec lists paths in another form than they were given in: the new files were deleted as old ones."""
+    tools = keytools(**settings)
+    filesystem = fsspec.filesystem(where)
+    folder = "out" if where == "memory" else str(tmp_path / "out")
+    for _ in range(2):
+        tools.write_dataset(
+            TABLE,
+            folder,
+            partitioning=["part"],
+            filesystem=filesystem,
+            existing_data_behavior="delete_matching",
+        )
+        assert tools.read_table(folder, filesystem=filesystem).num_rows == 4
+    filesystem.rm(folder, recursive=True)
+
+
+def test_names_that_look_like_patterns(tmp_path: Path) -> None:
+    """fsspec's own move takes them for patterns."""
+    filesystem = fsspec.filesystem("memory")
+    for name in ("/x*.parquet", "/x[1].parquet"):
+        assert keytools().write_table(TABLE, name, filesystem=filesystem).size_bytes == filesystem.size(name)
+
+
+def test_two_writers_of_one_file_with_external_key_material(tmp_path: Path) -> None:
+    """Parquet file and key material of different writers do not fit together."""
+    for prefix in (None, "p"):
+        tools = keytools(key_material="external", **({"aad_prefix": prefix} if prefix else {}))
+        for number in range(8):
+            path = tmp_path / f"{prefix}{number}.parquet"
+            start = threading.Barrier(4)
+
+            def write(path: Path = path, start: threading.Barrier = start, tools: Keytools = tools) -> None:
+                start.wait()
+                try:
+                    tools.write_table(TABLE, path)
+                except OutputError as error:
+                    assert "written by another process" in str(error)
+
+            threads = [threading.Thread(target=write) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert tools.read_table(path).equals(TABLE)
+
+
+def test_partitioning_by_unlisted_columns_is_told(tmp_path: Path) -> None:
+    tools = keytools(unlisted_columns="footer_key")
+    with pytest.warns(UserWarning, match="'part' would stand in the names of folders"):
+        tools.write_dataset(TABLE, tmp_path / "d", partitioning=["part"])
+
+
+def test_no_size_statistics_in_a_plaintext_footer(tmp_path: Path) -> None:
+    """Arrow leaves the number of nulls and the lengths of strings there."""
+    path = tmp_path / "x.parquet"
+    keytools(plaintext_footer=True).write_table(TABLE, path)
+    metadata, _ = FileMetaData.read(read_footer_bytes(BufferSource("x", path.read_bytes())).data)
+    visible = metadata.row_groups[0].columns[1].meta_data
+    assert visible is not None and not {12, 13, 14, 15, 16, 17} & visible.struct.fields.keys()
+
+
+def test_collectors_of_statistics_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="metadata_collector"):
+        keytools().write_table(TABLE, tmp_path / "x.parquet", metadata_collector=[])
+    with pytest.raises(TypeError, match="file_visitor"):
+        keytools().write_dataset(TABLE, tmp_path / "d", file_visitor=print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_a_folder_are_not_dropped(tmp_path: Path) -> None:
+    tools = keytools()
+    tools.write_dataset(TABLE, tmp_path / "d")
+    with pytest.raises(TypeError, match="bogus"):
+        tools.read_table(tmp_path / "d", bogus=1)
+
+
+def test_a_renamed_file_where_every_table_has_a_prefix(tmp_path: Path) -> None:
+    table = {"footer_key": "kf", "column_keys": {"kc": ["secret"]}}
+    tools = Keytools.from_mapping(
+        {
+            "version": 1,
+            "kms": {"type": "in_memory", "keys": ["kf", "kc"]},
+            "tables": {
+                "t": table | {"aad_prefix": "t/{file_name}"},
+                "u": table | {"aad_prefix": "u/{file_name}"},
+            },
+        }
+    )
+    tools.write_table(TABLE, tmp_path / "x.parquet", table_name="u")
+    assert tools.read_table(tmp_path / "x.parquet").equals(TABLE)
+    (tmp_path / "x.parquet").rename(tmp_path / "y.parquet")
+    with pytest.raises(AadPrefixError):
+        tools.read_table(tmp_path / "y.parquet")
+
+
+def test_named_columns_are_columns(tmp_path: Path) -> None:
+    """A name that means nothing let any column through, and Arrow aborts on one whose key is refused."""
+    tools = keytools()
+    tools.write_table(TABLE, tmp_path / "x.parquet")
+    assert isinstance(tools.kms, InMemoryKms)
+    tools.kms.deny("kc")
+    tools.clear_caches()
+    with pytest.raises(TypeError):
+        tools.decryption_properties(tmp_path / "x.parquet", columns="secret")
+    with pytest.raises(ValueError, match="'secrt'"):
+        tools.decryption_properties(tmp_path / "x.parquet", columns=["secrt"])
+    with pytest.raises(ColumnAccessDeniedError):
+        tools.decryption_properties(tmp_path / "x.parquet", columns=["secret"])
+    properties = tools.decryption_properties(tmp_path / "x.parquet", columns=["a"])
+    assert pq.read_table(tmp_path / "x.parquet", columns=["a"], decryption_properties=properties).num_rows == 4
+
+
+def test_the_damaged_page_of_a_folder_is_named(tmp_path: Path) -> None:
+    tools = keytools(unlisted_columns="footer_key")
+    tools.write_dataset(TABLE, tmp_path / "d")
+    (path,) = (tmp_path / "d").iterdir()
+    data = path.read_bytes()
+    noticed = []
+    for offset in range(len(data) // 8, len(data) // 2, 7):
+        damaged = bytearray(data)
+        damaged[offset] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(KeytoolsError) as caught:
+            tools.read_table(tmp_path / "d")
+        noticed.append(getattr(caught.value, "module_type", None))
+    assert {"data page", "dictionary page"} & set(noticed), noticed
