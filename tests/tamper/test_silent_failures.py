@@ -151,7 +151,9 @@ def test_the_damaged_page_of_a_folder_is_named(tmp_path: Path) -> None:
         damaged = bytearray(data)
         damaged[offset] ^= 1
         path.write_bytes(damaged)
-        with pytest.raises(KeytoolsError) as caught:
-            tools.read_table(tmp_path / "d")
-        noticed.append(getattr(caught.value, "module_type", None))
+        try:
+            # What a file says of its KMS is for people, and not authenticated.
+            assert tools.read_table(tmp_path / "d").equals(TABLE)
+        except KeytoolsError as error:
+            noticed.append(getattr(error, "module_type", None))
     assert {"data page", "dictionary page"} & set(noticed), noticed
