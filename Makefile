@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 FOLDER ?= demo
+VECTORS ?= vectors
 
 # A slow package index is waited for.
 export PIP_DEFAULT_TIMEOUT ?= 120
@@ -20,7 +21,7 @@ DEMO_INSTALLED := $(VENV)/.installed-demo
 TEST_INSTALLED := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check vectors mutants bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +38,12 @@ check: $(TEST_INSTALLED) ## Linters and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+vectors: $(TEST_INSTALLED) ## Write the vector kit for other engines' maintainers to ./vectors, or VECTORS=...
+	@PYTHONPATH=tests $(BIN)/python -m vector_kit.write_kit "$(VECTORS)"
+
+mutants: $(TEST_INSTALLED) ## 100,000 mutants of valid files through inspect, verify and decrypt
+	MUTANTS=$${MUTANTS:-100000} $(BIN)/python -m pytest tests/fuzz/test_mutants.py
 
 bench: $(TEST_INSTALLED) ## Benchmarks on small data
 	$(BIN)/python benchmarks/arrow_overhead.py --megabytes 50 --rounds 3

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools import module_files
+from parquet_keytools import file_verification, module_files, salvage
 from parquet_keytools.arrow import reading, writing
 from parquet_keytools.arrow.decryption_properties import Filters, make_decryption_properties
 from parquet_keytools.arrow.encryption_properties import ArrowEncryptor, arrow_limits
@@ -18,6 +18,8 @@ from parquet_keytools.arrow.leaf_paths import leaf_paths
 from parquet_keytools.arrow.output_filesystem import Encrypt
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import Configuration
+from parquet_keytools.conformance.inspection import Inspection
+from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.errors import ConfigurationError, OutputError, UnsupportedByArrowError
 from parquet_keytools.key_service import KeyService
 from parquet_keytools.keys.kek_cache import Clock
@@ -430,6 +432,117 @@ class Keytools:
             FileLocation.resolve(target, target_filesystem),
             table_name,
             new_table_name or (table_name if new_keytools is None else None),
+            aad_prefix,
+            on_progress,
+        )
+
+    # --- inspection and verification ---
+
+    def inspect_file(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        with_keys: bool = True,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+    ) -> Inspection:
+        """Show how a file is protected, from its footer, and with keys from the headers of its pages.
+
+        Whatever is wrong with the file or its keys is told in what is returned.
+
+        Args:
+            path: A path or URI.
+            with_keys: Whether to open what is encrypted; else only what anyone can see is shown.
+            table_name: Its table, whose AAD prefix it has; None where the configuration has only one.
+            aad_prefix: The AAD prefix, for files that do not store theirs.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        return file_verification.inspect_file(self._keys, location, table_name, aad_prefix, with_keys=with_keys)
+
+    def verify_file(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+    ) -> FileReport:
+        """Check a file against all rules: every module is authenticated, every number compared.
+
+        What is wrong is in the report; so is what could not be checked because a key was refused.
+
+        Args:
+            path: A path or URI.
+            table_name: Its table, whose policy it must follow; None where the configuration has only one.
+            aad_prefix: The AAD prefix that it must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        return file_verification.verify_file(self._keys, location, table_name, aad_prefix)
+
+    def verify_folder(
+        self,
+        folder: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        part_count: int | None = None,
+        filesystem: Any = None,
+    ) -> DataSetReport:
+        """Check all files of a folder as `verify_file` does, and all of them as one data set.
+
+        Args:
+            folder: A path or URI.
+            table_name: Their table; None where the configuration has only one.
+            aad_prefix: The AAD prefix that every file must have.
+            part_count: How many parts there must be, numbered from 0; None where that is not known.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        location = FileLocation.resolve(folder, filesystem)
+        return file_verification.verify_folder(self._keys, location, table_name, aad_prefix, part_count=part_count)
+
+    def salvage_file(
+        self,
+        source: PathLike,
+        target: PathLike,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        source_filesystem: Any = None,
+        target_filesystem: Any = None,
+        on_progress: module_files.Progress | None = None,
+    ) -> salvage.SalvageResult:
+        """Decrypt the row groups of a damaged file that are whole; the result lists what is missing.
+
+        Args:
+            source: A path or URI.
+            target: A path or URI; what is there is replaced.
+            table_name: Its table, whose AAD prefix it must have; None where the configuration has only one.
+            aad_prefix: The AAD prefix that it must have.
+            source_filesystem: A `pyarrow.fs` or fsspec file system.
+            target_filesystem: A `pyarrow.fs` or fsspec file system.
+            on_progress: Called with the number of bytes after each write, by any thread.
+
+        Raises:
+            DecryptionError: The footer is damaged, or no row group is whole.
+            KeytoolsError: As `decrypt_file`.
+        """
+        return salvage.salvage_file(
+            self._keys,
+            FileLocation.resolve(source, source_filesystem),
+            FileLocation.resolve(target, target_filesystem),
+            table_name,
             aad_prefix,
             on_progress,
         )

@@ -45,6 +45,30 @@ LAYERS: dict[str, set[str]] = {
     "module_files": {"errors", "format", "storage", "encryption", "keys", "opened_file", "key_service"},
     # pyarrow's encryption
     "arrow": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "opened_file", "key_service"},
+    # what lies in folders
+    "folder_files": {"format", "keys", "storage"},
+    # these join the rules, keys and files
+    "file_verification": {
+        "errors",
+        "secret_bytes",
+        "format",
+        "storage",
+        "encryption",
+        "keys",
+        "conformance",
+        "key_service",
+        "folder_files",
+    },
+    "salvage": {
+        "errors",
+        "format",
+        "storage",
+        "encryption",
+        "conformance",
+        "key_service",
+        "module_files",
+        "file_verification",
+    },
     # the facade
     "keytools": {
         "errors",
@@ -56,20 +80,12 @@ LAYERS: dict[str, set[str]] = {
         "key_service",
         "module_files",
         "arrow",
+        "conformance",
+        "file_verification",
+        "salvage",
     },
     # what the command line needs beyond the facade
-    "folder_files": {"format", "keys", "storage"},
     "file_plan": {"errors", "storage", "folder_files"},
-    "file_verification": {
-        "errors",
-        "secret_bytes",
-        "storage",
-        "encryption",
-        "keys",
-        "conformance",
-        "key_service",
-        "folder_files",
-    },
     "configuration_check": {
         "errors",
         "secret_bytes",
@@ -91,8 +107,10 @@ LAYERS: dict[str, set[str]] = {
         "module_files",
         "keytools",
         "conformance",
+        "encryption",
         "file_plan",
         "file_verification",
+        "salvage",
         "configuration_check",
     },
 }

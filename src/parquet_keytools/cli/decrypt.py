@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
+
+import typer
 
 from parquet_keytools.cli.options import (
     AadPrefixOption,
@@ -15,6 +18,10 @@ from parquet_keytools.cli.options import (
     TargetArgument,
 )
 
+SalvageOption = Annotated[
+    bool, typer.Option("--salvage", help="Of damaged files, write the row groups that are whole.")
+]
+
 
 def run(
     source: SourceArgument,
@@ -23,6 +30,7 @@ def run(
     table: TableOption = None,
     aad_prefix: AadPrefixOption = None,
     overwrite: OverwriteOption = False,
+    salvage: SalvageOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Decrypt a Parquet file, or all those of a folder.
@@ -34,6 +42,19 @@ def run(
     with open_keytools(config) as keytools:
         if table is not None:
             keytools.configuration.select_table(table)
+        if salvage:
+            from parquet_keytools.cli.salvage import salvage_files
+
+            salvage_files(
+                keytools,
+                source,
+                target,
+                table=table,
+                aad_prefix=aad_prefix,
+                overwrite=overwrite,
+                as_json=as_json,
+            )
+            return
         convert_files(
             source,
             target,

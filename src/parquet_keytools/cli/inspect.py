@@ -1,0 +1,67 @@
+"""`parquet-keytools inspect`."""
+
+# Nothing slow is imported here: `--help` has to answer at once.
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from parquet_keytools.cli.options import AadPrefixOption, JsonOption, TableOption
+
+if TYPE_CHECKING:
+    from parquet_keytools.conformance.inspection import Inspection
+
+FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="A Parquet file, or its URI.")]
+OptionalConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="The YAML configuration: its keys open what is encrypted."),
+]
+
+
+def run(
+    file: FileArgument,
+    config: OptionalConfigOption = None,
+    table: TableOption = None,
+    aad_prefix: AadPrefixOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how a Parquet file is protected.
+
+    Without keys, what anyone can see of it; with those of a configuration, every module of it. Only the footer is
+    read, and with keys the headers of pages.
+    """
+    shown = _inspect(file, config, table, aad_prefix)
+    if as_json:
+        from parquet_keytools.cli.output import print_json
+        from parquet_keytools.conformance.report_document import document_of
+
+        print_json(document_of(shown))
+        return
+    from parquet_keytools.cli.inspect_tree import render_inspection
+    from parquet_keytools.cli.output import say
+
+    say(render_inspection(shown))
+
+
+def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str | None) -> Inspection:
+    if config is not None:
+        from parquet_keytools.cli.file_argument import location_of
+        from parquet_keytools.keytools import Keytools
+
+        with Keytools.from_yaml(config) as keytools:
+            return keytools.inspect_file(location_of(file, "FILE"), table_name=table, aad_prefix=aad_prefix)
+    from parquet_keytools.conformance.inspector import inspect_source
+
+    prefix = None if aad_prefix is None else aad_prefix.encode()
+    if "://" not in file:
+        from parquet_keytools.conformance.local_source import open_local
+
+        with open_local(file) as local_source:
+            return inspect_source(local_source, aad_prefix=prefix)
+    from parquet_keytools.cli.file_argument import location_of
+    from parquet_keytools.storage import open_source
+
+    with open_source(location_of(file, "FILE")) as source:
+        return inspect_source(source, aad_prefix=prefix)

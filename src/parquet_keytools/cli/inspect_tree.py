@@ -1,0 +1,227 @@
+"""An inspection as people read it: a tree, and a map of the file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import typer
+
+from parquet_keytools.cli.output import size_text
+from parquet_keytools.conformance.inspection import (
+    FOOTER,
+    PLAINTEXT,
+    InspectedChunk,
+    InspectedColumn,
+    Inspection,
+    KeyDescription,
+)
+from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.footer_columns import ColumnEncryption
+from parquet_keytools.encryption.footer_modes import FooterMode
+
+_MAP_WIDTH = 64
+_MAX_MAP_LINES = 8
+_MOST_ROW_GROUPS = 12
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
+_SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass
+class _Branch:
+    text: str
+    children: list[_Branch] = field(default_factory=list)
+
+    def add(self, text: str) -> _Branch:
+        branch = _Branch(text)
+        self.children.append(branch)
+        return branch
+
+    def lines(self, first: str = "", rest: str = "") -> Iterator[str]:
+        yield f"{first}{self.text}"
+        for position, child in enumerate(self.children):
+            is_last = position == len(self.children) - 1
+            yield from child.lines(f"{rest}{'└─ ' if is_last else '├─ '}", f"{rest}{'   ' if is_last else '│  '}")
+
+
+class _Palette:
+    """Gives each key a symbol and a colour, the same everywhere."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        keys = [name for name in dict.fromkeys(names) if name not in (PLAINTEXT, FOOTER)]
+        self.symbols = {name: _SYMBOLS[position % len(_SYMBOLS)] for position, name in enumerate(keys)}
+        self.colours = {name: _COLOURS[position % len(_COLOURS)] for position, name in enumerate(keys)}
+        self.symbols |= {PLAINTEXT: "-", FOOTER: "#"}
+        self.colours |= {PLAINTEXT: "red", FOOTER: "white"}
+
+    def paint(self, name: str, text: str) -> str:
+        return typer.style(text, fg=self.colours.get(name, "white"))
+
+
+def render_inspection(shown: Inspection) -> str:
+    """Return the tree and the map."""
+    root = _Branch(typer.style(f"{shown.path}  {size_text(shown.size_bytes)}", bold=True))
+    if shown.mode is None:
+        root.add(typer.style("nothing can be read", fg="red"))
+    else:
+        palette = _Palette([*shown.bytes_by_key, *(_key_title(column.key) for column in shown.columns)])
+        _add_protection(root, shown)
+        _add_columns(root, shown, palette)
+        _add_row_groups(root, shown, palette)
+        _add_shares(root, shown, palette)
+    if shown.flaws:
+        flaws = root.add(typer.style("wrong; `verify` tells more", fg="red"))
+        for finding in shown.flaws[:10]:
+            flaws.add(f"{finding.rule.id}: {finding.message}")
+    lines = list(root.lines())
+    if shown.mode is not None:
+        lines += ["", *_map(shown, palette)]
+    return "\n".join(lines)
+
+
+def _add_protection(root: _Branch, shown: Inspection) -> None:
+    assert shown.mode is not None
+    text = shown.mode.value
+    if shown.mode is FooterMode.UNENCRYPTED:
+        root.add(typer.style("not encrypted", fg="red"))
+    else:
+        seen = {None: "not authenticated: no key", True: "authentic", False: "NOT authentic"}
+        branch = root.add(f"{text}, {shown.algorithm}, {seen[shown.footer_is_authentic]}")
+        if shown.supply_aad_prefix:
+            branch.add("AAD prefix: not stored, readers must supply it")
+        else:
+            branch.add(f"AAD prefix: {'none' if shown.aad_prefix is None else repr(shown.aad_prefix)}")
+        branch.add(f"file unique: {shown.aad_file_unique or 'none'}")
+        if shown.footer_key is not None:
+            branch.add(f"key: {_key_text(shown.footer_key)}")
+        branch.add(f"at byte {shown.footer_offset:,}, {shown.footer_length:,} bytes")
+    if shown.num_rows is not None:
+        root.add(f"{shown.num_rows:,} rows, written by {shown.created_by or 'an unnamed writer'}")
+    if shown.key_values:
+        values = ", ".join(f"{key} ({size_text(length)})" for key, length in shown.key_values.items())
+        root.add(f"key-value metadata: {values}")
+
+
+def _add_columns(root: _Branch, shown: Inspection, palette: _Palette) -> None:
+    if not shown.columns:
+        return
+    branch = root.add(f"{len(shown.columns)} columns")
+    for column in shown.columns:
+        leaf = branch.add(f"{column.path}: {_column_text(column, shown, palette)}")
+        if column.denied is not None:
+            leaf.add(typer.style(f"key not to be had: {column.denied}", fg="red"))
+        if column.shows:
+            leaf.add(f"shows: {', '.join(column.shows)}")
+
+
+def _column_text(column: InspectedColumn, shown: Inspection, palette: _Palette) -> str:
+    if column.encryption is ColumnEncryption.PLAINTEXT:
+        return palette.paint(PLAINTEXT, "plaintext")
+    if column.encryption is ColumnEncryption.FOOTER_KEY:
+        return palette.paint(_key_title(shown.footer_key), "footer key")
+    return palette.paint(_key_title(column.key), _key_text(column.key) if column.key else "")
+
+
+def _add_row_groups(root: _Branch, shown: Inspection, palette: _Palette) -> None:
+    if not shown.row_groups:
+        return
+    branch = root.add(f"{len(shown.row_groups)} row groups")
+    for row_group in shown.row_groups[:_MOST_ROW_GROUPS]:
+        size = "" if row_group.total_compressed_size is None else f", {size_text(row_group.total_compressed_size)}"
+        place = "" if row_group.file_offset is None else f" at byte {row_group.file_offset:,}"
+        leaf = branch.add(f"row group {row_group.ordinal}: {row_group.num_rows:,} rows{size}{place}")
+        for chunk in shown.chunks:
+            if chunk.row_group_ordinal == row_group.ordinal:
+                column = shown.columns[chunk.column_ordinal]
+                name = _name_of(column, shown)
+                leaf.add(palette.paint(name, f"{column.path}: {_chunk_text(chunk)}"))
+    if len(shown.row_groups) > _MOST_ROW_GROUPS:
+        branch.add(f"and {len(shown.row_groups) - _MOST_ROW_GROUPS} more; --json shows all")
+
+
+def _chunk_text(chunk: InspectedChunk) -> str:
+    counts = Counter(module.module_type for module in chunk.modules)
+    size = size_text(sum(module.length for module in chunk.modules))
+    start = min((module.offset for module in chunk.modules), default=0)
+    parts = [f"{chunk.num_values:,} values, {size} from byte {start:,}"]
+    if counts[ModuleType.DATA_PAGE_HEADER]:
+        parts.append(f"{counts[ModuleType.DATA_PAGE]} data pages")
+    if counts[ModuleType.DICTIONARY_PAGE]:
+        parts.append("dictionary")
+    if counts[ModuleType.OFFSET_INDEX] or counts[ModuleType.COLUMN_INDEX]:
+        parts.append("page index")
+    if counts[ModuleType.BLOOM_FILTER_HEADER]:
+        parts.append("Bloom filter")
+    if not chunk.is_whole:
+        parts.append("DAMAGED")
+    return ", ".join(parts)
+
+
+def _add_shares(root: _Branch, shown: Inspection, palette: _Palette) -> None:
+    branch = root.add("bytes under each key")
+    known = 0
+    for name, length in shown.bytes_by_key.items():
+        known += length
+        share = 100 * length / shown.size_bytes
+        text = f"{palette.symbols.get(name, '?')}  {share:5.1f} %  {size_text(length)}  {name}"
+        branch.add(palette.paint(name, text))
+    unknown = shown.size_bytes - known
+    if unknown > 0:
+        text = f".  {100 * unknown / shown.size_bytes:5.1f} %  {size_text(unknown)}  "
+        branch.add(text + "not to be told without keys, or belongs to nothing")
+
+
+def _map(shown: Inspection, palette: _Palette) -> Iterator[str]:
+    """Yield lines of symbols, each of which stands for the same number of bytes."""
+    cells_wanted = _MAP_WIDTH * min(_MAX_MAP_LINES, max(1, shown.size_bytes // 65_536))
+    cell_bytes = max(1, -(-shown.size_bytes // cells_wanted))
+    cells = [""] * -(-shown.size_bytes // cell_bytes)
+    ranges = [
+        (module.offset, module.length, _name_of(shown.columns[chunk.column_ordinal], shown))
+        for chunk in shown.chunks
+        for module in chunk.modules
+    ]
+    if shown.footer_offset is not None:
+        ranges.append((shown.footer_offset, shown.size_bytes - shown.footer_offset, FOOTER))
+    for offset, length, name in ranges:
+        first, last = offset // cell_bytes, -(-(offset + max(length, 1)) // cell_bytes)
+        cells[first:last] = [name] * (min(last, len(cells)) - first)
+    yield f"one sign for {size_text(cell_bytes)}"
+    for start in range(0, len(cells), _MAP_WIDTH):
+        line = cells[start : start + _MAP_WIDTH]
+        yield "".join(palette.paint(name, palette.symbols.get(name, "?")) if name else "." for name in line)
+
+
+def _name_of(column: InspectedColumn, shown: Inspection) -> str:
+    if column.encryption is ColumnEncryption.PLAINTEXT:
+        return PLAINTEXT
+    own = column.encryption is ColumnEncryption.COLUMN_KEY
+    return _key_title(column.key if own else shown.footer_key)
+
+
+def _key_title(key: KeyDescription | None) -> str:
+    if key is None or (key.name is None and key.reference is None):
+        return "a key without key metadata" if key is None or key.kind == "none" else "an unknown key"
+    return key.name or key.reference or ""
+
+
+def _key_text(key: KeyDescription) -> str:
+    if key.flaw is not None:
+        return f"cannot be told: {key.flaw}"
+    if key.kind == "none":
+        return "no key metadata: readers must know it"
+    if key.kind == "data key":
+        return f"data key {key.name!r}"
+    parts = [f"master key {key.name!r}" if key.name is not None else "key material in the file beside it"]
+    if key.reference is not None:
+        parts.append(f"reference {key.reference!r}")
+    if key.double_wrapping is not None:
+        parts.append("double wrapping" if key.double_wrapping else "single wrapping")
+    if key.dek_length_bits is not None:
+        parts.append(f"DEK of {key.dek_length_bits} bits")
+    if key.kek_id is not None:
+        parts.append(f"KEK {key.kek_id}")
+    if key.kms_instance_url not in (None, "DEFAULT", ""):
+        parts.append(f"names the KMS {key.kms_instance_url!r}")
+    return ", ".join(parts)

@@ -1,0 +1,71 @@
+"""`parquet-keytools verify`."""
+
+# Nothing slow is imported here: `--help` has to answer at once.
+from __future__ import annotations
+
+import contextlib
+import errno
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parquet_keytools.cli.options import AadPrefixOption, JsonOption, TableOption
+
+PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or folder, or its URI.")]
+OptionalConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="The YAML configuration: its keys and what its table wants."),
+]
+PartsOption = Annotated[
+    int | None,
+    typer.Option("--parts", metavar="N", min=1, help="The folder must have parts 0 to N-1, each once."),
+]
+
+
+def run(
+    path: PathArgument,
+    config: OptionalConfigOption = None,
+    table: TableOption = None,
+    aad_prefix: AadPrefixOption = None,
+    parts: PartsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check files against the encryption specification, rule by rule.
+
+    Without a configuration, what needs no key is checked, and nothing is authenticated. With one, every module is,
+    and the file is compared with what its table wants. A folder is checked as one data set. The exit status is 0
+    only if everything that was asked for was checked and conforms.
+    """
+    from parquet_keytools import file_verification
+    from parquet_keytools.cli.exit_status import ExitStatus
+    from parquet_keytools.cli.file_argument import location_of
+    from parquet_keytools.cli.output import print_json
+    from parquet_keytools.cli.verify_report import say_data_set, say_file
+    from parquet_keytools.conformance.report_document import data_set_document, file_document
+    from parquet_keytools.keytools import Keytools
+
+    location = location_of(path, "PATH")
+    kind = location.info().type.name
+    if kind == "NotFound":
+        raise FileNotFoundError(errno.ENOENT, "no such file or folder", path)
+    with contextlib.ExitStack() as stack:
+        verify_folder = partial(file_verification.verify_folder, None)
+        verify_file = partial(file_verification.verify_file, None)
+        if config is not None:
+            keytools = stack.enter_context(Keytools.from_yaml(config))
+            if table is not None:
+                keytools.configuration.select_table(table)
+            verify_folder = partial(keytools.verify_folder, table_name=table)
+            verify_file = partial(keytools.verify_file, table_name=table)
+        if kind == "Directory":
+            data_set = verify_folder(location, aad_prefix=aad_prefix, part_count=parts)
+            print_json(data_set_document(data_set)) if as_json else say_data_set(data_set)
+            conforms = data_set.conforms
+        else:
+            report = verify_file(location, aad_prefix=aad_prefix)
+            print_json(file_document(report)) if as_json else say_file(report)
+            conforms = report.conforms
+    if not conforms:
+        raise typer.Exit(ExitStatus.NO)

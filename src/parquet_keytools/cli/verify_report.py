@@ -1,0 +1,135 @@
+"""Reports as people read them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import typer
+
+from parquet_keytools.cli.output import say
+from parquet_keytools.conformance.report import (
+    Damage,
+    DataSetReport,
+    FileReport,
+    Loss,
+    ModuleTally,
+    Outcome,
+    RuleResult,
+    Verdict,
+)
+from parquet_keytools.conformance.rules import Severity
+
+_MOST_FINDINGS = 5
+_MOST_LOSSES = 20
+
+_COLOURS = {Severity.VIOLATION: "red", Severity.WEAKNESS: "yellow", Severity.NOTE: "cyan"}
+_VERDICTS = {
+    Verdict.CONFORMS: ("conforms", "green"),
+    Verdict.VIOLATED: ("DOES NOT CONFORM", "red"),
+    Verdict.INCOMPLETE: ("NOT ALL COULD BE CHECKED", "yellow"),
+}
+
+
+def say_file(report: FileReport) -> None:
+    """Tell what was found in a file."""
+    say(typer.style(report.path, bold=True))
+    for result in _worst_first(report.rules):
+        _say_broken(result)
+    _say_not_checked(report)
+    _say_modules(report.modules)
+    if report.damage is not None:
+        _say_damage(report.damage)
+    counts = Counter(result.outcome for result in report.rules)
+    say(f"  rules: {', '.join(f'{counts[outcome]} {outcome.value}' for outcome in Outcome if counts[outcome])}")
+    text, colour = _VERDICTS[report.verdict]
+    if not report.with_keys:
+        text += " as far as can be seen without keys; nothing was authenticated"
+    say(f"  {typer.style(text, fg=colour, bold=True)}")
+
+
+def say_data_set(report: DataSetReport) -> None:
+    """Tell what was found in the files of a folder."""
+    for file in report.files:
+        say_file(file)
+    for path, reason in report.left_out.items():
+        say(f"Left out: {path}: {reason}.")
+    say(typer.style(f"{report.path}: {len(report.files)} files as a data set", bold=True))
+    for result in _worst_first(report.rules):
+        _say_broken(result)
+        for reason in result.reasons:
+            say(f"  {typer.style('not checked', fg='yellow')} {result.rule.id}: {reason}")
+    verdicts = Counter(file.verdict for file in report.files)
+    counts = ", ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in Verdict if verdicts[verdict])
+    text, colour = _VERDICTS[report.verdict]
+    say(f"  files: {counts or 'none'}")
+    say(f"  {typer.style(text, fg=colour, bold=True)}")
+
+
+def _worst_first(results: tuple[RuleResult, ...]) -> list[RuleResult]:
+    order = list(Severity)
+    return sorted(results, key=lambda result: order.index(result.rule.severity))
+
+
+def _say_broken(result: RuleResult) -> None:
+    if result.outcome is not Outcome.BROKEN:
+        return
+    rule = result.rule
+    label = typer.style(rule.severity.value, fg=_COLOURS[rule.severity], bold=True)
+    say(f"  {label} {rule.id} (section {rule.section}): {rule.holds}")
+    for finding in result.findings[:_MOST_FINDINGS]:
+        say(f"    {finding.where}: {finding.message}" if finding.where else f"    {finding.message}")
+    if result.breaches > _MOST_FINDINGS:
+        say(f"    and {result.breaches - _MOST_FINDINGS} more")
+    say(f"    {rule.gain}")
+
+
+def _say_not_checked(report: FileReport) -> None:
+    """Tell reasons once each, with the number of rules that they keep from being checked."""
+    if not report.with_keys:
+        return
+    reasons = Counter(reason for result in report.rules for reason in result.reasons)
+    for reason, number in reasons.items():
+        rules = "rule" if number == 1 else "rules"
+        say(f"  {typer.style('not checked', fg='yellow', bold=True)} {number} {rules}: {reason}")
+
+
+def _say_modules(tallies: tuple[ModuleTally, ...]) -> None:
+    if not tallies:
+        return
+    authentic = sum(tally.authentic for tally in tallies)
+    broken = sum(tally.broken for tally in tallies)
+    unauthenticated = sum(tally.unauthenticated for tally in tallies)
+    parts = [f"{authentic:,} authentic"]
+    if broken:
+        parts.append(typer.style(f"{broken:,} not authentic", fg="red"))
+    if unauthenticated:
+        parts.append(typer.style(f"{unauthenticated:,} that nothing authenticates (AES-CTR)", fg="yellow"))
+    say(f"  modules: {', '.join(parts)}")
+
+
+def _say_damage(damage: Damage) -> None:
+    if damage.file_is_lost:
+        say(f"  {typer.style('lost', fg='red')}: the whole file, for its footer cannot be read")
+        return
+    for loss in damage.losses[:_MOST_LOSSES]:
+        say(f"  {typer.style('lost', fg='red')}: {loss_text(loss)}")
+    if len(damage.losses) > _MOST_LOSSES:
+        say(f"  and parts of {len(damage.losses) - _MOST_LOSSES} more chunks")
+    if damage.losses:
+        say(
+            f"  readable: {len(damage.readable_row_groups)} of {damage.row_groups} row groups; "
+            "`decrypt --salvage` writes these"
+        )
+
+
+def loss_text(loss: Loss) -> str:
+    """Return what is lost of a chunk."""
+    chunk = f"row group {loss.row_group_ordinal}, column {loss.column!r}"
+    if loss.pages is None:
+        return f"{chunk}: all of it"
+    pages = [f"page {page}" for page in loss.pages[:10]]
+    if len(loss.pages) > 10:
+        pages.append(f"{len(loss.pages) - 10} more pages")
+    if loss.from_page is not None:
+        pages.append(f"all from page {loss.from_page} on")
+    return f"{chunk}: {', '.join(pages)}"

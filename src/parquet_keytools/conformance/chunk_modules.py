@@ -1,0 +1,329 @@
+"""The modules of one column chunk, found one after another, each checked against its place.
+
+This walk shares the formats and ciphers with the module encryptor, and none of its ways to go through a file: a
+mistake in one of them shows in the other.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parquet_keytools.conformance.footer_rules import Column
+from parquet_keytools.conformance.module_check import AUTHENTICITY_RULES, check_padding
+from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.encryption.aad import MAX_ORDINAL, ModuleType
+from parquet_keytools.encryption.aes import InvalidTag
+from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, LENGTH_LENGTH, ModuleCipher
+from parquet_keytools.encryption.module_place import ModulePlace
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.structs import ColumnMetaData, PageHeader
+
+_MIN_PLAINTEXT_HEADER_WINDOW = 4096
+
+_LEVELS_LENGTH_FIELD_IDS = (5, 6)
+"""Of `definition_levels_byte_length` and `repetition_levels_byte_length` in DataPageHeaderV2."""
+
+
+def _inner_facts(header: PageHeader, page_type: int) -> tuple[int, int]:
+    """Return number of values and length of levels, or -1 for a type of page whose own header is missing."""
+    if page_type == PageHeader.DATA_PAGE_V2:
+        v2 = header.data_page_header_v2
+        if v2 is None:
+            return -1, 0
+        fields = (v2.struct.fields.get(field_id, (None, None))[1] for field_id in _LEVELS_LENGTH_FIELD_IDS)
+        return v2.num_values, sum(value for value in fields if isinstance(value, int))
+    if page_type == PageHeader.INDEX_PAGE:
+        return 0, 0
+    if page_type == PageHeader.DICTIONARY_PAGE:
+        dictionary = header.dictionary_page_header
+        return (-1 if dictionary is None else dictionary.num_values), 0
+    data = header.data_page_header if page_type == PageHeader.DATA_PAGE else None
+    return (-1 if data is None else data.num_values), 0
+
+
+def _length_field(module: memoryview) -> int:
+    length: int = struct.unpack_from("<I", module)[0]
+    return length
+
+
+class Window:
+    """A part of a file that was read at once; a mapped file is not copied."""
+
+    def __init__(self, source: ByteSource, end: int, step: int) -> None:
+        self._source = source
+        self._end = end
+        self._step = step
+        self._offset = 0
+        self._data = memoryview(b"")
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Return a range, or as much of it as there is before the end."""
+        length = min(length, self._end - offset)
+        position = offset - self._offset
+        if not 0 <= position <= len(self._data) - length:
+            self._data = memoryview(self._source.read_at(offset, min(max(length, self._step), self._end - offset)))
+            self._offset, position = offset, 0
+        return self._data[position : position + length]
+
+
+@dataclass(frozen=True)
+class ChunkCiphers:
+    """How one chunk is decrypted.
+
+    Attributes:
+        column: Its column.
+        row_group_ordinal: Of its row group.
+        cipher: Under its DEK; None for a plaintext chunk.
+        is_ctr: Whether its pages are encrypted with AES-CTR.
+        fingerprint: Of the DEK, for the nonces that were used with it.
+    """
+
+    column: Column
+    row_group_ordinal: int
+    cipher: ModuleCipher | None
+    is_ctr: bool
+    fingerprint: bytes
+
+    def place(self, module_type: ModuleType, page_ordinal: int | None = None) -> ModulePlace:
+        """Return the place of a module of this chunk."""
+        return ModulePlace(module_type, self.row_group_ordinal, self.column.ordinal, page_ordinal)
+
+    @property
+    def page_framing(self) -> int:
+        """How many bytes longer a page is than its plaintext."""
+        if self.cipher is None:
+            return 0
+        return CTR_FRAMING if self.is_ctr else GCM_FRAMING
+
+
+class HeaderFacts(NamedTuple):
+    """What is to be known of a page header.
+
+    Attributes:
+        page_type: `PageHeader.DATA_PAGE` and so on.
+        length: Of the page with framing.
+        uncompressed_length: Of what it holds.
+        crc: As stated, or None.
+        num_values: How many values are stated.
+        levels_length: Of the levels of a V2 page; 0 for others.
+    """
+
+    page_type: int
+    length: int
+    uncompressed_length: int
+    crc: int | None
+    num_values: int
+    levels_length: int
+
+
+class Page(NamedTuple):
+    """A page that the walk came by.
+
+    Attributes:
+        place: Of the page itself.
+        facts: What its header says.
+        header_offset: Where the header begins.
+        offset: Where the page begins.
+        header_nonce: The nonce of the header; empty in a plaintext chunk.
+    """
+
+    place: ModulePlace
+    facts: HeaderFacts
+    header_offset: int
+    offset: int
+    header_nonce: bytes
+
+    @property
+    def length(self) -> int:
+        """Length of the page with framing."""
+        return self.facts.length
+
+    @property
+    def is_dictionary(self) -> bool:
+        """Whether it is the dictionary page."""
+        return self.place.module_type is ModuleType.DICTIONARY_PAGE
+
+    def module_of(self, stored: memoryview) -> memoryview:
+        """Return the module of an encrypted page: all of it, or what follows the levels if those are outside."""
+        levels = self.facts.levels_length
+        if 0 < levels <= len(stored) - LENGTH_LENGTH and _length_field(stored) != len(stored) - LENGTH_LENGTH:
+            module = stored[levels:]
+            if _length_field(module) == len(module) - LENGTH_LENGTH:
+                return module
+        return stored
+
+
+class PageWalk:
+    """Goes from header to header through a chunk.
+
+    Attributes:
+        next_ordinal: Of the data page that would come next.
+        stopped: Whether the rest of the chunk could not be walked: it is lost.
+        authentic_headers: How many headers were decrypted, by module type.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        chunk: ChunkCiphers,
+        metadata: ColumnMetaData,
+        start: int,
+        end: int,
+        book: RuleBook,
+    ) -> None:
+        self._window = window
+        self._chunk = chunk
+        self._metadata = metadata
+        self._start = start
+        self._end = end
+        self._book = book
+        self.next_ordinal = 0
+        self.stopped = False
+        self.authentic_headers: dict[ModuleType, int] = {}
+
+    def __iter__(self) -> Iterator[Page]:
+        offset = self._start
+        while offset < self._end:
+            page = self._page(offset)
+            if page is None:
+                self.stopped = True
+                return
+            yield page
+            offset = page.offset + page.length
+        self._book.holds("chunk-size", "page-header", "page-type")
+
+    def _page(self, offset: int) -> Page | None:
+        chunk = self._chunk
+        if chunk.cipher is None:
+            found = self._plaintext_header(offset)
+        else:
+            found = self._encrypted_header(offset, chunk.cipher)
+        if found is None:
+            return None
+        header, header_length, header_place, nonce = found
+        facts = self._checked_facts(header, header_place, offset)
+        if facts is None:
+            return None
+        page_type, length = facts.page_type, facts.length
+        is_dictionary = page_type == PageHeader.DICTIONARY_PAGE
+        if chunk.cipher is not None:
+            fits = is_dictionary == (header_place.module_type is ModuleType.DICTIONARY_PAGE_HEADER)
+            fits = fits and page_type != PageHeader.INDEX_PAGE
+        else:
+            fits = not is_dictionary or offset == self._start
+        if not fits:
+            self._broken("page-type", f"the header says page type {page_type}.", header_place, offset)
+            return None
+        page_offset = offset + header_length
+        if page_offset + length > self._end:
+            message = f"a page of {length} bytes goes on after its chunk, which ends at {self._end}."
+            self._broken("chunk-size", message, header_place, offset)
+            return None
+        if is_dictionary:
+            place = chunk.place(ModuleType.DICTIONARY_PAGE)
+        else:
+            place = chunk.place(ModuleType.DATA_PAGE, self.next_ordinal)
+            self.next_ordinal += page_type != PageHeader.INDEX_PAGE
+        return Page(place, facts, offset, page_offset, nonce)
+
+    def _checked_facts(self, header: PageHeader, place: ModulePlace, offset: int) -> HeaderFacts | None:
+        """Return what a header says, if all that it must have is there and can be."""
+        try:
+            page_type, length = header.type, header.compressed_page_size
+            uncompressed_length, crc = header.uncompressed_page_size, header.crc
+            num_values, levels_length = _inner_facts(header, page_type)
+        except ParquetFormatError as error:
+            self._broken("page-header", str(error), place, offset)
+            return None
+        if uncompressed_length < 0 or num_values < 0 or length < self._chunk.page_framing:
+            message = f"type {page_type}, {length} bytes, and what belongs to them, cannot be."
+            self._broken("page-header", message, place, offset)
+            return None
+        return HeaderFacts(page_type, length, uncompressed_length, crc, num_values, levels_length)
+
+    def _plaintext_header(self, offset: int) -> tuple[PageHeader, int, ModulePlace, bytes] | None:
+        place = self._chunk.place(ModuleType.DATA_PAGE_HEADER, self.next_ordinal)
+        length = _MIN_PLAINTEXT_HEADER_WINDOW
+        while True:
+            data = self._window.view(offset, length)
+            try:
+                header, end = PageHeader.read(data)
+            except ParquetFormatError as error:
+                if len(data) == length:
+                    # Statistics in a header may be long; it is looked for in twice as many bytes.
+                    length *= 2
+                    continue
+                self._broken("page-header", str(error), place, offset)
+                return None
+            return header, end, place, b""
+
+    def _encrypted_header(
+        self, offset: int, cipher: ModuleCipher
+    ) -> tuple[PageHeader, int, ModulePlace, bytes] | None:
+        places = self._header_places(offset)
+        if places is None:
+            return None
+        left = self._end - offset
+        if left < GCM_FRAMING:
+            self._broken("chunk-size", f"{left} bytes are left, too few for a module.", places[0], offset)
+            return None
+        (stored,) = struct.unpack("<I", self._window.view(offset, LENGTH_LENGTH))
+        length = stored + LENGTH_LENGTH
+        if not GCM_FRAMING <= length <= left:
+            message = f"its length field says {stored} bytes, and its chunk has {left}."
+            self._broken("module-length", message, places[0], offset)
+            return None
+        module = self._window.view(offset, length)
+        nonce = bytes(module[4:16])
+        plaintext = bytearray(length - GCM_FRAMING)
+        for place in places:
+            try:
+                cipher.gcm.decrypt_into(nonce, module[16:], place.aad(cipher.file_aad), plaintext)
+            except InvalidTag:
+                continue
+            break
+        else:
+            rule_id = AUTHENTICITY_RULES[places[0].module_type]
+            self._broken(rule_id, "the module does not authenticate.", places[0], offset)
+            return None
+        self._book.holds(AUTHENTICITY_RULES[place.module_type], "module-length")
+        self.authentic_headers[place.module_type] = self.authentic_headers.get(place.module_type, 0) + 1
+        if offset == self._start:
+            self._check_dictionary_offset(place, offset)
+        try:
+            header, end = PageHeader.read(bytes(plaintext))
+        except ParquetFormatError as error:
+            self._broken("page-header", str(error), place, offset)
+            return None
+        check_padding(plaintext, end, place, self._book)
+        return header, length, place, nonce
+
+    def _header_places(self, offset: int) -> list[ModulePlace] | None:
+        """Return what the module at `offset` may be; the first page's AAD is one of two."""
+        chunk = self._chunk
+        if self.next_ordinal > MAX_ORDINAL:
+            self._book.broken(
+                "ordinal-limit",
+                f"the chunk has more than {MAX_ORDINAL + 1} data pages.",
+                chunk.place(ModuleType.DATA_PAGE_HEADER, MAX_ORDINAL),
+                offset,
+            )
+            return None
+        data = chunk.place(ModuleType.DATA_PAGE_HEADER, self.next_ordinal)
+        if offset != self._start:
+            return [data]
+        dictionary = chunk.place(ModuleType.DICTIONARY_PAGE_HEADER)
+        return [dictionary, data] if self._metadata.dictionary_page_offset else [data, dictionary]
+
+    def _check_dictionary_offset(self, place: ModulePlace, offset: int) -> None:
+        stated = self._metadata.dictionary_page_offset or None
+        actual = offset if place.module_type is ModuleType.DICTIONARY_PAGE_HEADER else None
+        message = f"it is {stated}, and the dictionary page is at {actual}."
+        self._book.check("dictionary-offset", stated == actual, message, place)
+
+    def _broken(self, rule_id: str, message: str, place: ModulePlace, offset: int) -> None:
+        self._book.broken(rule_id, message, place, offset)

@@ -1,0 +1,180 @@
+"""One column chunk verified: its pages authenticated, and its numbers compared with what was found."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from parquet_keytools.conformance.chunk_modules import ChunkCiphers, Page, PageWalk, Window
+from parquet_keytools.conformance.layout_rules import ChunkRegion
+from parquet_keytools.conformance.module_check import AUTHENTICITY_RULES
+from parquet_keytools.conformance.nonce_ledger import NonceLedger
+from parquet_keytools.conformance.report import Loss
+from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.aes import InvalidTag
+from parquet_keytools.encryption.module_cipher import GCM_FRAMING, ModuleCipher
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.structs import ColumnMetaData, PageHeader
+
+_UNCOMPRESSED = 0
+_STEP = 4 * 1024 * 1024
+_read_length = struct.Struct("<I").unpack_from
+
+Count = Callable[[ModuleType, str, str, int], None]
+"""Takes module type, column name, one of `authentic`, `broken`, `unauthenticated`, and how many."""
+
+
+@dataclass
+class PageList:
+    """Where the data pages of a chunk begin, and how long they are with their headers."""
+
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+
+
+class ChunkVerifier:
+    """Verifies the pages of one chunk.
+
+    Attributes:
+        chunk: How it is decrypted.
+        metadata: Its metadata.
+        pages: Its data pages, as far as they were walked.
+        is_whole: Whether the walk reached the end of the chunk.
+    """
+
+    def __init__(
+        self, chunk: ChunkCiphers, metadata: ColumnMetaData, region: ChunkRegion, book: RuleBook, count: Count
+    ) -> None:
+        self.chunk = chunk
+        self.metadata = metadata
+        self.pages = PageList()
+        self.is_whole = False
+        self._region = region
+        self._book = book
+        self._count = count
+        self._lost_pages: set[int] = set()
+        self._lost_from: int | None = None
+        self._dictionary_is_lost = False
+        self._values = 0
+        self._is_uncompressed = metadata.codec == _UNCOMPRESSED
+
+    def walk(self, source: ByteSource, ledger: NonceLedger) -> Iterator[tuple[Page, memoryview]]:
+        """Yield all pages with their bytes, and check the chunk's own numbers at the end."""
+        region, chunk, metadata = self._region, self.chunk, self.metadata
+        assert region.length is not None
+        end = region.offset + region.length
+        window = Window(source, end, _STEP)
+        walk = PageWalk(window, chunk, metadata, region.offset, end, self._book)
+        first_data_page: int | None = None
+        for page in walk:
+            stored = window.view(page.offset, page.length)
+            if chunk.cipher is not None:
+                ledger.add(chunk.fingerprint, page.header_nonce, page.header_offset)
+                ledger.add(chunk.fingerprint, page.module_of(stored)[4:16], page.offset, is_page=True)
+            if not page.is_dictionary:
+                first_data_page = page.header_offset if first_data_page is None else first_data_page
+                self._values += page.facts.num_values
+                self.pages.offsets.append(page.header_offset)
+                self.pages.lengths.append(page.offset + page.length - page.header_offset)
+            yield page, stored
+        for module_type, number in walk.authentic_headers.items():
+            self._count(module_type, chunk.column.name, "authentic", number)
+        self.is_whole = not walk.stopped
+        if walk.stopped:
+            self._lost_from = walk.next_ordinal
+            return
+        place = chunk.place(ModuleType.COLUMN_META_DATA)
+        message = f"the pages have {self._values} values, the metadata says {metadata.num_values}."
+        self._book.check("value-count", self._values == metadata.num_values, message, place)
+        if chunk.cipher is not None and first_data_page is not None:
+            message = f"it is {metadata.data_page_offset}, and the first data page is at {first_data_page}."
+            self._book.check("data-page-offset", metadata.data_page_offset == first_data_page, message, place)
+
+    def check_page(self, page: Page, stored: memoryview, scratch: memoryview) -> None:
+        """Authenticate one page, or as much of it as its algorithm and its CRC allow; for any thread.
+
+        Args:
+            page: The page.
+            stored: Its bytes with framing.
+            scratch: Memory for the plaintext, as long as `stored` at least.
+        """
+        book, chunk = self._book, self.chunk
+        is_good = True
+        crc = page.facts.crc
+        if crc is not None:
+            is_good = zlib.crc32(stored) == crc & 0xFFFF_FFFF
+            book.check("page-crc", is_good, "the page does not have the CRC that its header states.", page.place)
+        plaintext_length = len(stored) - chunk.page_framing
+        if chunk.cipher is not None:
+            is_good = self._authenticate(chunk.cipher, page, stored, scratch) and is_good
+        if self._is_uncompressed:
+            stated = page.facts.uncompressed_length
+            if plaintext_length == stated:
+                book.holds("page-size")
+            else:
+                message = f"{plaintext_length} bytes without framing, and the header states {stated}."
+                book.broken("page-size", message, page.place)
+        if not is_good:
+            self._lose(page)
+
+    def _authenticate(self, cipher: ModuleCipher, page: Page, stored: memoryview, scratch: memoryview) -> bool:
+        place, name = page.place, self.chunk.column.name
+        whole, stored = stored, page.module_of(stored)
+        if len(stored) < len(whole):
+            message = f"{len(whole) - len(stored)} bytes of levels stand before the module."
+            self._book.broken("page-v2-whole", message, place, page.offset)
+        elif page.facts.page_type == PageHeader.DATA_PAGE_V2:
+            self._book.holds("page-v2-whole")
+        (length,) = _read_length(stored)
+        if length != len(stored) - 4:
+            message = f"its length field says {length} bytes, its header {len(stored) - 4}."
+            self._book.broken("module-length", message, place, page.offset)
+            self._count(place.module_type, name, "broken", 1)
+            return False
+        if self.chunk.is_ctr:
+            # To decrypt it would show nothing: any bytes decrypt to something.
+            self._count(place.module_type, name, "unauthenticated", 1)
+            if page.is_dictionary or place.page_ordinal == 0:
+                self._check_algorithm(cipher, page, stored, scratch)
+            return True
+        out = scratch[: len(stored) - GCM_FRAMING]
+        rule_id = AUTHENTICITY_RULES[place.module_type]
+        try:
+            cipher.gcm.decrypt_into(stored[4:16], stored[16:], place.aad(cipher.file_aad), out)
+        except InvalidTag:
+            self._book.broken(rule_id, "the module does not authenticate.", place, page.offset)
+            self._count(place.module_type, name, "broken", 1)
+            return False
+        self._book.holds(rule_id, "module-length")
+        self._count(place.module_type, name, "authentic", 1)
+        return True
+
+    def _check_algorithm(self, cipher: ModuleCipher, page: Page, stored: memoryview, scratch: memoryview) -> None:
+        if len(stored) < GCM_FRAMING:
+            return
+        out = scratch[: len(stored) - GCM_FRAMING]
+        try:
+            cipher.gcm.decrypt_into(stored[4:16], stored[16:], page.place.aad(cipher.file_aad), out)
+        except InvalidTag:
+            self._book.holds("algorithm-of-pages")
+            return
+        message = "the page authenticates with AES-GCM, and the file states AES_GCM_CTR_V1."
+        self._book.broken("algorithm-of-pages", message, page.place, page.offset)
+
+    def _lose(self, page: Page) -> None:
+        if page.is_dictionary:
+            self._dictionary_is_lost = True
+        elif page.place.page_ordinal is not None:
+            self._lost_pages.add(page.place.page_ordinal)
+
+    def loss(self) -> Loss | None:
+        """Return what is lost of the chunk, when all its pages were checked."""
+        if not self._dictionary_is_lost and not self._lost_pages and self._lost_from is None:
+            return None
+        pages = None if self._dictionary_is_lost else tuple(sorted(self._lost_pages))
+        column = self.chunk.column
+        return Loss(self.chunk.row_group_ordinal, column.ordinal, column.name, pages, self._lost_from)

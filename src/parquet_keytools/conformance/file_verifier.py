@@ -1,0 +1,324 @@
+"""A whole file verified, rule by rule."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+
+from parquet_keytools.conformance.chunk_modules import ChunkCiphers
+from parquet_keytools.conformance.chunk_verifier import ChunkVerifier
+from parquet_keytools.conformance.configuration_rules import check_configuration
+from parquet_keytools.conformance.envelope import Envelope, read_envelope
+from parquet_keytools.conformance.expectation import Expectation
+from parquet_keytools.conformance.file_keys import FileKeys, MaterialFinder, fingerprint
+from parquet_keytools.conformance.footer_rules import Column, OpenFooter, check_footer
+from parquet_keytools.conformance.index_rules import IndexVerifier
+from parquet_keytools.conformance.layout_rules import (
+    ChunkRegion,
+    check_gaps,
+    check_layout,
+    check_row_groups,
+    chunk_regions,
+)
+from parquet_keytools.conformance.metadata_rules import MetadataReader
+from parquet_keytools.conformance.nonce_ledger import NonceLedger
+from parquet_keytools.conformance.opening import FooterOpener, OpenedEnvelope
+from parquet_keytools.conformance.page_authentication import authenticate_pages
+from parquet_keytools.conformance.report import Damage, FileReport, Loss, ModuleTally
+from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.conformance.rules import FILE_SCOPES, Scope
+from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.footer_columns import ColumnEncryption
+from parquet_keytools.encryption.footer_modes import Algorithm, FooterMode
+from parquet_keytools.encryption.module_cipher import ModuleCipher
+from parquet_keytools.encryption.module_place import FOOTER_PLACE
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.chunk_regions import RegionKind
+from parquet_keytools.format.structs import ColumnMetaData
+
+ChunkKey = tuple[int, int]
+"""Row group ordinal and column ordinal."""
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a data set is checked by.
+
+    Attributes:
+        aad_prefix: The prefix as stored or supplied.
+        file_unique: The file unique.
+        dek_fingerprints: Of the DEKs.
+        column_paths: Leaf paths; None where they are not known.
+        is_encrypted: Whether the file is.
+    """
+
+    aad_prefix: bytes | None = None
+    file_unique: bytes | None = None
+    dek_fingerprints: frozenset[bytes] = frozenset()
+    column_paths: tuple[tuple[str, ...], ...] | None = None
+    is_encrypted: bool = False
+
+
+def verify_source(
+    source: ByteSource,
+    finder: MaterialFinder | None,
+    expectation: Expectation | None = None,
+    *,
+    threads: int = 2,
+) -> tuple[FileReport, FileFacts]:
+    """Verify a file against all rules of a file.
+
+    Args:
+        source: The file.
+        finder: Where its keys come from; None checks what needs no key.
+        expectation: What is expected of it beyond the specification.
+        threads: How many threads work.
+
+    Raises:
+        OSError: The file cannot be read. Whatever is wrong with its bytes is in the report.
+    """
+    return _FileVerifier(source, finder, expectation or Expectation(), threads).run()
+
+
+class _FileVerifier:
+    def __init__(
+        self, source: ByteSource, finder: MaterialFinder | None, expectation: Expectation, threads: int
+    ) -> None:
+        self._source = source
+        self._expectation = expectation
+        self._threads = threads
+        self._book = RuleBook(FILE_SCOPES)
+        self._keys = FileKeys(finder, self._book)
+        self._ledger = NonceLedger()
+        self._counts: defaultdict[tuple[ModuleType, str | None], Counter[str]] = defaultdict(Counter)
+        self._lock = threading.Lock()
+        self._losses: list[Loss] = []
+        self._damaged_indexes: list[ChunkKey] = []
+        self._facts = FileFacts()
+
+    # --- From the end of the file to its beginning ---------------------------------------------------------
+
+    def run(self) -> tuple[FileReport, FileFacts]:
+        envelope = read_envelope(self._source, self._book)
+        row_groups = None
+        if envelope is None:
+            self._nothing_behind("what is visible of the footer cannot be read")
+        elif envelope.mode is FooterMode.UNENCRYPTED:
+            row_groups = self._unencrypted(envelope)
+        else:
+            self._facts = FileFacts(
+                envelope.aad_prefix or self._expectation.aad_prefix, envelope.aad_file_unique, is_encrypted=True
+            )
+            row_groups = self._encrypted(envelope)
+        self._ledger.check(self._book, self._expectation.invocation_limit)
+        facts = replace(self._facts, dek_fingerprints=frozenset(self._keys.fingerprints))
+        report = FileReport(
+            self._source.path,
+            self._keys.finder is not None,
+            self._book.results(),
+            tuple(
+                ModuleTally(
+                    *key, *(self._counts[key][name] for name in ("authentic", "broken", "unauthenticated"))
+                )
+                for key in sorted(self._counts, key=lambda key: (key[0], key[1] or ""))
+            ),
+            self._damage(row_groups),
+            dict(self._keys.denied),
+        )
+        return report, facts
+
+    def _unencrypted(self, envelope: Envelope) -> int | None:
+        assert envelope.plaintext is not None
+        footer = check_footer(envelope, envelope.plaintext, self._book)
+        if not self._expectation.allow_plaintext and not self._book.is_broken("algorithm-stated"):
+            self._book.broken("encrypted", "the file is a plaintext Parquet file.")
+        if footer is None:
+            self._nothing_behind("the footer cannot be read")
+            return None
+        self._facts = replace(self._facts, column_paths=tuple(column.path for column in footer.columns))
+        if self._expectation.allow_plaintext:
+            self._columns(envelope, footer, None)
+        return len(footer.row_groups)
+
+    def _encrypted(self, envelope: Envelope) -> int | None:
+        opened = FooterOpener(envelope, self._expectation, self._keys, self._ledger).open()
+        if opened is None:
+            self._nothing_behind("the footer cannot be read")
+            return None
+        if opened.cipher is not None:
+            outcome = "authentic" if opened.is_authentic else "broken"
+            self._count(ModuleType.FOOTER, None, outcome, 1)
+        footer = check_footer(envelope, opened.metadata, self._book)
+        if footer is None:
+            self._nothing_behind("the footer cannot be read")
+            return None
+        self._columns(envelope, footer, opened)
+        check_configuration(self._expectation, envelope, footer, self._keys.key_names, self._book)
+        return len(footer.row_groups)
+
+    def _nothing_behind(self, reason: str) -> None:
+        for scope in (Scope.FOOTER, Scope.COLUMN):
+            self._book.scope_not_checked(scope, reason)
+        if self._expectation.table_of is not None:
+            self._book.scope_not_checked(Scope.CONFIGURATION, reason)
+
+    # --- Columns -------------------------------------------------------------------------------------------
+
+    def _columns(self, envelope: Envelope, footer: OpenFooter, opened: OpenedEnvelope | None) -> None:
+        self._facts = replace(self._facts, column_paths=tuple(column.path for column in footer.columns))
+        ciphers = self._ciphers(footer, opened)
+        reader = MetadataReader(envelope, footer, self._book, self._ledger, self._count)
+        metadata: dict[ChunkKey, ColumnMetaData] = {}
+        walkable: dict[ChunkKey, ChunkCiphers] = {}
+        is_ctr = envelope.algorithm is Algorithm.AES_GCM_CTR_V1
+        for row_group_ordinal in range(len(footer.row_groups)):
+            for column in footer.columns:
+                key = (row_group_ordinal, column.ordinal)
+                cipher, dek_fingerprint = ciphers.get(column.path, (None, b""))
+                chunk = ChunkCiphers(column, row_group_ordinal, cipher, is_ctr, dek_fingerprint)
+                is_readable = column.encryption is ColumnEncryption.PLAINTEXT or cipher is not None
+                found = reader.read(chunk, is_readable=is_readable)
+                if found is not None:
+                    metadata[key] = found
+                    if is_readable and key not in footer.unusable:
+                        walkable[key] = chunk
+                elif is_readable:
+                    self._lose_chunk(chunk)
+        regions = [
+            region
+            for (row_group_ordinal, column_ordinal), found in metadata.items()
+            for region in chunk_regions(
+                footer.chunks[row_group_ordinal][column_ordinal],
+                found,
+                row_group_ordinal,
+                column_ordinal,
+                self._book,
+            )
+        ]
+        usable = check_layout(regions, envelope.footer_offset, self._book)
+        if envelope.mode is not FooterMode.UNENCRYPTED:
+            check_row_groups(footer, metadata, regions, self._book)
+        self._walk(envelope, footer, metadata, walkable, regions, usable)
+
+    def _ciphers(
+        self, footer: OpenFooter, opened: OpenedEnvelope | None
+    ) -> dict[tuple[str, ...], tuple[ModuleCipher, bytes]]:
+        """Return the ciphers of encrypted columns, as far as their keys can be had."""
+        ciphers: dict[tuple[str, ...], tuple[ModuleCipher, bytes]] = {}
+        if opened is None:
+            return ciphers
+        with_footer_key = [c for c in footer.columns if c.encryption is ColumnEncryption.FOOTER_KEY]
+        with_own_key = [c for c in footer.columns if c.encryption is ColumnEncryption.COLUMN_KEY]
+        for column in with_footer_key:
+            if opened.cipher is not None:
+                ciphers[column.path] = (opened.cipher, opened.fingerprint)
+            else:
+                self._denied(column, self._keys.denied.get("footer", "no keys are given"))
+        wanted = [(column.path, column.key_metadata) for column in with_own_key]
+        deks = self._keys.column_deks(wanted, FOOTER_PLACE) if wanted else []
+        for column, dek in zip(with_own_key, deks, strict=True):
+            if dek is None:
+                self._denied(column, self._keys.denied[column.name])
+            elif opened.file_aad is None:
+                self._denied(column, "no AAD can be built")
+            else:
+                ciphers[column.path] = (ModuleCipher(dek, opened.file_aad), fingerprint(dek))
+        return ciphers
+
+    def _denied(self, column: Column, reason: str) -> None:
+        self._keys.denied.setdefault(column.name, reason)
+        self._book.scope_not_checked(Scope.COLUMN, f"column {column.name!r}: {reason}")
+
+    # --- Modules -------------------------------------------------------------------------------------------
+
+    def _walk(
+        self,
+        envelope: Envelope,
+        footer: OpenFooter,
+        metadata: dict[ChunkKey, ColumnMetaData],
+        walkable: dict[ChunkKey, ChunkCiphers],
+        regions: list[ChunkRegion],
+        usable: set[ChunkRegion],
+    ) -> None:
+        verifiers: dict[ChunkKey, ChunkVerifier] = {}
+        for region in regions:
+            key = (region.row_group_ordinal, region.column_ordinal)
+            if region.kind is not RegionKind.PAGES or key not in walkable:
+                continue
+            if region in usable:
+                verifiers[key] = ChunkVerifier(walkable[key], metadata[key], region, self._book, self._count)
+            else:
+                name = walkable[key].column.name
+                self._book.scope_not_checked(Scope.COLUMN, f"{name!r}: a chunk does not lie where it can be read")
+                self._lose_chunk(walkable[key])
+        authenticate_pages(self._source, verifiers.values(), self._ledger, self._threads)
+        self._losses += [loss for verifier in verifiers.values() if (loss := verifier.loss()) is not None]
+        if any(not verifier.is_whole for verifier in verifiers.values()):
+            self._book.scope_not_checked(Scope.COLUMN, "the pages of a chunk could not all be walked")
+        lengths = self._check_indexes(envelope, footer, walkable, verifiers, regions, usable)
+        is_complete = len(metadata) == len(footer.row_groups) * len(footer.columns)
+        if is_complete and len(usable) == len(regions) and None not in lengths.values():
+            ranges = [(region.offset, lengths.get(region, region.length) or 0) for region in regions]
+            check_gaps(ranges, envelope.footer_offset, self._book)
+        else:
+            self._book.not_checked("layout-gap", "not all that lies in the file is known")
+
+    def _check_indexes(
+        self,
+        envelope: Envelope,
+        footer: OpenFooter,
+        walkable: dict[ChunkKey, ChunkCiphers],
+        verifiers: dict[ChunkKey, ChunkVerifier],
+        regions: list[ChunkRegion],
+        usable: set[ChunkRegion],
+    ) -> dict[ChunkRegion, int | None]:
+        """Check page indexes and Bloom filters; returns the lengths of those whose length is not stated."""
+        lengths: dict[ChunkRegion, int | None] = {}
+        for region in regions:
+            key = (region.row_group_ordinal, region.column_ordinal)
+            if region.kind is RegionKind.PAGES:
+                continue
+            if key not in walkable or region not in usable:
+                if region.length is None:
+                    lengths[region] = None
+                if key in walkable:
+                    self._damaged_indexes.append(key)
+                continue
+            indexes = IndexVerifier(
+                self._source, walkable[key], envelope.footer_offset, self._book, self._ledger, self._count
+            )
+            if region.kind is RegionKind.BLOOM_FILTER:
+                length = indexes.check_bloom_filter(region)
+                lengths[region] = length if region.length is None else region.length
+            elif region.kind is RegionKind.OFFSET_INDEX:
+                num_rows = footer.row_groups[region.row_group_ordinal].num_rows
+                indexes.check_offset_index(region, verifiers.get(key), num_rows)
+            else:
+                indexes.check_column_index(region, verifiers.get(key))
+            if indexes.is_damaged:
+                self._damaged_indexes.append(key)
+        return lengths
+
+    def _count(self, module_type: ModuleType, column: str | None, outcome: str, number: int) -> None:
+        with self._lock:
+            self._counts[module_type, column][outcome] += number
+
+    # --- What it comes to ----------------------------------------------------------------------------------
+
+    def _lose_chunk(self, chunk: ChunkCiphers) -> None:
+        column = chunk.column
+        self._losses.append(Loss(chunk.row_group_ordinal, column.ordinal, column.name, None))
+
+    def _damage(self, row_groups: int | None) -> Damage | None:
+        if self._keys.finder is None or self._keys.denied:
+            return None
+        if row_groups is None:
+            return Damage(file_is_lost=True)
+        lost = {loss.row_group_ordinal for loss in self._losses}
+        return Damage(
+            losses=tuple(sorted(self._losses, key=lambda loss: (loss.row_group_ordinal, loss.column_ordinal))),
+            row_groups=row_groups,
+            readable_row_groups=tuple(ordinal for ordinal in range(row_groups) if ordinal not in lost),
+            damaged_indexes=tuple(dict.fromkeys(self._damaged_indexes)),
+        )

@@ -1,0 +1,224 @@
+"""The rules about a footer that was opened: how columns are encrypted, and where their metadata is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parquet_keytools.conformance.envelope import Envelope
+from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.encryption.aad import MAX_ORDINAL, ModuleType
+from parquet_keytools.encryption.footer_columns import ColumnEncryption
+from parquet_keytools.encryption.footer_modes import FooterMode
+from parquet_keytools.encryption.module_place import FOOTER_PLACE, ModulePlace
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
+from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, RowGroup
+
+
+@dataclass(frozen=True)
+class Column:
+    """A leaf column of a file that is verified.
+
+    Attributes:
+        path: Names from below the root to the leaf.
+        ordinal: Position of the leaf in the schema.
+        encryption: What it is encrypted with.
+        key_metadata: Of its own key.
+    """
+
+    path: tuple[str, ...]
+    ordinal: int
+    encryption: ColumnEncryption
+    key_metadata: bytes | None
+
+    @property
+    def name(self) -> str:
+        """The dotted path."""
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True)
+class OpenFooter:
+    """A footer that was opened, and its parts.
+
+    Attributes:
+        metadata: The footer.
+        row_groups: Its row groups.
+        chunks: `chunks[row group ordinal][column ordinal]`.
+        columns: Its leaf columns.
+        unusable: (row group ordinal, column ordinal) of chunks that cannot be looked into.
+    """
+
+    metadata: FileMetaData
+    row_groups: Sequence[RowGroup]
+    chunks: Sequence[Sequence[ColumnChunk]]
+    columns: Sequence[Column]
+    unusable: frozenset[tuple[int, int]]
+
+
+def chunk_place(row_group_ordinal: int, column_ordinal: int) -> ModulePlace:
+    """Return the place that stands for a chunk: that of its metadata."""
+    return ModulePlace(ModuleType.COLUMN_META_DATA, row_group_ordinal, column_ordinal)
+
+
+def check_footer(envelope: Envelope, metadata: FileMetaData, book: RuleBook) -> OpenFooter | None:
+    """Check the rules about a footer; None where nothing behind it can be found."""
+    try:
+        row_groups = metadata.row_groups
+        chunks = [row_group.columns for row_group in row_groups]
+        leaves = leaf_columns(metadata.schema)
+    except ParquetFormatError as error:
+        book.broken("schema", str(error), FOOTER_PLACE)
+        return None
+    _check_mode_fields(envelope, metadata, book)
+    is_encrypted = envelope.mode is not FooterMode.UNENCRYPTED
+    if is_encrypted and max(len(leaves), len(row_groups)) > MAX_ORDINAL + 1:
+        book.broken(
+            "ordinal-limit", f"there are {len(row_groups)} row groups of {len(leaves)} columns.", FOOTER_PLACE
+        )
+        return None
+    book.holds("ordinal-limit")
+    for ordinal, row_group_chunks in enumerate(chunks):
+        if len(row_group_chunks) != len(leaves):
+            message = f"row group {ordinal} has {len(row_group_chunks)} chunks for {len(leaves)} leaves."
+            book.broken("schema", message, FOOTER_PLACE)
+            return None
+    book.holds("schema")
+    _check_row_groups(metadata, row_groups, is_encrypted, book)
+    columns, unusable = _columns(leaves, chunks, envelope, book)
+    _check_names(envelope, columns, book)
+    return OpenFooter(metadata, row_groups, chunks, columns, unusable)
+
+
+def _check_mode_fields(envelope: Envelope, metadata: FileMetaData, book: RuleBook) -> None:
+    if envelope.mode is FooterMode.ENCRYPTED_FOOTER:
+        fields = metadata.struct.fields
+        book.check(
+            "algorithm-place",
+            8 not in fields and 9 not in fields,
+            "the encrypted footer states an algorithm, or a key for signing, of its own.",
+            FOOTER_PLACE,
+        )
+
+
+def _check_names(envelope: Envelope, columns: Sequence[Column], book: RuleBook) -> None:
+    names = [column.name for column in columns if column.encryption is not ColumnEncryption.PLAINTEXT]
+    if envelope.mode is FooterMode.PLAINTEXT_FOOTER and names:
+        shown = f"{', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
+        book.broken("names-visible", f"{shown} can be seen without a key.", FOOTER_PLACE)
+    elif envelope.mode is FooterMode.ENCRYPTED_FOOTER:
+        book.holds("names-visible")
+
+
+def _check_row_groups(
+    metadata: FileMetaData, row_groups: Sequence[RowGroup], is_encrypted: bool, book: RuleBook
+) -> None:
+    total = sum(row_group.num_rows for row_group in row_groups)
+    message = f"the file has {metadata.num_rows} rows, its row groups {total}."
+    book.check("row-count", total == metadata.num_rows, message, FOOTER_PLACE)
+    for position, row_group in enumerate(row_groups if is_encrypted else ()):
+        if row_group.ordinal is None:
+            book.broken("row-group-ordinal-set", f"that of row group {position} is not.", FOOTER_PLACE)
+            continue
+        book.holds("row-group-ordinal-set")
+        message = f"row group {position} says that its ordinal is {row_group.ordinal}."
+        book.check("row-group-ordinal", row_group.ordinal == position, message, FOOTER_PLACE)
+
+
+def _columns(
+    leaves: Sequence[LeafColumn], chunks: Sequence[Sequence[ColumnChunk]], envelope: Envelope, book: RuleBook
+) -> tuple[list[Column], frozenset[tuple[int, int]]]:
+    columns: list[Column] = []
+    unusable: set[tuple[int, int]] = set()
+    for leaf in leaves:
+        column: Column | None = None
+        for row_group_ordinal, row_group_chunks in enumerate(chunks):
+            chunk = row_group_chunks[leaf.ordinal]
+            found = _column(leaf, chunk, row_group_ordinal, envelope, book)
+            if found is None:
+                unusable.add((row_group_ordinal, leaf.ordinal))
+                continue
+            column = column or found
+            if found == column:
+                book.holds("crypto-metadata-same")
+            else:
+                unusable.add((row_group_ordinal, leaf.ordinal))
+                book.broken(
+                    "crypto-metadata-same",
+                    f"column {leaf.dotted_path!r} is encrypted in another way than before.",
+                    chunk_place(row_group_ordinal, leaf.ordinal),
+                )
+        columns.append(column or Column(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None))
+    return columns, frozenset(unusable)
+
+
+def _column(
+    leaf: LeafColumn, chunk: ColumnChunk, row_group_ordinal: int, envelope: Envelope, book: RuleBook
+) -> Column | None:
+    """Check one chunk's entry, and return how it is encrypted; None where that cannot be told."""
+    place = chunk_place(row_group_ordinal, leaf.ordinal)
+    try:
+        crypto = chunk.crypto_metadata
+        hidden, visible = chunk.encrypted_column_metadata, chunk.meta_data
+        if crypto is None:
+            book.check(
+                "crypto-metadata-set",
+                hidden is None,
+                "the chunk has encrypted metadata and does not say with which key.",
+                place,
+            )
+            return None if hidden is not None else _plaintext_column(leaf, visible, place, book)
+        book.holds("crypto-metadata-set")
+        with_footer_key, with_column_key = crypto.encryption_with_footer_key, crypto.encryption_with_column_key
+        kinds = len(crypto.struct.fields)
+        path = with_column_key.path_in_schema if with_column_key is not None else list(leaf.path)
+        key_metadata = with_column_key.key_metadata if with_column_key is not None else None
+    except ParquetFormatError as error:
+        book.broken("crypto-metadata", str(error), place)
+        return None
+    known = (with_footer_key is None) is not (with_column_key is None)
+    if not book.check("crypto-metadata", kinds == 1 and known, "it does not hold exactly one known kind.", place):
+        return None
+    if envelope.mode is FooterMode.UNENCRYPTED:
+        message = f"column {leaf.dotted_path!r} is encrypted, and the footer names no algorithm."
+        book.broken("algorithm-stated", message, place)
+        return None
+    if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
+        book.holds("algorithm-stated")
+    message = f"the crypto metadata of {leaf.dotted_path!r} is that of {'.'.join(path)!r}."
+    book.check("crypto-metadata-path", tuple(path) == leaf.path, message, place)
+    encryption = ColumnEncryption.FOOTER_KEY if with_column_key is None else ColumnEncryption.COLUMN_KEY
+    is_usable = _check_placement(encryption, hidden, visible, envelope, place, book)
+    return Column(leaf.path, leaf.ordinal, encryption, key_metadata) if is_usable else None
+
+
+def _plaintext_column(
+    leaf: LeafColumn, visible: ColumnMetaData | None, place: ModulePlace, book: RuleBook
+) -> Column | None:
+    if not book.check("metadata-visible", visible is not None, "a plaintext column has no metadata.", place):
+        return None
+    return Column(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None)
+
+
+def _check_placement(
+    encryption: ColumnEncryption,
+    hidden: bytes | None,
+    visible: ColumnMetaData | None,
+    envelope: Envelope,
+    place: ModulePlace,
+    book: RuleBook,
+) -> bool:
+    """Check where the metadata of an encrypted chunk is; returns whether its full metadata is there at all."""
+    if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
+        if book.check("metadata-visible", visible is not None, "meta_data is not set.", place):
+            assert visible is not None
+            shown = sorted(visible.struct.fields.keys() & set(ColumnMetaData.SENSITIVE_FIELD_IDS))
+            book.check("metadata-stripped", not shown, f"it shows the fields {shown}.", place)
+        return book.check("metadata-encrypted", hidden is not None, "there is none.", place)
+    if encryption is ColumnEncryption.FOOTER_KEY:
+        message = "meta_data is not set." if visible is None else "there is an encrypted copy too."
+        book.check("metadata-in-place", visible is not None and hidden is None, message, place)
+        return visible is not None or hidden is not None
+    book.check("metadata-hidden", visible is None, "meta_data is set.", place)
+    return book.check("metadata-encrypted", hidden is not None, "there is none.", place)

@@ -1,0 +1,186 @@
+"""The rules about page indexes and Bloom filters, which are compared with the pages that were found."""
+
+from __future__ import annotations
+
+import struct
+from itertools import pairwise
+
+from parquet_keytools.conformance.chunk_modules import ChunkCiphers
+from parquet_keytools.conformance.chunk_verifier import ChunkVerifier, Count
+from parquet_keytools.conformance.layout_rules import ChunkRegion
+from parquet_keytools.conformance.module_check import check_module, check_padding
+from parquet_keytools.conformance.nonce_ledger import NonceLedger
+from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.structs import BloomFilterHeader, OffsetIndex
+from parquet_keytools.format.thrift_compact import ThriftList, read_struct
+
+_COLUMN_INDEX_LISTS = (1, 2, 3, 5)
+_REQUIRED_LISTS = (1, 2, 3)
+_MAX_BLOOM_FILTER_HEADER = 1024
+
+
+class IndexVerifier:
+    """Verifies what belongs to a chunk beside its pages.
+
+    Attributes:
+        is_damaged: Whether something was found that keeps readers from using it.
+    """
+
+    def __init__(
+        self,
+        source: ByteSource,
+        chunk: ChunkCiphers,
+        footer_offset: int,
+        book: RuleBook,
+        ledger: NonceLedger,
+        count: Count,
+    ) -> None:
+        self._source = source
+        self._chunk = chunk
+        self._footer_offset = footer_offset
+        self._book = book
+        self._ledger = ledger
+        self._count = count
+        self.is_damaged = False
+
+    def _broken(self, rule_id: str, message: str, module_type: ModuleType, offset: int) -> None:
+        self.is_damaged = True
+        self._book.broken(rule_id, message, self._chunk.place(module_type), offset)
+
+    def _plaintext(self, stored: memoryview, module_type: ModuleType, offset: int) -> bytes | None:
+        """Return the plaintext of a module that fills `stored`; None where it is reported."""
+        cipher = self._chunk.cipher
+        if cipher is None:
+            return bytes(stored)
+        if len(stored) >= GCM_FRAMING:
+            self._ledger.add(self._chunk.fingerprint, stored[4:16], offset)
+        plaintext = check_module(cipher, stored, self._chunk.place(module_type), offset, self._book)
+        self.is_damaged = self.is_damaged or plaintext is None
+        self._count(module_type, self._chunk.column.name, "broken" if plaintext is None else "authentic", 1)
+        return plaintext
+
+    def _check_padding(self, plaintext: bytes, end: int, module_type: ModuleType) -> None:
+        if self._chunk.cipher is not None:
+            check_padding(plaintext, end, self._chunk.place(module_type), self._book)
+
+    # --- Page indexes --------------------------------------------------------------------------------------
+
+    def check_offset_index(self, region: ChunkRegion, found: ChunkVerifier | None, num_rows: int) -> None:
+        """Compare the offset index with the pages; `found` is None where they could not be walked."""
+        data = self._read(region, ModuleType.OFFSET_INDEX)
+        if data is None:
+            return
+        where = (ModuleType.OFFSET_INDEX, region.offset)
+        try:
+            index, end = OffsetIndex.read(data)
+            locations = [
+                (location.offset, location.compressed_page_size, location.first_row_index)
+                for location in index.page_locations
+            ]
+        except ParquetFormatError as error:
+            self._broken("offset-index", str(error), *where)
+            return
+        self._check_padding(data, end, ModuleType.OFFSET_INDEX)
+        rows = [row for _, _, row in locations]
+        increases = all(earlier <= later for earlier, later in pairwise(rows))
+        if rows and (rows[0] != 0 or not increases or rows[-1] >= max(num_rows, 1)):
+            self._broken("offset-index-rows", f"pages begin at rows {_some(rows)} of {num_rows}.", *where)
+        else:
+            self._book.holds("offset-index-rows")
+        if found is None or not found.is_whole:
+            self._book.not_checked("offset-index", "the pages of a chunk could not all be walked")
+            return
+        pages = list(zip(found.pages.offsets, found.pages.lengths, strict=True))
+        stated = [(offset, length) for offset, length, _ in locations]
+        if stated == pages:
+            self._book.holds("offset-index")
+            return
+        wrong = next((pair for pair in zip(stated, pages, strict=False) if pair[0] != pair[1]), None)
+        if wrong is None:
+            message = f"it has {len(stated)} pages, the chunk {len(pages)}."
+        else:
+            message = (
+                f"it has a page of {wrong[0][1]} bytes at {wrong[0][0]} for one of {wrong[1][1]} at {wrong[1][0]}."
+            )
+        self._broken("offset-index", message, *where)
+
+    def check_column_index(self, region: ChunkRegion, found: ChunkVerifier | None) -> None:
+        """Compare the lists of the column index with the number of data pages."""
+        data = self._read(region, ModuleType.COLUMN_INDEX)
+        if data is None:
+            return
+        where = (ModuleType.COLUMN_INDEX, region.offset)
+        try:
+            column_index, end = read_struct(data)
+        except ParquetFormatError as error:
+            self._broken("column-index", str(error), *where)
+            return
+        self._check_padding(data, end, ModuleType.COLUMN_INDEX)
+        lengths = {}
+        for field_id in _COLUMN_INDEX_LISTS:
+            value = column_index.fields.get(field_id, (None, None))[1]
+            if isinstance(value, ThriftList):
+                lengths[field_id] = len(value.elements)
+        if any(field_id not in lengths for field_id in _REQUIRED_LISTS) or len(set(lengths.values())) != 1:
+            self._broken("column-index", f"its lists have lengths {lengths}.", *where)
+        elif found is None or not found.is_whole:
+            self._book.not_checked("column-index", "the pages of a chunk could not all be walked")
+        elif lengths[1] != len(found.pages.offsets):
+            message = f"its lists have {lengths[1]} entries for {len(found.pages.offsets)} data pages."
+            self._broken("column-index", message, *where)
+        else:
+            self._book.holds("column-index")
+
+    def _read(self, region: ChunkRegion, module_type: ModuleType) -> bytes | None:
+        assert region.length is not None
+        stored = memoryview(self._source.read_at(region.offset, region.length))
+        return self._plaintext(stored, module_type, region.offset)
+
+    # --- Bloom filters -------------------------------------------------------------------------------------
+
+    def check_bloom_filter(self, region: ChunkRegion) -> int | None:
+        """Check a Bloom filter; returns its length in bytes, or None where that is not known."""
+        room = region.length if region.length is not None else self._footer_offset - region.offset
+        room = min(room, self._footer_offset - region.offset)
+        stored = memoryview(self._source.read_at(region.offset, min(room, _MAX_BLOOM_FILTER_HEADER)))
+        where = (ModuleType.BLOOM_FILTER_HEADER, region.offset)
+        is_encrypted = self._chunk.cipher is not None
+        header_length = len(stored)
+        if is_encrypted:
+            header_length = LENGTH_LENGTH + (struct.unpack_from("<I", stored)[0] if header_length >= 4 else 0)
+            if not GCM_FRAMING <= header_length <= len(stored):
+                message = f"a module of {header_length} bytes does not fit where it lies."
+                self._broken("module-length", message, *where)
+                return None
+        data = self._plaintext(stored[:header_length], *where)
+        if data is None:
+            return None
+        try:
+            header, end = BloomFilterHeader.read(data)
+            num_bytes = header.num_bytes
+        except ParquetFormatError as error:
+            self._broken("bloom-filter", str(error), *where)
+            return None
+        if is_encrypted:
+            self._check_padding(data, end, ModuleType.BLOOM_FILTER_HEADER)
+        else:
+            header_length = end
+        bitset_length = num_bytes + (GCM_FRAMING if is_encrypted else 0)
+        length = header_length + bitset_length
+        if num_bytes < 0 or length > room or (region.length is not None and length != region.length):
+            message = f"header and bitset have {length} bytes, and the length stated is {region.length}."
+            self._broken("bloom-filter", message, *where)
+            return None
+        self._book.holds("bloom-filter")
+        offset = region.offset + header_length
+        bitset = memoryview(self._source.read_at(offset, bitset_length))
+        self._plaintext(bitset, ModuleType.BLOOM_FILTER_BITSET, offset)
+        return length
+
+
+def _some(values: list[int]) -> str:
+    return f"{values[:5]}{' and so on' if len(values) > 5 else ''}"

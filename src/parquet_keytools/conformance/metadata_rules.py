@@ -1,0 +1,103 @@
+"""The metadata of column chunks: decrypted, and compared with what a plaintext footer shows (spec 5.3, 5.5)."""
+
+from __future__ import annotations
+
+from parquet_keytools.conformance.chunk_modules import ChunkCiphers
+from parquet_keytools.conformance.chunk_verifier import Count
+from parquet_keytools.conformance.envelope import Envelope
+from parquet_keytools.conformance.footer_rules import Column, OpenFooter, chunk_place
+from parquet_keytools.conformance.module_check import check_module, check_padding
+from parquet_keytools.conformance.nonce_ledger import NonceLedger
+from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.conformance.rules import Scope
+from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.footer_columns import ColumnEncryption
+from parquet_keytools.encryption.footer_modes import FooterMode
+from parquet_keytools.encryption.module_cipher import GCM_FRAMING
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.structs import ColumnMetaData
+
+
+class MetadataReader:
+    """Reads the metadata of chunks, and checks the rules about it."""
+
+    def __init__(
+        self, envelope: Envelope, footer: OpenFooter, book: RuleBook, ledger: NonceLedger, count: Count
+    ) -> None:
+        self._envelope = envelope
+        self._footer = footer
+        self._book = book
+        self._ledger = ledger
+        self._count = count
+        self._modules = 0
+
+    def read(self, chunk: ChunkCiphers, *, is_readable: bool) -> ColumnMetaData | None:
+        """Return the metadata of a chunk, its own where it can be decrypted, else what is visible."""
+        row_group_ordinal, column = chunk.row_group_ordinal, chunk.column
+        place = chunk_place(row_group_ordinal, column.ordinal)
+        if (row_group_ordinal, column.ordinal) in self._footer.unusable:
+            self._book.scope_not_checked(Scope.COLUMN, f"{column.name!r}: a chunk cannot be looked into")
+            return None
+        stored = self._footer.chunks[row_group_ordinal][column.ordinal]
+        hidden, visible = stored.encrypted_column_metadata, stored.meta_data
+        found = visible
+        try:
+            if visible is not None:
+                _check_metadata(visible, column)
+            # Beside metadata in the place where it belongs, a second copy is a breach of its own.
+            is_in_place = (
+                self._envelope.mode is FooterMode.ENCRYPTED_FOOTER
+                and column.encryption is ColumnEncryption.FOOTER_KEY
+                and visible is not None
+            )
+            if hidden is not None and chunk.cipher is not None and is_readable and not is_in_place:
+                found = self._decrypted(chunk, hidden)
+                if found is not None:
+                    _check_metadata(found, column)
+        except ParquetFormatError as error:
+            self._book.broken("metadata-path", str(error), place)
+            found = None
+        if found is None:
+            self._book.scope_not_checked(Scope.COLUMN, f"{column.name!r}: the metadata of a chunk cannot be read")
+            return None
+        self._book.holds("metadata-path")
+        if self._envelope.mode is FooterMode.PLAINTEXT_FOOTER and visible is not None and found is not visible:
+            self._check_agreement(visible, found, chunk)
+        return found
+
+    def _decrypted(self, chunk: ChunkCiphers, module: bytes) -> ColumnMetaData | None:
+        assert chunk.cipher is not None
+        place = chunk_place(chunk.row_group_ordinal, chunk.column.ordinal)
+        # It lies somewhere in the footer; the number tells it apart from the others.
+        self._modules += 1
+        if len(module) >= GCM_FRAMING:
+            offset = self._envelope.footer_offset + self._modules
+            self._ledger.add(chunk.fingerprint, module[4:16], offset)
+        plaintext = check_module(chunk.cipher, module, place, None, self._book)
+        outcome = "broken" if plaintext is None else "authentic"
+        self._count(ModuleType.COLUMN_META_DATA, chunk.column.name, outcome, 1)
+        if plaintext is None:
+            return None
+        metadata, end = ColumnMetaData.read(plaintext)
+        check_padding(plaintext, end, place, self._book)
+        return metadata
+
+    def _check_agreement(self, visible: ColumnMetaData, found: ColumnMetaData, chunk: ChunkCiphers) -> None:
+        full = found.struct.fields
+        differing = sorted(
+            field_id
+            for field_id, value in visible.struct.fields.items()
+            if field_id not in ColumnMetaData.SENSITIVE_FIELD_IDS and full.get(field_id) != value
+        )
+        message = f"the fields {differing} differ."
+        place = chunk_place(chunk.row_group_ordinal, chunk.column.ordinal)
+        self._book.check("metadata-agrees", not differing, message, place)
+
+
+def _check_metadata(metadata: ColumnMetaData, column: Column) -> None:
+    """Raise `ParquetFormatError` if a required field is missing, or the metadata is another column's."""
+    _ = metadata.type, metadata.codec, metadata.num_values, metadata.total_uncompressed_size
+    _ = metadata.total_compressed_size, metadata.data_page_offset, metadata.dictionary_page_offset
+    _ = metadata.index_page_offset, metadata.bloom_filter_offset, metadata.bloom_filter_length
+    if tuple(metadata.path_in_schema) != column.path:
+        raise ParquetFormatError(f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}.")

@@ -1,0 +1,104 @@
+"""Opens what is encrypted in a file that is inspected, and finds its modules by their headers."""
+
+from __future__ import annotations
+
+from parquet_keytools.conformance.chunk_modules import ChunkCiphers, PageWalk, Window
+from parquet_keytools.conformance.envelope import Envelope
+from parquet_keytools.conformance.expectation import Expectation
+from parquet_keytools.conformance.file_keys import FileKeys, MaterialFinder
+from parquet_keytools.conformance.footer_rules import Column, OpenFooter, chunk_place
+from parquet_keytools.conformance.inspection import InspectedModule
+from parquet_keytools.conformance.layout_rules import ChunkRegion
+from parquet_keytools.conformance.module_check import check_module
+from parquet_keytools.conformance.nonce_ledger import NonceLedger
+from parquet_keytools.conformance.opening import FooterOpener, OpenedEnvelope
+from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.footer_columns import ColumnEncryption
+from parquet_keytools.encryption.footer_modes import Algorithm
+from parquet_keytools.encryption.module_cipher import ModuleCipher
+from parquet_keytools.encryption.module_place import FOOTER_PLACE
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.structs import ColumnMetaData
+
+_HEADER_STEP = 64 * 1024
+
+
+class ModuleFinder:
+    """The part of an inspection that needs keys.
+
+    Attributes:
+        denied: Dotted column path, or `footer` -> why its key cannot be had.
+    """
+
+    def __init__(
+        self,
+        source: ByteSource,
+        envelope: Envelope,
+        finder: MaterialFinder,
+        aad_prefix: bytes | None,
+        book: RuleBook,
+    ) -> None:
+        self._source = source
+        self._envelope = envelope
+        self._book = book
+        self._keys = FileKeys(finder, book)
+        self._expectation = Expectation(aad_prefix)
+        self._opened: OpenedEnvelope | None = None
+        self._ciphers: dict[int, ModuleCipher] = {}
+        self.denied = self._keys.denied
+
+    def open(self) -> OpenedEnvelope | None:
+        """Open the footer of an encrypted file; None where it cannot be read."""
+        opener = FooterOpener(self._envelope, self._expectation, self._keys, NonceLedger())
+        self._opened = opener.open()
+        return self._opened
+
+    def find_keys(self, footer: OpenFooter) -> None:
+        """Ask for the keys of all columns."""
+        opened = self._opened
+        if opened is None or opened.file_aad is None:
+            return
+        own = [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
+        for column in footer.columns:
+            if column.encryption is ColumnEncryption.FOOTER_KEY and opened.cipher is not None:
+                self._ciphers[column.ordinal] = opened.cipher
+        wanted = [(column.path, column.key_metadata) for column in own]
+        for column, dek in zip(own, self._keys.column_deks(wanted, FOOTER_PLACE) if own else [], strict=True):
+            if dek is not None:
+                self._ciphers[column.ordinal] = ModuleCipher(dek, opened.file_aad)
+
+    def chunk_metadata(self, row_group_ordinal: int, column: Column, hidden: bytes) -> ColumnMetaData | None:
+        """Return the metadata of a chunk from its module; None without its key, or where it is not authentic."""
+        cipher = self._ciphers.get(column.ordinal)
+        if cipher is None:
+            return None
+        place = chunk_place(row_group_ordinal, column.ordinal)
+        plaintext = check_module(cipher, hidden, place, None, self._book)
+        try:
+            return None if plaintext is None else ColumnMetaData.read(plaintext)[0]
+        except ParquetFormatError as error:
+            self._book.broken("metadata-path", str(error), place)
+            return None
+
+    def pages(
+        self, row_group_ordinal: int, column: Column, metadata: ColumnMetaData, region: ChunkRegion
+    ) -> tuple[list[InspectedModule], bool] | None:
+        """Return the pages of a chunk and their headers, and whether all were found; None without its key."""
+        cipher = self._ciphers.get(column.ordinal)
+        if cipher is None and column.encryption is not ColumnEncryption.PLAINTEXT:
+            return None
+        is_ctr = self._envelope.algorithm is Algorithm.AES_GCM_CTR_V1
+        chunk = ChunkCiphers(column, row_group_ordinal, cipher, is_ctr, b"")
+        end = region.offset + (region.length or 0)
+        window = Window(self._source, end, _HEADER_STEP)
+        walk = PageWalk(window, chunk, metadata, region.offset, end, self._book)
+        modules: list[InspectedModule] = []
+        for page in walk:
+            ordinal = page.place.page_ordinal
+            header_type = ModuleType.DICTIONARY_PAGE_HEADER if page.is_dictionary else ModuleType.DATA_PAGE_HEADER
+            header_length = page.offset - page.header_offset
+            modules.append(InspectedModule(header_type, page.header_offset, header_length, ordinal))
+            modules.append(InspectedModule(page.place.module_type, page.offset, page.length, ordinal))
+        return modules, not walk.stopped

@@ -1,0 +1,203 @@
+"""Files and folders verified with the keys and the tables of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import PurePosixPath
+
+from parquet_keytools.conformance.data_set import Member, check_data_set
+from parquet_keytools.conformance.envelope import read_envelope
+from parquet_keytools.conformance.expectation import Expectation, ExpectedColumn, ExpectedTable
+from parquet_keytools.conformance.file_keys import MaterialFinder
+from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
+from parquet_keytools.conformance.inspection import Inspection
+from parquet_keytools.conformance.inspector import inspect_source
+from parquet_keytools.conformance.report import DataSetReport, FileReport
+from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.conformance.rules import FILE_SCOPES
+from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption
+from parquet_keytools.errors import KeytoolsError
+from parquet_keytools.folder_files import SUMMARY_FILE_NAMES, list_folder
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.key_service import KeyService
+from parquet_keytools.keys.file_key_retriever import FileKeyRetriever
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.key_unwrapper import KmsKeys
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage import FileLocation, open_source
+
+_KEY_MATERIAL_FILE = "_KEY_MATERIAL_FOR_"
+
+
+class RetrieverFinder:
+    """Shows the verifier the keys of one file; see `MaterialFinder`."""
+
+    def __init__(self, keys: KeyService, kms_keys: KmsKeys, location: FileLocation) -> None:
+        self._kms_keys = kms_keys
+        self._data_keys = keys.data_keys
+        self._retriever = FileKeyRetriever(kms_keys, keys.data_keys, location)
+
+    def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
+        """Return the DEK of the footer."""
+        return self._retriever.footer_dek(key_metadata)
+
+    def column_deks(
+        self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
+    ) -> list[SecretBytes | KeytoolsError]:
+        """Return the DEKs of columns."""
+        return self._retriever.column_deks(columns)
+
+    def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
+        """Return the key material that key metadata is or refers to."""
+        return self._retriever.material(key_metadata)
+
+    def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
+        """Return the id of the data key that the configuration names for what carries no key metadata."""
+        if column_path is None:
+            return self._data_keys.footer_without_metadata
+        return self._data_keys.columns_without_metadata.get(".".join(column_path))
+
+    def kek_length_bits(self, material: KeyMaterial) -> int | None:
+        """Return the length of the KEK, if the KMS has unwrapped it."""
+        if not material.double_wrapping:
+            return None
+        kek = self._kms_keys.answers.get((material.kms_wrapped_key, material.master_key_id))
+        return kek.length_bits if isinstance(kek, SecretBytes) else None
+
+
+Progress = Callable[[FileReport], None]
+"""Called with the report of each file."""
+
+
+def finder_of(
+    keys: KeyService | None, location: FileLocation, kms_keys: KmsKeys | None = None
+) -> MaterialFinder | None:
+    """Return what finds the keys of a file; None without a configuration."""
+    if keys is None:
+        return None
+    return RetrieverFinder(keys, kms_keys or keys.kms_keys(), location)
+
+
+def verify_file(
+    keys: KeyService | None, location: FileLocation, table_name: str | None = None, aad_prefix: str | None = None
+) -> FileReport:
+    """Verify a file; see `Keytools.verify_file`. Without keys, what needs none is checked."""
+    kms_keys = keys.kms_keys() if keys is not None else None
+    return _verify(keys, kms_keys, location, table_name, aad_prefix)[0]
+
+
+def inspect_file(
+    keys: KeyService,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | None,
+    *,
+    with_keys: bool,
+) -> Inspection:
+    """Show how a file is protected; see `Keytools.inspect_file`."""
+    with open_source(location) as source:
+        prefix = expected_prefix(keys, source, location, table_name, aad_prefix)
+        return inspect_source(source, finder_of(keys if with_keys else None, location), prefix)
+
+
+def verify_folder(
+    keys: KeyService | None,
+    folder: FileLocation,
+    table_name: str | None = None,
+    aad_prefix: str | None = None,
+    *,
+    part_count: int | None = None,
+    on_progress: Progress | None = None,
+) -> DataSetReport:
+    """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`."""
+    files, left_out = list_folder(folder)
+    kms_keys = keys.kms_keys() if keys is not None else None
+    reports: list[FileReport] = []
+    members: list[Member] = []
+    for file in files:
+        report, facts = _verify(keys, kms_keys, file.location, table_name, aad_prefix)
+        reports.append(report)
+        members.append(Member(str(PurePosixPath(file.location.path).relative_to(folder.path)), facts))
+        if on_progress is not None:
+            on_progress(report)
+    others = {left.location.path: left.reason for left in left_out}
+    names = [PurePosixPath(path).name for path in others]
+    return DataSetReport(
+        str(folder),
+        tuple(reports),
+        check_data_set(
+            members,
+            part_count=part_count,
+            summary_files=[name for name in names if name in SUMMARY_FILE_NAMES],
+            orphaned_key_materials=[name for name in names if name.startswith(_KEY_MATERIAL_FILE)],
+        ),
+        others,
+    )
+
+
+def _verify(
+    keys: KeyService | None,
+    kms_keys: KmsKeys | None,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | None,
+) -> tuple[FileReport, FileFacts]:
+    try:
+        with open_source(location) as source:
+            finder = finder_of(keys, location, kms_keys)
+            return verify_source(source, finder, _expectation(keys, source, location, table_name, aad_prefix))
+    except PermissionError as error:
+        # One file that cannot be read must not hide what is wrong with the others.
+        book = RuleBook(FILE_SCOPES)
+        for scope in FILE_SCOPES:
+            book.scope_not_checked(scope, f"the file cannot be read: {error.strerror}")
+        return FileReport(str(location), True, book.results()), FileFacts()
+
+
+def expected_prefix(
+    keys: KeyService, source: ByteSource, location: FileLocation, table_name: str | None, aad_prefix: str | None
+) -> bytes | None:
+    """Return the AAD prefix that a file must have; which table it seems to be of, its stored prefix may say."""
+    envelope = read_envelope(source, RuleBook(FILE_SCOPES))
+    stored = None if envelope is None else envelope.aad_prefix
+    return keys.expected_aad_prefix(location, table_name, aad_prefix, stored)
+
+
+def _expectation(
+    keys: KeyService | None,
+    source: ByteSource,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | None,
+) -> Expectation:
+    if keys is None:
+        return Expectation(aad_prefix=None if aad_prefix is None else aad_prefix.encode())
+    configuration = keys.configuration
+    has_table = table_name is not None or len(configuration.tables) == 1
+    return Expectation(
+        aad_prefix=expected_prefix(keys, source, location, table_name, aad_prefix),
+        allow_plaintext=configuration.reading.plaintext_files == "allow",
+        table_of=partial(_expected_table, keys, table_name) if has_table else None,
+    )
+
+
+def _expected_table(
+    keys: KeyService, table_name: str | None, leaf_paths: Sequence[tuple[str, ...]]
+) -> ExpectedTable:
+    policy = keys.policy(table_name, leaf_paths)
+
+    def key_name(name: str) -> str:
+        return policy.master_key_ids.get(name, name)
+
+    return ExpectedTable(
+        footer_key_name=key_name(policy.table.footer_key),
+        columns={
+            path: ExpectedColumn(
+                ColumnEncryption[key.kind.upper()], None if key.key_name is None else key_name(key.key_name)
+            )
+            for path, key in policy.columns.items()
+        },
+        algorithm=Algorithm(policy.table.algorithm),
+        plaintext_footer=policy.table.plaintext_footer,
+    )

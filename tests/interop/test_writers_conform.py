@@ -1,0 +1,144 @@
+"""The files of all writers are verified; where one departs from the specification, it is said whose that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import engines.ours as ours
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as pe
+import pytest
+from engines import policy as policies
+from engines.ours import ARROW_PATH, MODULE_PATH
+from engines.plain_pyarrow import FewLinesKms
+from engines.policy import AAD_PREFIX, EncryptedFile, Policy
+from matrix import DUCKDB, POLARS, PYARROW, ROWS, SPARK, Matrix
+from pyarrow import fs as pafs
+
+from parquet_keytools.conformance.report import Outcome, Verdict
+from parquet_keytools.conformance.rules import RULES_BY_ID, Severity
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a writer departs from the rules.
+
+    Attributes:
+        whose: The engine.
+        rule: The rule.
+        sentence: What it does.
+        applies: Whether it shows in a file.
+    """
+
+    whose: str
+    rule: str
+    sentence: str
+    applies: Callable[[EncryptedFile], bool]
+
+
+DIFFERENCES = (
+    Difference(
+        "pyarrow",
+        "metadata-stripped",
+        "leaves size statistics of encrypted columns, with numbers of nulls, in plaintext footers",
+        lambda file: file.writer in (PYARROW, ARROW_PATH) and file.policy.plaintext_footer,
+    ),
+    Difference(
+        "parquet-java",
+        "metadata-stripped",
+        "leaves size statistics and Bloom filter offsets of encrypted columns in plaintext footers",
+        lambda file: file.writer == SPARK and file.policy.plaintext_footer,
+    ),
+    Difference(
+        "parquet-java",
+        "page-v2-whole",
+        "leaves the levels of V2 data pages in plaintext, before the module",
+        lambda file: file.writer == SPARK and file.policy.data_page_version == 2,
+    ),
+    Difference(
+        "parquet-java",
+        "padding",
+        "encrypts the unused rest of its buffer after each Thrift structure",
+        lambda file: file.writer == SPARK,
+    ),
+    Difference(
+        "Polars",
+        "layout-gap",
+        "writes the metadata of plaintext columns, statistics included, behind their chunks, in plaintext also "
+        "where the footer is encrypted",
+        lambda file: file.writer == POLARS and file.policy.column_keys,
+    ),
+    Difference(
+        "DuckDB",
+        "file-unique",
+        "writes no aad_file_unique, and encrypts without an AAD",
+        lambda file: file.writer == DUCKDB,
+    ),
+)
+
+NATURE = (
+    ("no-prefix", lambda policy: policy.aad_prefix == "none"),
+    ("ctr", lambda policy: policy.algorithm == "AES_GCM_CTR_V1"),
+    ("names-visible", lambda policy: policy.plaintext_footer),
+)
+"""Weaknesses that the policy itself asks for."""
+
+
+def check(matrix: Matrix, writer: str, policy: Policy) -> None:
+    file = matrix.file(writer, policy)
+    prefix = None if policy.aad_prefix == "none" else AAD_PREFIX
+    report = ours._keytools_for(file).verify_file(file.path, aad_prefix=prefix)
+    expected = {rule for rule, applies in NATURE if applies(policy)}
+    expected |= {difference.rule for difference in DIFFERENCES if difference.applies(file)}
+    broken = {result.rule.id for result in report.rules if result.outcome is Outcome.BROKEN}
+    assert broken == expected, [(finding.rule.id, finding.where, finding.message) for finding in report.findings]
+    if any(RULES_BY_ID[rule].severity is Severity.VIOLATION for rule in expected):
+        assert report.verdict is Verdict.VIOLATED
+    else:
+        assert report.verdict is Verdict.CONFORMS, [(r.rule.id, r.reasons) for r in report.rules if r.reasons]
+        assert report.damage is not None
+        assert not report.damage.losses
+
+
+@pytest.mark.parametrize(
+    ("writer", "policy"), [pytest.param(*row, id=f"{row[0]}-{row[1].title}") for row in ROWS if row[0] != SPARK]
+)
+def test_without_spark(matrix: Matrix, writer: str, policy: Policy) -> None:
+    check(matrix, writer, policy)
+
+
+@pytest.mark.parametrize("policy", [pytest.param(p, id=p.title) for writer, p in ROWS if writer == SPARK])
+def test_spark(matrix_with_spark: Matrix, policy: Policy) -> None:
+    check(matrix_with_spark, SPARK, policy)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [policies.COLUMN_KEYS, policies.PLAINTEXT_FOOTER, policies.CTR, policies.V2_PAGES],
+    ids=lambda p: p.title,
+)
+@pytest.mark.parametrize("writer", [MODULE_PATH, PYARROW])
+def test_pyarrow_says_the_same(matrix: Matrix, writer: str, policy: Policy) -> None:
+    file = matrix.file(writer, policy)
+    shown = ours._keytools_for(file).inspect_file(file.path)
+    properties = pe.CryptoFactory(FewLinesKms).file_decryption_properties(
+        pe.KmsConnectionConfig(), pe.DecryptionConfiguration(), str(file.path), pafs.LocalFileSystem()
+    )
+    metadata = pq.read_metadata(file.path, decryption_properties=properties)
+    assert (shown.num_rows, shown.created_by) == (metadata.num_rows, metadata.created_by)
+    assert len(shown.row_groups) == metadata.num_row_groups
+    for chunk in shown.chunks:
+        theirs = metadata.row_group(chunk.row_group_ordinal).column(chunk.column_ordinal)
+        assert shown.columns[chunk.column_ordinal].path == theirs.path_in_schema
+        assert chunk.num_values == theirs.num_values
+        pages = [module for module in chunk.modules if module.module_type.title.startswith(("data", "dictionary"))]
+        assert sum(module.length for module in pages) == theirs.total_compressed_size
+        starts = [offset for offset in (theirs.dictionary_page_offset, theirs.data_page_offset) if offset]
+        assert min(module.offset for module in pages) == min(starts)
+
+
+def test_each_difference_is_met() -> None:
+    files = [EncryptedFile(writer, policy, None) for writer, policy in ROWS]  # type: ignore[arg-type]
+    assert all(any(difference.applies(file) for file in files) for difference in DIFFERENCES)
+    assert not any(d.applies(file) for d in DIFFERENCES for file in files if file.writer == MODULE_PATH)

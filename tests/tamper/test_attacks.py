@@ -1,0 +1,61 @@
+"""Every attack ends in the error and the rule that it must end in; pyarrow meets the same files."""
+
+from __future__ import annotations
+
+import pytest
+from attacks import ATTACKS, CHANGED, CRASHED, REFUSED, RIGHT, Attacked
+from pyarrow_outcomes import pyarrow_outcomes
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
+    return Attacked(tmp_path_factory.mktemp("attacks"))
+
+
+def test_the_good_files_read(attacked: Attacked) -> None:
+    for policy in {attack.policy for attack in ATTACKS.values()}:
+        with attacked.scene.keytools(policy) as reader:
+            assert reader.read_table(attacked.scene.file(policy)).equals(attacked.right)
+            assert reader.verify_file(attacked.scene.file(policy)).conforms
+
+
+def attacks_on_readers() -> list[object]:
+    """Return all attacks; those that our readers do not see yet must fail, so that nobody forgets them here."""
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(reason=attack.gap, strict=True) if attack.gap else ())
+        for name, attack in ATTACKS.items()
+    ]
+
+
+@pytest.mark.parametrize("name", attacks_on_readers())
+def test_read_table(attacked: Attacked, name: str) -> None:
+    assert attacked.read_table(name) == (ATTACKS[name].outcome, ATTACKS[name].error or "")
+
+
+@pytest.mark.parametrize("name", attacks_on_readers())
+def test_decrypt_file(attacked: Attacked, name: str) -> None:
+    assert attacked.decrypt_file(name) == (ATTACKS[name].outcome, ATTACKS[name].error or "")
+    if ATTACKS[name].outcome == REFUSED:
+        assert not attacked.paths[name].with_name("decrypted.parquet").exists()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_verify(attacked: Attacked, name: str) -> None:
+    attack = ATTACKS[name]
+    conforms, broken = attacked.verify(name)
+    if attack.rule is not None:
+        assert attack.rule in broken
+    # Only what leaves the data right, or what nobody can see, conforms.
+    assert conforms is (attack.error is None), broken
+
+
+PYARROW_IS_DECEIVED = {"file", "rollback", "plaintext", "ctr-bit", "plaintext-bit"}
+"""It cannot be told which AAD prefix to expect together with keys from a KMS, and takes plaintext files."""
+
+
+def test_pyarrow(attacked: Attacked) -> None:
+    outcomes = pyarrow_outcomes(attacked)
+    assert set(outcomes) == set(ATTACKS)
+    assert CRASHED not in outcomes.values()
+    assert {name for name, outcome in outcomes.items() if outcome == CHANGED} == PYARROW_IS_DECEIVED
+    assert {name for name, outcome in outcomes.items() if outcome == RIGHT} == {"kms"}

@@ -1,0 +1,147 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from parquet_keytools import Keytools
+
+PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
+
+
+@pytest.fixture
+def encrypted(config: Path, plain: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "encrypted" / "e.parquet"
+    path.parent.mkdir()
+    with Keytools.from_yaml(config) as keytools:
+        keytools.encrypt_file(plain, path)
+    return path
+
+
+def flip_a_page(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+
+
+def test_inspect_shows_a_tree_and_a_map(run, config: Path, encrypted: Path) -> None:
+    without = run("inspect", encrypted)
+    assert without.exit_code == 0
+    assert without.stdout == ""
+    assert "encrypted footer, AES_GCM_V1, not authenticated: no key" in without.stderr
+    assert "master key 'footer', double wrapping" in without.stderr
+    assert "name" not in without.stderr.replace(str(encrypted), "")
+    opened = run("inspect", encrypted, "--config", config)
+    assert "AES_GCM_V1, authentic" in opened.stderr
+    assert "name: master key 'pii'" in opened.stderr
+    assert "100 values" in opened.stderr
+    assert "one sign for" in opened.stderr
+
+
+def test_inspect_gives_json(run, config: Path, encrypted: Path) -> None:
+    document = json.loads(run("inspect", encrypted, "--config", config, "--json").stdout)
+    assert document["mode"] == "encrypted footer"
+    assert [column["path"] for column in document["columns"]] == ["id", "name"]
+    modules = [module for chunk in document["chunks"] for module in chunk["modules"]]
+    assert {"data page", "data page header"} <= {module["module_type"] for module in modules}
+
+
+def test_inspect_takes_any_file(run, plain: Path, tmp_path: Path) -> None:
+    assert "not encrypted" in run("inspect", plain).stderr
+    assert "12" not in run("inspect", plain).stdout
+    (tmp_path / "garbage").write_bytes(b"x" * 100)
+    assert "nothing can be read" in run("inspect", tmp_path / "garbage").stderr
+    missing = run("inspect", tmp_path / "missing")
+    assert missing.exit_code == 2
+    assert "No such file" in missing.stderr
+
+
+def test_inspect_without_keys_imports_no_pyarrow(encrypted: Path) -> None:
+    program = f"""
+import sys
+from parquet_keytools.cli import app
+try:
+    app(["inspect", {str(encrypted)!r}])
+except SystemExit:
+    pass
+heavy = [name for name in ("pyarrow", "cryptography", "rich", "yaml") if name in sys.modules]
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_verify_a_good_file(run, config: Path, encrypted: Path) -> None:
+    done = run("verify", encrypted, "--config", config)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == ""
+    assert "conforms" in done.stderr
+    without = run("verify", encrypted)
+    assert without.exit_code == 0
+    assert "nothing was authenticated" in without.stderr
+
+
+def test_verify_says_no(run, config: Path, encrypted: Path, plain: Path) -> None:
+    flip_a_page(encrypted)
+    # Column `id` is plaintext and has no CRC; the damage is in what the rules look at, or in `name`.
+    done = run("verify", plain)
+    assert done.exit_code == 1
+    assert "violation encrypted" in done.stderr
+    data = bytearray(encrypted.read_bytes())
+    data[-30] ^= 1
+    encrypted.write_bytes(data)
+    done = run("verify", encrypted, "--config", config, "--json")
+    assert done.exit_code == 1
+    document = json.loads(done.stdout)
+    assert document["verdict"] == "violated"
+    assert document["damage"]["file_is_lost"]
+    broken = [rule["id"] for rule in document["rules"] if rule["outcome"] == "broken"]
+    assert "footer-authentic" in broken
+
+
+def test_verify_with_a_refused_key_is_no_pass(run, config: Path, encrypted: Path, deny) -> None:
+    deny("pii")
+    done = run("verify", encrypted, "--config", config)
+    assert done.exit_code == 1
+    assert "NOT ALL COULD BE CHECKED" in done.stderr
+    assert "'name'" in done.stderr
+
+
+def test_verify_a_folder(run, config: Path, encrypted: Path, plain: Path) -> None:
+    done = run("verify", encrypted.parent, "--config", config, "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["verdict"] == "conforms"
+    (encrypted.parent / "plain.parquet").write_bytes(plain.read_bytes())
+    done = run("verify", encrypted.parent, "--config", config)
+    assert done.exit_code == 1
+    assert "as a data set" in done.stderr
+    assert run("verify", encrypted.parent, "--config", config, "--parts", 2).exit_code == 1
+
+
+def test_verify_what_is_not_there(run, config: Path, tmp_path: Path) -> None:
+    assert run("verify", tmp_path / "missing").exit_code == 2
+    assert run("verify", config, "--config", config, "--table", "peeple").exit_code == 2
+
+
+def test_salvage(run, config: Path, tmp_path: Path) -> None:
+    table = pa.table({"id": range(90), "name": [f"name {number}" for number in range(90)]})
+    plain, encrypted, rest = (tmp_path / name for name in ("many.parquet", "e.parquet", "rest.parquet"))
+    pq.write_table(table, plain, row_group_size=30, use_dictionary=False, compression="none")
+    with Keytools.from_yaml(config) as keytools:
+        keytools.encrypt_file(plain, encrypted)
+        shown = keytools.inspect_file(encrypted)
+    module = next(c for c in shown.chunks if (c.row_group_ordinal, c.column_ordinal) == (1, 1)).modules[-1]
+    data = bytearray(encrypted.read_bytes())
+    data[module.offset + 20] ^= 1
+    encrypted.write_bytes(data)
+    refused = run("decrypt", encrypted, rest, "--config", config)
+    assert refused.exit_code == 1
+    done = run("decrypt", encrypted, rest, "--config", config, "--salvage", "--json")
+    assert done.exit_code == 1
+    (file,) = json.loads(done.stdout)["files"]
+    assert file["missing_row_groups"] == [1]
+    assert "row group 1, column 'name': page 0" in done.stderr
+    assert pq.read_table(rest).equals(pa.concat_tables([table.slice(0, 30), table.slice(60)]))

@@ -1,0 +1,370 @@
+"""What cannot be checked is never a pass; what is damaged is named; what is whole is salvaged."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import fs as pafs
+
+from parquet_keytools import Keytools
+from parquet_keytools.conformance.report import FileReport, Loss, Outcome, Verdict
+from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.errors import ColumnAccessDeniedError, DecryptionError, NotEncryptedError, OutputError
+
+MASTER_KEYS = {name: base64.b64encode((name[:1] * 16).encode()).decode() for name in ("footer", "pii", "other")}
+ROWS = 90
+TABLE = pa.table(
+    {
+        "id": pa.array(range(ROWS), pa.int64()),
+        "name": [f"name {number % 4}" for number in range(ROWS)],
+        "price": [number / 4 for number in range(ROWS)],
+    }
+)
+POLICY: dict[str, Any] = {
+    "footer_key": "footer",
+    "column_keys": {"pii": ["name"]},
+    "unlisted_columns": "footer_key",
+    "aad_prefix": "shop/{file_name}",
+}
+
+
+def keytools(**changes: Any) -> Keytools:
+    kms = {"type": "in_memory", "keys": MASTER_KEYS}
+    return Keytools.from_mapping({"version": 1, "kms": kms, "tables": {"shop": POLICY | changes}})
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Path]:
+    """Writes an encrypted file of three row groups of three pages."""
+
+    def write(name: str = "file.parquet", *, table: pa.Table = TABLE, **changes: Any) -> Path:
+        plain = tmp_path / f"{name}.plain"
+        pq.write_table(
+            table,
+            plain,
+            row_group_size=30,
+            max_rows_per_page=10,
+            write_batch_size=10,
+            use_dictionary=["name"],
+            write_page_index=True,
+            bloom_filter_options={"name": {"ndv": 4, "fpp": 0.1}},
+        )
+        path = tmp_path / "set" / name
+        path.parent.mkdir(exist_ok=True)
+        keytools(**changes).encrypt_file(plain, path)
+        plain.unlink()
+        return path
+
+    return write
+
+
+def broken(report: FileReport) -> set[str]:
+    return {result.rule.id for result in report.rules if result.outcome is Outcome.BROKEN}
+
+
+def flip(path: Path, module_type: ModuleType, row_group: int, column: int, page: int | None = None) -> None:
+    """Flip a bit in the middle of a module."""
+    with keytools() as reader:
+        shown = reader.inspect_file(path)
+    module = next(
+        module
+        for chunk in shown.chunks
+        if (chunk.row_group_ordinal, chunk.column_ordinal) == (row_group, column)
+        for module in chunk.modules
+        if module.module_type is module_type and module.page_ordinal == page
+    )
+    data = bytearray(path.read_bytes())
+    data[module.offset + 20] ^= 1
+    path.write_bytes(data)
+
+
+# --- Keys that are refused ---------------------------------------------------------------------------------
+
+
+def test_a_whole_file_conforms(make) -> None:
+    report = keytools().verify_file(make())
+    assert report.conforms
+    assert not report.findings
+    assert not report.denied
+    assert sum(tally.authentic for tally in report.modules) > 50
+
+
+def test_a_refused_column_key_is_never_a_pass(make) -> None:
+    path, reader = make(), keytools()
+    reader.kms.deny("pii")  # type: ignore[union-attr]
+    report = reader.verify_file(path)
+    assert report.verdict is Verdict.INCOMPLETE
+    assert not report.conforms
+    assert list(report.denied) == ["name"]
+    assert "access denied" in report.denied["name"]
+    # Other columns were checked, this one was not: no rule about columns simply holds.
+    result = report.result("data-page-authentic")
+    assert result.outcome is Outcome.NOT_CHECKED
+    assert "'name'" in result.reasons[0]
+    assert {tally.column for tally in report.modules} == {None, "id", "price"}
+    assert report.damage is None
+
+
+def test_a_refused_footer_key_is_never_a_pass(make) -> None:
+    path, reader = make(), keytools()
+    reader.kms.deny("footer")  # type: ignore[union-attr]
+    report = reader.verify_file(path)
+    assert report.verdict is Verdict.INCOMPLETE
+    assert "footer" in report.denied
+    assert report.result("footer-authentic").outcome is Outcome.NOT_CHECKED
+    assert report.result("wanted-keys").outcome is Outcome.NOT_CHECKED
+
+
+def test_a_violation_elsewhere_counts_beside_a_refused_key(make) -> None:
+    path, reader = make(), keytools()
+    flip(path, ModuleType.DATA_PAGE, 0, 0, 1)
+    reader.kms.deny("pii")  # type: ignore[union-attr]
+    report = reader.verify_file(path)
+    assert report.verdict is Verdict.VIOLATED
+    assert broken(report) == {"data-page-authentic"}
+
+
+def test_a_plaintext_footer_without_keys_shows_structure(make) -> None:
+    path, reader = make(plaintext_footer=True), keytools(plaintext_footer=True)
+    reader.kms.deny("footer")  # type: ignore[union-attr]
+    report = reader.verify_file(path)
+    assert report.verdict is Verdict.INCOMPLETE
+    assert broken(report) == {"names-visible"}
+
+
+def test_a_file_on_another_file_system(make) -> None:
+    filesystem = pafs._MockFileSystem()
+    path = make()
+    with filesystem.open_output_stream("file.parquet") as stream:
+        stream.write(path.read_bytes())
+    with keytools() as reader:
+        assert reader.verify_file("file.parquet", filesystem=filesystem).conforms
+        assert reader.inspect_file("file.parquet", filesystem=filesystem).footer_is_authentic
+
+
+# --- What the table wants ----------------------------------------------------------------------------------
+
+
+def test_what_the_table_wants_is_compared(make) -> None:
+    path = make()
+    assert broken(keytools(column_keys={"pii": ["name"], "other": ["id"]}).verify_file(path)) == {"wanted-keys"}
+    assert broken(keytools(column_keys={"other": ["name"]}).verify_file(path)) == {"wanted-keys"}
+    assert broken(keytools(column_keys={"pii": ["surname"]}).verify_file(path)) == {"wanted-columns"}
+    plain = make("plain.parquet", unlisted_columns="plaintext")
+    assert broken(keytools().verify_file(plain)) == {"wanted-encryption"}
+    assert broken(keytools(aad_prefix="office/{file_name}").verify_file(path)) == {"prefix-expected"}
+
+
+def test_one_of_several_tables(make) -> None:
+    """Without a name, the stored prefix says which table a file seems to be of; a third one's is refused."""
+    path = make()
+    kms = {"type": "in_memory", "keys": MASTER_KEYS}
+    tables = {"office": POLICY | {"aad_prefix": "office/{file_name}"}, "shop": POLICY}
+    reader = Keytools.from_mapping({"version": 1, "kms": kms, "tables": tables})
+    assert reader.verify_file(path).conforms
+    assert reader.inspect_file(path).footer_is_authentic
+    stranger = make("stranger.parquet", aad_prefix="attic/{file_name}")
+    assert broken(reader.verify_file(stranger)) == {"prefix-expected"}
+
+
+# --- Damage ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "rule", "loss"),
+    [
+        ((ModuleType.DATA_PAGE, 1, 0, 1), "data-page-authentic", Loss(1, 0, "id", (1,))),
+        ((ModuleType.DATA_PAGE_HEADER, 1, 0, 1), "data-page-header-authentic", Loss(1, 0, "id", (), 1)),
+        ((ModuleType.DICTIONARY_PAGE, 1, 1), "dictionary-page-authentic", Loss(1, 1, "name", None)),
+        ((ModuleType.DICTIONARY_PAGE_HEADER, 1, 1), "dictionary-page-header-authentic", Loss(1, 1, "name", (), 0)),
+    ],
+)
+def test_damage_is_named_and_the_rest_is_salvaged(make, tmp_path: Path, module, rule: str, loss: Loss) -> None:
+    path = make()
+    flip(path, *module)
+    with keytools() as reader:
+        report = reader.verify_file(path)
+        assert broken(report) == {rule}
+        assert report.damage is not None
+        assert report.damage.losses == (loss,)
+        assert report.damage.readable_row_groups == (0, 2)
+        with pytest.raises(DecryptionError):
+            reader.decrypt_file(path, tmp_path / "all.parquet")
+        result = reader.salvage_file(path, tmp_path / "rest.parquet")
+    assert result.missing_row_groups == (1,)
+    assert result.losses == (loss,)
+    assert not result.is_whole
+    rest = pq.read_table(tmp_path / "rest.parquet")
+    assert rest.equals(pa.concat_tables([TABLE.slice(0, 30), TABLE.slice(60)]))
+
+
+@pytest.mark.parametrize(
+    "module_type", [ModuleType.OFFSET_INDEX, ModuleType.COLUMN_INDEX, ModuleType.BLOOM_FILTER_HEADER]
+)
+def test_a_damaged_index_costs_no_row(make, tmp_path: Path, module_type: ModuleType) -> None:
+    path = make()
+    flip(path, module_type, 1, 1)
+    with keytools() as reader:
+        report = reader.verify_file(path)
+        assert report.damage is not None
+        assert report.damage.losses == ()
+        assert report.damage.damaged_indexes == ((1, 1),)
+        result = reader.salvage_file(path, tmp_path / "rest.parquet")
+    assert result.missing_row_groups == ()
+    assert result.dropped_indexes == ((1, 1),)
+    assert not result.is_whole
+    assert pq.read_table(tmp_path / "rest.parquet").equals(TABLE)
+
+
+def test_a_whole_file_is_salvaged_whole(make, tmp_path: Path) -> None:
+    with keytools() as reader:
+        result = reader.salvage_file(make(), tmp_path / "rest.parquet")
+    assert result.is_whole
+    assert pq.read_table(tmp_path / "rest.parquet").equals(TABLE)
+
+
+def test_nothing_is_salvaged_from_nothing(make, tmp_path: Path) -> None:
+    path = make()
+    for row_group in range(3):
+        flip(path, ModuleType.DATA_PAGE_HEADER, row_group, 0, 0)
+    with keytools() as reader, pytest.raises(DecryptionError, match="no row group is whole"):
+        reader.salvage_file(path, tmp_path / "rest.parquet")
+    assert not (tmp_path / "rest.parquet").exists()
+
+
+def test_salvage_refuses_what_is_no_damage(make, tmp_path: Path) -> None:
+    path, reader = make(), keytools()
+    with pytest.raises(OutputError):
+        reader.salvage_file(path, path)
+    plain = tmp_path / "plain.parquet"
+    pq.write_table(TABLE, plain)
+    with pytest.raises(NotEncryptedError):
+        reader.salvage_file(plain, tmp_path / "rest.parquet")
+    reader.kms.deny("pii")  # type: ignore[union-attr]
+    reader.clear_caches()
+    with pytest.raises(ColumnAccessDeniedError):
+        reader.salvage_file(path, tmp_path / "rest.parquet")
+
+
+def test_a_lost_footer_loses_the_file(make) -> None:
+    path = make()
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    report = keytools().verify_file(path)
+    assert broken(report) == {"footer-authentic"}
+    assert report.damage is not None
+    assert report.damage.file_is_lost
+
+
+# --- Data sets ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_one_data_set(make) -> None:
+    folder = make("part-0.parquet").parent
+    make("part-1.parquet")
+    report = keytools().verify_folder(folder, part_count=2)
+    assert report.conforms
+    assert len(report.files) == 2
+    report = keytools().verify_folder(folder, part_count=3)
+    assert not report.conforms
+    assert {r.rule.id for r in report.rules if r.outcome is Outcome.BROKEN} == {"part-missing"}
+
+
+def test_strangers_in_a_folder_are_found(make) -> None:
+    folder = make("part-0.parquet").parent
+    (folder / "part-1.parquet").write_bytes((folder / "part-0.parquet").read_bytes())
+    pq.write_table(TABLE, folder / "part-2.parquet")
+    make("part-3.parquet", aad_prefix="office/{file_name}")
+    (folder / "_KEY_MATERIAL_FOR_part-4.parquet.json").write_text("{}")
+    report = keytools().verify_folder(folder)
+    by_name = {Path(file.path).name: broken(file) for file in report.files}
+    assert by_name == {
+        "part-0.parquet": set(),
+        "part-1.parquet": {"prefix-expected"},
+        "part-2.parquet": {"encrypted"},
+        "part-3.parquet": {"prefix-expected"},
+    }
+    assert {r.rule.id for r in report.rules if r.outcome is Outcome.BROKEN} == {
+        "file-copied",
+        "prefix-shared",
+        "dek-shared",
+        "part-gap",
+        "part-missing",
+    }
+    assert report.verdict is Verdict.VIOLATED
+
+
+def test_an_empty_folder_is_no_pass(tmp_path: Path) -> None:
+    assert not keytools().verify_folder(tmp_path).conforms
+
+
+# --- Inspection --------------------------------------------------------------------------------------------
+
+
+class CountingFile:
+    """A source that knows how much was read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.data = path.read_bytes()
+        self.size_bytes = len(self.data)
+        self.read_bytes = 0
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        assert 0 <= offset <= offset + length <= self.size_bytes
+        self.read_bytes += length
+        return self.data[offset : offset + length]
+
+
+def test_inspection_without_keys_reads_the_footer_only(make) -> None:
+    from parquet_keytools.conformance.inspector import inspect_source
+
+    big = pa.concat_tables([TABLE.append_column("noise", pa.array([f"{n:x>4000}" for n in range(ROWS)]))] * 20)
+    source = CountingFile(make(table=big, plaintext_footer=True))
+    shown = inspect_source(source)
+    assert source.size_bytes > 200_000
+    assert source.read_bytes <= 64 * 1024 + 4 + shown.footer_length
+    assert [column.path for column in shown.columns] == ["id", "name", "price", "noise"]
+    assert shown.footer_is_authentic is None
+    assert "number of values" in shown.columns[0].shows
+    assert "statistics" not in shown.columns[0].shows
+
+
+def test_inspection_with_keys_shows_every_module(make) -> None:
+    path = make()
+    with keytools() as reader:
+        shown = reader.inspect_file(path)
+        assert reader.inspect_file(path, with_keys=False).chunks == ()
+    assert shown.footer_is_authentic
+    assert shown.aad_prefix == "shop/file.parquet"
+    assert len(shown.row_groups) == 3
+    assert len(shown.chunks) == 9
+    assert sum(shown.bytes_by_key.values()) == path.stat().st_size - 4
+    pages = [module for module in shown.chunks[0].modules if module.module_type is ModuleType.DATA_PAGE]
+    assert [page.page_ordinal for page in pages] == [0, 1, 2]
+    assert shown.columns[1].key is not None
+    assert (shown.columns[1].key.name, shown.columns[1].key.double_wrapping) == ("pii", True)
+
+
+def test_inspection_says_which_key_is_refused(make) -> None:
+    path, reader = make(), keytools()
+    reader.kms.deny("pii")  # type: ignore[union-attr]
+    shown = reader.inspect_file(path)
+    assert shown.columns[1].denied is not None
+    assert "access denied" in shown.columns[1].denied
+    assert [column.denied for column in shown.columns if column.path != "name"] == [None, None]
+
+
+def test_garbage_is_shown_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "garbage.parquet"
+    path.write_bytes(b"garbage" * 10)
+    shown = keytools().inspect_file(path)
+    assert shown.mode is None
+    assert [finding.rule.id for finding in shown.flaws] == ["magic"]

@@ -1,0 +1,131 @@
+"""Every file of the vector kit is reported by exactly its rule, and the good ones conform."""
+
+from __future__ import annotations
+
+import base64
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vector_kit.breaches import breaking_vectors
+from vector_kit.vector import MASTER_KEYS, Vector
+from vector_kit.write_kit import all_vectors, data_keys, manifest, place_vector, write_kit
+
+from parquet_keytools import Keytools
+from parquet_keytools.conformance.expectation import Expectation
+from parquet_keytools.conformance.file_verifier import verify_source
+from parquet_keytools.conformance.report import DataSetReport, FileReport, Outcome, RuleResult, Verdict
+from parquet_keytools.conformance.rules import RULES, Severity
+from parquet_keytools.file_verification import finder_of
+from parquet_keytools.storage import FileLocation, open_source
+
+
+def kit_keytools(expected: dict[str, Any]) -> Keytools:
+    """Return a Keytools with the keys of the kit, and what is expected of one vector."""
+
+    def encoded(keys: dict[str, bytes]) -> dict[str, str]:
+        return {name: base64.b64encode(key).decode() for name, key in keys.items()}
+
+    document: dict[str, Any] = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": encoded(MASTER_KEYS)},
+        "data_keys": encoded(data_keys()),
+    }
+    if "table" in expected:
+        document["tables"] = {"table": expected["table"]}
+    if "keys_without_metadata" in expected:
+        document["reading"] = {"keys_without_metadata": expected["keys_without_metadata"]}
+    return Keytools.from_mapping(document)
+
+
+def verified(vector: Vector, path: Path) -> FileReport | DataSetReport:
+    """Verify a vector as its entry in the manifest says."""
+    expected = dict(vector.expected)
+    with kit_keytools(expected) as keytools:
+        if vector.is_folder:
+            return keytools.verify_folder(path, part_count=expected.get("parts"))
+        if "invocation_limit" not in expected:
+            return keytools.verify_file(path, aad_prefix=expected.get("aad_prefix"))
+        location = FileLocation.resolve(path)
+        with open_source(location) as source:
+            expectation = Expectation(invocation_limit=expected["invocation_limit"])
+            return verify_source(source, finder_of(keytools._keys, location), expectation)[0]
+
+
+def all_results(report: FileReport | DataSetReport) -> list[RuleResult]:
+    results = list(report.rules)
+    if isinstance(report, DataSetReport):
+        results += [result for file in report.files for result in file.rules]
+    return results
+
+
+def broken(report: FileReport | DataSetReport) -> set[str]:
+    return {result.rule.id for result in all_results(report) if result.outcome is Outcome.BROKEN}
+
+
+@pytest.mark.parametrize("vector", list(all_vectors()), ids=lambda vector: vector.name)
+def test_exactly_its_rules_are_reported(vector: Vector, tmp_path: Path) -> None:
+    report = verified(vector, place_vector(vector, tmp_path))
+    details = [
+        (finding.rule.id, finding.where, finding.message)
+        for result in all_results(report)
+        for finding in result.findings
+    ]
+    assert broken(report) == vector.broken, details
+    is_violation = any(rule.severity is Severity.VIOLATION for rule in RULES if rule.id in vector.broken)
+    if is_violation:
+        assert report.verdict is Verdict.VIOLATED
+    else:
+        assert report.verdict is Verdict.CONFORMS, [
+            (result.rule.id, result.reasons) for result in all_results(report) if result.reasons
+        ]
+
+
+def test_there_is_a_breaking_vector_for_each_rule() -> None:
+    assert [vector.rule for vector in breaking_vectors()] == [rule.id for rule in RULES]
+
+
+def test_good_files_check_every_rule_somewhere(tmp_path: Path) -> None:
+    """A rule that no good file ever checks would be one that cannot hold."""
+    seen: set[str] = set()
+    for vector in all_vectors():
+        if vector.name.startswith("good/"):
+            report = verified(vector, place_vector(vector, tmp_path))
+            seen |= {result.rule.id for result in all_results(report) if result.outcome is Outcome.HOLDS}
+    # No configuration belongs to the kit; see below.
+    with_configuration = {rule.id for rule in RULES if rule.id.startswith("wanted-")}
+    assert {rule.id for rule in RULES} - seen == with_configuration
+
+
+def test_a_file_that_follows_its_table_conforms(tmp_path: Path) -> None:
+    good = next(vector for vector in all_vectors() if vector.name == "good/column-keys.parquet")
+    table = {"footer_key": "kf", "column_keys": {"k1": ["id"], "k2": ["name"]}, "unlisted_columns": "footer_key"}
+    with kit_keytools({"table": table}) as keytools:
+        report = keytools.verify_file(place_vector(good, tmp_path))
+    assert report.conforms
+    held = {result.rule.id for result in report.rules if result.outcome is Outcome.HOLDS}
+    assert {rule.id for rule in RULES if rule.id.startswith("wanted-")} <= held
+
+
+@functools.cache
+def _kit_bytes(seed: int) -> dict[str, bytes]:
+    return {
+        f"{vector.name}/{name}": content
+        for vector in all_vectors()
+        if vector.rule != "ordinal-limit"
+        for name, content in vector.contents().items()
+    }
+
+
+def test_the_kit_is_the_same_each_time() -> None:
+    assert _kit_bytes(1) == _kit_bytes(2)
+
+
+def test_the_kit_is_written(tmp_path: Path) -> None:
+    write_kit(tmp_path)
+    entries = manifest()["vectors"]
+    for entry in entries:
+        assert (tmp_path / entry["name"]).exists()
+    assert (tmp_path / "manifest.json").exists()
+    assert "good ones for each feature" in (tmp_path / "README.md").read_text(encoding="utf-8")
