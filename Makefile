@@ -21,7 +21,7 @@ DEMO_INSTALLED := $(VENV)/.installed-demo
 TEST_INSTALLED := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check vectors mutants bench clean
+.PHONY: help demo test java check vectors mutants bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,10 +29,18 @@ help: ## Say what there is
 demo: $(DEMO_INSTALLED) ## Encrypt 336,776 flights and read them back; files go to ./demo, or FOLDER=...
 	@$(BIN)/parquet-keytools demo --folder "$(FOLDER)"
 
-test: check ## Linters, types, and all tests
+test: check java ## Linters, types, and all tests; SPARK=no leaves those with Spark out
 	@if [ -n "$$PARQUET_TEST_DATA" ]; then echo "Test data: $$PARQUET_TEST_DATA"; \
 	else echo "PARQUET_TEST_DATA is not set: tests on the public Parquet files are skipped."; fi
 	$(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+
+# Spark needs it. Where it cannot be installed here, the tests stop and say what to install.
+java:
+	@[ "$(SPARK)" = no ] || command -v java >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing openjdk-17-jre-headless ..."; \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends openjdk-17-jre-headless >/dev/null || true; \
+	fi
 
 check: $(TEST_INSTALLED) ## Linters and types
 	$(BIN)/ruff check .
