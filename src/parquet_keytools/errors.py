@@ -7,7 +7,7 @@ text and no attribute ever holds a key, a token or the body of a KMS response.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -94,6 +94,9 @@ class KmsError(KeytoolsError):
         backend: Name of the KMS client, such as `vault`.
         operation: `wrap`, `unwrap`, `rewrap`, `describe`, `connect` or `update`.
         master_key_id: The master key concerned, or None.
+        detail: What is known beyond the kind of error; empty where nothing is.
+        tries: How often the KMS was asked.
+        retry_after_seconds: How long the KMS itself wants to be left alone; 0 where it does not say.
         retryable: Whether the same call may succeed later.
     """
 
@@ -109,16 +112,36 @@ class KmsError(KeytoolsError):
         operation: str,
         master_key_id: str | None = None,
         hint: str | None = None,
+        retry_after_seconds: float = 0.0,
     ) -> None:
         key = f" with master key {master_key_id!r}" if master_key_id is not None else ""
-        detail = f": {detail}" if detail else ""
+        known = f": {detail}" if detail else ""
         super().__init__(
-            f"{backend}: {operation}{key}: {self.summary}{detail}.",
+            f"{backend}: {operation}{key}: {self.summary}{known}.",
             hint=self.default_hint if hint is None else hint,
         )
         self.backend = backend
         self.operation = operation
         self.master_key_id = master_key_id
+        self.detail = detail
+        self.tries = 1
+        self.retry_after_seconds = retry_after_seconds
+
+    def after(self, tries: int, seconds: float) -> Self:
+        """Return this error as it stands after so many tries."""
+        if tries == 1:
+            return self
+        detail = ", ".join(filter(None, [self.detail, f"after {tries} tries in {seconds:.1f} seconds"]))
+        error = type(self)(
+            detail,
+            backend=self.backend,
+            operation=self.operation,
+            master_key_id=self.master_key_id,
+            hint=self.hint,
+            retry_after_seconds=self.retry_after_seconds,
+        )
+        error.tries = tries
+        return error
 
 
 class KmsAccessDeniedError(KmsError):

@@ -31,6 +31,7 @@ _MAX_WRAPPED_KEY_LENGTH = 16_384
 _PRINTABLE_ASCII = re.compile(r"[\x20-\x7e]+")
 _NOT_A_WRAPPED_KEY = "the wrapped key is not a short string of printable ASCII"
 
+S = TypeVar("S")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -231,18 +232,24 @@ class KmsClient(ABC):
 
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
         """Wrap many keys; a KMS with a call for many overrides this."""
-        return [self._outcome("wrap", r.master_key_id, self._wrap, r.key, r.master_key_id) for r in requests]
+        return self._map(
+            lambda r: self._outcome("wrap", r.master_key_id, self._wrap, r.key, r.master_key_id), requests
+        )
 
     def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
         """Unwrap many keys; a KMS with a call for many overrides this."""
-        return [
-            self._outcome("unwrap", r.master_key_id, self._unwrap, r.wrapped_key, r.master_key_id)
-            for r in requests
-        ]
+        return self._map(
+            lambda r: self._outcome("unwrap", r.master_key_id, self._unwrap, r.wrapped_key, r.master_key_id),
+            requests,
+        )
 
     def _rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
         """Wrap many wrapped keys anew; a KMS with a call for many overrides this."""
-        return [self._outcome("rewrap", r.master_key_id, self._rewrap, r) for r in requests]
+        return self._map(lambda r: self._outcome("rewrap", r.master_key_id, self._rewrap, r), requests)
+
+    def _map(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
+        """Return the results of a function that does not raise; a KMS across a network calls several at a time."""
+        return [function(item) for item in items]
 
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
         """Return the `KmsError` that stands for a foreign exception.

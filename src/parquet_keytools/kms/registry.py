@@ -30,6 +30,9 @@ class _BuiltIn(NamedTuple):
 _BUILT_INS = {
     "in_memory": _BuiltIn("parquet_keytools.kms.in_memory", "InMemoryKms"),
     "keystore": _BuiltIn("parquet_keytools.kms.keystore", "KeystoreKms"),
+    "aws": _BuiltIn("parquet_keytools.kms.aws", "AwsKms", extra="aws"),
+    "vault": _BuiltIn("parquet_keytools.kms.vault", "VaultKms", extra="vault"),
+    "gcp": _BuiltIn("parquet_keytools.kms.gcp", "GcpKms", extra="gcp"),
 }
 
 

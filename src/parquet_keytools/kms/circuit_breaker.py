@@ -1,0 +1,65 @@
+"""Fails fast while a KMS is down, and lets one call through now and then to see whether it is back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from parquet_keytools.fork_safe_lock import ForkSafeLock
+
+_LEAST_FAILURES = 5
+"""Fewer than these open nothing: a lone caller may have met a single broken connection twice in a while."""
+
+
+class CircuitBreaker:
+    """Opens when a KMS could not be reached for a time, without one answer in between.
+
+    A KMS that is restarted is down for some seconds, and callers shall go on then; so what counts is for how
+    long it has been failing, not how often.
+
+    Args:
+        open_after_seconds: How long a KMS may be failing before calls are refused.
+        probe_every_seconds: How often a call is let through while it is open.
+        clock: Seconds from some start, never going back.
+    """
+
+    def __init__(self, open_after_seconds: float, probe_every_seconds: float, clock: Callable[[], float]) -> None:
+        self._open_after_seconds = open_after_seconds
+        self._probe_every_seconds = probe_every_seconds
+        self._clock = clock
+        self._lock = ForkSafeLock()
+        self._failures = 0
+        self._failing_since = 0.0
+        self._last_failure = 0.0
+        self._next_probe = 0.0
+
+    def seconds_to_wait(self) -> float:
+        """Return 0 if a call may be made now; while open, that takes the one probe. Else for how long not."""
+        with self._lock:
+            now = self._clock()
+            if not self._is_open(now):
+                return 0.0
+            if now >= self._next_probe:
+                self._next_probe = now + self._probe_every_seconds
+                return 0.0
+            return self._next_probe - now
+
+    def answered(self) -> None:
+        """Note that the KMS answered, if only to refuse."""
+        with self._lock:
+            self._failures = 0
+
+    def failed(self) -> None:
+        """Note that the KMS could not be reached."""
+        with self._lock:
+            now = self._clock()
+            # After a long silence nobody knows whether it was down all the time.
+            if self._failures == 0 or now - self._last_failure > 2 * self._open_after_seconds:
+                self._failures = 0
+                self._failing_since = now
+            self._failures += 1
+            self._last_failure = now
+            if self._is_open(now):
+                self._next_probe = max(self._next_probe, now + self._probe_every_seconds)
+
+    def _is_open(self, now: float) -> bool:
+        return self._failures >= _LEAST_FAILURES and now - self._failing_since >= self._open_after_seconds
