@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
 
-from parquet_keytools.conformance.data_set import Member, check_data_set
+from parquet_keytools import audit
+from parquet_keytools.conformance.data_set import Member, Surroundings, check_data_set
 from parquet_keytools.conformance.envelope import read_envelope
 from parquet_keytools.conformance.expectation import Expectation, ExpectedColumn, ExpectedTable
 from parquet_keytools.conformance.file_keys import MaterialFinder
@@ -16,10 +18,13 @@ from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import FILE_SCOPES
-from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption
-from parquet_keytools.errors import KeytoolsError
-from parquet_keytools.folder_files import SUMMARY_FILE_NAMES, list_folder
+from parquet_keytools.conformance.shared_nonces import SharedNonces
+from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption, FooterMode
+from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
+from parquet_keytools.errors import KeytoolsError, ParquetFormatError
+from parquet_keytools.folder_files import SUMMARY_FILE_NAMES, LeftOut, list_folder
 from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH
 from parquet_keytools.key_service import KeyService
 from parquet_keytools.keys.file_key_retriever import FileKeyRetriever
 from parquet_keytools.keys.key_material import KeyMaterial
@@ -96,7 +101,7 @@ def inspect_file(
     with_keys: bool,
 ) -> Inspection:
     """Show how a file is protected; see `Keytools.inspect_file`."""
-    with open_source(location) as source:
+    with audit.about(location), open_source(location) as source:
         prefix = expected_prefix(keys, source, location, table_name, aad_prefix)
         return inspect_source(source, finder_of(keys if with_keys else None, location), prefix)
 
@@ -109,31 +114,105 @@ def verify_folder(
     *,
     part_count: int | None = None,
     on_progress: Progress | None = None,
+    invocation_limit: int = MAX_INVOCATIONS,
 ) -> DataSetReport:
     """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`."""
     files, left_out = list_folder(folder)
     kms_keys = keys.kms_keys() if keys is not None else None
     reports: list[FileReport] = []
     members: list[Member] = []
+    nonces = SharedNonces()
     for file in files:
-        report, facts = _verify(keys, kms_keys, file.location, table_name, aad_prefix)
+        report, facts = _verify_one_of_many(keys, kms_keys, file.location, table_name, aad_prefix)
         reports.append(report)
-        members.append(Member(str(PurePosixPath(file.location.path).relative_to(folder.path)), facts))
+        name = _name_in(folder, file.location)
+        if facts.nonces is not None:
+            nonces.add_file(name, facts.nonces)
+        members.append(Member(name, replace(facts, nonces=None)))
         if on_progress is not None:
             on_progress(report)
-    others = {left.location.path: left.reason for left in left_out}
-    names = [PurePosixPath(path).name for path in others]
+    others: list[LeftOut] = []
+    for left in left_out:
+        if _should_be_readable(folder, left):
+            reports.append(_unreadable(left.location, left.reason))
+        else:
+            others.append(left)
     return DataSetReport(
         str(folder),
         tuple(reports),
         check_data_set(
             members,
+            _surroundings(folder, others),
+            nonces,
             part_count=part_count,
-            summary_files=[name for name in names if name in SUMMARY_FILE_NAMES],
-            orphaned_key_materials=[name for name in names if name.startswith(_KEY_MATERIAL_FILE)],
+            invocation_limit=invocation_limit,
         ),
-        others,
+        {left.location.path: left.reason for left in others},
     )
+
+
+def _name_in(folder: FileLocation, file: FileLocation) -> str:
+    return str(PurePosixPath(file.path).relative_to(folder.path))
+
+
+def _is_passed_over(folder: FileLocation, file: FileLocation) -> bool:
+    """Return whether readers of data sets pass over a file or the folder that it is in."""
+    parts = PurePosixPath(_name_in(folder, file)).parts
+    return any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts)
+
+
+def _should_be_readable(folder: FileLocation, left: LeftOut) -> bool:
+    """Return whether something that is no file, such as a link to nowhere, stands where readers look for one."""
+    if _is_passed_over(folder, left.location):
+        return False
+    return left.location.info().type.name in ("NotFound", "Unknown")
+
+
+def _surroundings(folder: FileLocation, left_out: Sequence[LeftOut]) -> Surroundings:
+    names = {left.location.name for left in left_out}
+    summaries = [left.location for left in left_out if left.location.name in SUMMARY_FILE_NAMES]
+    return Surroundings(
+        summary_files=sorted(names & SUMMARY_FILE_NAMES),
+        listed_files=sorted({name for summary in summaries for name in _listed_files(folder, summary)}),
+        orphaned_key_materials=sorted(name for name in names if name.startswith(_KEY_MATERIAL_FILE)),
+        plaintext_passed_over=[
+            _name_in(folder, left.location)
+            for left in left_out
+            if left.location not in summaries
+            and _is_passed_over(folder, left.location)
+            and _may_be_plaintext(left.location)
+        ],
+    )
+
+
+def _listed_files(folder: FileLocation, summary: FileLocation) -> Iterator[str]:
+    """Yield the files that a summary file lists, as far as it can be read; nothing of it is authenticated."""
+    try:
+        with open_source(summary) as source:
+            envelope = read_envelope(source, RuleBook(FILE_SCOPES))
+            if envelope is None or envelope.plaintext is None:
+                return
+            paths = {
+                row_group.columns[0].file_path for row_group in envelope.plaintext.row_groups if row_group.columns
+            }
+    except (OSError, KeytoolsError):
+        return
+    within = PurePosixPath(_name_in(folder, summary)).parent
+    yield from (str(within / path) for path in paths if path)
+
+
+def _may_be_plaintext(location: FileLocation) -> bool:
+    """Return whether a file begins as plaintext ones do, and has no footer that says that it is encrypted."""
+    if location.info().type.name != "File":
+        return False
+    try:
+        with open_source(location) as source:
+            if source.size_bytes < MAGIC_LENGTH or bytes(source.read_at(0, MAGIC_LENGTH)) != MAGIC:
+                return False
+            envelope = read_envelope(source, RuleBook(FILE_SCOPES))
+            return envelope is None or envelope.mode is FooterMode.UNENCRYPTED
+    except (OSError, KeytoolsError):
+        return False
 
 
 def _verify(
@@ -144,15 +223,38 @@ def _verify(
     aad_prefix: str | None,
 ) -> tuple[FileReport, FileFacts]:
     try:
-        with open_source(location) as source:
+        with audit.about(location), open_source(location) as source:
             finder = finder_of(keys, location, kms_keys)
             return verify_source(source, finder, _expectation(keys, source, location, table_name, aad_prefix))
     except PermissionError as error:
-        # One file that cannot be read must not hide what is wrong with the others.
-        book = RuleBook(FILE_SCOPES)
-        for scope in FILE_SCOPES:
-            book.scope_not_checked(scope, f"the file cannot be read: {error.strerror}")
-        return FileReport(str(location), True, book.results()), FileFacts()
+        return _unreadable(location, error.strerror or "permission denied"), FileFacts()
+    except ParquetFormatError as error:
+        # A file that becomes shorter while it is read.
+        return _unreadable(location, str(error)), FileFacts()
+
+
+def _verify_one_of_many(
+    keys: KeyService | None,
+    kms_keys: KmsKeys | None,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | None,
+) -> tuple[FileReport, FileFacts]:
+    """Verify a file of a folder: one that cannot be read must not hide what is wrong with the others."""
+    try:
+        return _verify(keys, kms_keys, location, table_name, aad_prefix)
+    except OSError as error:
+        return _unreadable(location, error.strerror or type(error).__name__), FileFacts()
+    except UnicodeError:
+        return _unreadable(location, "its name is not UTF-8, and so has no AAD prefix"), FileFacts()
+
+
+def _unreadable(location: FileLocation, reason: str) -> FileReport:
+    """Return the report on a file of which nothing can be said."""
+    book = RuleBook(FILE_SCOPES)
+    for scope in FILE_SCOPES:
+        book.scope_not_checked(scope, f"the file cannot be read: {reason}")
+    return FileReport(str(location), True, book.results())
 
 
 def expected_prefix(
@@ -200,4 +302,6 @@ def _expected_table(
         },
         algorithm=Algorithm(policy.table.algorithm),
         plaintext_footer=policy.table.plaintext_footer,
+        dek_lengths_bits=dict.fromkeys(policy.master_key_ids.values(), policy.table.data_key_length_bits),
+        stores_aad_prefix=policy.table.store_aad_prefix,
     )

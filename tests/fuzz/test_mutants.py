@@ -1,7 +1,8 @@
 """Mutants of valid files go through inspect, verify and decrypt.
 
 None is taken for the file that it was, none ends in anything but our errors, none takes long or much memory. The
-environment variable MUTANTS says how many there are; `make mutants` takes 100,000.
+environment variable MUTANTS says how many there are; `make mutants` takes 100,000. Some more are made by a writer
+that has the keys: all of their modules are authentic, and anything may stand in them.
 """
 
 from __future__ import annotations
@@ -12,24 +13,29 @@ import random
 import resource
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from memory_files import MemorySink, MemorySource
 from vector_kit.good_files import good_vectors
-from vector_kit.vector import MASTER_KEYS
+from vector_kit.sealed_file import Module, Place
+from vector_kit.vector import MASTER_KEYS, SealedFile, recipe
 from vector_kit.write_kit import data_keys
 
 from parquet_keytools import Keytools
+from parquet_keytools.cli.inspect_tree import render_inspection
+from parquet_keytools.conformance.expectation import Expectation
 from parquet_keytools.conformance.file_keys import MaterialFinder
 from parquet_keytools.conformance.file_verifier import verify_source
 from parquet_keytools.conformance.findings import Outcome
 from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.report import FileReport, Verdict
 from parquet_keytools.encryption.file_decryptor import decrypt_file
-from parquet_keytools.errors import KeytoolsError
+from parquet_keytools.errors import KeytoolsError, ParquetFormatError
 from parquet_keytools.file_verification import finder_of
+from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, read_struct, write_struct
 from parquet_keytools.storage import FileLocation
 
 MUTANTS = int(os.environ.get("MUTANTS", "3000"))
@@ -66,13 +72,17 @@ def verified(data: bytes, keytools: Keytools) -> FileReport:
     return verify_source(MemorySource(data), finder(keytools), threads=1)[0]
 
 
-def base(name: str) -> Base:
-    vector = next(vector for vector in good_vectors() if vector.name == f"good/{name}.parquet")
-    (data,) = vector.contents().values()
+def kit_keytools() -> Keytools:
     encoded = {key: base64.b64encode(value).decode() for key, value in MASTER_KEYS.items()}
     keys = {key: base64.b64encode(value).decode() for key, value in data_keys().items()}
     document = {"version": 1, "kms": {"type": "in_memory", "keys": encoded}, "data_keys": keys}
-    keytools = Keytools.from_mapping(document)
+    return Keytools.from_mapping(document)
+
+
+def base(name: str) -> Base:
+    vector = next(vector for vector in good_vectors() if vector.name == f"good/{name}.parquet")
+    (data,) = vector.contents().values()
+    keytools = kit_keytools()
     return Base(data, keytools, verified(data, keytools), decrypted(data, keytools))
 
 
@@ -149,3 +159,145 @@ def test_mutants(name: str, tmp_path: Path) -> None:
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert slowest < 4 * _MAX_SECONDS, f"one mutant took {slowest:.2f} seconds for all four"
     assert grown < _MAX_MEMORY_BYTES, f"memory grew by {grown:,} bytes"
+
+
+# --- Writers that have the keys ----------------------------------------------------------------------------
+
+_NUMBERS = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    4,
+    12,
+    16,
+    28,
+    29,
+    32,
+    100,
+    2**15,
+    2**16,
+    2**31 - 1,
+    -(2**31),
+    2**62,
+    2**63 - 1,
+    -(2**63),
+)
+_BITS = {WireType.I16: 16, WireType.I32: 32, WireType.I64: 64}
+_OTHERS = (
+    (WireType.BINARY, b"x"),
+    (WireType.I32, 5),
+    (WireType.TRUE, None),
+    (WireType.STRUCT, Struct()),
+    (WireType.LIST, ThriftList(WireType.I32, [1, 2])),
+    (WireType.DOUBLE, bytes(8)),
+)
+
+
+class HostileWriter:
+    """Changes one or two fields, or bytes, of one module or structure of a file before they are sealed."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = random.Random(f"hostile writer {seed}")
+        self.modules_before = self.generator.randrange(120)
+        self.where = self.generator.choice(("module", "module", "footer", "crypto", "page header", "sealed"))
+
+    def file(self) -> bytes:
+        generator = self.generator
+        hooks = {
+            "module": self.module,
+            "footer": lambda footer: self.where == "footer" and self.change(footer.struct),
+            "crypto": lambda crypto: self.where == "crypto" and self.change(crypto.struct),
+            "page_header": self.page_header,
+            "sealed": self.sealed,
+        }
+        kind = generator.choice(({}, {"plaintext_footer": True}, {"is_ctr": True}, {"columns": {}}))
+        plain = generator.choice(({}, {"v2": True}, {"v2": True, "compression": "snappy"}, {"nested": True}))
+        return SealedFile(recipe(1, **hooks, **kind), plain).make()
+
+    def its_turn(self) -> bool:
+        self.modules_before -= 1
+        return self.modules_before == 0
+
+    def module(self, module: Module) -> None:
+        if self.where == "module" and self.its_turn():
+            module.plaintext = self.changed_bytes(module.plaintext)
+
+    def page_header(self, place: Place, header: object) -> None:
+        if self.where == "page header" and self.generator.random() < 0.1:
+            self.change(header.struct)  # type: ignore[attr-defined]
+
+    def sealed(self, place: Place, data: bytes) -> bytes:
+        return self.changed_bytes(data) if self.where == "sealed" and self.its_turn() else data
+
+    def changed_bytes(self, data: bytes) -> bytes:
+        generator = self.generator
+        if generator.random() < 0.8:
+            try:
+                struct_of, end = read_struct(data)
+            except ParquetFormatError:
+                pass
+            else:
+                self.change(struct_of)
+                return write_struct(struct_of) + data[end:]
+        at = generator.randrange(len(data) + 1)
+        return generator.choice((data[:at], data[:at] + b"\0" + data[at + 1 :], data + bytes(at), b""))
+
+    def change(self, root: Struct) -> None:
+        fields = list(_fields(root))
+        for _ in range(self.generator.choice((1, 1, 2)) if fields else 0):
+            holder, field_id = self.generator.choice(fields)
+            if field_id in holder.fields:
+                self.change_field(holder, field_id)
+
+    def change_field(self, holder: Struct, field_id: int) -> None:
+        generator = self.generator
+        wire_type, value = holder.fields[field_id]
+        kind = generator.randrange(8)
+        if kind == 0:
+            del holder.fields[field_id]
+        elif kind == 1:
+            holder.fields[field_id] = generator.choice(_OTHERS)
+        elif wire_type in _BITS:
+            most = (1 << _BITS[wire_type] - 1) - 1
+            number = generator.choice((*_NUMBERS, value + 1, value - 1, value * 2))
+            holder.fields[field_id] = (wire_type, number if -most <= number <= most else most)
+        elif wire_type is WireType.BINARY:
+            holder.fields[field_id] = (wire_type, generator.choice((b"", value[:-1], value + b"\0", b"\xff" * 5)))
+        elif wire_type is WireType.LIST:
+            elements = list(value.elements)
+            elements = generator.choice(([], elements[:-1], elements + elements[:1], elements[::-1]))
+            holder.fields[field_id] = (wire_type, ThriftList(value.element_type, elements))
+
+
+def _fields(root: Struct) -> Iterator[tuple[Struct, int]]:
+    for field_id, (_, value) in root.fields.items():
+        yield root, field_id
+        for inner in value.elements if isinstance(value, ThriftList) else [value]:
+            if isinstance(inner, Struct):
+                yield from _fields(inner)
+
+
+@pytest.mark.timeout(3600)
+def test_files_of_hostile_writers(tmp_path: Path) -> None:
+    """Nothing that a writer with keys can put into a file stops `verify` or `inspect`, or takes them long."""
+    keytools = kit_keytools()
+    slowest = 0.0
+    for seed in range(MUTANTS // 10):
+        try:
+            data = HostileWriter(seed).file()
+        except (KeytoolsError, AttributeError, TypeError, ValueError):
+            continue  # The sealer itself could not go on with it.
+        started = time.thread_time()
+        try:
+            for found in (finder(keytools), None):
+                for expectation in (Expectation(), Expectation(allow_plaintext=True)):
+                    verify_source(MemorySource(data), found, expectation, threads=1)
+                render_inspection(inspect_source(MemorySource(data), found))
+        except Exception as error:
+            path = tmp_path / f"hostile.{seed}.parquet"
+            path.write_bytes(data)
+            raise AssertionError(f"hostile file {seed}, kept in {path}: {error!r}") from error
+        slowest = max(slowest, time.thread_time() - started)
+    assert slowest < 6 * _MAX_SECONDS, f"one file took {slowest:.2f} seconds for all six"

@@ -18,7 +18,7 @@ from parquet_keytools.format.structs import (
 )
 from parquet_keytools.format.thrift_compact import Struct, WireType, read_struct, write_struct
 from vector_kit.good_files import external_recipe, kms_recipe
-from vector_kit.plain_file import PlainPage, plain_bytes
+from vector_kit.plain_file import PlainPage, plain_bytes, summary_bytes, take_apart
 from vector_kit.sealed_file import (
     BLOOM_FILTER_BITSET,
     BLOOM_FILTER_HEADER,
@@ -34,7 +34,7 @@ from vector_kit.sealed_file import (
     Place,
     Recipe,
 )
-from vector_kit.vector import SealedFile, Vector, base_columns, recipe
+from vector_kit.vector import SealedFile, Vector, base_columns, data_key, recipe
 
 _ID, _NAME, _PRICE = range(3)
 
@@ -56,6 +56,12 @@ def _at(place: Place, change: Callable[[Module], None]) -> Callable[[Module], No
 def _foreign(module: Module) -> None:
     """Give a module the AAD of another place."""
     module.aad = module.aad[:-1] + bytes([module.aad[-1] ^ 1])
+
+
+def _metadata_left_behind(r: int, c: int) -> tuple[bytes, bool]:
+    if (r, c) != (0, _ID):
+        return b"", False
+    return take_apart(plain_bytes()).chunks[r][c].metadata.serialise(), False
 
 
 def _foreign_at(*place: int) -> Callable[[Module], None]:
@@ -157,6 +163,10 @@ def _smaller_bitset(module: Module) -> None:
     header, _ = BloomFilterHeader.read(module.plaintext)
     header.num_bytes -= 1
     module.plaintext = header.serialise()
+
+
+def _counter_from_2(module: Module) -> None:
+    module.counter = b"\0\0\0\2"
 
 
 def _longer_offset_index(place: Place, sealed: bytes) -> bytes:
@@ -266,6 +276,7 @@ _FILES: dict[str, Any] = {
     "metadata-visible": _plaintext(chunk=_on((0, _ID), _setting(meta_data=None))),
     "metadata-encrypted": _plaintext(chunk=_on((0, _ID), _setting(encrypted_column_metadata=None))),
     "metadata-stripped": _plaintext(visible=_on((0, _ID), _statistics)),
+    "columns-encrypted": {"columns": {}},
     "names-visible": _plaintext(),
     "padding": {"padding": lambda plaintext: plaintext + bytes(3)},
     "column-metadata-authentic": {"module": _foreign_at(COLUMN_META_DATA, 0, _ID)},
@@ -277,6 +288,7 @@ _FILES: dict[str, Any] = {
     "offset-index-authentic": {"module": _foreign_at(OFFSET_INDEX, 0, _ID)},
     "bloom-filter-header-authentic": {"module": _foreign_at(BLOOM_FILTER_HEADER, 0, _NAME)},
     "bloom-filter-bitset-authentic": {"module": _foreign_at(BLOOM_FILTER_BITSET, 0, _NAME)},
+    "metadata-leaked": {"chunk_tail": _metadata_left_behind},
     "metadata-path": {"metadata": _on((0, _ID), _setting(path_in_schema=["other"]))},
     "metadata-agrees": _plaintext(visible=_on((0, _ID), _setting(num_values=_more))),
     "layout-range": {"chunk": _on((0, _ID), _setting(column_index_offset=10**9))},
@@ -306,6 +318,8 @@ _FILES: dict[str, Any] = {
     "wanted-columns": {},
     "wanted-encryption": {"columns": {_NAME: base_columns()[_NAME], _PRICE: base_columns()[_PRICE]}},
     "wanted-keys": {},
+    "dek-distinct": {"columns": {**base_columns(), _ID: (data_key("kf"), b"kf")}},
+    "wanted-prefix": {},
     "wanted-algorithm": {"is_ctr": True},
     "wanted-footer": _plaintext(),
 }
@@ -317,11 +331,25 @@ _EXPECTED: dict[str, dict[str, Any]] = {
     "wanted-columns": {"table": {**_TABLE, "column_keys": {"k1": ["absent"]}}},
     "wanted-encryption": {"table": _TABLE},
     "wanted-keys": {"table": {**_TABLE, "column_keys": {"k1": ["id", "name"]}}},
+    "wanted-key-length": {
+        "table": {
+            "footer_key": "footer",
+            "column_keys": {"column": ["id"]},
+            "unlisted_columns": "footer_key",
+            "data_key_length_bits": 256,
+        }
+    },
+    "wanted-prefix": {"table": {**_TABLE, "aad_prefix": "kit", "store_aad_prefix": False}},
     "wanted-algorithm": {"table": _TABLE},
     "wanted-footer": {"table": _TABLE},
 }
 
-_ALSO = {"wanted-algorithm": {"ctr"}, "algorithm-of-pages": {"ctr"}}
+_ALSO = {
+    "wanted-algorithm": {"ctr"},
+    "algorithm-of-pages": {"ctr"},
+    "page-content": {"ctr"},
+    "metadata-leaked": {"layout-gap"},
+}
 
 
 def _file_recipes(seed: int) -> Iterator[tuple[str, Recipe, dict[str, Any]]]:
@@ -341,6 +369,8 @@ def _file_recipes(seed: int) -> Iterator[tuple[str, Recipe, dict[str, Any]]]:
     yield "key-material-file", _external_without_file(seed + 7), {}
     yield "key-wrap", kms_recipe(seed + 9, column={"wrong_kek": True}), {}
     yield "kms-named", kms_recipe(seed + 11, footer={"kmsInstanceURL": "https://kms.example"}), {}
+    yield "wanted-key-length", kms_recipe(seed + 15, dek_length_bits=128), {}
+    yield "page-content", recipe(seed + 17, is_ctr=True, module=_counter_from_2), {"compression": "zstd"}
     yield "kek-length", kms_recipe(seed + 13, column={"kek_length_bits": 128}), {}
 
 
@@ -387,10 +417,9 @@ def _folder_vectors() -> Iterator[Vector]:
         text = prefix or f"kit.part{number}"
         return SealedFile(recipe(seed, f".{number}", aad_prefix=text.encode()), plain)
 
-    def folder(rule_id: str, files: dict[str, SealedFile | bytes], **expected: Any) -> Vector:
-        return Vector(
-            f"broken/{rule_id}", _title(rule_id), files, frozenset({rule_id}), rule_id, expected, is_folder=True
-        )
+    def folder(rule_id: str, files: dict[str, SealedFile | bytes], *also: str, **expected: Any) -> Vector:
+        broken = frozenset({rule_id, *also})
+        return Vector(f"broken/{rule_id}", _title(rule_id), files, broken, rule_id, expected, is_folder=True)
 
     two = {"a.parquet": part(0, 2001), "b.parquet": part(1, 2002)}
     yield folder("part-missing", {**two}, parts=3)
@@ -399,6 +428,20 @@ def _folder_vectors() -> Iterator[Vector]:
     yield folder("prefix-shared", {"a.parquet": part(0, 2005), "b.parquet": part(1, 2006, "kit.part0")})
     shared = replace(part(0, 2008), recipe=recipe(2008, ".0", aad_prefix=b"kit.part1"))
     yield folder("dek-shared", {"a.parquet": part(0, 2007), "b.parquet": shared})
+
+    def one_key(seed: int, number: int, **hooks: Any) -> SealedFile:
+        return SealedFile(recipe(seed, aad_prefix=f"kit.part{number}".encode(), **hooks))
+
+    same = {"module": _at((DATA_PAGE, 0, _ID, 0), lambda module: setattr(module, "nonce", b"nonce-shared"))}
+    pair: dict[str, SealedFile | bytes]
+    pair = {"a.parquet": one_key(2013, 0, **same), "b.parquet": one_key(2014, 1, **same)}
+    yield folder("nonce-shared", pair, "dek-shared")
+    pair = {"a.parquet": one_key(2015, 0), "b.parquet": one_key(2016, 1)}
+    yield folder("invocations-shared", pair, "dek-shared", invocation_limit=30)
+    yield folder("plaintext-among", {**two, "c.parquet": plain_bytes()}, plaintext_files="allow")
+    yield folder("plaintext-passed-over", {**two, "_left_behind.parquet": plain_bytes()})
+    summary = summary_bytes(["a.parquet", "b.parquet", "c.parquet"])
+    yield folder("part-listed", {**two, "_metadata": summary}, "summary-file")
     yield folder("summary-file", {**two, "_metadata": plain_bytes()})
     yield folder("part-gap", {"a.parquet": part(0, 2009), "b.parquet": part(2, 2010)})
     nested = part(1, 2011, nested=True)

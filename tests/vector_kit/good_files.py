@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from vector_kit.plain_file import summary_bytes
 from vector_kit.sealed_file import FOOTER_KEY, Recipe
 from vector_kit.vector import (
     SealedFile,
@@ -19,9 +20,15 @@ from vector_kit.vector import (
 )
 
 
-def kms_recipe(seed: int, *, footer: dict[str, Any] | None = None, column: dict[str, Any] | None = None) -> Recipe:
+def kms_recipe(
+    seed: int,
+    *,
+    footer: dict[str, Any] | None = None,
+    column: dict[str, Any] | None = None,
+    dek_length_bits: int = 256,
+) -> Recipe:
     """Return a recipe whose keys are wrapped, with changes to the key material of footer and columns."""
-    footer_key, column_key = data_key("kms footer", 256), data_key("kms column", 256)
+    footer_key, column_key = data_key("kms footer", dek_length_bits), data_key("kms column", dek_length_bits)
     footer_material = key_material(seed, footer_key, **({"is_footer_key": True} | (footer or {})))
     column_material = key_material(seed + 1, column_key, **({"is_footer_key": False} | (column or {})))
     return recipe(
@@ -89,6 +96,7 @@ def good_vectors() -> Iterator[Vector]:
     yield one("nested", "A list", recipe(9, columns={**base_columns(), 3: base_columns()[0]}), nested=True)
     yield one("crc", "Pages with CRCs", recipe(10), crc=True)
     yield one("ctr-crc", "AES_GCM_CTR_V1 with CRCs", recipe(11, is_ctr=True), broken="ctr", crc=True)
+    yield one("ctr-zstd", "AES_GCM_CTR_V1, compressed", recipe(26, is_ctr=True), broken="ctr", compression="zstd")
     yield one("zstd", "Compressed pages", recipe(12), compression="zstd")
     yield one("no-rows", "No row group", recipe(13), rows=0)
     supplied = recipe(14, store_aad_prefix=False)
@@ -119,3 +127,10 @@ def good_vectors() -> Iterator[Vector]:
     }
     yield Vector("good/data-set", "Three parts", files, expected={"parts": 3}, is_folder=True, features=("parts",))
     yield Vector("good/data-set-of-any-size", "Three parts, of nobody knows how many", files, is_folder=True)
+    yield Vector(
+        "good/data-set-with-summary",
+        "Three parts, and a summary file that lists them",
+        {**files, "_metadata": summary_bytes(list(files))},
+        frozenset({"summary-file"}),
+        is_folder=True,
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -89,6 +91,23 @@ def plain_bytes(
         bloom_filter_options={"name": {"ndv": 5, "fpp": 0.1}},
     )
     return sink.getvalue()
+
+
+def summary_bytes(names: Sequence[str]) -> bytes:
+    """Return a summary file that lists files, with one row group of each."""
+    footer, _ = FileMetaData.read(read_footer_bytes(BufferSource("plain", plain_bytes())).data)
+    row_groups = []
+    for name in names:
+        row_group = footer.row_groups[0].shallow_copy()
+        chunks = [chunk.shallow_copy() for chunk in row_group.columns]
+        for chunk in chunks:
+            chunk.file_path = name
+        row_group.columns = chunks
+        row_groups.append(row_group)
+    footer.row_groups = row_groups
+    footer.num_rows = ROW_GROUP_ROWS * len(names)
+    data = footer.serialise()
+    return b"PAR1" + data + struct.pack("<I", len(data)) + b"PAR1"
 
 
 def take_apart(data: bytes) -> PlainFile:

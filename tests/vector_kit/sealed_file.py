@@ -62,11 +62,13 @@ class Module:
     aad: bytes
     key: bytes
     is_ctr: bool
+    counter: bytes = b"\0\0\0\1"
+    """Where the counter of AES-CTR begins (spec 4.2.2)."""
 
     def seal(self) -> bytes:
         """Return its bytes (spec 5.1)."""
         if self.is_ctr:
-            mode = modes.CTR(self.nonce + b"\0\0\0\1")
+            mode = modes.CTR(self.nonce + self.counter)
             body = Cipher(algorithms.AES(self.key), mode).encryptor().update(self.plaintext)
         else:
             body = AESGCM(self.key).encrypt(self.nonce, self.plaintext, self.aad)

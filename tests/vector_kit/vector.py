@@ -70,7 +70,8 @@ class Vector:
         files: Name -> its bytes, or what makes them.
         broken: Ids of the rules that are broken; empty for one that is good.
         rule: The one that it is there for; None for a good one.
-        expected: What is expected beside the specification: `aad_prefix`, `table`, `invocation_limit`, `parts`.
+        expected: What is expected beside the specification: `aad_prefix`, `table`, `invocation_limit`, `parts`,
+            `plaintext_files`, `keys_without_metadata`.
         is_folder: Whether the folder is to be checked as a data set.
         features: What the file has.
     """

@@ -32,6 +32,8 @@ def run(
     Without keys, what anyone can see of it; with those of a configuration, every module of it. Only the footer is
     read, and with keys the headers of pages.
     """
+    if table is not None and config is None:
+        raise typer.BadParameter("the table is one of a configuration: give --config, too.")
     shown = _inspect(file, config, table, aad_prefix)
     if as_json:
         from parquet_keytools.cli.output import print_json
@@ -58,6 +60,7 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
     if "://" not in file:
         from parquet_keytools.conformance.local_source import open_local
 
+        _refuse_irregular(file)
         with open_local(file) as local_source:
             return inspect_source(local_source, aad_prefix=prefix)
     from parquet_keytools.cli.file_argument import location_of
@@ -65,3 +68,10 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
 
     with open_source(location_of(file, "FILE")) as source:
         return inspect_source(source, aad_prefix=prefix)
+
+
+def _refuse_irregular(file: str) -> None:
+    """Refuse a pipe before it is opened: that would wait for its other end."""
+    path = Path(file).expanduser()
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise typer.BadParameter(f"{file} is not a regular file.", param_hint="FILE")

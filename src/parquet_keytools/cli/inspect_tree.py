@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import typer
 
@@ -17,6 +17,7 @@ from parquet_keytools.conformance.inspection import (
     Inspection,
     KeyDescription,
 )
+from parquet_keytools.conformance.printable import printable
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.footer_columns import ColumnEncryption
 from parquet_keytools.encryption.footer_modes import FooterMode
@@ -61,6 +62,7 @@ class _Palette:
 
 def render_inspection(shown: Inspection) -> str:
     """Return the tree and the map."""
+    shown = _printable(shown)
     root = _Branch(typer.style(f"{shown.path}  {size_text(shown.size_bytes)}", bold=True))
     if shown.mode is None:
         root.add(typer.style("nothing can be read", fg="red"))
@@ -78,6 +80,43 @@ def render_inspection(shown: Inspection) -> str:
     if shown.mode is not None:
         lines += ["", *_map(shown, palette)]
     return "\n".join(lines)
+
+
+def _printable(shown: Inspection) -> Inspection:
+    """Return the same without anything that would steer a terminal: most texts in a file are anyone's."""
+    columns = (
+        replace(
+            column,
+            path=printable(column.path),
+            key=_printable_key(column.key),
+            denied=_printable_text(column.denied),
+        )
+        for column in shown.columns
+    )
+    return replace(
+        shown,
+        path=printable(shown.path),
+        created_by=_printable_text(shown.created_by),
+        footer_key=_printable_key(shown.footer_key),
+        key_values={printable(key): length for key, length in shown.key_values.items()},
+        columns=tuple(columns),
+        bytes_by_key={printable(name): length for name, length in shown.bytes_by_key.items()},
+    )
+
+
+def _printable_key(key: KeyDescription | None) -> KeyDescription | None:
+    if key is None:
+        return None
+    return replace(
+        key,
+        name=_printable_text(key.name),
+        reference=_printable_text(key.reference),
+        flaw=_printable_text(key.flaw),
+    )
+
+
+def _printable_text(text: str | None) -> str | None:
+    return None if text is None else printable(text)
 
 
 def _add_protection(root: _Branch, shown: Inspection) -> None:

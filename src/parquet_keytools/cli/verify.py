@@ -42,12 +42,17 @@ def run(
     from parquet_keytools.cli.exit_status import ExitStatus
     from parquet_keytools.cli.file_argument import location_of
     from parquet_keytools.cli.output import print_json
+    from parquet_keytools.cli.progress import file_counter
     from parquet_keytools.cli.verify_report import say_data_set, say_file
     from parquet_keytools.conformance.report_document import data_set_document, file_document
     from parquet_keytools.keytools import Keytools
 
+    if table is not None and config is None:
+        raise typer.BadParameter("the table is one of a configuration: give --config, too.")
     location = location_of(path, "PATH")
     kind = location.info().type.name
+    if parts is not None and kind == "File":
+        raise typer.BadParameter("parts are files of a folder, and PATH is one file.")
     if kind == "NotFound":
         raise FileNotFoundError(errno.ENOENT, "no such file or folder", path)
     with contextlib.ExitStack() as stack:
@@ -60,7 +65,8 @@ def run(
             verify_folder = partial(keytools.verify_folder, table_name=table)
             verify_file = partial(keytools.verify_file, table_name=table)
         if kind == "Directory":
-            data_set = verify_folder(location, aad_prefix=aad_prefix, part_count=parts)
+            with file_counter() as count:
+                data_set = verify_folder(location, aad_prefix=aad_prefix, part_count=parts, on_progress=count)
             print_json(data_set_document(data_set)) if as_json else say_data_set(data_set)
             conforms = data_set.conforms
         else:

@@ -7,6 +7,7 @@ from collections import Counter
 import typer
 
 from parquet_keytools.cli.output import say
+from parquet_keytools.conformance.printable import printable
 from parquet_keytools.conformance.report import (
     Damage,
     DataSetReport,
@@ -32,7 +33,7 @@ _VERDICTS = {
 
 def say_file(report: FileReport) -> None:
     """Tell what was found in a file."""
-    say(typer.style(report.path, bold=True))
+    say(typer.style(printable(report.path), bold=True))
     for result in _worst_first(report.rules):
         _say_broken(result)
     _say_not_checked(report)
@@ -41,10 +42,7 @@ def say_file(report: FileReport) -> None:
         _say_damage(report.damage)
     counts = Counter(result.outcome for result in report.rules)
     say(f"  rules: {', '.join(f'{counts[outcome]} {outcome.value}' for outcome in Outcome if counts[outcome])}")
-    text, colour = _VERDICTS[report.verdict]
-    if not report.with_keys:
-        text += " as far as can be seen without keys; nothing was authenticated"
-    say(f"  {typer.style(text, fg=colour, bold=True)}")
+    _say_verdict(report.verdict, with_keys=report.with_keys)
 
 
 def say_data_set(report: DataSetReport) -> None:
@@ -52,16 +50,22 @@ def say_data_set(report: DataSetReport) -> None:
     for file in report.files:
         say_file(file)
     for path, reason in report.left_out.items():
-        say(f"Left out: {path}: {reason}.")
-    say(typer.style(f"{report.path}: {len(report.files)} files as a data set", bold=True))
+        say(f"Left out: {printable(path)}: {reason}.")
+    say(typer.style(f"{printable(report.path)}: {len(report.files)} files as a data set", bold=True))
     for result in _worst_first(report.rules):
         _say_broken(result)
         for reason in result.reasons:
             say(f"  {typer.style('not checked', fg='yellow')} {result.rule.id}: {reason}")
     verdicts = Counter(file.verdict for file in report.files)
     counts = ", ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in Verdict if verdicts[verdict])
-    text, colour = _VERDICTS[report.verdict]
     say(f"  files: {counts or 'none'}")
+    _say_verdict(report.verdict, with_keys=all(file.with_keys for file in report.files))
+
+
+def _say_verdict(verdict: Verdict, *, with_keys: bool) -> None:
+    text, colour = _VERDICTS[verdict]
+    if not with_keys:
+        text += " as far as can be seen without keys; nothing was authenticated"
     say(f"  {typer.style(text, fg=colour, bold=True)}")
 
 

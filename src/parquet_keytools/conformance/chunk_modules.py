@@ -21,28 +21,41 @@ from parquet_keytools.encryption.module_place import ModulePlace
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnMetaData, PageHeader
+from parquet_keytools.format.thrift_compact import WireType
 
 _MIN_PLAINTEXT_HEADER_WINDOW = 4096
+
+_FoundHeader = tuple[PageHeader, int, ModulePlace, bytes, bytes]
+"""A header, its length with framing, its place, and nonce and end of the tag of its module."""
 
 _LEVELS_LENGTH_FIELD_IDS = (5, 6)
 """Of `definition_levels_byte_length` and `repetition_levels_byte_length` in DataPageHeaderV2."""
 
 
-def _inner_facts(header: PageHeader, page_type: int) -> tuple[int, int]:
-    """Return number of values and length of levels, or -1 for a type of page whose own header is missing."""
+_IS_COMPRESSED_FIELD_ID = 7
+"""Of `is_compressed` there; it is true where it is not set."""
+
+
+def _inner_facts(header: PageHeader, page_type: int) -> tuple[int, int, bool]:
+    """Return number of values, length of levels, and whether what follows these may be compressed.
+
+    The number is -1 for a type of page whose own header is missing.
+    """
     if page_type == PageHeader.DATA_PAGE_V2:
         v2 = header.data_page_header_v2
         if v2 is None:
-            return -1, 0
-        fields = (v2.struct.fields.get(field_id, (None, None))[1] for field_id in _LEVELS_LENGTH_FIELD_IDS)
-        return v2.num_values, sum(value for value in fields if isinstance(value, int))
+            return -1, 0, True
+        fields = v2.struct.fields
+        levels = (fields.get(field_id, (None, None))[1] for field_id in _LEVELS_LENGTH_FIELD_IDS)
+        is_compressed = fields.get(_IS_COMPRESSED_FIELD_ID, (WireType.TRUE, None))[0] is WireType.TRUE
+        return v2.num_values, sum(value for value in levels if isinstance(value, int)), is_compressed
     if page_type == PageHeader.INDEX_PAGE:
-        return 0, 0
+        return 0, 0, True
     if page_type == PageHeader.DICTIONARY_PAGE:
         dictionary = header.dictionary_page_header
-        return (-1 if dictionary is None else dictionary.num_values), 0
+        return (-1 if dictionary is None else dictionary.num_values), 0, True
     data = header.data_page_header if page_type == PageHeader.DATA_PAGE else None
-    return (-1 if data is None else data.num_values), 0
+    return (-1 if data is None else data.num_values), 0, True
 
 
 def _length_field(module: memoryview) -> int:
@@ -110,6 +123,7 @@ class HeaderFacts(NamedTuple):
         crc: As stated, or None.
         num_values: How many values are stated.
         levels_length: Of the levels of a V2 page; 0 for others.
+        is_compressed: Whether what follows the levels is, if the chunk has a codec.
     """
 
     page_type: int
@@ -118,6 +132,7 @@ class HeaderFacts(NamedTuple):
     crc: int | None
     num_values: int
     levels_length: int
+    is_compressed: bool
 
 
 class Page(NamedTuple):
@@ -129,6 +144,7 @@ class Page(NamedTuple):
         header_offset: Where the header begins.
         offset: Where the page begins.
         header_nonce: The nonce of the header; empty in a plaintext chunk.
+        header_check: The end of its tag, likewise.
     """
 
     place: ModulePlace
@@ -136,6 +152,7 @@ class Page(NamedTuple):
     header_offset: int
     offset: int
     header_nonce: bytes
+    header_check: bytes
 
     @property
     def length(self) -> int:
@@ -147,10 +164,15 @@ class Page(NamedTuple):
         """Whether it is the dictionary page."""
         return self.place.module_type is ModuleType.DICTIONARY_PAGE
 
-    def module_of(self, stored: memoryview) -> memoryview:
-        """Return the module of an encrypted page: all of it, or what follows the levels if those are outside."""
+    def module_of(self, stored: memoryview, framing: int) -> memoryview:
+        """Return the module of an encrypted page: all of it, or what follows the levels if those are outside.
+
+        Args:
+            stored: The page; as long as `framing` at least.
+            framing: How many bytes longer a module is than its plaintext.
+        """
         levels = self.facts.levels_length
-        if 0 < levels <= len(stored) - LENGTH_LENGTH and _length_field(stored) != len(stored) - LENGTH_LENGTH:
+        if 0 < levels <= len(stored) - framing and _length_field(stored) != len(stored) - LENGTH_LENGTH:
             module = stored[levels:]
             if _length_field(module) == len(module) - LENGTH_LENGTH:
                 return module
@@ -204,7 +226,7 @@ class PageWalk:
             found = self._encrypted_header(offset, chunk.cipher)
         if found is None:
             return None
-        header, header_length, header_place, nonce = found
+        header, header_length, header_place, nonce, check = found
         facts = self._checked_facts(header, header_place, offset)
         if facts is None:
             return None
@@ -228,14 +250,14 @@ class PageWalk:
         else:
             place = chunk.place(ModuleType.DATA_PAGE, self.next_ordinal)
             self.next_ordinal += page_type != PageHeader.INDEX_PAGE
-        return Page(place, facts, offset, page_offset, nonce)
+        return Page(place, facts, offset, page_offset, nonce, check)
 
     def _checked_facts(self, header: PageHeader, place: ModulePlace, offset: int) -> HeaderFacts | None:
         """Return what a header says, if all that it must have is there and can be."""
         try:
             page_type, length = header.type, header.compressed_page_size
             uncompressed_length, crc = header.uncompressed_page_size, header.crc
-            num_values, levels_length = _inner_facts(header, page_type)
+            num_values, levels_length, is_compressed = _inner_facts(header, page_type)
         except ParquetFormatError as error:
             self._broken("page-header", str(error), place, offset)
             return None
@@ -243,9 +265,9 @@ class PageWalk:
             message = f"type {page_type}, {length} bytes, and what belongs to them, cannot be."
             self._broken("page-header", message, place, offset)
             return None
-        return HeaderFacts(page_type, length, uncompressed_length, crc, num_values, levels_length)
+        return HeaderFacts(page_type, length, uncompressed_length, crc, num_values, levels_length, is_compressed)
 
-    def _plaintext_header(self, offset: int) -> tuple[PageHeader, int, ModulePlace, bytes] | None:
+    def _plaintext_header(self, offset: int) -> _FoundHeader | None:
         place = self._chunk.place(ModuleType.DATA_PAGE_HEADER, self.next_ordinal)
         length = _MIN_PLAINTEXT_HEADER_WINDOW
         while True:
@@ -259,11 +281,9 @@ class PageWalk:
                     continue
                 self._broken("page-header", str(error), place, offset)
                 return None
-            return header, end, place, b""
+            return header, end, place, b"", b""
 
-    def _encrypted_header(
-        self, offset: int, cipher: ModuleCipher
-    ) -> tuple[PageHeader, int, ModulePlace, bytes] | None:
+    def _encrypted_header(self, offset: int, cipher: ModuleCipher) -> _FoundHeader | None:
         places = self._header_places(offset)
         if places is None:
             return None
@@ -300,7 +320,7 @@ class PageWalk:
             self._broken("page-header", str(error), place, offset)
             return None
         check_padding(plaintext, end, place, self._book)
-        return header, length, place, nonce
+        return header, length, place, nonce, bytes(module[-4:])
 
     def _header_places(self, offset: int) -> list[ModulePlace] | None:
         """Return what the module at `offset` may be; the first page's AAD is one of two."""

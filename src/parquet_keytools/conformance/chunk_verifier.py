@@ -12,17 +12,22 @@ from parquet_keytools.conformance.chunk_modules import ChunkCiphers, Page, PageW
 from parquet_keytools.conformance.layout_rules import ChunkRegion
 from parquet_keytools.conformance.module_check import AUTHENTICITY_RULES
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
+from parquet_keytools.conformance.page_content import START_LENGTH, begins_as_compressed, can_be_told
 from parquet_keytools.conformance.report import Loss
 from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aes import InvalidTag
-from parquet_keytools.encryption.module_cipher import GCM_FRAMING, ModuleCipher
+from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, ModuleCipher
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnMetaData, PageHeader
 
 _UNCOMPRESSED = 0
 _STEP = 4 * 1024 * 1024
 _read_length = struct.Struct("<I").unpack_from
+_pack_crc = struct.Struct("<I").pack
+
+_END_LENGTH = 8 * 1024
+"""How much of each end of a page tells it from others; with all of it, a file would take twice as long."""
 
 Count = Callable[[ModuleType, str, str, int], None]
 """Takes module type, column name, one of `authentic`, `broken`, `unauthenticated`, and how many."""
@@ -30,10 +35,17 @@ Count = Callable[[ModuleType, str, str, int], None]
 
 @dataclass
 class PageList:
-    """Where the data pages of a chunk begin, and how long they are with their headers."""
+    """The data pages of a chunk.
+
+    Attributes:
+        offsets: Where they begin.
+        lengths: How long they are with their headers.
+        first_values: How many values come before each.
+    """
 
     offsets: array[int] = field(default_factory=lambda: array("q"))
     lengths: array[int] = field(default_factory=lambda: array("q"))
+    first_values: array[int] = field(default_factory=lambda: array("q"))
 
 
 class ChunkVerifier:
@@ -42,19 +54,29 @@ class ChunkVerifier:
     Attributes:
         chunk: How it is decrypted.
         metadata: Its metadata.
+        num_rows: Of its row group.
         pages: Its data pages, as far as they were walked.
         is_whole: Whether the walk reached the end of the chunk.
     """
 
     def __init__(
-        self, chunk: ChunkCiphers, metadata: ColumnMetaData, region: ChunkRegion, book: RuleBook, count: Count
+        self,
+        chunk: ChunkCiphers,
+        metadata: ColumnMetaData,
+        num_rows: int,
+        region: ChunkRegion,
+        book: RuleBook,
+        ledger: NonceLedger,
+        count: Count,
     ) -> None:
         self.chunk = chunk
         self.metadata = metadata
+        self.num_rows = num_rows
         self.pages = PageList()
         self.is_whole = False
         self._region = region
         self._book = book
+        self._ledger = ledger
         self._count = count
         self._lost_pages: set[int] = set()
         self._lost_from: int | None = None
@@ -62,7 +84,7 @@ class ChunkVerifier:
         self._values = 0
         self._is_uncompressed = metadata.codec == _UNCOMPRESSED
 
-    def walk(self, source: ByteSource, ledger: NonceLedger) -> Iterator[tuple[Page, memoryview]]:
+    def walk(self, source: ByteSource) -> Iterator[tuple[Page, memoryview]]:
         """Yield all pages with their bytes, and check the chunk's own numbers at the end."""
         region, chunk, metadata = self._region, self.chunk, self.metadata
         assert region.length is not None
@@ -73,10 +95,10 @@ class ChunkVerifier:
         for page in walk:
             stored = window.view(page.offset, page.length)
             if chunk.cipher is not None:
-                ledger.add(chunk.fingerprint, page.header_nonce, page.header_offset)
-                ledger.add(chunk.fingerprint, page.module_of(stored)[4:16], page.offset, is_page=True)
+                self._ledger.add(chunk.fingerprint, page.header_nonce, page.header_offset, page.header_check)
             if not page.is_dictionary:
                 first_data_page = page.header_offset if first_data_page is None else first_data_page
+                self.pages.first_values.append(self._values)
                 self._values += page.facts.num_values
                 self.pages.offsets.append(page.header_offset)
                 self.pages.lengths.append(page.offset + page.length - page.header_offset)
@@ -90,6 +112,9 @@ class ChunkVerifier:
         place = chunk.place(ModuleType.COLUMN_META_DATA)
         message = f"the pages have {self._values} values, the metadata says {metadata.num_values}."
         self._book.check("value-count", self._values == metadata.num_values, message, place)
+        if chunk.column.is_flat:
+            message = f"it has {metadata.num_values} values, and the row group {self.num_rows} rows."
+            self._book.check("value-count", metadata.num_values == self.num_rows, message, place)
         if chunk.cipher is not None and first_data_page is not None:
             message = f"it is {metadata.data_page_offset}, and the first data page is at {first_data_page}."
             self._book.check("data-page-offset", metadata.data_page_offset == first_data_page, message, place)
@@ -123,7 +148,9 @@ class ChunkVerifier:
 
     def _authenticate(self, cipher: ModuleCipher, page: Page, stored: memoryview, scratch: memoryview) -> bool:
         place, name = page.place, self.chunk.column.name
-        whole, stored = stored, page.module_of(stored)
+        whole, stored = stored, page.module_of(stored, self.chunk.page_framing)
+        check = _crc_of_ends(stored) if self.chunk.is_ctr else bytes(stored[-4:])
+        self._ledger.add(self.chunk.fingerprint, stored[4:16], page.offset, check, is_page=True)
         if len(stored) < len(whole):
             message = f"{len(whole) - len(stored)} bytes of levels stand before the module."
             self._book.broken("page-v2-whole", message, place, page.offset)
@@ -138,9 +165,12 @@ class ChunkVerifier:
         if self.chunk.is_ctr:
             # To decrypt it would show nothing: any bytes decrypt to something.
             self._count(place.module_type, name, "unauthenticated", 1)
-            if page.is_dictionary or place.page_ordinal == 0:
-                self._check_algorithm(cipher, page, stored, scratch)
-            return True
+            begins_well = self._begins_well(cipher, page, stored, len(whole) - len(stored), scratch)
+            is_first = page.is_dictionary or place.page_ordinal == 0
+            if (is_first or begins_well is False) and not self._check_algorithm(cipher, page, stored, scratch):
+                return True
+            message = "it does not begin as the output of its codec does."
+            return begins_well is None or self._book.check("page-content", begins_well, message, place)
         out = scratch[: len(stored) - GCM_FRAMING]
         rule_id = AUTHENTICITY_RULES[place.module_type]
         try:
@@ -153,17 +183,41 @@ class ChunkVerifier:
         self._count(place.module_type, name, "authentic", 1)
         return True
 
-    def _check_algorithm(self, cipher: ModuleCipher, page: Page, stored: memoryview, scratch: memoryview) -> None:
+    def _check_algorithm(self, cipher: ModuleCipher, page: Page, stored: memoryview, scratch: memoryview) -> bool:
+        """Check that a page of a file that states AES-CTR is no module of AES-GCM."""
         if len(stored) < GCM_FRAMING:
-            return
+            return True
         out = scratch[: len(stored) - GCM_FRAMING]
         try:
             cipher.gcm.decrypt_into(stored[4:16], stored[16:], page.place.aad(cipher.file_aad), out)
         except InvalidTag:
             self._book.holds("algorithm-of-pages")
-            return
+            return True
         message = "the page authenticates with AES-GCM, and the file states AES_GCM_CTR_V1."
         self._book.broken("algorithm-of-pages", message, page.place, page.offset)
+        return False
+
+    def _begins_well(
+        self, cipher: ModuleCipher, page: Page, stored: memoryview, levels_before: int, scratch: memoryview
+    ) -> bool | None:
+        """Return whether a page without a tag begins as its codec has it; None where that cannot be told.
+
+        Args:
+            cipher: Under its DEK.
+            page: The page.
+            stored: Its module.
+            levels_before: How many bytes of its levels stand before the module.
+            scratch: Memory for the plaintext.
+        """
+        facts, codec = page.facts, self.metadata.codec
+        length = facts.uncompressed_length - facts.levels_length
+        if not facts.is_compressed or length <= 0 or not can_be_told(codec):
+            return None
+        skipped = max(0, facts.levels_length - levels_before)
+        looked_at = stored[CTR_FRAMING : CTR_FRAMING + skipped + START_LENGTH]
+        out = scratch[: len(looked_at)]
+        cipher.ctr().apply_into(stored[4:16], looked_at, b"", out)
+        return begins_as_compressed(codec, bytes(out[skipped:]), length)
 
     def _lose(self, page: Page) -> None:
         if page.is_dictionary:
@@ -178,3 +232,10 @@ class ChunkVerifier:
         pages = None if self._dictionary_is_lost else tuple(sorted(self._lost_pages))
         column = self.chunk.column
         return Loss(self.chunk.row_group_ordinal, column.ordinal, column.name, pages, self._lost_from)
+
+
+def _crc_of_ends(module: memoryview) -> bytes:
+    """Return what tells a page that has no tag from others: the CRC of its length field and of both ends."""
+    return _pack_crc(
+        zlib.crc32(module[max(_END_LENGTH, len(module) - _END_LENGTH) :], zlib.crc32(module[:_END_LENGTH]))
+    )

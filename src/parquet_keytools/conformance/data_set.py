@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from parquet_keytools.conformance.file_verifier import FileFacts
+from parquet_keytools.conformance.part_numbers import PartName, numberings, part_ordinals
 from parquet_keytools.conformance.report import RuleResult
 from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import Scope
+from parquet_keytools.conformance.shared_nonces import SharedNonces
+from parquet_keytools.encryption.footer_modes import FooterMode
+from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 
-_PART = re.compile(r"part[-_.]?(\d{1,9})", re.IGNORECASE)
+_MOST_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -28,28 +32,46 @@ class Member:
     facts: FileFacts
 
     @property
-    def part_ordinal(self) -> int | None:
-        """The number of the part, as AAD prefix or else the file's name has it; None where there is none."""
+    def part_name(self) -> PartName:
+        """What tells which part it is."""
         prefix = self.facts.aad_prefix
-        text = self.name.rpartition("/")[2] if prefix is None else prefix.decode("utf-8", "replace")
-        found = _PART.findall(text)
-        return int(found[-1]) if found else None
+        text = None if prefix is None else prefix.decode("utf-8", "replace")
+        return PartName(text, self.name.rpartition("/")[2])
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What else is in the folder.
+
+    Attributes:
+        summary_files: Names of summary files.
+        listed_files: Paths within the folder of the files that a summary file lists.
+        orphaned_key_materials: Names of key material files whose Parquet file is not there.
+        plaintext_passed_over: Paths within the folder of plaintext Parquet files that readers pass over.
+    """
+
+    summary_files: Collection[str] = ()
+    listed_files: Collection[str] = ()
+    orphaned_key_materials: Collection[str] = ()
+    plaintext_passed_over: Collection[str] = ()
 
 
 def check_data_set(
     members: Sequence[Member],
+    surroundings: Surroundings,
+    nonces: SharedNonces,
     *,
-    part_count: int | None,
-    summary_files: Collection[str],
-    orphaned_key_materials: Collection[str],
+    part_count: int | None = None,
+    invocation_limit: int = MAX_INVOCATIONS,
 ) -> tuple[RuleResult, ...]:
     """Check the rules of a data set.
 
     Args:
         members: Its files.
+        surroundings: What else is in the folder.
+        nonces: Those of all its files.
         part_count: How many parts there must be, numbered from 0; None where that is not known.
-        summary_files: Names of summary files in the folder.
-        orphaned_key_materials: Names of key material files whose Parquet file is not there.
+        invocation_limit: How often one DEK may encrypt (spec 4.1.4); lower ones are for tests.
     """
     book = RuleBook([Scope.DATA_SET])
     encrypted = [member for member in members if member.facts.is_encrypted]
@@ -59,18 +81,54 @@ def check_data_set(
     _check_distinct(
         "prefix-shared", ((member.name, [member.facts.aad_prefix]) for member in encrypted), "AAD prefix", book
     )
+    _check_keys(encrypted, nonces, invocation_limit, book)
+    _check_plaintext(members, encrypted, surroundings, book)
+    if part_count is None:
+        _check_gaps(members, book)
+    else:
+        _check_parts(members, part_count, book)
+    for name in surroundings.orphaned_key_materials:
+        book.broken("part-missing", f"{name} is the key material of a file that is not there.")
+    _check_listed(members, surroundings, book)
+    _check_columns(members, book)
+    return book.results()
+
+
+def _check_keys(encrypted: Sequence[Member], nonces: SharedNonces, invocation_limit: int, book: RuleBook) -> None:
+    """Check what DEKs were used for; where some are not known, that is no pass."""
+    unknown: dict[str, list[str]] = defaultdict(list)
+    for member in encrypted:
+        if member.facts.unknown is not None:
+            unknown[member.facts.unknown].append(member.name)
+    for reason, names in unknown.items():
+        who = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        for rule_id in ("dek-shared", "nonce-shared", "invocations-shared"):
+            book.not_checked(rule_id, f"{who}: {reason}")
     _check_distinct(
         "dek-shared", ((member.name, member.facts.dek_fingerprints) for member in encrypted), "DEK", book
     )
-    _check_parts(members, part_count, book)
-    for name in orphaned_key_materials:
-        book.broken("part-missing", f"{name} is the key material of a file that is not there.")
-    for name in summary_files if encrypted else ():
+    nonces.check(book, invocation_limit)
+
+
+def _check_plaintext(
+    members: Sequence[Member], encrypted: Sequence[Member], surroundings: Surroundings, book: RuleBook
+) -> None:
+    if not encrypted:
+        return
+    for member in members:
+        if member.facts.mode is FooterMode.UNENCRYPTED:
+            book.broken("plaintext-among", f"{member.name} is not encrypted.")
+    for name in surroundings.plaintext_passed_over:
+        book.broken("plaintext-passed-over", f"{name} begins as a plaintext file does.")
+    for name in surroundings.summary_files:
         book.broken("summary-file", f"{name} is beside encrypted files.")
-    if encrypted:
-        book.holds("summary-file")
-    _check_columns(members, book)
-    return book.results()
+    book.holds("plaintext-among", "plaintext-passed-over", "summary-file")
+
+
+def _check_listed(members: Sequence[Member], surroundings: Surroundings, book: RuleBook) -> None:
+    names = {member.name for member in members}
+    for name in surroundings.listed_files:
+        book.check("part-listed", name in names, f"{name} is listed, and it is not there.")
 
 
 def _check_distinct(
@@ -90,23 +148,33 @@ def _check_distinct(
         book.holds(rule_id)
 
 
-def _check_parts(members: Sequence[Member], part_count: int | None, book: RuleBook) -> None:
+def _check_gaps(members: Sequence[Member], book: RuleBook) -> None:
+    for numbering in numberings([member.part_name for member in members]):
+        missing = list(islice(numbering.missing(), _MOST_SHOWN + 1))
+        message = f"there are no parts {_shown(missing)} of {numbering.template!r}."
+        book.check("part-gap", not missing, message)
+
+
+def _check_parts(members: Sequence[Member], part_count: int, book: RuleBook) -> None:
     names: dict[int, list[str]] = defaultdict(list)
-    for member in members:
-        if member.part_ordinal is not None:
-            names[member.part_ordinal].append(member.name)
-    if part_count is None:
-        if names:
-            missing = sorted(set(range(max(names) + 1)) - set(names)) if max(names) < 1_000_000 else []
-            book.check("part-gap", not missing, f"there are no parts {missing[:20]}.")
-        return
-    missing = [ordinal for ordinal in range(part_count) if ordinal not in names]
-    book.check("part-missing", not missing, f"of {part_count} parts, these are missing: {missing[:20]}.")
-    surplus = [ordinal for ordinal in names if ordinal >= part_count]
-    book.check("part-doubled", not surplus, f"there are parts {surplus[:20]}, and {part_count} are expected.")
+    strangers: list[str] = []
+    for member, ordinal in zip(members, part_ordinals([member.part_name for member in members]), strict=True):
+        if ordinal is None or ordinal >= part_count:
+            strangers.append(member.name)
+        else:
+            names[ordinal].append(member.name)
+    missing = list(islice((ordinal for ordinal in range(part_count) if ordinal not in names), _MOST_SHOWN + 1))
+    book.check("part-missing", not missing, f"of {part_count} parts, these are missing: {_shown(missing)}.")
+    message = f"these are none of {part_count} parts: {', '.join(strangers[:5])}."
+    book.check("part-doubled", not strangers, message)
     for ordinal, files in names.items():
         message = f"part {ordinal} comes {len(files)} times: {', '.join(files[:5])}."
         book.check("part-doubled", len(files) == 1, message)
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:_MOST_SHOWN])
+    return f"{shown} and more" if len(numbers) > _MOST_SHOWN else shown
 
 
 def _check_columns(members: Sequence[Member], book: RuleBook) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parquet_keytools.encryption.footer_columns import ColumnEncryption
 from parquet_keytools.encryption.footer_modes import Algorithm
@@ -32,12 +32,16 @@ class ExpectedTable:
         columns: Leaf path -> what is wanted of it.
         algorithm: The algorithm.
         plaintext_footer: Whether the footer may be in plaintext.
+        dek_lengths_bits: Identifier of a master key -> the least length of DEKs under it.
+        stores_aad_prefix: Whether the AAD prefix may be stored.
     """
 
     footer_key_name: str
     columns: Mapping[tuple[str, ...], ExpectedColumn]
     algorithm: Algorithm
     plaintext_footer: bool
+    dek_lengths_bits: Mapping[str, int] = field(default_factory=dict)
+    stores_aad_prefix: bool = True
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Protocol
 
 from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.encryption.key_retriever import KeyRetriever
-from parquet_keytools.encryption.module_place import ModulePlace
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, WrappedKeyInvalidError
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_metadata import DataKeyId, KeyReference, parse_key_metadata
@@ -19,6 +18,21 @@ from parquet_keytools.secret_bytes import SecretBytes
 _AES_KEY_LENGTHS = (128, 192, 256)
 _FINGERPRINT_KEY = secrets.token_bytes(32)
 """Fingerprints of DEKs mean nothing outside of this process."""
+
+
+KeyUser = tuple[str, ...]
+"""Whom a key is for: the path of a column, or `FOOTER`."""
+
+FOOTER: KeyUser = ()
+"""The footer; no column has an empty path."""
+
+
+def title_of(user: KeyUser) -> str:
+    """Return what people call it: `footer`, or the dotted path of a column."""
+    title = ".".join(user)
+    if user == FOOTER:
+        return "footer"
+    return title if title != "footer" else "column footer"
 
 
 class MaterialFinder(KeyRetriever, Protocol):
@@ -45,128 +59,131 @@ class FileKeys:
         finder: Where keys come from; None where no keys are given.
         book: Where findings go.
         fingerprints: Of the DEKs that were found, by a key of this process.
-        denied: Dotted column path, or `footer` -> why its key cannot be had.
-        key_names: Dotted column path, or `footer` -> identifier of its master key, or id of its data key.
+        denied: Why a key cannot be had.
+        key_names: Identifier of the master key, or id of the data key.
+        dek_lengths_bits: Length of the DEK.
     """
 
     finder: MaterialFinder | None
     book: RuleBook
     fingerprints: set[bytes] = field(default_factory=set)
-    denied: dict[str, str] = field(default_factory=dict)
-    key_names: dict[str, str] = field(default_factory=dict)
-    _of_wrong_kind: set[str] = field(default_factory=set)
+    denied: dict[KeyUser, str] = field(default_factory=dict)
+    key_names: dict[KeyUser, str] = field(default_factory=dict)
+    dek_lengths_bits: dict[KeyUser, int] = field(default_factory=dict)
+    _of_wrong_kind: set[KeyUser] = field(default_factory=set)
 
     def footer_dek(self, key_metadata: bytes | None) -> SecretBytes | None:
         """Return the DEK of the footer; None where it cannot be had, and the reason is in `denied`."""
-        return self._deks([("footer", (), key_metadata)], None)[0]
+        return self._deks([(FOOTER, key_metadata)])[0]
 
-    def column_deks(
-        self, columns: Sequence[tuple[tuple[str, ...], bytes | None]], place: ModulePlace
-    ) -> list[SecretBytes | None]:
+    def column_deks(self, columns: Sequence[tuple[KeyUser, bytes | None]]) -> list[SecretBytes | None]:
         """Return the DEKs of columns, asked for together."""
-        return self._deks([(".".join(path), path, key_metadata) for path, key_metadata in columns], place)
+        return self._deks(columns) if columns else []
 
-    def _deks(
-        self, wanted: Sequence[tuple[str, tuple[str, ...], bytes | None]], place: ModulePlace | None
-    ) -> list[SecretBytes | None]:
+    def denied_by_title(self) -> dict[str, str]:
+        """Return why keys cannot be had, for people."""
+        return {title_of(user): reason for user, reason in self.denied.items()}
+
+    def _deks(self, wanted: Sequence[tuple[KeyUser, bytes | None]]) -> list[SecretBytes | None]:
         found: list[SecretBytes | None] = [None] * len(wanted)
         materials: dict[int, KeyMaterial | None] = {}
-        for position, (name, path, key_metadata) in enumerate(wanted):
+        for position, (user, key_metadata) in enumerate(wanted):
             if not key_metadata and self.finder is not None:
-                known = self.finder.name_without_metadata(path or None)
-                self.key_names.update({} if known is None else {name: known})
-            if self._check_metadata(name, key_metadata, is_footer=place is None):
-                material, is_there = self._material(name, key_metadata)
+                known = self.finder.name_without_metadata(user or None)
+                self.key_names.update({} if known is None else {user: known})
+            if self._check_metadata(user, key_metadata):
+                material, is_there = self._material(user, key_metadata)
                 if is_there:
                     materials[position] = material
         if self.finder is None:
-            self.denied.update((name, "no keys are given") for name, _, _ in wanted if name not in self.denied)
+            self.denied.update((user, "no keys are given") for user, _ in wanted if user not in self.denied)
             return found
-        for position, outcome in zip(materials, self._ask(wanted, list(materials), place is None), strict=True):
-            name = wanted[position][0]
-            if isinstance(outcome, KeytoolsError):
-                self._refused(name, outcome)
-                continue
-            if outcome.length_bits not in _AES_KEY_LENGTHS:
-                self.book.broken("key-wrap", f"{name}: the key has {outcome.length_bits} bits.")
-                self.denied[name] = f"its key has {outcome.length_bits} bits"
-                continue
-            found[position] = outcome
-            self.fingerprints.add(fingerprint(outcome))
-            material = materials[position]
-            if material is not None:
-                self.book.holds("key-wrap")
-                self._check_kek(name, material, outcome)
+        outcomes = self._ask([wanted[position] for position in materials])
+        for position, outcome in zip(materials, outcomes, strict=True):
+            if self._take(wanted[position][0], outcome, materials[position]):
+                assert isinstance(outcome, SecretBytes)
+                found[position] = outcome
         return found
 
-    def _ask(
-        self, wanted: Sequence[tuple[str, tuple[str, ...], bytes | None]], positions: list[int], is_footer: bool
-    ) -> Sequence[SecretBytes | KeytoolsError]:
+    def _ask(self, wanted: Sequence[tuple[KeyUser, bytes | None]]) -> Sequence[SecretBytes | KeytoolsError]:
         assert self.finder is not None
-        if not is_footer:
-            return self.finder.column_deks([wanted[position][1:] for position in positions])
-        outcomes: list[SecretBytes | KeytoolsError] = []
-        for position in positions:
-            try:
-                outcomes.append(self.finder.footer_dek(wanted[position][2]))
-            except KeytoolsError as error:
-                outcomes.append(error)
-        return outcomes
+        if [user for user, _ in wanted] != [FOOTER]:
+            return self.finder.column_deks(wanted) if wanted else []
+        try:
+            return [self.finder.footer_dek(wanted[0][1])]
+        except KeytoolsError as error:
+            return [error]
 
-    def _check_metadata(self, name: str, key_metadata: bytes | None, *, is_footer: bool) -> bool:
+    def _take(self, user: KeyUser, outcome: SecretBytes | KeytoolsError, material: KeyMaterial | None) -> bool:
+        """Check what was answered; returns whether it is a key that can be used."""
+        if isinstance(outcome, KeytoolsError):
+            self._refused(user, outcome)
+            return False
+        if outcome.length_bits not in _AES_KEY_LENGTHS:
+            self.book.broken("key-wrap", f"{title_of(user)}: the key has {outcome.length_bits} bits.")
+            self.denied[user] = f"its key has {outcome.length_bits} bits"
+            return False
+        self.fingerprints.add(fingerprint(outcome))
+        self.dek_lengths_bits[user] = outcome.length_bits
+        if material is not None:
+            self.book.holds("key-wrap")
+            self._check_kek(user, material, outcome)
+        return True
+
+    def _check_metadata(self, user: KeyUser, key_metadata: bytes | None) -> bool:
         try:
             parsed = parse_key_metadata(key_metadata)
         except KeyMaterialError as error:
             if key_metadata is not None and key_metadata.lstrip().startswith(b"{"):
-                self.book.broken("key-material", f"{name}: {error}")
+                self.book.broken("key-material", f"{title_of(user)}: {error}")
             # Bytes of any other kind are legal (spec 4.3), and of no use here.
-            self.denied[name] = f"its key metadata: {error}"
+            self.denied[user] = f"its key metadata: {error}"
             return False
         if isinstance(parsed, KeyMaterial):
-            self._check_material(name, parsed, is_footer=is_footer)
+            self._check_material(user, parsed)
         elif isinstance(parsed, KeyReference):
             self.book.holds("key-material")
         elif isinstance(parsed, DataKeyId):
-            self.key_names[name] = parsed.name
+            self.key_names[user] = parsed.name
         return True
 
-    def _check_material(self, name: str, material: KeyMaterial, *, is_footer: bool) -> None:
+    def _check_material(self, user: KeyUser, material: KeyMaterial) -> None:
         self.book.holds("key-material")
-        self.key_names[name] = material.master_key_id
-        if material.is_footer_key is is_footer:
+        self.key_names[user] = material.master_key_id
+        if material.is_footer_key is (user == FOOTER):
             self.book.holds("key-material-kind")
         else:
             kind = "a footer" if material.is_footer_key else "a column"
-            self._of_wrong_kind.add(name)
-            self.book.broken("key-material-kind", f"{name}: the key material is that of {kind}.")
+            self._of_wrong_kind.add(user)
+            self.book.broken("key-material-kind", f"{title_of(user)}: the key material is that of {kind}.")
         named = {material.kms_instance_id, material.kms_instance_url} - {"DEFAULT", ""}
         if named:
-            self.book.broken("kms-named", f"{name}: {', '.join(sorted(map(repr, named)))[:300]}.")
-        elif is_footer:
+            self.book.broken("kms-named", f"{title_of(user)}: {', '.join(sorted(map(repr, named)))[:300]}.")
+        elif user == FOOTER:
             self.book.holds("kms-named")
 
-    def _material(self, name: str, key_metadata: bytes | None) -> tuple[KeyMaterial | None, bool]:
+    def _material(self, user: KeyUser, key_metadata: bytes | None) -> tuple[KeyMaterial | None, bool]:
         """Return the key material, also from the key material file, and whether the key can be asked for."""
         if self.finder is None:
             return None, False
         try:
             material = self.finder.material(key_metadata)
         except (KeytoolsError, OSError) as error:
-            self.book.broken("key-material-file", f"{name}: {error}")
-            self.denied[name] = str(error)
+            self.book.broken("key-material-file", f"{title_of(user)}: {error}")
+            self.denied[user] = str(error)
             return None, False
         if material is not None and isinstance(parse_key_metadata(key_metadata), KeyReference):
             self.book.holds("key-material-file")
-            self._check_material(name, material, is_footer=name == "footer")
+            self._check_material(user, material)
         return material, True
 
-    def _refused(self, name: str, error: KeytoolsError) -> None:
+    def _refused(self, user: KeyUser, error: KeytoolsError) -> None:
         # Our own retriever refuses key material of the wrong kind too.
-        if isinstance(error, KeyMaterialError | WrappedKeyInvalidError) and name not in self._of_wrong_kind:
-            self.book.broken("key-wrap", f"{name}: {error}")
-        self.denied[name] = str(error)
+        if isinstance(error, KeyMaterialError | WrappedKeyInvalidError) and user not in self._of_wrong_kind:
+            self.book.broken("key-wrap", f"{title_of(user)}: {error}")
+        self.denied[user] = str(error)
 
-    def _check_kek(self, name: str, material: KeyMaterial, dek: SecretBytes) -> None:
+    def _check_kek(self, user: KeyUser, material: KeyMaterial, dek: SecretBytes) -> None:
         assert self.finder is not None
         length_bits = self.finder.kek_length_bits(material)
         if length_bits is None:
@@ -174,8 +191,8 @@ class FileKeys:
         if length_bits >= dek.length_bits:
             self.book.holds("kek-length")
         else:
-            message = f"{name}: a KEK of {length_bits} bits wraps a DEK of {dek.length_bits} bits."
-            self.book.broken("kek-length", message)
+            message = f"a KEK of {length_bits} bits wraps a DEK of {dek.length_bits} bits."
+            self.book.broken("kek-length", f"{title_of(user)}: {message}")
 
 
 def fingerprint(dek: SecretBytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
@@ -11,9 +12,10 @@ from parquet_keytools.conformance.chunk_verifier import ChunkVerifier
 from parquet_keytools.conformance.configuration_rules import check_configuration
 from parquet_keytools.conformance.envelope import Envelope, read_envelope
 from parquet_keytools.conformance.expectation import Expectation
-from parquet_keytools.conformance.file_keys import FileKeys, MaterialFinder, fingerprint
+from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, MaterialFinder, fingerprint
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, check_footer
 from parquet_keytools.conformance.index_rules import IndexVerifier
+from parquet_keytools.conformance.key_rules import check_deks
 from parquet_keytools.conformance.layout_rules import (
     ChunkRegion,
     check_gaps,
@@ -21,7 +23,7 @@ from parquet_keytools.conformance.layout_rules import (
     check_row_groups,
     chunk_regions,
 )
-from parquet_keytools.conformance.metadata_rules import MetadataReader
+from parquet_keytools.conformance.metadata_rules import MetadataReader, check_left_metadata
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.conformance.opening import FooterOpener, OpenedEnvelope
 from parquet_keytools.conformance.page_authentication import authenticate_pages
@@ -32,7 +34,6 @@ from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.footer_columns import ColumnEncryption
 from parquet_keytools.encryption.footer_modes import Algorithm, FooterMode
 from parquet_keytools.encryption.module_cipher import ModuleCipher
-from parquet_keytools.encryption.module_place import FOOTER_PLACE
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.chunk_regions import RegionKind
 from parquet_keytools.format.structs import ColumnMetaData
@@ -50,14 +51,23 @@ class FileFacts:
         file_unique: The file unique.
         dek_fingerprints: Of the DEKs.
         column_paths: Leaf paths; None where they are not known.
-        is_encrypted: Whether the file is.
+        mode: How the footer is protected; None where that cannot be told.
+        nonces: Those of all modules that were found.
+        unknown: Why not all of its DEKs and nonces are known; None where they are.
     """
 
     aad_prefix: bytes | None = None
     file_unique: bytes | None = None
     dek_fingerprints: frozenset[bytes] = frozenset()
     column_paths: tuple[tuple[str, ...], ...] | None = None
-    is_encrypted: bool = False
+    mode: FooterMode | None = None
+    nonces: NonceLedger | None = None
+    unknown: str | None = None
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether the file is."""
+        return self.mode not in (None, FooterMode.UNENCRYPTED)
 
 
 def verify_source(
@@ -108,11 +118,10 @@ class _FileVerifier:
             row_groups = self._unencrypted(envelope)
         else:
             self._facts = FileFacts(
-                envelope.aad_prefix or self._expectation.aad_prefix, envelope.aad_file_unique, is_encrypted=True
+                envelope.aad_prefix or self._expectation.aad_prefix, envelope.aad_file_unique, mode=envelope.mode
             )
             row_groups = self._encrypted(envelope)
         self._ledger.check(self._book, self._expectation.invocation_limit)
-        facts = replace(self._facts, dek_fingerprints=frozenset(self._keys.fingerprints))
         report = FileReport(
             self._source.path,
             self._keys.finder is not None,
@@ -124,12 +133,20 @@ class _FileVerifier:
                 for key in sorted(self._counts, key=lambda key: (key[0], key[1] or ""))
             ),
             self._damage(row_groups),
-            dict(self._keys.denied),
+            self._keys.denied_by_title(),
+            frozenset() if self._expectation.aad_prefix is None else frozenset({"prefix-expected"}),
+        )
+        facts = replace(
+            self._facts,
+            dek_fingerprints=frozenset(self._keys.fingerprints),
+            nonces=self._ledger,
+            unknown=next(iter(report.result("nonce-reuse").reasons), None),
         )
         return report, facts
 
     def _unencrypted(self, envelope: Envelope) -> int | None:
         assert envelope.plaintext is not None
+        self._facts = replace(self._facts, mode=envelope.mode)
         footer = check_footer(envelope, envelope.plaintext, self._book)
         if not self._expectation.allow_plaintext and not self._book.is_broken("algorithm-stated"):
             self._book.broken("encrypted", "the file is a plaintext Parquet file.")
@@ -138,7 +155,11 @@ class _FileVerifier:
             return None
         self._facts = replace(self._facts, column_paths=tuple(column.path for column in footer.columns))
         if self._expectation.allow_plaintext:
+            # Readers may take plaintext files, and what is expected of this one is still not there.
+            if self._expectation.aad_prefix is not None:
+                self._book.broken("prefix-expected", "the file is in plaintext, and has none.")
             self._columns(envelope, footer, None)
+            check_configuration(self._expectation, envelope, footer, self._keys, self._book)
         return len(footer.row_groups)
 
     def _encrypted(self, envelope: Envelope) -> int | None:
@@ -154,7 +175,7 @@ class _FileVerifier:
             self._nothing_behind("the footer cannot be read")
             return None
         self._columns(envelope, footer, opened)
-        check_configuration(self._expectation, envelope, footer, self._keys.key_names, self._book)
+        check_configuration(self._expectation, envelope, footer, self._keys, self._book)
         return len(footer.row_groups)
 
     def _nothing_behind(self, reason: str) -> None:
@@ -175,7 +196,7 @@ class _FileVerifier:
         for row_group_ordinal in range(len(footer.row_groups)):
             for column in footer.columns:
                 key = (row_group_ordinal, column.ordinal)
-                cipher, dek_fingerprint = ciphers.get(column.path, (None, b""))
+                cipher, dek_fingerprint = ciphers.get(column.ordinal, (None, b""))
                 chunk = ChunkCiphers(column, row_group_ordinal, cipher, is_ctr, dek_fingerprint)
                 is_readable = column.encryption is ColumnEncryption.PLAINTEXT or cipher is not None
                 found = reader.read(chunk, is_readable=is_readable)
@@ -201,33 +222,34 @@ class _FileVerifier:
             check_row_groups(footer, metadata, regions, self._book)
         self._walk(envelope, footer, metadata, walkable, regions, usable)
 
-    def _ciphers(
-        self, footer: OpenFooter, opened: OpenedEnvelope | None
-    ) -> dict[tuple[str, ...], tuple[ModuleCipher, bytes]]:
-        """Return the ciphers of encrypted columns, as far as their keys can be had."""
-        ciphers: dict[tuple[str, ...], tuple[ModuleCipher, bytes]] = {}
+    def _ciphers(self, footer: OpenFooter, opened: OpenedEnvelope | None) -> dict[int, tuple[ModuleCipher, bytes]]:
+        """Return the ciphers of encrypted columns, by ordinal, as far as their keys can be had."""
+        ciphers: dict[int, tuple[ModuleCipher, bytes]] = {}
         if opened is None:
             return ciphers
         with_footer_key = [c for c in footer.columns if c.encryption is ColumnEncryption.FOOTER_KEY]
         with_own_key = [c for c in footer.columns if c.encryption is ColumnEncryption.COLUMN_KEY]
         for column in with_footer_key:
             if opened.cipher is not None:
-                ciphers[column.path] = (opened.cipher, opened.fingerprint)
+                ciphers[column.ordinal] = (opened.cipher, opened.fingerprint)
             else:
-                self._denied(column, self._keys.denied.get("footer", "no keys are given"))
-        wanted = [(column.path, column.key_metadata) for column in with_own_key]
-        deks = self._keys.column_deks(wanted, FOOTER_PLACE) if wanted else []
+                self._denied(column, self._keys.denied.get(FOOTER, "no keys are given"))
+        deks = self._keys.column_deks([(column.path, column.key_metadata) for column in with_own_key])
+        own: list[tuple[Column, bytes]] = []
         for column, dek in zip(with_own_key, deks, strict=True):
             if dek is None:
-                self._denied(column, self._keys.denied[column.name])
-            elif opened.file_aad is None:
+                self._denied(column, self._keys.denied[column.path])
+                continue
+            own.append((column, fingerprint(dek)))
+            if opened.file_aad is None:
                 self._denied(column, "no AAD can be built")
             else:
-                ciphers[column.path] = (ModuleCipher(dek, opened.file_aad), fingerprint(dek))
+                ciphers[column.ordinal] = (ModuleCipher(dek, opened.file_aad), own[-1][1])
+        check_deks(opened.fingerprint or None, own, self._keys, self._book)
         return ciphers
 
     def _denied(self, column: Column, reason: str) -> None:
-        self._keys.denied.setdefault(column.name, reason)
+        self._keys.denied.setdefault(column.path, reason)
         self._book.scope_not_checked(Scope.COLUMN, f"column {column.name!r}: {reason}")
 
     # --- Modules -------------------------------------------------------------------------------------------
@@ -247,12 +269,15 @@ class _FileVerifier:
             if region.kind is not RegionKind.PAGES or key not in walkable:
                 continue
             if region in usable:
-                verifiers[key] = ChunkVerifier(walkable[key], metadata[key], region, self._book, self._count)
+                num_rows = footer.row_groups[region.row_group_ordinal].num_rows
+                verifiers[key] = ChunkVerifier(
+                    walkable[key], metadata[key], num_rows, region, self._book, self._ledger, self._count
+                )
             else:
                 name = walkable[key].column.name
                 self._book.scope_not_checked(Scope.COLUMN, f"{name!r}: a chunk does not lie where it can be read")
                 self._lose_chunk(walkable[key])
-        authenticate_pages(self._source, verifiers.values(), self._ledger, self._threads)
+        authenticate_pages(self._source, verifiers.values(), self._threads)
         self._losses += [loss for verifier in verifiers.values() if (loss := verifier.loss()) is not None]
         if any(not verifier.is_whole for verifier in verifiers.values()):
             self._book.scope_not_checked(Scope.COLUMN, "the pages of a chunk could not all be walked")
@@ -260,9 +285,11 @@ class _FileVerifier:
         is_complete = len(metadata) == len(footer.row_groups) * len(footer.columns)
         if is_complete and len(usable) == len(regions) and None not in lengths.values():
             ranges = [(region.offset, lengths.get(region, region.length) or 0) for region in regions]
-            check_gaps(ranges, envelope.footer_offset, self._book)
+            gaps = check_gaps(ranges, envelope.footer_offset, self._book)
+            check_left_metadata(self._source, gaps, footer.columns, self._book)
         else:
-            self._book.not_checked("layout-gap", "not all that lies in the file is known")
+            for rule_id in ("layout-gap", "metadata-leaked"):
+                self._book.not_checked(rule_id, "not all that lies in the file is known")
 
     def _check_indexes(
         self,
@@ -275,6 +302,7 @@ class _FileVerifier:
     ) -> dict[ChunkRegion, int | None]:
         """Check page indexes and Bloom filters; returns the lengths of those whose length is not stated."""
         lengths: dict[ChunkRegion, int | None] = {}
+        starts = sorted({region.offset for region in regions if region.length != 0} | {envelope.footer_offset})
         for region in regions:
             key = (region.row_group_ordinal, region.column_ordinal)
             if region.kind is RegionKind.PAGES:
@@ -285,9 +313,8 @@ class _FileVerifier:
                 if key in walkable:
                     self._damaged_indexes.append(key)
                 continue
-            indexes = IndexVerifier(
-                self._source, walkable[key], envelope.footer_offset, self._book, self._ledger, self._count
-            )
+            limit = starts[bisect_right(starts, region.offset)]
+            indexes = IndexVerifier(self._source, walkable[key], limit, self._book, self._ledger, self._count)
             if region.kind is RegionKind.BLOOM_FILTER:
                 length = indexes.check_bloom_filter(region)
                 lengths[region] = length if region.length is None else region.length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parquet_keytools.conformance.envelope import Envelope
 from parquet_keytools.conformance.rule_book import RuleBook
@@ -13,7 +13,15 @@ from parquet_keytools.encryption.footer_modes import FooterMode
 from parquet_keytools.encryption.module_place import FOOTER_PLACE, ModulePlace
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
-from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, RowGroup
+from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, RowGroup, SchemaElement
+from parquet_keytools.format.thrift_compact import WireType
+
+_SIGNATURE_LENGTH = 28
+"""Of nonce and tag; the cipher's own source file would take long to import, for a look at a footer."""
+
+_REPETITION_FIELD_ID = 3
+_REPEATED = (WireType.I32, 2)
+"""Of `repetition_type` in SchemaElement."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +33,14 @@ class Column:
         ordinal: Position of the leaf in the schema.
         encryption: What it is encrypted with.
         key_metadata: Of its own key.
+        is_flat: Whether it has one value, or null, for each row: neither it nor a group around it repeats.
     """
 
     path: tuple[str, ...]
     ordinal: int
     encryption: ColumnEncryption
     key_metadata: bytes | None
+    is_flat: bool = False
 
     @property
     def name(self) -> str:
@@ -67,7 +77,8 @@ def check_footer(envelope: Envelope, metadata: FileMetaData, book: RuleBook) -> 
     try:
         row_groups = metadata.row_groups
         chunks = [row_group.columns for row_group in row_groups]
-        leaves = leaf_columns(metadata.schema)
+        schema = metadata.schema
+        leaves = leaf_columns(schema)
     except ParquetFormatError as error:
         book.broken("schema", str(error), FOOTER_PLACE)
         return None
@@ -87,6 +98,10 @@ def check_footer(envelope: Envelope, metadata: FileMetaData, book: RuleBook) -> 
     book.holds("schema")
     _check_row_groups(metadata, row_groups, is_encrypted, book)
     columns, unusable = _columns(leaves, chunks, envelope, book)
+    columns = [replace(column, is_flat=flat) for column, flat in zip(columns, _flatness(schema), strict=True)]
+    if is_encrypted and row_groups and columns:
+        has_encrypted = any(column.encryption is not ColumnEncryption.PLAINTEXT for column in columns)
+        book.check("columns-encrypted", has_encrypted, "all columns are in plaintext.", FOOTER_PLACE)
     _check_names(envelope, columns, book)
     return OpenFooter(metadata, row_groups, chunks, columns, unusable)
 
@@ -100,6 +115,30 @@ def _check_mode_fields(envelope: Envelope, metadata: FileMetaData, book: RuleBoo
             "the encrypted footer states an algorithm, or a key for signing, of its own.",
             FOOTER_PLACE,
         )
+    elif envelope.mode is FooterMode.UNENCRYPTED:
+        signs = []
+        if metadata.footer_signing_key_metadata is not None:
+            signs.append("it has metadata of a key for signing")
+        if len(envelope.signature) == _SIGNATURE_LENGTH:
+            signs.append("it is followed by as many bytes as a signature has")
+        if signs:
+            book.broken("algorithm-stated", f"the footer names no algorithm, and {', and '.join(signs)}.")
+
+
+def _flatness(schema: Sequence[SchemaElement]) -> list[bool]:
+    """Say of each leaf whether neither it nor a group around it repeats; the schema was checked before."""
+    flatness: list[bool] = []
+    groups = [[schema[0].num_children or 0, True]]
+    for element in schema[1:]:
+        while groups[-1][0] == 0:
+            groups.pop()
+        groups[-1][0] -= 1
+        is_flat = bool(groups[-1][1]) and element.struct.fields.get(_REPETITION_FIELD_ID) != _REPEATED
+        if element.num_children:
+            groups.append([element.num_children, is_flat])
+        elif element.type is not None:
+            flatness.append(is_flat)
+    return flatness
 
 
 def _check_names(envelope: Envelope, columns: Sequence[Column], book: RuleBook) -> None:
@@ -114,9 +153,11 @@ def _check_names(envelope: Envelope, columns: Sequence[Column], book: RuleBook) 
 def _check_row_groups(
     metadata: FileMetaData, row_groups: Sequence[RowGroup], is_encrypted: bool, book: RuleBook
 ) -> None:
-    total = sum(row_group.num_rows for row_group in row_groups)
-    message = f"the file has {metadata.num_rows} rows, its row groups {total}."
-    book.check("row-count", total == metadata.num_rows, message, FOOTER_PLACE)
+    numbers = [row_group.num_rows for row_group in row_groups]
+    message = f"the file has {metadata.num_rows} rows, its row groups {sum(numbers)}."
+    book.check("row-count", sum(numbers) == metadata.num_rows, message, FOOTER_PLACE)
+    if min(numbers, default=0) < 0:
+        book.broken("row-count", f"a row group has {min(numbers)} rows.", FOOTER_PLACE)
     for position, row_group in enumerate(row_groups if is_encrypted else ()):
         if row_group.ordinal is None:
             book.broken("row-group-ordinal-set", f"that of row group {position} is not.", FOOTER_PLACE)

@@ -34,14 +34,14 @@ class IndexVerifier:
         self,
         source: ByteSource,
         chunk: ChunkCiphers,
-        footer_offset: int,
+        limit: int,
         book: RuleBook,
         ledger: NonceLedger,
         count: Count,
     ) -> None:
         self._source = source
         self._chunk = chunk
-        self._footer_offset = footer_offset
+        self._limit = limit
         self._book = book
         self._ledger = ledger
         self._count = count
@@ -57,7 +57,7 @@ class IndexVerifier:
         if cipher is None:
             return bytes(stored)
         if len(stored) >= GCM_FRAMING:
-            self._ledger.add(self._chunk.fingerprint, stored[4:16], offset)
+            self._ledger.add(self._chunk.fingerprint, stored[4:16], offset, bytes(stored[-4:]))
         plaintext = check_module(cipher, stored, self._chunk.place(module_type), offset, self._book)
         self.is_damaged = self.is_damaged or plaintext is None
         self._count(module_type, self._chunk.column.name, "broken" if plaintext is None else "authentic", 1)
@@ -89,6 +89,9 @@ class IndexVerifier:
         increases = all(earlier <= later for earlier, later in pairwise(rows))
         if rows and (rows[0] != 0 or not increases or rows[-1] >= max(num_rows, 1)):
             self._broken("offset-index-rows", f"pages begin at rows {_some(rows)} of {num_rows}.", *where)
+        elif rows != (first_rows := self._first_rows(found, rows)):
+            message = f"it says that pages begin at rows {_some(rows)}, and they begin at {_some(first_rows)}."
+            self._broken("offset-index-rows", message, *where)
         else:
             self._book.holds("offset-index-rows")
         if found is None or not found.is_whole:
@@ -107,6 +110,13 @@ class IndexVerifier:
                 f"it has a page of {wrong[0][1]} bytes at {wrong[0][0]} for one of {wrong[1][1]} at {wrong[1][0]}."
             )
         self._broken("offset-index", message, *where)
+
+    def _first_rows(self, found: ChunkVerifier | None, stated: list[int]) -> list[int]:
+        """Return the first row of each page where that is known, else what is stated."""
+        is_known = self._chunk.column.is_flat and found is not None and found.is_whole
+        if found is None or not is_known or len(found.pages.first_values) != len(stated):
+            return stated
+        return list(found.pages.first_values)
 
     def check_column_index(self, region: ChunkRegion, found: ChunkVerifier | None) -> None:
         """Compare the lists of the column index with the number of data pages."""
@@ -143,9 +153,11 @@ class IndexVerifier:
     # --- Bloom filters -------------------------------------------------------------------------------------
 
     def check_bloom_filter(self, region: ChunkRegion) -> int | None:
-        """Check a Bloom filter; returns its length in bytes, or None where that is not known."""
-        room = region.length if region.length is not None else self._footer_offset - region.offset
-        room = min(room, self._footer_offset - region.offset)
+        """Check a Bloom filter; returns its length in bytes, or None where that is not known.
+
+        One whose length is not stated may reach to the limit: many that overlap would else be read many times.
+        """
+        room = region.length if region.length is not None else self._limit - region.offset
         stored = memoryview(self._source.read_at(region.offset, min(room, _MAX_BLOOM_FILTER_HEADER)))
         where = (ModuleType.BLOOM_FILTER_HEADER, region.offset)
         is_encrypted = self._chunk.cipher is not None
@@ -172,13 +184,16 @@ class IndexVerifier:
         bitset_length = num_bytes + (GCM_FRAMING if is_encrypted else 0)
         length = header_length + bitset_length
         if num_bytes < 0 or length > room or (region.length is not None and length != region.length):
-            message = f"header and bitset have {length} bytes, and the length stated is {region.length}."
+            stated = f"the length stated is {region.length}"
+            stated = f"{room} are left to what comes next" if region.length is None else stated
+            message = f"header and bitset have {length} bytes, and {stated}."
             self._broken("bloom-filter", message, *where)
             return None
         self._book.holds("bloom-filter")
-        offset = region.offset + header_length
-        bitset = memoryview(self._source.read_at(offset, bitset_length))
-        self._plaintext(bitset, ModuleType.BLOOM_FILTER_BITSET, offset)
+        if is_encrypted:
+            offset = region.offset + header_length
+            bitset = memoryview(self._source.read_at(offset, bitset_length))
+            self._plaintext(bitset, ModuleType.BLOOM_FILTER_BITSET, offset)
         return length
 
 

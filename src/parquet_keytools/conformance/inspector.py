@@ -175,7 +175,7 @@ class _Inspector:
             shows = tuple(_FIELD_NAMES.get(field_id, f"field {field_id}") for field_id in sorted(ids))
         denied = None
         if is_encrypted and self._finder is not None:
-            denied = self._finder.denied.get(column.name if own else FOOTER)
+            denied = self._finder.denied.get(column.path if own else ())
         return InspectedColumn(
             column.name,
             column.ordinal,

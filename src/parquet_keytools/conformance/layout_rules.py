@@ -101,20 +101,23 @@ def _is_in_range(region: ChunkRegion, footer_offset: int, book: RuleBook) -> boo
     return False
 
 
-def check_gaps(ranges: Sequence[tuple[int, int]], footer_offset: int, book: RuleBook) -> None:
-    """Check that nothing lies between what is known.
+def check_gaps(ranges: Sequence[tuple[int, int]], footer_offset: int, book: RuleBook) -> list[tuple[int, int]]:
+    """Check that nothing lies between what is known; returns offset and length of what does.
 
     Args:
         ranges: Offset and length of all that is known.
         footer_offset: Where the footer begins.
         book: Where findings go.
     """
+    gaps: list[tuple[int, int]] = []
     at = MAGIC_LENGTH
     for offset, length in [*sorted(ranges), (footer_offset, 0)]:
         if offset > at:
+            gaps.append((at, offset - at))
             book.broken("layout-gap", f"{offset - at} bytes belong to nothing.", offset=at)
         at = max(at, offset + length)
     book.holds("layout-gap")
+    return gaps
 
 
 def check_row_groups(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from parquet_keytools.conformance.chunk_modules import ChunkCiphers
 from parquet_keytools.conformance.chunk_verifier import Count
 from parquet_keytools.conformance.envelope import Envelope
@@ -15,7 +17,10 @@ from parquet_keytools.encryption.footer_columns import ColumnEncryption
 from parquet_keytools.encryption.footer_modes import FooterMode
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING
 from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnMetaData
+
+_MOST_LEFT_BYTES = 64 * 1024
 
 
 class MetadataReader:
@@ -30,6 +35,7 @@ class MetadataReader:
         self._ledger = ledger
         self._count = count
         self._modules = 0
+        self._first_offset = envelope.footer_offset + envelope.footer_length
 
     def read(self, chunk: ChunkCiphers, *, is_readable: bool) -> ColumnMetaData | None:
         """Return the metadata of a chunk, its own where it can be decrypted, else what is visible."""
@@ -68,11 +74,11 @@ class MetadataReader:
     def _decrypted(self, chunk: ChunkCiphers, module: bytes) -> ColumnMetaData | None:
         assert chunk.cipher is not None
         place = chunk_place(chunk.row_group_ordinal, chunk.column.ordinal)
-        # It lies somewhere in the footer; the number tells it apart from the others.
+        # It lies somewhere in the footer; a number after its end tells it apart from all others.
         self._modules += 1
         if len(module) >= GCM_FRAMING:
-            offset = self._envelope.footer_offset + self._modules
-            self._ledger.add(chunk.fingerprint, module[4:16], offset)
+            offset = self._first_offset + self._modules
+            self._ledger.add(chunk.fingerprint, module[4:16], offset, module[-4:])
         plaintext = check_module(chunk.cipher, module, place, None, self._book)
         outcome = "broken" if plaintext is None else "authentic"
         self._count(ModuleType.COLUMN_META_DATA, chunk.column.name, outcome, 1)
@@ -92,6 +98,42 @@ class MetadataReader:
         message = f"the fields {differing} differ."
         place = chunk_place(chunk.row_group_ordinal, chunk.column.ordinal)
         self._book.check("metadata-agrees", not differing, message, place)
+
+
+def check_left_metadata(
+    source: ByteSource, gaps: Iterable[tuple[int, int]], columns: Iterable[Column], book: RuleBook
+) -> None:
+    """Check that no metadata of encrypted columns was left in plaintext behind their chunks (spec 5.3).
+
+    Some writers repeat the metadata of a chunk behind it, as the first versions of the format wanted it.
+
+    Args:
+        source: The file.
+        gaps: Offset and length of what belongs to nothing.
+        columns: The columns of the file.
+        book: Where findings go.
+    """
+    encrypted = {column.path for column in columns if column.encryption is not ColumnEncryption.PLAINTEXT}
+    for offset, length in gaps:
+        data = bytes(source.read_at(offset, min(length, _MOST_LEFT_BYTES)))
+        for at, path in _left_metadata(data):
+            if path in encrypted:
+                message = f"the metadata of column {'.'.join(path)!r} can be read there."
+                book.broken("metadata-leaked", message, offset=offset + at)
+    book.holds("metadata-leaked")
+
+
+def _left_metadata(data: bytes) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield where column metadata begins, and of which column it is; as long as there is nothing else."""
+    at = 0
+    while at < len(data):
+        try:
+            metadata, end = ColumnMetaData.read(data, at)
+            path = tuple(metadata.path_in_schema)
+        except ParquetFormatError:
+            return
+        yield at, path
+        at = end
 
 
 def _check_metadata(metadata: ColumnMetaData, column: Column) -> None:

@@ -17,7 +17,6 @@ from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.footer_columns import ColumnEncryption
 from parquet_keytools.encryption.footer_modes import Algorithm
 from parquet_keytools.encryption.module_cipher import ModuleCipher
-from parquet_keytools.encryption.module_place import FOOTER_PLACE
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnMetaData
@@ -29,7 +28,7 @@ class ModuleFinder:
     """The part of an inspection that needs keys.
 
     Attributes:
-        denied: Dotted column path, or `footer` -> why its key cannot be had.
+        denied: Path of a column, empty for the footer -> why its key cannot be had.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class ModuleFinder:
             if column.encryption is ColumnEncryption.FOOTER_KEY and opened.cipher is not None:
                 self._ciphers[column.ordinal] = opened.cipher
         wanted = [(column.path, column.key_metadata) for column in own]
-        for column, dek in zip(own, self._keys.column_deks(wanted, FOOTER_PLACE) if own else [], strict=True):
+        for column, dek in zip(own, self._keys.column_deks(wanted), strict=True):
             if dek is not None:
                 self._ciphers[column.ordinal] = ModuleCipher(dek, opened.file_aad)
 

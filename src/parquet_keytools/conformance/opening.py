@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from parquet_keytools.conformance.envelope import Envelope, check_required
 from parquet_keytools.conformance.expectation import Expectation
-from parquet_keytools.conformance.file_keys import FileKeys, fingerprint
+from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, fingerprint
 from parquet_keytools.conformance.module_check import check_padding
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.conformance.rule_book import RuleBook
@@ -61,7 +61,7 @@ class FooterOpener:
         if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
             self._check_signature_length()
         if dek is None or file_aad is None:
-            reason = self._keys.denied.get("footer") or "the AAD prefix is missing or wrong, or the file unique is"
+            reason = self._keys.denied.get(FOOTER) or "the AAD prefix is missing or wrong, or the file unique is"
             if envelope.plaintext is None:
                 self._book.scope_not_checked(Scope.FOOTER, f"footer: {reason}")
             else:
@@ -93,6 +93,8 @@ class FooterOpener:
             if expected is None:
                 book.not_checked("prefix-expected", "readers must supply the prefix, and none is given")
                 return None
+            if self._keys.finder is None:
+                book.not_checked("prefix-expected", "the prefix is not stored: without keys nothing shows it")
         elif expected is not None:
             is_right = stored is not None and hmac.compare_digest(stored, expected)
             message = f"it is {_text(stored)}, and {_text(expected)} is expected."
@@ -113,7 +115,7 @@ class FooterOpener:
         if len(signature) != _SIGNATURE_LENGTH:
             return False
         nonce, tag = signature[:NONCE_LENGTH], signature[NONCE_LENGTH:]
-        self._ledger.add(key, nonce, self._envelope.footer_offset + len(self._envelope.body))
+        self._ledger.add(key, nonce, self._envelope.footer_offset + len(self._envelope.body), tag[-4:])
         is_valid = hmac.compare_digest(
             cipher.gcm.tag(nonce, self._envelope.body, FOOTER_PLACE.aad(cipher.file_aad)), tag
         )
@@ -132,7 +134,7 @@ class FooterOpener:
             body = body[: stored + LENGTH_LENGTH]
         if len(body) < GCM_FRAMING or stored != len(body) - LENGTH_LENGTH:
             return None
-        self._ledger.add(key, body[4:16], offset)
+        self._ledger.add(key, body[4:16], offset, bytes(body[-4:]))
         out = bytearray(len(body) - GCM_FRAMING)
         try:
             cipher.gcm.decrypt_into(body[4:16], body[16:], cipher.file_aad + bytes([ModuleType.FOOTER]), out)

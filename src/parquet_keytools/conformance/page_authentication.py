@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from parquet_keytools.conformance.chunk_modules import Page
 from parquet_keytools.conformance.chunk_verifier import ChunkVerifier
-from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.format.byte_ranges import ByteSource
 
 _BATCH_BYTES = 32 * 1024 * 1024
@@ -16,9 +15,7 @@ _BATCH_BYTES = 32 * 1024 * 1024
 Task = tuple[ChunkVerifier, Page, memoryview]
 
 
-def authenticate_pages(
-    source: ByteSource, verifiers: Iterable[ChunkVerifier], ledger: NonceLedger, threads: int
-) -> None:
+def authenticate_pages(source: ByteSource, verifiers: Iterable[ChunkVerifier], threads: int) -> None:
     """Walk chunks one after another, and authenticate their pages.
 
     To walk is Python's work and to authenticate is the cipher's, which lets go of the interpreter. Threads that do
@@ -28,12 +25,11 @@ def authenticate_pages(
     Args:
         source: The file.
         verifiers: Those of its chunks.
-        ledger: Takes all nonces.
         threads: How many threads work; the calling one is among them.
     """
     scratches = [bytearray() for _ in range(threads)]
     with ThreadPoolExecutor(max(1, threads - 1)) as pool:
-        for batch in _batches(source, verifiers, ledger):
+        for batch in _batches(source, verifiers):
             longest = max(len(stored) for _, _, stored in batch)
             for position, scratch in enumerate(scratches):
                 if len(scratch) < longest:
@@ -53,12 +49,12 @@ def _authenticate(share: list[Task], scratch: memoryview) -> None:
         verifier.check_page(page, stored, scratch)
 
 
-def _batches(source: ByteSource, verifiers: Iterable[ChunkVerifier], ledger: NonceLedger) -> Iterator[list[Task]]:
+def _batches(source: ByteSource, verifiers: Iterable[ChunkVerifier]) -> Iterator[list[Task]]:
     """Yield pages that are about `_BATCH_BYTES` together."""
     batch: list[Task] = []
     size = 0
     for verifier in verifiers:
-        for page, stored in verifier.walk(source, ledger):
+        for page, stored in verifier.walk(source):
             batch.append((verifier, page, stored))
             size += len(stored)
             if size >= _BATCH_BYTES:

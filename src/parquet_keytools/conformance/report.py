@@ -102,7 +102,9 @@ class FileReport:
         rules: What became of each rule of a file.
         modules: What became of its modules.
         damage: What is lost; None where no key was looked for, or not all could be had.
-        denied: Dotted column path, or `footer` -> why its key cannot be had.
+        denied: Dotted column path, or `footer` -> why its key cannot be had. A column of that name is
+            `column footer`.
+        asked_for: Ids of rules that must be answered also where no keys are given: somebody asked for them.
     """
 
     path: str
@@ -111,11 +113,18 @@ class FileReport:
     modules: tuple[ModuleTally, ...] = ()
     damage: Damage | None = None
     denied: Mapping[str, str] = field(default_factory=dict)
+    asked_for: frozenset[str] = frozenset()
 
     @property
     def verdict(self) -> Verdict:
         """What it comes to."""
-        return verdict_of(self.rules, with_keys=self.with_keys)
+        verdict = verdict_of(self.rules, with_keys=self.with_keys)
+        if verdict is Verdict.CONFORMS and not all(self._is_answered(rule_id) for rule_id in self.asked_for):
+            return Verdict.INCOMPLETE
+        return verdict
+
+    def _is_answered(self, rule_id: str) -> bool:
+        return self.result(rule_id).outcome in (Outcome.HOLDS, Outcome.BROKEN)
 
     @property
     def conforms(self) -> bool:

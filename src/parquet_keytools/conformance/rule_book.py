@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection
 
 from parquet_keytools.conformance.findings import Finding, Outcome, RuleResult
+from parquet_keytools.conformance.printable import printable
 from parquet_keytools.conformance.rules import RULES, RULES_BY_ID, Scope
 from parquet_keytools.encryption.module_place import ModulePlace
 
@@ -34,11 +35,10 @@ class RuleBook:
         self, rule_id: str, message: str, place: ModulePlace | None = None, offset: int | None = None
     ) -> None:
         """Note that a rule is broken."""
-        finding = Finding(RULES_BY_ID[rule_id], message, place, offset)
         with self._lock:
             kept = self._findings.setdefault(rule_id, [])
             if len(kept) < MAX_FINDINGS:
-                kept.append(finding)
+                kept.append(Finding(RULES_BY_ID[rule_id], printable(message), place, offset))
             self._breaches[rule_id] = self._breaches.get(rule_id, 0) + 1
 
     def is_broken(self, rule_id: str) -> bool:
@@ -58,7 +58,7 @@ class RuleBook:
         with self._lock:
             reasons = self._reasons.setdefault(rule_id, {})
             if len(reasons) < _MAX_REASONS:
-                reasons[reason] = None
+                reasons[printable(reason)] = None
 
     def scope_not_checked(self, scope: Scope, reason: str) -> None:
         """Note that what the rules of a scope are about could not be read, or not everywhere."""

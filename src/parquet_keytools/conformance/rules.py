@@ -77,7 +77,7 @@ RULES: tuple[Rule, ...] = (
         ),
         (
             "footer-thrift",
-            "5.2, 5.4",
+            "5.2, 5.4, 5.5",
             "FileCryptoMetaData and FileMetaData are Thrift structures with all required fields.",
             "The file is lost: nothing can be found without them.",
         ),
@@ -125,25 +125,25 @@ RULES: tuple[Rule, ...] = (
         ),
         (
             "key-material",
-            "4.3",
+            "4.3, PKMT1",
             "Key metadata that is JSON is key material of type PKMT1, or a reference to it, with all its fields.",
             "The key cannot be found; readers that are less strict may take another one.",
         ),
         (
             "key-material-kind",
-            "4.3",
+            "4.3, PKMT1",
             "isFooterKey is true in the footer's key material and false in that of columns.",
             "Key material was exchanged between footer and columns.",
         ),
         (
             "key-material-file",
-            "4.3",
+            "4.3, PKMT1",
             "Key material that key metadata refers to is in the key material file beside the Parquet file.",
             "The data is lost: nobody can find its keys.",
         ),
         (
             "key-wrap",
-            "4.3",
+            "4.3, PKMT1",
             "A wrapped DEK unwraps, by its KEK or master key, to an AES key of 128, 192 or 256 bits.",
             "Key material was exchanged or damaged; without that key the data is lost.",
         ),
@@ -171,13 +171,13 @@ RULES: tuple[Rule, ...] = (
         ),
         (
             "kms-named",
-            "4.3",
+            "4.3, PKMT1",
             "Key material names no KMS instance and no KMS URL.",
             "Readers that follow it hand their token to a server of the attacker's choice.",
         ),
         (
             "kek-length",
-            "4.3",
+            "4.3, PKMT1",
             "A KEK is at least as long as the DEKs that it wraps.",
             "The protection of the data is that of the shorter key.",
         ),
@@ -221,19 +221,19 @@ RULES: tuple[Rule, ...] = (
         ),
         (
             "algorithm-place",
-            "5.5",
+            "5.4, 5.5",
             "encryption_algorithm and footer_signing_key_metadata are set in plaintext footers only.",
             "Two statements of the algorithm can contradict each other.",
         ),
         (
             "algorithm-stated",
-            "5.5",
-            "A plaintext footer with encrypted columns states the encryption algorithm.",
+            "5.2, 5.5",
+            "A plaintext footer with encrypted columns, a key for signing or a signature states the algorithm.",
             "The field was removed, and with it the signature: readers see a file that needs none.",
         ),
         (
             "schema",
-            "5.2",
+            "4.4.2, parquet.thrift",
             "Each row group has one column chunk for each leaf of the schema, in its order.",
             "Column ordinals, and with them AADs, mean different columns to different readers.",
         ),
@@ -252,7 +252,7 @@ RULES: tuple[Rule, ...] = (
         (
             "row-count",
             "parquet.thrift",
-            "The file's number of rows is the sum of those of its row groups.",
+            "The file's number of rows is the sum of those of its row groups, none of which is negative.",
             "Rows are missing, or counted that are not there.",
         ),
         (
@@ -269,7 +269,7 @@ RULES: tuple[Rule, ...] = (
         ),
         (
             "crypto-metadata-same",
-            "3",
+            "3, 5.2",
             "A column is encrypted in the same way, with the same key metadata, in all row groups.",
             "Some row groups of a sensitive column are in plaintext, or under a key that others have.",
         ),
@@ -314,8 +314,14 @@ RULES: tuple[Rule, ...] = (
         Severity.WEAKNESS,
         Scope.FOOTER,
         (
+            "columns-encrypted",
+            "3",
+            "At least one column of an encrypted file is encrypted.",
+            "Anyone reads every value, and may change it: only the footer is protected.",
+        ),
+        (
             "names-visible",
-            "5.5",
+            "5.4, 5.5",
             "Names and sizes of encrypted columns, and key-value metadata, are hidden by an encrypted footer.",
             "Anyone reads the schema, numbers of values and the application's own metadata.",
         ),
@@ -359,8 +365,14 @@ RULES: tuple[Rule, ...] = (
             )
         ),
         (
-            "metadata-path",
+            "metadata-leaked",
             "5.3",
+            "What lies between chunks and indexes is not the metadata, in plaintext, of an encrypted column.",
+            "Anyone reads minimum, maximum and counts of a sensitive column.",
+        ),
+        (
+            "metadata-path",
+            "5.3, parquet.thrift",
             "The metadata of a chunk is valid, and its path_in_schema is that of its column.",
             "Readers find columns by different names: values of one column are read as another's.",
         ),
@@ -372,13 +384,13 @@ RULES: tuple[Rule, ...] = (
         ),
         (
             "layout-range",
-            "5.2",
+            "parquet.thrift",
             "All chunks, indexes and Bloom filters lie between the first magic and the footer, in this file.",
             "Readers read outside of the file, or take footer bytes for data.",
         ),
         (
             "layout-overlap",
-            "5.2",
+            "3, parquet.thrift",
             "No two chunks, indexes or Bloom filters overlap.",
             "One module is read as two, and a small file keeps readers busy for ever.",
         ),
@@ -421,7 +433,7 @@ RULES: tuple[Rule, ...] = (
         ),
         (
             "chunk-size",
-            "5.1",
+            "5.1, parquet.thrift",
             "The pages of a chunk, with framing, fill total_compressed_size exactly.",
             "Pages are missing, or bytes follow that belong to no module.",
         ),
@@ -445,9 +457,17 @@ RULES: tuple[Rule, ...] = (
             "for data.",
         ),
         (
+            "page-content",
+            "4.1.3, 4.2.2",
+            "With AES_GCM_CTR_V1, and a counter that begins at 1, pages compressed with Snappy, gzip or Zstandard "
+            "decrypt to what begins as the output of that codec; for Snappy that is the length in the header.",
+            "Readers get garbage: another counter or key was used, or the page was altered.",
+        ),
+        (
             "value-count",
             "parquet.thrift",
-            "The data pages of a chunk have as many values as its metadata says.",
+            "The data pages of a chunk have as many values as its metadata says; those of a column that does not "
+            "repeat, as many as its row group has rows.",
             "Pages were left out or added at the end of the chunk.",
         ),
         (
@@ -459,7 +479,8 @@ RULES: tuple[Rule, ...] = (
         (
             "offset-index-rows",
             "parquet.thrift",
-            "The offset index's first row indexes begin at 0, never decrease, and stay below the number of rows.",
+            "The offset index's first row indexes begin at 0, never decrease, and stay below the number of rows; "
+            "in a column that does not repeat, they are the sums of the values before.",
             "Filters select the wrong rows.",
         ),
         (
@@ -500,11 +521,21 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     *_rules(
+        Severity.WEAKNESS,
+        Scope.COLUMN,
+        (
+            "dek-distinct",
+            "5.2, 5.4",
+            "No DEK stands under two key names, and none that encrypts the footer is the key of a column's own.",
+            "Whoever may read under one of the names reads all that is under the other one.",
+        ),
+    ),
+    *_rules(
         Severity.NOTE,
         Scope.COLUMN,
         (
             "layout-gap",
-            "5.1",
+            "3, 5.1",
             "Every byte between the first magic and the footer belongs to a chunk, an index or a Bloom filter.",
             "No key authenticates what lies between; it can be anyone's, or a leak.",
         ),
@@ -531,6 +562,18 @@ RULES: tuple[Rule, ...] = (
             "Others than those who may can read the column.",
         ),
         (
+            "wanted-key-length",
+            "configuration",
+            "DEKs that master keys wrap are as long as the table wants them, at least.",
+            "The file is less protected than the table's rules ask for.",
+        ),
+        (
+            "wanted-prefix",
+            "configuration",
+            "The AAD prefix is not stored in the file where the table does not want it stored.",
+            "Anyone reads the identity of the file; nothing encrypts this field (section 4.4.1).",
+        ),
+        (
             "wanted-algorithm",
             "configuration",
             "The algorithm is the table's.",
@@ -555,14 +598,26 @@ RULES: tuple[Rule, ...] = (
         (
             "part-doubled",
             "4.4.1",
-            "No number of a part comes twice, where the number of parts is known.",
-            "A part stands in the place of another one: its rows are read twice.",
+            "Where the number of parts is known, each file is one of them, and no number of a part comes twice.",
+            "A part stands in the place of another one, or is none: its rows are read twice, or are a stranger's.",
         ),
         (
             "file-copied",
             "4.4.2",
             "No two files have the same aad_file_unique, which is random for each file.",
             "A file was copied, or a writer repeats itself: modules can be exchanged between the two.",
+        ),
+        (
+            "nonce-shared",
+            "4.1.3",
+            "No two modules of two files under one DEK have the same nonce, unless one is a copy of the other.",
+            "The difference of two plaintexts shows, and with AES-GCM modules can be forged.",
+        ),
+        (
+            "invocations-shared",
+            "4.1.4",
+            "One DEK encrypts at most 2^32 modules of all files together, of which 2^31 are pages.",
+            "Random nonces repeat with a probability that is no longer negligible.",
         ),
     ),
     *_rules(
@@ -581,6 +636,18 @@ RULES: tuple[Rule, ...] = (
             "Nonces and invocations of all of them count together; only AADs keep modules apart.",
         ),
         (
+            "plaintext-among",
+            "2, 4.4.1",
+            "No plaintext file is among encrypted ones.",
+            "Anyone reads it, and anyone can have put it there.",
+        ),
+        (
+            "plaintext-passed-over",
+            "2",
+            "No plaintext Parquet file lies beside encrypted ones under a name that readers pass over.",
+            "Anyone reads it. Jobs that were broken off leave such files behind.",
+        ),
+        (
             "summary-file",
             "5.3",
             "There is no _metadata or _common_metadata beside encrypted files.",
@@ -593,8 +660,14 @@ RULES: tuple[Rule, ...] = (
         (
             "part-gap",
             "4.4.1",
-            "The numbers of parts have no gaps.",
+            "The numbers of parts, in AAD prefixes or else in names, have no gaps.",
             "A part may have been removed. Some writers leave out numbers of parts without rows.",
+        ),
+        (
+            "part-listed",
+            "4.4.1",
+            "All files that a _metadata file lists are there.",
+            "A part may have been removed; or the list, which nothing authenticates, is an old one.",
         ),
         (
             "same-columns",

@@ -19,9 +19,10 @@ _INTRODUCTION = """\
 # Rules
 
 What `parquet-keytools verify` checks. Sections are those of the Parquet encryption specification; `data-pages.md`
-and `parquet.thrift` belong to the Parquet format. A **violation** breaks the specification, or is not what was
-asked for; a **weakness** is legal and protects less than it could; a **note** is neither. This page is made from
-the table in `conformance/rules.py`.
+and `parquet.thrift` belong to the Parquet format; PKMT1 is the key material that parquet-java and Arrow write, of
+which the specification says nothing. A **violation** breaks the specification, or is not what was asked for; a
+**weakness** is legal and protects less than it could; a **note** is neither. This page is made from the table in
+`conformance/rules.py`.
 """
 
 

@@ -8,6 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools
+from parquet_keytools.cli.inspect_tree import render_inspection
+from parquet_keytools.conformance.inspection import Inspection
+from parquet_keytools.conformance.inspector import inspect_source
+from parquet_keytools.conformance.local_source import open_local
 
 PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
 
@@ -19,6 +23,11 @@ def encrypted(config: Path, plain: Path, tmp_path: Path) -> Path:
     with Keytools.from_yaml(config) as keytools:
         keytools.encrypt_file(plain, path)
     return path
+
+
+def inspect_file(path: Path) -> Inspection:
+    with open_local(str(path)) as source:
+        return inspect_source(source)
 
 
 def flip_a_page(path: Path) -> None:
@@ -57,6 +66,17 @@ def test_inspect_takes_any_file(run, plain: Path, tmp_path: Path) -> None:
     missing = run("inspect", tmp_path / "missing")
     assert missing.exit_code == 2
     assert "No such file" in missing.stderr
+
+
+def test_what_stands_in_a_file_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b[2K\x07\r\nconforms"
+    table = pa.table({evil: [1]}).replace_schema_metadata({evil: "value"})
+    pq.write_table(table, tmp_path / "evil.parquet")
+    shown = render_inspection(inspect_file(tmp_path / "evil.parquet"))
+    assert "\\x1b[2K\\x07\\r\\nconforms" in shown
+    assert "\x1b[2K" not in shown
+    assert "\x07" not in shown
+    assert "\r" not in shown
 
 
 def test_inspect_without_keys_imports_no_pyarrow(encrypted: Path) -> None:
@@ -119,6 +139,27 @@ def test_verify_a_folder(run, config: Path, encrypted: Path, plain: Path) -> Non
     assert done.exit_code == 1
     assert "as a data set" in done.stderr
     assert run("verify", encrypted.parent, "--config", config, "--parts", 2).exit_code == 1
+
+
+def test_verify_of_a_folder_shows_progress_on_a_terminal_only(
+    run, on_a_terminal, config: Path, encrypted: Path
+) -> None:
+    for options in (["--config", config], []):
+        shown, stdout = on_a_terminal("verify", encrypted.parent, *options, "--json")
+        assert "━" in shown and "1 files" in shown
+        assert len(json.loads(stdout)["files"]) == 1
+    assert "━" not in run("verify", encrypted.parent, "--config", config).output
+
+
+def test_options_that_would_check_nothing_are_refused(run, encrypted: Path) -> None:
+    for arguments in (["verify", encrypted, "--table", "t"], ["verify", encrypted, "--parts", "2"]):
+        done = run(*arguments)
+        assert done.exit_code == 2, done.stderr
+    assert run("inspect", encrypted, "--table", "t").exit_code == 2
+
+
+def test_a_folder_without_keys_is_not_said_to_be_authentic(run, encrypted: Path) -> None:
+    assert "nothing was authenticated" in run("verify", encrypted.parent).stderr.splitlines()[-1]
 
 
 def test_verify_what_is_not_there(run, config: Path, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,17 @@ import pytest
 from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance.report import FileReport, Loss, Outcome, Verdict
+from parquet_keytools.conformance.report import DataSetReport, FileReport, Loss, Outcome, Verdict
 from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.errors import ColumnAccessDeniedError, DecryptionError, NotEncryptedError, OutputError
+from parquet_keytools.errors import (
+    ColumnAccessDeniedError,
+    DecryptionError,
+    NotEncryptedError,
+    OutputError,
+    ParquetFormatError,
+)
+from parquet_keytools.file_verification import verify_file, verify_folder
+from parquet_keytools.storage import FileLocation, open_source
 
 MASTER_KEYS = {name: base64.b64encode((name[:1] * 16).encode()).decode() for name in ("footer", "pii", "other")}
 ROWS = 90
@@ -62,6 +72,18 @@ def make(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+def reading_plaintext_too(**changes: Any) -> Keytools:
+    kms = {"type": "in_memory", "keys": MASTER_KEYS}
+    reading = {"plaintext_files": "allow"}
+    return Keytools.from_mapping(
+        {"version": 1, "kms": kms, "reading": reading, "tables": {"shop": POLICY | changes}}
+    )
+
+
+def data_set_rules(report: DataSetReport) -> set[str]:
+    return {result.rule.id for result in report.rules if result.outcome is Outcome.BROKEN}
 
 
 def broken(report: FileReport) -> set[str]:
@@ -171,6 +193,85 @@ def test_one_of_several_tables(make) -> None:
     assert reader.inspect_file(path).footer_is_authentic
     stranger = make("stranger.parquet", aad_prefix="attic/{file_name}")
     assert broken(reader.verify_file(stranger)) == {"prefix-expected"}
+
+
+# --- Keys and names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key_material", ["internal", "external"])
+def test_a_column_may_be_called_footer(make, key_material: str) -> None:
+    table = TABLE.rename_columns(["id", "footer", "price"])
+    changes = {"column_keys": {"pii": ["footer"]}, "key_material": key_material}
+    pq_path = make(table=table.append_column("name", TABLE["name"]), **changes)
+    reader = keytools(**changes)
+    assert reader.verify_file(pq_path).conforms
+    reader.kms.deny("pii")  # type: ignore[union-attr]
+    reader.clear_caches()
+    report = reader.verify_file(pq_path)
+    assert report.verdict is Verdict.INCOMPLETE
+    assert list(report.denied) == ["column footer"]
+    assert not broken(report)
+    denied = {column.path for column in reader.inspect_file(pq_path).columns if column.denied is not None}
+    assert denied == {"footer"}
+
+
+def test_a_key_of_two_names_is_one_key(tmp_path: Path) -> None:
+    plain, path = tmp_path / "plain.parquet", tmp_path / "file.parquet"
+    pq.write_table(TABLE, plain)
+    one, two = (base64.b64encode(letter * 16).decode() for letter in (b"1", b"2"))
+
+    def report(**data_keys: str) -> FileReport:
+        table = {"footer_key": "f", "column_keys": {"a": ["id"], "b": ["name"]}}
+        configuration = {"version": 1, "data_keys": data_keys, "tables": {"shop": table}}
+        with Keytools.from_mapping(configuration) as writer:
+            writer.encrypt_file(plain, path)
+            return writer.verify_file(path)
+
+    three = base64.b64encode(b"3" * 16).decode()
+    assert broken(report(f=one, a=two, b=three)) == {"no-prefix"}
+    assert "'a' (column 'id'), 'b' (column 'name')" in report(f=one, a=two, b=two).findings[-1].message
+    assert "that is the footer's DEK" in report(f=one, a=one, b=two).findings[-1].message
+
+
+def test_a_table_wants_long_keys(make) -> None:
+    path = make()
+    assert broken(keytools(data_key_length_bits=256).verify_file(path)) == {"wanted-key-length"}
+    assert keytools(data_key_length_bits=128).verify_file(make(data_key_length_bits=256)).conforms
+
+
+def test_a_table_wants_its_prefix_hidden(make) -> None:
+    path = make()
+    assert broken(keytools(store_aad_prefix=False).verify_file(path)) == {"wanted-prefix"}
+    assert keytools(store_aad_prefix=False).verify_file(make(store_aad_prefix=False)).conforms
+
+
+# --- Plaintext where it is allowed -------------------------------------------------------------------------
+
+
+def test_a_plaintext_file_is_not_what_a_table_wants_though_readers_take_it(tmp_path: Path) -> None:
+    path = tmp_path / "file.parquet"
+    pq.write_table(TABLE, path)
+    report = reading_plaintext_too().verify_file(path)
+    assert report.verdict is Verdict.VIOLATED
+    assert broken(report) == {"prefix-expected", "wanted-encryption", "wanted-algorithm", "wanted-footer"}
+    kms = {"type": "in_memory", "keys": MASTER_KEYS}
+    allowing = Keytools.from_mapping({"version": 1, "kms": kms, "reading": {"plaintext_files": "allow"}})
+    assert allowing.verify_file(path).conforms
+    assert broken(allowing.verify_file(path, aad_prefix="shop")) == {"prefix-expected"}
+
+
+# --- Prefixes that are asked for without keys --------------------------------------------------------------
+
+
+def test_a_prefix_that_only_keys_can_show_is_not_answered_without_them(make) -> None:
+    hidden = FileLocation.resolve(make(store_aad_prefix=False))
+    assert verify_file(None, hidden).conforms
+    report = verify_file(None, hidden, aad_prefix="shop/file.parquet")
+    assert report.verdict is Verdict.INCOMPLETE
+    assert report.result("prefix-expected").outcome is Outcome.NOT_CHECKED
+    stored = FileLocation.resolve(make("stored.parquet"))
+    assert verify_file(None, stored, aad_prefix="shop/stored.parquet").conforms
+    assert verify_file(None, stored, aad_prefix="shop").verdict is Verdict.VIOLATED
 
 
 # --- Damage ------------------------------------------------------------------------------------------------
@@ -296,9 +397,115 @@ def test_strangers_in_a_folder_are_found(make) -> None:
         "prefix-shared",
         "dek-shared",
         "part-gap",
+        "plaintext-among",
         "part-missing",
     }
     assert report.verdict is Verdict.VIOLATED
+
+
+def test_a_file_that_is_no_part_is_found_where_parts_are_counted(make) -> None:
+    folder = make("part-0.parquet").parent
+    make("part-1.parquet")
+    make("stranger.parquet")
+    report = keytools().verify_folder(folder, part_count=2)
+    assert data_set_rules(report) == {"part-doubled"}
+    assert not report.conforms
+    assert keytools().verify_folder(folder).conforms
+    assert data_set_rules(keytools().verify_folder(folder, part_count=10**12)) == {"part-doubled", "part-missing"}
+
+
+def test_what_is_no_file_where_readers_look_for_one_is_no_pass(make) -> None:
+    folder = make("part-0.parquet").parent
+    link = folder / "part-1.parquet"
+    link.symlink_to("/nowhere/part-1.parquet")
+    report = keytools().verify_folder(folder)
+    assert report.verdict is Verdict.INCOMPLETE
+    assert [file.path for file in report.files if not file.conforms] == [str(link)]
+    assert not report.left_out
+    link.unlink()
+    os.mkfifo(folder / "part-2.parquet")
+    assert keytools().verify_folder(folder).verdict is Verdict.INCOMPLETE
+    (folder / "part-2.parquet").rename(folder / "_pipe")
+    (folder / "loop").symlink_to(folder)
+    assert keytools().verify_folder(folder).conforms
+
+
+def test_a_file_that_cannot_be_read_hides_nothing(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make("part-0.parquet").parent
+    for name in ("part-1.parquet", "part-2.parquet", "part-3.parquet"):
+        make(name)
+    flip(folder / "part-3.parquet", ModuleType.DATA_PAGE, 0, 0, 1)
+    failures = {
+        "part-0.parquet": OSError(5, "Input/output error"),
+        "part-1.parquet": PermissionError(13, "Permission denied"),
+        "part-2.parquet": ParquetFormatError("the file ends early; it changed while it was read"),
+    }
+
+    @contextlib.contextmanager
+    def opening(location: FileLocation) -> Iterator[Any]:
+        if location.name in failures:
+            raise failures[location.name]
+        with open_source(location) as source:
+            yield source
+
+    monkeypatch.setattr("parquet_keytools.file_verification.open_source", opening)
+    report = verify_folder(None, FileLocation.resolve(folder))
+    assert [file.verdict for file in report.files] == [*[Verdict.INCOMPLETE] * 3, Verdict.CONFORMS]
+    with keytools() as reader:
+        assert broken(reader.verify_folder(folder).files[3]) == {"data-page-authentic"}
+
+
+def test_plaintext_that_was_left_behind_is_found(make) -> None:
+    folder = make("part-0.parquet").parent
+    (folder / "_temporary" / "0").mkdir(parents=True)
+    plain = folder / "_temporary" / "0" / "part-1.parquet"
+    pq.write_table(TABLE, plain)
+    report = keytools().verify_folder(folder)
+    assert data_set_rules(report) == {"plaintext-passed-over"}
+    assert report.conforms
+    plain.write_bytes(plain.read_bytes()[:200])
+    assert data_set_rules(keytools().verify_folder(folder)) == {"plaintext-passed-over"}
+    # What is encrypted may lie there, in both modes.
+    plain.unlink()
+    make("signed.parquet", plaintext_footer=True).rename(folder / "_temporary" / "signed.parquet")
+    make("hidden.parquet").rename(folder / ".hidden.parquet")
+    assert not data_set_rules(keytools().verify_folder(folder))
+
+
+def test_a_file_that_a_summary_lists_is_missed(make) -> None:
+    folder = make("part-0.parquet").parent
+    metadata: list[Any] = []
+    pq.write_table(TABLE, folder / "part-1.parquet", metadata_collector=metadata)
+    metadata[0].set_file_path("part-1.parquet")
+    pq.write_metadata(TABLE.schema, folder / "_metadata", metadata)
+    (folder / "part-1.parquet").unlink()
+    report = keytools().verify_folder(folder)
+    assert data_set_rules(report) == {"part-listed", "summary-file"}
+    (folder / "_metadata").write_bytes(b"PAR1 is no footer PAR1")
+    assert data_set_rules(keytools().verify_folder(folder)) == {"summary-file"}
+
+
+def test_keys_that_are_not_known_are_not_said_to_be_different(make) -> None:
+    folder = make("part-0.parquet").parent
+    make("part-1.parquet")
+    report = verify_folder(None, FileLocation.resolve(folder))
+    outcomes = {result.rule.id: result.outcome for result in report.rules}
+    assert report.conforms
+    assert outcomes["dek-shared"] is Outcome.NOT_CHECKED
+    assert outcomes["nonce-shared"] is Outcome.NOT_CHECKED
+    reader = keytools()
+    reader.kms.deny("pii")  # type: ignore[union-attr]
+    outcomes = {result.rule.id: result.outcome for result in reader.verify_folder(folder).rules}
+    assert outcomes["dek-shared"] is Outcome.NOT_CHECKED
+
+
+def test_a_name_that_is_no_text_hides_nothing(make) -> None:
+    folder = make("part-0.parquet").parent
+    name = os.fsdecode(b"\xff\xfe.parquet")
+    (folder / name).write_bytes((folder / "part-0.parquet").read_bytes())
+    report = keytools().verify_folder(folder)
+    assert report.verdict is Verdict.INCOMPLETE
+    assert sorted(file.verdict.value for file in report.files) == ["conforms", "incomplete"]
 
 
 def test_an_empty_folder_is_no_pass(tmp_path: Path) -> None:

@@ -1,0 +1,186 @@
+"""Files made to crash the verifier, to keep it busy, or to be taken for what they are not."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Any
+
+import pytest
+from memory_files import MemorySource
+from vector_kit.plain_file import plain_bytes
+from vector_kit.sealed_file import DATA_PAGE, Place
+from vector_kit.vector import MASTER_KEYS, SealedFile, recipe
+from vector_kit.write_kit import data_keys
+
+from parquet_keytools import Keytools
+from parquet_keytools.conformance.expectation import Expectation
+from parquet_keytools.conformance.file_verifier import verify_source
+from parquet_keytools.conformance.inspector import inspect_source
+from parquet_keytools.conformance.report import FileReport, Outcome
+from parquet_keytools.file_verification import finder_of
+from parquet_keytools.format.file_layout import read_footer_bytes
+from parquet_keytools.format.structs import (
+    BloomFilterHeader,
+    ColumnChunk,
+    ColumnMetaData,
+    FileMetaData,
+    PageHeader,
+    RowGroup,
+    SchemaElement,
+)
+from parquet_keytools.format.thrift_compact import ThriftList, WireType
+from parquet_keytools.storage import BufferSource, FileLocation
+
+_PRICE = 2
+_DEFINITION_LEVELS_LENGTH = 5
+
+
+def verified(data: bytes, expectation: Expectation | None = None) -> FileReport:
+    keys = {name: base64.b64encode(key).decode() for name, key in data_keys().items()}
+    masters = {name: base64.b64encode(key).decode() for name, key in MASTER_KEYS.items()}
+    kms = {"type": "in_memory", "keys": masters}
+    with Keytools.from_mapping({"version": 1, "kms": kms, "data_keys": keys}) as keytools:
+        finder = finder_of(keytools._keys, FileLocation.resolve("/nowhere/file.parquet"))
+        return verify_source(MemorySource(data), finder, expectation)[0]
+
+
+def broken(report: FileReport) -> set[str]:
+    return {result.rule.id for result in report.rules if result.outcome is Outcome.BROKEN}
+
+
+@pytest.mark.parametrize("is_ctr", [False, True])
+@pytest.mark.parametrize("left", range(0, 40, 4))
+def test_a_page_v2_whose_levels_leave_no_room_for_a_module(left: int, is_ctr: bool) -> None:
+    """The header says that nearly all of the page are levels; the rest looks like a module."""
+
+    def page_header(place: Place, header: PageHeader) -> None:
+        if place[0] == DATA_PAGE and place[2] == _PRICE:
+            inner = header.data_page_header_v2
+            assert inner is not None
+            levels = header.compressed_page_size - 4 - left
+            inner.struct.fields[_DEFINITION_LEVELS_LENGTH] = (WireType.I32, levels)
+
+    def sealed(place: Place, data: bytes) -> bytes:
+        if place[0] != DATA_PAGE or place[2] != _PRICE:
+            return data
+        return b"\1\0\0\0" + data[4 : -4 - left] + struct.pack("<I", left) + data[len(data) - left :]
+
+    data = SealedFile(recipe(1, page_header=page_header, sealed=sealed, is_ctr=is_ctr), {"v2": True}).make()
+    assert broken(verified(data)) & {"module-length", "page-v2-whole"}
+
+
+def bloom_filters_in_each_other(columns: int, body_bytes: int) -> bytes:
+    """Return a plaintext file whose Bloom filters, of no stated length, all reach to its end."""
+    out = bytearray(b"PAR1")
+    root = SchemaElement()
+    root.name, root.num_children = "root", columns
+    schema, chunks = [root], []
+    for column in range(columns):
+        header = BloomFilterHeader()
+        header.num_bytes = body_bytes
+        leaf, chunk, metadata = SchemaElement(), ColumnChunk(), ColumnMetaData()
+        leaf.type, leaf.name = 1, f"c{column}"
+        metadata.struct.fields[2] = (WireType.LIST, ThriftList(WireType.I32, [0]))
+        metadata.type, metadata.codec, metadata.path_in_schema = 1, 0, [f"c{column}"]
+        metadata.num_values = metadata.total_uncompressed_size = metadata.total_compressed_size = 0
+        metadata.data_page_offset, metadata.bloom_filter_offset = 4, len(out)
+        chunk.file_offset, chunk.meta_data = 0, metadata
+        out += header.serialise().ljust(16, b"\0")
+        schema.append(leaf)
+        chunks.append(chunk)
+    out += bytes(body_bytes)
+    footer, row_group = FileMetaData(), RowGroup()
+    row_group.columns, row_group.total_byte_size, row_group.num_rows = chunks, 0, 0
+    footer.version, footer.num_rows, footer.schema, footer.row_groups = 1, 0, schema, [row_group]
+    serialised = footer.serialise()
+    return bytes(out) + serialised + struct.pack("<I", len(serialised)) + b"PAR1"
+
+
+def test_bloom_filters_in_each_other_are_not_read_again_and_again() -> None:
+    source = MemorySource(bloom_filters_in_each_other(100, 1_000_000))
+    report, _ = verify_source(source, None, Expectation(allow_plaintext=True))
+    assert broken(report) == {"bloom-filter"}
+    assert report.result("bloom-filter").breaches == 99
+    assert sum(length for _, length in source.reads) < 2 * source.size_bytes
+
+
+def changed_plain(change: Any) -> bytes:
+    """Return the plaintext file of the kit with another footer."""
+    data = plain_bytes()
+    found = read_footer_bytes(BufferSource("plain", data))
+    footer, _ = FileMetaData.read(found.data)
+    serialised = change(footer) or footer.serialise()
+    return data[: found.offset] + serialised + struct.pack("<I", len(serialised)) + b"PAR1"
+
+
+@pytest.mark.parametrize(
+    ("change", "sign"),
+    [
+        (lambda footer: footer.serialise() + bytes(28), "as a signature has"),
+        (lambda footer: setattr(footer, "footer_signing_key_metadata", b"kf"), "a key for signing"),
+    ],
+)
+def test_what_is_left_of_a_signature_shows_that_the_algorithm_was_removed(change: Any, sign: str) -> None:
+    report = verified(changed_plain(change), Expectation(allow_plaintext=True))
+    assert broken(report) == {"algorithm-stated"}
+    assert sign in report.findings[0].message
+    assert broken(verified(changed_plain(lambda _: None), Expectation(allow_plaintext=True))) == set()
+
+
+def test_row_groups_do_not_have_fewer_than_no_rows() -> None:
+    def footer(metadata: FileMetaData) -> None:
+        groups = metadata.row_groups
+        groups[0].num_rows, groups[1].num_rows = 90, -30
+        metadata.row_groups = groups
+
+    assert "row-count" in broken(verified(SealedFile(recipe(1, footer=footer)).make()))
+
+
+def test_a_column_that_does_not_repeat_has_as_many_values_as_its_row_group_has_rows() -> None:
+    """The sum over all row groups is right, and each alone is not."""
+
+    def footer(metadata: FileMetaData) -> None:
+        groups = metadata.row_groups
+        groups[0].num_rows, groups[1].num_rows = 31, 29
+        metadata.row_groups = groups
+
+    report = verified(SealedFile(recipe(1, footer=footer)).make())
+    assert broken(report) == {"value-count"}
+    assert report.result("value-count").breaches == 6
+    nested = verified(SealedFile(recipe(1, footer=footer), {"nested": True}).make())
+    assert nested.result("value-count").breaches == 6, "a list may have any number of values"
+
+
+def test_first_rows_are_the_sums_of_the_values_before() -> None:
+    def offset_index(r: int, c: int, index: Any) -> None:
+        if c == 0:
+            locations = index.page_locations
+            locations[1].first_row_index += 1
+
+    report = verified(SealedFile(recipe(1, offset_index=offset_index)).make())
+    assert broken(report) == {"offset-index-rows"}
+    assert "[0, 11, 20], and they begin at [0, 10, 20]" in report.findings[0].message
+
+
+@pytest.mark.parametrize("compression", ["snappy", "gzip", "zstd"])
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_page_of_ctr_whose_beginning_was_altered_shows_where_it_is_compressed(
+    compression: str, v2: bool
+) -> None:
+    data = bytearray(SealedFile(recipe(1, is_ctr=True), {"compression": compression, "v2": v2}).make())
+    whole = verified(bytes(data))
+    assert whole.result("page-content").outcome is Outcome.HOLDS
+    with Keytools.from_mapping(
+        {"version": 1, "data_keys": {n: base64.b64encode(k).decode() for n, k in data_keys().items()}}
+    ) as keytools:
+        shown = inspect_source(
+            MemorySource(bytes(data)), finder_of(keytools._keys, FileLocation.resolve("/nowhere/file.parquet"))
+        )
+    page = shown.chunks[0].modules[1]
+    for at in range(16, 28):  # In V2 pages levels come first.
+        data[page.offset + at] ^= 0x55
+    report = verified(bytes(data))
+    assert broken(report) == {"ctr", "page-content"}
+    assert report.damage is not None
+    assert report.damage.losses[0].pages == (0,)
