@@ -23,7 +23,7 @@ from parquet_keytools.keys.material_store import (
     remove_key_materials,
     write_key_materials,
 )
-from parquet_keytools.opened_file import OpenedFile, check_unchanged
+from parquet_keytools.opened_file import OpenedFile, as_verified
 from parquet_keytools.storage import (
     BufferSink,
     FileLocation,
@@ -94,14 +94,12 @@ def decrypt_file(
     (opened,) = keys.open_files([source], table_name, aad_prefix)
     opened.refuse_unencrypted()
     opened.refuse_denied(None)
-    with open_source(source) as opened_source, whole_output(target) as pending:
-        check_unchanged(opened, opened_source)
+    with open_source(source) as opened_source, whole_output(target, as_private_as=source) as pending:
+        data = as_verified(opened, opened_source)
         with pending.open_sink() as sink:
-            file_decryptor.decrypt_columns(
-                opened_source, sink, opened.footer, opened.deks, on_progress=on_progress
-            )
+            file_decryptor.decrypt_columns(data, sink, opened.footer, opened.deks, on_progress=on_progress)
     remove_key_materials(target)
-    return FileResult(str(source), str(target), opened.fingerprint.size_bytes, target.info().size)
+    return FileResult(str(source), str(target), opened.tail.size_bytes, target.info().size)
 
 
 def rekey_file(
@@ -120,14 +118,14 @@ def rekey_file(
     opened.refuse_unencrypted()
     opened.refuse_denied(None)
     with open_source(source) as opened_source, contextlib.ExitStack() as replacement:
-        check_unchanged(opened, opened_source)
+        data = as_verified(opened, opened_source)
         policy = new_keys.policy(new_table_name, [leaf.path for leaf in opened.footer.leaves])
         finish: Finish
         with whole_output(target) as pending:
             new_file = _NewFile(new_keys, policy, pending)
             with pending.open_sink() as sink:
                 file_encryptor.encrypt_opened(
-                    opened_source, sink, opened.footer, opened.deks, new_file.encryption, on_progress=on_progress
+                    data, sink, opened.footer, opened.deks, new_file.encryption, on_progress=on_progress
                 )
             replacement.enter_context(exclusive_folder(target))
             finish = new_file.place_key_materials()
@@ -222,9 +220,8 @@ def decrypted_buffer(opened: OpenedFile, names: Sequence[str] | None) -> pa.Buff
     }
     sink = BufferSink()
     with open_source(opened.location) as source:
-        check_unchanged(opened, source)
         file_decryptor.decrypt_columns(
-            source,
+            as_verified(opened, source),
             sink,
             opened.footer,
             opened.deks,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +17,11 @@ from parquet_keytools.encryption.footer import (
     FooterMode,
     read_envelope,
 )
+from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
+    DecryptionError,
+    FileChangedError,
     KeytoolsError,
     NotEncryptedError,
     ParquetFormatError,
@@ -38,18 +40,23 @@ _CONCURRENT_FILES = 16
 
 
 @dataclass(frozen=True)
-class FooterFingerprint:
-    """What tells whether a file is still the one whose footer was verified."""
+class VerifiedTail:
+    """The end of a file as it was when its footer was verified.
+
+    Attributes:
+        size_bytes: Length of the whole file.
+        offset: Where the footer begins.
+        data: From there to the end.
+    """
 
     size_bytes: int
-    sha256: bytes
+    offset: int
+    data: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, source: ByteSource, footer_offset: int) -> FooterFingerprint:
-        """Return that of a file: of all bytes from its footer on."""
-        size_bytes = source.size_bytes
-        tail = source.read_at(footer_offset, size_bytes - footer_offset)
-        return cls(size_bytes, hashlib.sha256(tail).digest())
+    def of(cls, source: ByteSource, offset: int) -> VerifiedTail:
+        """Return that of a file whose footer begins there."""
+        return cls(source.size_bytes, offset, bytes(source.read_at(offset, source.size_bytes - offset)))
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class OpenedFile:
     Attributes:
         location: Where it lies.
         footer: Its footer, authenticated.
-        fingerprint: Of the footer.
+        tail: The footer as it was read.
         retriever: Where its keys came from.
         kms_keys: What the KMS answered for it, and for other files that were opened with it.
         deks: DEKs of columns with a column key, as far as they can be had.
@@ -68,7 +75,7 @@ class OpenedFile:
 
     location: FileLocation
     footer: Footer = field(repr=False)
-    fingerprint: FooterFingerprint
+    tail: VerifiedTail = field(repr=False)
     retriever: FileKeyRetriever = field(repr=False)
     kms_keys: KmsKeys = field(repr=False)
     deks: dict[tuple[str, ...], SecretBytes]
@@ -118,6 +125,7 @@ def open_files(
     *,
     aad_prefix_of: Callable[[FileLocation, bytes | None], bytes | None] = lambda _, stored: None,
     allow_plaintext: bool = False,
+    allow_ctr: bool = True,
 ) -> list[OpenedFile]:
     """Open files: read and authenticate their footers, and get the keys of all their columns.
 
@@ -129,9 +137,12 @@ def open_files(
         data_keys: The data keys that the caller manages.
         aad_prefix_of: Returns the AAD prefix that is expected of a file that stores this one; None takes that.
         allow_plaintext: Whether a file that is not encrypted may be among them.
+        allow_ctr: Whether a file may be among them whose page data is not authenticated.
 
     Raises:
         NotEncryptedError: A file is not encrypted.
+        DecryptionError: A file says AES-CTR and must not, or was written with AES-GCM; or a footer does not
+            authenticate.
         KeytoolsError: A footer cannot be read; columns that cannot be are in `OpenedFile.denied`.
     """
     with ThreadPoolExecutor(min(_CONCURRENT_FILES, max(1, len(locations)))) as pool:
@@ -142,6 +153,11 @@ def open_files(
                 raise NotEncryptedError(
                     f"{location} is not encrypted.",
                     hint="If that is right, say `plaintext_files: allow` under `reading`.",
+                )
+            if envelope.algorithm is Algorithm.AES_GCM_CTR_V1 and not allow_ctr:
+                raise DecryptionError(
+                    f"{location} says AES_GCM_CTR_V1, and the configuration rejects such files.",
+                    hint="Where page data need not be authenticated, say `ctr_files: allow` under `reading`.",
                 )
         kms_keys.fetch(
             material
@@ -157,18 +173,20 @@ def open_files(
             for retriever, footer in zip(retrievers, footers, strict=True)
             for material in _materials(retriever, [c.key_metadata for c in _columns_with_keys(footer)])
         )
-        return [
-            _open_columns(location, footer, fingerprint, retriever, kms_keys)
-            for location, footer, retriever, (_, fingerprint) in zip(
+        files = [
+            _open_columns(location, footer, tail, retriever, kms_keys)
+            for location, footer, retriever, (_, tail) in zip(
                 locations, footers, retrievers, envelopes, strict=True
             )
         ]
+        list(pool.map(_check_algorithm, files))
+        return files
 
 
-def _read_envelope(location: FileLocation) -> tuple[FooterEnvelope, FooterFingerprint]:
+def _read_envelope(location: FileLocation) -> tuple[FooterEnvelope, VerifiedTail]:
     with open_source(location) as source:
         envelope = read_envelope(source)
-        return envelope, FooterFingerprint.of(source, envelope.footer_offset)
+        return envelope, VerifiedTail.of(source, envelope.footer_offset)
 
 
 def _materials(retriever: FileKeyRetriever, all_key_metadata: Iterable[bytes | None]) -> Iterator[KeyMaterial]:
@@ -184,8 +202,6 @@ def _open_footer(envelope: FooterEnvelope, retriever: FileKeyRetriever, aad_pref
     if envelope.mode is FooterMode.UNENCRYPTED:
         return envelope.open(None)
     if envelope.algorithm is Algorithm.AES_GCM_CTR_V1:
-        # No key authenticates the algorithm beside an encrypted footer (spec 5.4): who can write to the storage
-        # can say CTR of a file that was written with GCM.
         _log.warning("%s says AES_GCM_CTR_V1: changes of its page data would go unnoticed", envelope.path)
     # What is wrong with the AAD is found before the KMS is asked.
     envelope.file_aad(aad_prefix)
@@ -199,13 +215,13 @@ def _columns_with_keys(footer: Footer) -> list[FooterColumn]:
 def _open_columns(
     location: FileLocation,
     footer: Footer,
-    fingerprint: FooterFingerprint,
+    tail: VerifiedTail,
     retriever: FileKeyRetriever,
     kms_keys: KmsKeys,
 ) -> OpenedFile:
     columns = _columns_with_keys(footer)
     outcomes = retriever.column_deks([(column.path, column.key_metadata) for column in columns])
-    opened = OpenedFile(location, footer, fingerprint, retriever, kms_keys, {}, {})
+    opened = OpenedFile(location, footer, tail, retriever, kms_keys, {}, {})
     for column, outcome in zip(columns, outcomes, strict=True):
         if isinstance(outcome, KeytoolsError):
             opened.denied[column.path] = outcome
@@ -225,19 +241,65 @@ def _open_columns(
     return opened
 
 
-def check_unchanged(opened: OpenedFile, source: ByteSource) -> None:
-    """Raise if a file is no longer the one whose footer was verified.
+def _check_algorithm(opened: OpenedFile) -> None:
+    """Refuse a file that says AES-CTR and was written with AES-GCM; pyarrow would believe it."""
+    if opened.footer.algorithm is Algorithm.AES_GCM_CTR_V1:
+        with open_source(opened.location) as source:
+            check_stated_algorithm(source, opened.footer, opened.deks)
+
+
+def as_verified(opened: OpenedFile, source: ByteSource) -> ByteSource:
+    """Return a file as it was when its footer was verified.
+
+    Keys are rotated while files are read: the file has a footer with other key metadata then, and the same data.
+    The data is read from there, and the footer is the one that was verified.
 
     Raises:
-        ParquetFormatError: It changed.
+        FileChangedError: It is another file, or was altered.
     """
-    expected = opened.fingerprint
-    if source.size_bytes == expected.size_bytes:
-        offset = opened.footer.envelope.footer_offset
-        if FooterFingerprint.of(source, offset) == expected:
-            return
-    raise ParquetFormatError(
+    tail = opened.tail
+    if source.size_bytes == tail.size_bytes:
+        now = source.read_at(tail.offset, tail.size_bytes - tail.offset)
+        if bytes(now) == tail.data:
+            return source
+    if _has_new_key_metadata(opened, source):
+        return _WithVerifiedTail(source, tail)
+    raise FileChangedError(
         "the file changed after its footer was verified.",
         path=str(opened.location),
         hint="Open it again.",
     )
+
+
+def _has_new_key_metadata(opened: OpenedFile, source: ByteSource) -> bool:
+    """Return whether a file has the data of the one that was opened, and another footer under the same DEK."""
+    was = opened.footer
+    try:
+        now = read_envelope(source)
+    except KeytoolsError:
+        return False
+    return (
+        was.cipher is not None
+        and (now.mode, now.algorithm) == (was.mode, was.algorithm)
+        and (now.aad_file_unique, now.footer_offset) == (was.envelope.aad_file_unique, was.envelope.footer_offset)
+        and now.is_sealed_by(was.cipher)
+    )
+
+
+class _WithVerifiedTail:
+    """The data of a file, and the footer that was verified."""
+
+    def __init__(self, source: ByteSource, tail: VerifiedTail) -> None:
+        self.path = source.path
+        self.size_bytes = tail.size_bytes
+        self._source = source
+        self._tail = tail
+
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        start = self._tail.offset
+        if offset + length <= start:
+            return self._source.read_at(offset, length)
+        if offset + length > self.size_bytes:
+            raise ParquetFormatError("the file ends before.", path=self.path)
+        data = b"" if offset >= start else bytes(self._source.read_at(offset, start - offset))
+        return data + self._tail.data[max(offset - start, 0) : offset + length - start]

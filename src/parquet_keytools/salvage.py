@@ -89,7 +89,7 @@ def salvage_file(
                 f"{source}: nothing can be salvaged: no row group is whole.", hint="`verify` says what is damaged."
             )
         readable = damage.readable_row_groups
-        with whole_output(target) as pending, pending.open_sink() as sink:
+        with whole_output(target, as_private_as=source) as pending, pending.open_sink() as sink:
             decrypt_columns(
                 opened,
                 sink,

@@ -9,6 +9,7 @@ import mmap
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -73,6 +74,11 @@ class FileLocation:
         return isinstance(self.filesystem, pafs.LocalFileSystem)
 
     @property
+    def is_in_s3(self) -> bool:
+        """Whether it lies in S3, or a store that speaks its protocol, by way of Arrow's own file system."""
+        return str(self.filesystem.type_name) == "s3"
+
+    @property
     def name(self) -> str:
         """The last part of the path."""
         return PurePosixPath(self.path).name
@@ -88,6 +94,14 @@ class FileLocation:
     def info(self) -> pafs.FileInfo:
         """Return what the file system says of it."""
         return self.filesystem.get_file_info(self.path)
+
+    def is_file(self) -> bool:
+        """Whether a file is there."""
+        return bool(self.info().type == pafs.FileType.File)
+
+    def is_folder(self) -> bool:
+        """Whether a folder is there."""
+        return bool(self.info().type == pafs.FileType.Directory)
 
     def is_same_file(self, other: FileLocation) -> bool:
         """Whether both are one file, also by way of links."""
@@ -192,11 +206,13 @@ def open_source(location: FileLocation) -> Iterator[ByteSource]:
     Raises:
         FileNotFoundError: There is no such file.
         OSError: It cannot be read.
+        ParquetFormatError: It is not a regular file.
     """
     if not location.is_local:
         with location.filesystem.open_input_file(location.path) as file:
             yield ArrowSource(str(location), file, file.size())
         return
+    _refuse_irregular(location)
     with Path(location.path).open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             yield _MappedSource(str(location), memoryview(b""), file.fileno())
@@ -210,6 +226,22 @@ def open_source(location: FileLocation) -> Iterator[ByteSource]:
                 mapped.close()
 
 
+def _refuse_irregular(location: FileLocation) -> None:
+    """Refuse what is no file to read by ranges, before it is opened: to open a pipe waits for its other end.
+
+    Raises:
+        ParquetFormatError: It is a pipe, a socket or a device.
+    """
+    mode = Path(location.path).stat().st_mode
+    # That a folder cannot be read, the operating system says itself.
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ParquetFormatError(
+            "it is not a regular file.",
+            path=str(location),
+            hint="Parquet is read from its end: write it to a file.",
+        )
+
+
 class LocalSink:
     """A local file that is written in any order, by any number of threads."""
 
@@ -217,6 +249,11 @@ class LocalSink:
 
     def __init__(self, file_descriptor: int) -> None:
         self._file_descriptor = file_descriptor
+
+    @property
+    def file_descriptor(self) -> int:
+        """Of the open file."""
+        return self._file_descriptor
 
     def reserve(self, length: int) -> None:
         """Take the space now, so that a full disk is noticed before the work is done."""
@@ -280,25 +317,37 @@ class PendingOutput:
     Attributes:
         location: Its temporary location.
         target: Where it will be.
+        permissions: What others may do with it while it is written; the umask takes away from that.
+        kept_permissions: Those of the local file whose place it takes; None where there is none.
     """
 
     location: FileLocation
     target: FileLocation
+    permissions: int = 0o666
+    kept_permissions: int | None = None
 
     @classmethod
-    def beside(cls, target: FileLocation) -> PendingOutput:
+    def beside(cls, target: FileLocation, as_private_as: FileLocation | None = None) -> PendingOutput:
         """Choose a temporary name beside the target.
 
         Names that start with a dot are passed over by Arrow's and Spark's data sets.
+
+        Args:
+            target: Where the file will be. A local one that is there keeps its permissions.
+            as_private_as: A file; where it is local, a new target gives nobody but its owner more permissions.
         """
-        return cls(target.sibling(f".{target.name}.{secrets.token_hex(6)}.tmp"), target)
+        location = target.sibling(f".{target.name}.{secrets.token_hex(6)}.tmp")
+        kept = _permissions_of(target)
+        limit = kept if kept is not None or as_private_as is None else _permissions_of(as_private_as)
+        permissions = 0o666 if limit is None else limit & 0o666 | _OWNER_READS_AND_WRITES
+        return cls(location, target, permissions, kept)
 
     @contextlib.contextmanager
     def open_sink(self) -> Iterator[ByteSink]:
         """Open the temporary file for writing."""
         if self.location.is_local:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            file_descriptor = os.open(self.location.path, flags, 0o666)
+            file_descriptor = os.open(self.location.path, flags, self.permissions)
             try:
                 yield LocalSink(file_descriptor)
             finally:
@@ -313,6 +362,8 @@ class PendingOutput:
             _move(self.location, self.target)
             return
         _sync(self.location.path)
+        if self.kept_permissions is not None:
+            Path(self.location.path).chmod(self.kept_permissions)
         Path(self.location.path).replace(self.target.path)
         _sync(str(Path(self.target.path).parent))
 
@@ -322,17 +373,34 @@ class PendingOutput:
             self.location.filesystem.delete_file(self.location.path)
 
 
+_OWNER_READS_AND_WRITES = 0o600
+
+
+def _permissions_of(location: FileLocation) -> int | None:
+    """Return the permissions of a local file; None where there is none."""
+    if not location.is_local:
+        return None
+    try:
+        return stat.S_IMODE(Path(location.path).stat().st_mode) & 0o777
+    except FileNotFoundError:
+        return None
+
+
 @contextlib.contextmanager
-def whole_output(target: FileLocation) -> Iterator[PendingOutput]:
+def whole_output(target: FileLocation, *, as_private_as: FileLocation | None = None) -> Iterator[PendingOutput]:
     """Write a file so that it appears whole under its name, or not at all.
 
     The file is written under a temporary name beside the target, synced, and then takes the target's place.
+
+    Args:
+        target: Where it will be; permissions of a local file that is there are kept.
+        as_private_as: See `PendingOutput.beside`.
 
     Raises:
         OutputError: The folder does not exist, the target is a folder, or there is no space for it.
     """
     _check_target(target)
-    pending = PendingOutput.beside(target)
+    pending = PendingOutput.beside(target, as_private_as)
     try:
         yield pending
         pending.commit()
@@ -408,8 +476,10 @@ def read_whole(location: FileLocation, max_bytes: int) -> bytes:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ParquetFormatError: It has more than `max_bytes` bytes.
+        ParquetFormatError: It has more than `max_bytes` bytes, or is not a regular file.
     """
+    if location.is_local:
+        _refuse_irregular(location)
     with location.filesystem.open_input_file(location.path) as file:
         if file.size() > max_bytes:
             raise ParquetFormatError(f"longer than {max_bytes} bytes", path=str(location))

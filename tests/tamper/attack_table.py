@@ -7,43 +7,19 @@ writes it anew, from what is found.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "interop"))
-
-from attacks import ATTACKS, CHANGED, MASTER_KEYS, REFUSED, RIGHT, Attacked
-from pyarrow_outcomes import pyarrow_outcomes
-
-if TYPE_CHECKING:
-    from engines.spark import Spark
+from attacks import ATTACKS, Attacked
+from reader_processes import pyarrow_outcomes, spark_outcomes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "attacks.md"
 _BEGIN, _END = "<!-- table: begin -->\n\n", "\n\n<!-- table: end -->"
 
 
-def spark_outcomes(attacked: Attacked, spark: Spark) -> dict[str, str]:
-    """Return what Spark makes of the attacks."""
-    from engines.policy import COLUMN_KEYS, EncryptedFile
-    from engines.sample import MASTER_KEYS as SPARK_MASTER_KEYS
-
-    assert SPARK_MASTER_KEYS == MASTER_KEYS
-    outcomes = {}
-    for name, path in attacked.paths.items():
-        try:
-            found = spark.read(EncryptedFile("attacker", COLUMN_KEYS, path))
-        except Exception:
-            outcomes[name] = REFUSED
-        else:
-            outcomes[name] = RIGHT if found.sort_by("x").to_pylist() == attacked.right.to_pylist() else CHANGED
-    return outcomes
-
-
-def comparison(attacked: Attacked, spark: Spark) -> str:
+def comparison(attacked: Attacked) -> str:
     """Return the table as Markdown."""
-    of_pyarrow, of_spark = pyarrow_outcomes(attacked), spark_outcomes(attacked, spark)
+    of_pyarrow, of_spark = pyarrow_outcomes(attacked), spark_outcomes(attacked)
     rows = [
         ("attack", "`read_table`", "`decrypt_file`", "`verify`", "pyarrow", "Spark"),
         ("---",) * 6,
@@ -77,12 +53,8 @@ def table_of_page() -> str:
 
 def main() -> None:
     """Write the table in the documentation anew."""
-    from engines.spark import Spark, spark_session
-
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "spark").mkdir()
-        with spark_session(Path(folder) / "spark") as session:
-            table = comparison(Attacked(Path(folder) / "attacks"), Spark(session))
+        table = comparison(Attacked(Path(folder) / "attacks"))
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
     _, _, after = rest.partition(_END)
     PAGE.write_text(f"{before}{_BEGIN}{table}{_END}{after}", encoding="utf-8")

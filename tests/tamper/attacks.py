@@ -1,17 +1,19 @@
 """Attacks on encrypted files by somebody who can write to the store and has no keys (spec 4.4).
 
-Each attack takes good files and makes of them the folder that a reader then meets. What each of our readers and
-`verify` must say is written beside it; what it cannot say by design is written there too.
+Some take more than that, and say so: the key of the footer, or a writer who does something wrong. Each attack
+takes good files and makes of them the folder that a reader then meets. What each of our readers and `verify` must
+say is written beside it; what it cannot say by design is written there too.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import shutil
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +24,11 @@ from parquet_keytools import Keytools
 from parquet_keytools.conformance.inspection import InspectedModule, Inspection
 from parquet_keytools.conformance.report import Outcome
 from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.module_cipher import FOOTER_PLACE, ModulePlace
 from parquet_keytools.errors import KeytoolsError
-from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
+from parquet_keytools.format.structs import ColumnMetaData, FileCryptoMetaData, FileMetaData
+from parquet_keytools.opened_file import OpenedFile
+from parquet_keytools.storage import FileLocation
 
 MASTER_KEYS = {"footer": b"footer-key-16-by", "pii": b"pii-key-16-bytes", "place": b"place-key-16-byt"}
 
@@ -108,6 +113,12 @@ class Scene:
         """Return a Keytools that expects files of a policy."""
         return keytools(**POLICIES[policy])
 
+    @contextlib.contextmanager
+    def opened(self, policy: str, name: str = "a") -> Iterator[OpenedFile]:
+        """Open a good file with its keys, for attacks that take more than the store."""
+        with self.keytools(policy) as reader:
+            yield reader._keys.open_files([FileLocation.resolve(self.file(policy, name))])[0]
+
     def inspect(self, policy: str, name: str = "a") -> Inspection:
         """Return what lies where in a good file."""
         return self.keytools(policy).inspect_file(self.file(policy, name))
@@ -144,6 +155,7 @@ class Attack:
         rule: What `verify` must report; None where there is nothing that it could.
         outcome: What our readers come to.
         prepare: Changes what lies beside the file.
+        conforms: Whether `verify` says that the file conforms all the same.
     """
 
     title: str
@@ -153,8 +165,7 @@ class Attack:
     rule: str | None
     outcome: str = REFUSED
     prepare: Callable[[Scene, Path], None] | None = None
-    gap: str = ""
-    """Why our readers do not end in this error yet; `verify` does."""
+    conforms: bool = False
 
 
 def _swapped(data: bytes, one: tuple[int, int], two: tuple[int, int]) -> bytes:
@@ -263,6 +274,15 @@ def _ctr_for_gcm(crypto: FileCryptoMetaData) -> None:
     stored.aes_gcm_ctr_v1, stored.aes_gcm_v1 = stored.aes_gcm_v1, None
 
 
+def _ctr_and_damaged_pages(scene: Scene) -> bytes:
+    data = bytearray(_edited_crypto(_ctr_for_gcm)(scene))
+    for chunk in scene.inspect("encrypted").chunks:
+        for module in chunk.modules:
+            if module.module_type is ModuleType.DATA_PAGE:
+                data[module.offset + module.length - 1] ^= 1
+    return bytes(data)
+
+
 def _other_kms(crypto: FileCryptoMetaData) -> None:
     assert crypto.key_metadata is not None
     fields = json.loads(crypto.key_metadata)
@@ -297,20 +317,62 @@ def _edit_statistics(scene: Scene) -> bytes:
     return _with_footer(data, footer.serialise() + signature)
 
 
-def _edit_offset(scene: Scene) -> bytes:
-    data, footer, signature = _signed_footer(scene)
-    metadata = footer.row_groups[0].columns[4].meta_data
-    assert metadata is not None
+def _edited_chunk(change: Callable[[ColumnMetaData, FileMetaData], None]) -> Callable[[Scene], bytes]:
+    """Return what changes the metadata of a chunk in a plaintext footer."""
+
+    def make(scene: Scene) -> bytes:
+        data, footer, signature = _signed_footer(scene)
+        metadata = footer.row_groups[1].columns[_OPEN].meta_data
+        assert metadata is not None
+        change(metadata, footer)
+        return _with_footer(data, footer.serialise() + signature)
+
+    return make
+
+
+def _edited_by_key_holder(change: Callable[[ColumnMetaData, FileMetaData], None]) -> Callable[[Scene], bytes]:
+    """Return what changes the metadata of a chunk in an encrypted footer, with the key of the footer."""
+
+    def make(scene: Scene) -> bytes:
+        data = scene.data("encrypted")
+        stored = data[_footer_start(data) : -8]
+        _, end = FileCryptoMetaData.read(stored)
+        with scene.opened("encrypted") as opened:
+            cipher = opened.footer.cipher
+            assert cipher is not None
+            footer, _ = FileMetaData.read(cipher.decrypt(stored[end:], FOOTER_PLACE))
+            metadata = footer.row_groups[1].columns[_OPEN].meta_data
+            assert metadata is not None
+            change(metadata, footer)
+            return _with_footer(data, stored[:end] + cipher.encrypt(footer.serialise(), FOOTER_PLACE))
+
+    return make
+
+
+_OPEN = 4
+"""Ordinal of a column whose metadata is in the footer itself."""
+
+
+def _offset_out_of_range(metadata: ColumnMetaData, _: FileMetaData) -> None:
     metadata.data_page_offset = 10**12
-    return _with_footer(data, footer.serialise() + signature)
 
 
-def _overlap(scene: Scene) -> bytes:
-    data, footer, signature = _signed_footer(scene)
-    first, second = (group.columns[4].meta_data for group in footer.row_groups)
-    assert first is not None and second is not None
-    second.data_page_offset = first.data_page_offset
-    return _with_footer(data, footer.serialise() + signature)
+def _offset_below_zero(metadata: ColumnMetaData, _: FileMetaData) -> None:
+    metadata.data_page_offset = -(10**12)
+
+
+def _length_out_of_range(metadata: ColumnMetaData, _: FileMetaData) -> None:
+    metadata.total_compressed_size = 10**12
+
+
+def _length_below_zero(metadata: ColumnMetaData, _: FileMetaData) -> None:
+    metadata.total_compressed_size = -1
+
+
+def _overlap(metadata: ColumnMetaData, footer: FileMetaData) -> None:
+    other = footer.row_groups[0].columns[_OPEN].meta_data
+    assert other is not None
+    metadata.data_page_offset = other.data_page_offset
 
 
 def _flip_magic(scene: Scene) -> bytes:
@@ -318,16 +380,41 @@ def _flip_magic(scene: Scene) -> bytes:
     return _with_footer(data, data[_footer_start(data) : -8], b"PAR1")
 
 
-def _huge_module(scene: Scene) -> bytes:
+def _with_length(module_type: ModuleType, length: Callable[[int], int]) -> Callable[[Scene], bytes]:
+    """Return what changes the length field of a module."""
+
+    def make(scene: Scene) -> bytes:
+        data = bytearray(scene.data("encrypted"))
+        offset, whole = _page(scene.modules("encrypted", 0, "x"), module_type, 0)
+        struct.pack_into("<I", data, offset, length(whole - 4))
+        return bytes(data)
+
+    return make
+
+
+def _with_footer_length(length: Callable[[int], int]) -> Callable[[Scene], bytes]:
+    def make(scene: Scene) -> bytes:
+        data = scene.data("encrypted")
+        (stored,) = struct.unpack("<I", data[-8:-4])
+        return data[:-8] + struct.pack("<I", length(stored)) + data[-4:]
+
+    return make
+
+
+def _reuse_nonce(scene: Scene) -> bytes:
     data = bytearray(scene.data("encrypted"))
-    offset, _ = _page(scene.modules("encrypted", 0, "x"), ModuleType.DATA_PAGE_HEADER, 0)
-    data[offset : offset + 4] = b"\xff\xff\xff\xff"
+    modules = scene.modules("encrypted", 0, "x")
+    first, _ = _page(modules, ModuleType.DATA_PAGE, 0)
+    second, length = _page(modules, ModuleType.DATA_PAGE, 1)
+    with scene.opened("encrypted") as opened:
+        cipher = opened.footer.cipher_of(opened.footer.columns[0], opened.deks["x",])
+        assert cipher is not None
+        place = ModulePlace(ModuleType.DATA_PAGE, 0, 0, 1)
+        plaintext = cipher.decrypt(data[second : second + length], place)
+        data[second + 4 : second + 16] = nonce = data[first + 4 : first + 16]
+        module = memoryview(data)[second + 16 : second + length]
+        cipher.gcm.encrypt_into(nonce, plaintext, place.aad(cipher.file_aad), module)
     return bytes(data)
-
-
-def _huge_footer(scene: Scene) -> bytes:
-    data = scene.data("encrypted")
-    return data[:-8] + struct.pack("<I", 2**32 - 1) + data[-4:]
 
 
 def _flipped_page(policy: str, column: str) -> Callable[[Scene], bytes]:
@@ -356,6 +443,8 @@ def _exchange_columns(scene: Scene, path: Path) -> None:
 def _exchange_files(scene: Scene, path: Path) -> None:
     shutil.copy(_material_file(scene.file("external", "b")), _material_file(path))
 
+
+_HEADER = ModuleType.DATA_PAGE_HEADER
 
 ATTACKS = {
     "pages": Attack(
@@ -429,7 +518,13 @@ ATTACKS = {
         _edited_crypto(_ctr_for_gcm),
         "DecryptionError",
         "algorithm-of-pages",
-        gap="the readers believe the algorithm that the file states, and warn; `verify` tries AES-GCM",
+    ),
+    "algorithm-and-pages": Attack(
+        "the same, and a bit of every page flipped, so that no page authenticates",
+        "encrypted",
+        _ctr_and_damaged_pages,
+        "DecryptionError",
+        "page-size",
     ),
     "kms": Attack(
         "a KMS of the attacker's named in the key material",
@@ -438,13 +533,57 @@ ATTACKS = {
         None,
         "kms-named",
         RIGHT,
+        conforms=True,
     ),
     "magic": Attack("PARE turned into PAR1", "encrypted", _flip_magic, "NotEncryptedError", "footer-thrift"),
     "module-length": Attack(
-        "a module of four gigabytes", "encrypted", _huge_module, "ParquetFormatError", "module-length"
+        "a module of four gigabytes",
+        "encrypted",
+        _with_length(_HEADER, lambda _: 2**32 - 1),
+        "ParquetFormatError",
+        "module-length",
+    ),
+    "module-empty": Attack(
+        "a module of no bytes",
+        "encrypted",
+        _with_length(_HEADER, lambda _: 0),
+        "ParquetFormatError",
+        "module-length",
+    ),
+    "module-overlap": Attack(
+        "a page header made to overlap with its page",
+        "encrypted",
+        _with_length(_HEADER, lambda length: length + 16),
+        "DecryptionError",
+        "data-page-header-authentic",
+    ),
+    "page-overlap": Attack(
+        "a page made to overlap with the next header",
+        "encrypted",
+        _with_length(ModuleType.DATA_PAGE, lambda length: length + 16),
+        "DecryptionError",
+        "module-length",
     ),
     "footer-length": Attack(
-        "a footer of four gigabytes", "encrypted", _huge_footer, "ParquetFormatError", "footer-length"
+        "a footer of four gigabytes",
+        "encrypted",
+        _with_footer_length(lambda _: 2**32 - 1),
+        "ParquetFormatError",
+        "footer-length",
+    ),
+    "footer-empty": Attack(
+        "a footer of no bytes",
+        "encrypted",
+        _with_footer_length(lambda _: 0),
+        "ParquetFormatError",
+        "footer-length",
+    ),
+    "footer-overlap": Attack(
+        "a footer made to overlap with the pages",
+        "encrypted",
+        _with_footer_length(lambda length: length + 100),
+        "ParquetFormatError",
+        "footer-thrift",
     ),
     "truncated": Attack(
         "the end of the file cut off",
@@ -473,16 +612,73 @@ ATTACKS = {
     "offset": Attack(
         "an offset in a plaintext footer out of range",
         "signed",
-        _edit_offset,
+        _edited_chunk(_offset_out_of_range),
+        "FooterSignatureError",
+        "signature-valid",
+    ),
+    "offset-below-zero": Attack(
+        "an offset in a plaintext footer below zero",
+        "signed",
+        _edited_chunk(_offset_below_zero),
+        "FooterSignatureError",
+        "signature-valid",
+    ),
+    "length": Attack(
+        "a length in a plaintext footer out of range",
+        "signed",
+        _edited_chunk(_length_out_of_range),
         "FooterSignatureError",
         "signature-valid",
     ),
     "overlap": Attack(
         "two chunks in a plaintext footer made to overlap",
         "signed",
-        _overlap,
+        _edited_chunk(_overlap),
         "FooterSignatureError",
         "signature-valid",
+    ),
+    "sealed-offset": Attack(
+        "with the footer's key: an offset in an encrypted footer out of range",
+        "encrypted",
+        _edited_by_key_holder(_offset_out_of_range),
+        "ParquetFormatError",
+        "layout-range",
+    ),
+    "sealed-offset-below-zero": Attack(
+        "with the footer's key: an offset in an encrypted footer below zero",
+        "encrypted",
+        _edited_by_key_holder(_offset_below_zero),
+        "ParquetFormatError",
+        "layout-range",
+    ),
+    "sealed-length": Attack(
+        "with the footer's key: a length in an encrypted footer out of range",
+        "encrypted",
+        _edited_by_key_holder(_length_out_of_range),
+        "ParquetFormatError",
+        "layout-range",
+    ),
+    "sealed-length-below-zero": Attack(
+        "with the footer's key: a length in an encrypted footer below zero",
+        "encrypted",
+        _edited_by_key_holder(_length_below_zero),
+        "ParquetFormatError",
+        "layout-range",
+    ),
+    "sealed-overlap": Attack(
+        "with the footer's key: two chunks in an encrypted footer made to overlap",
+        "encrypted",
+        _edited_by_key_holder(_overlap),
+        "ParquetFormatError",
+        "layout-overlap",
+    ),
+    "nonce": Attack(
+        "by the writer: a nonce used twice (the data is right; readers compare no nonces, and `verify` does)",
+        "encrypted",
+        _reuse_nonce,
+        None,
+        "nonce-reuse",
+        RIGHT,
     ),
     "column-keys": Attack(
         "the key material of two columns exchanged",
@@ -514,6 +710,7 @@ ATTACKS = {
         None,
         None,
         CHANGED,
+        conforms=True,
     ),
     "plaintext-bit": Attack(
         "a bit of a plaintext column flipped (nobody can see that: nothing authenticates it)",
@@ -522,6 +719,7 @@ ATTACKS = {
         None,
         None,
         CHANGED,
+        conforms=True,
     ),
 }
 

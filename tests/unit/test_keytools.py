@@ -20,6 +20,7 @@ from faults import FaultyKms, TurnedClock
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, UnsupportedByArrowError
+from parquet_keytools.storage import FileLocation
 
 KEYS = {"kf": b"canary-canary-kf", "kc": b"canary-canary-kc"}
 TABLE = pa.table({"a": range(100), "b": [f"text {i}" for i in range(100)]})
@@ -328,3 +329,22 @@ def test_an_error_comes_back_from_a_worker(configuration: Path, data: Path) -> N
     ):
         pool.submit(refused, tools, data / "x.parquet").result(90)
     assert caught.value.columns == ("b",)  # type: ignore[attr-defined]
+
+
+def test_a_data_key_for_footer_and_column_is_the_footers(tmp_path: Path) -> None:
+    """Such a column has no key metadata of its own (spec 5.4); `verify` and other readers rely on that."""
+    key = base64.b64encode(bytes(range(16))).decode()
+    tools = Keytools.from_mapping(
+        {
+            "version": 1,
+            "data_keys": {"k": key, "other": base64.b64encode(bytes(16)).decode()},
+            "tables": {"t": {"footer_key": "k", "column_keys": {"k": ["a"], "other": ["b"]}}},
+        }
+    )
+    path = tmp_path / "x.parquet"
+    tools.write_table(pa.table({"a": [1], "b": [2]}), path)
+    footer = tools._open(FileLocation.resolve(path), None, None).footer
+    kinds = {column.path: column.encryption.name for column in footer.columns}
+    assert kinds == {("a",): "FOOTER_KEY", ("b",): "COLUMN_KEY"}
+    assert tools.read_table(path).to_pydict() == {"a": [1], "b": [2]}
+    assert tools.verify_file(path).conforms

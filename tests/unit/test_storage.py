@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -209,6 +210,25 @@ def test_a_stream_is_written_in_order() -> None:
     assert stream.getvalue().to_pybytes() == b"abcd"
 
 
+@pytest.mark.parametrize("read", [lambda location: read_whole(location, 10), lambda location: _opened(location)])
+def test_a_pipe_is_refused_and_not_waited_for(read, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ParquetFormatError, match="pipe: it is not a regular file"):
+        read(local(tmp_path / "pipe"))
+    with pytest.raises(ParquetFormatError, match="/dev/null: it is not a regular file"):
+        read(local("/dev/null"))
+
+
+def _opened(location: FileLocation) -> None:
+    with open_source(location):
+        pass
+
+
+def test_a_folder_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        _opened(local(tmp_path))
+
+
 # --- whole output ---
 
 
@@ -345,3 +365,52 @@ def test_two_writers_at_a_time(tmp_path: Path) -> None:
             with pending.open_sink() as sink:
                 sink.write_at(0, data)
     assert content(target) == b"first" and folder_of(target) == ["x"]
+
+
+# --- permissions ---
+
+
+def permissions(path: str | Path) -> int:
+    return Path(path).stat().st_mode & 0o777
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("usual_umask")
+@pytest.mark.parametrize("existing", [0o600, 0o640, 0o664, 0o400])
+def test_a_file_that_is_there_keeps_its_permissions(tmp_path: Path, existing: int) -> None:
+    (tmp_path / "source").touch(0o644)
+    (tmp_path / "x").touch()
+    (tmp_path / "x").chmod(existing)
+    with whole_output(local(tmp_path / "x"), as_private_as=local(tmp_path / "source")) as pending:
+        with pending.open_sink() as sink:
+            sink.write_at(0, b"data")
+        assert permissions(pending.location.path) & ~existing & 0o077 == 0, "others could read it meanwhile"
+    assert permissions(tmp_path / "x") == existing
+    assert (tmp_path / "x").read_bytes() == b"data"
+
+
+@pytest.mark.usefixtures("usual_umask")
+@pytest.mark.parametrize(("source", "expected"), [(0o600, 0o600), (0o640, 0o640), (0o666, 0o644), (0o400, 0o600)])
+def test_a_new_file_is_as_private_as_its_source(tmp_path: Path, source: int, expected: int) -> None:
+    (tmp_path / "source").touch()
+    (tmp_path / "source").chmod(source)
+    with whole_output(local(tmp_path / "x"), as_private_as=local(tmp_path / "source")) as pending:
+        with pending.open_sink():
+            pass
+        assert permissions(pending.location.path) == expected
+    assert permissions(tmp_path / "x") == expected
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_a_new_file_without_a_local_source_has_the_usual_permissions(tmp_path: Path) -> None:
+    write_whole(local(tmp_path / "x"), b"data")
+    elsewhere = FileLocation(mock_filesystem(), "x")
+    with whole_output(local(tmp_path / "y"), as_private_as=elsewhere) as pending, pending.open_sink():
+        pass
+    assert permissions(tmp_path / "x") == permissions(tmp_path / "y") == 0o644

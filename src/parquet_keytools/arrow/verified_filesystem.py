@@ -9,9 +9,10 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.decryption_properties import arrow_read_limits
 from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
-from parquet_keytools.arrow.redacted_file import redacted_file
+from parquet_keytools.arrow.redacted_source import redacted_source
+from parquet_keytools.arrow.source_file import source_file
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.opened_file import OpenedFile, check_unchanged
+from parquet_keytools.opened_file import OpenedFile, as_verified
 from parquet_keytools.storage import ArrowSource
 
 Decrypt = Callable[[OpenedFile, Sequence[str] | None], pa.Buffer]
@@ -62,10 +63,10 @@ class VerifiedHandler(DelegatingHandler):
             )
         file = self.filesystem.open_input_file(path)
         source = ArrowSource(path, file, file.size())
-        check_unchanged(opened, source)
+        verified = as_verified(opened, source)
         if opened.is_encrypted and arrow_read_limits(opened):
             file.close()
             return pa.BufferReader(self._decrypt(opened, self._columns))
         if opened.denied:
-            return redacted_file(opened, source)
-        return file
+            return source_file(redacted_source(opened, verified), file)
+        return file if verified is source else source_file(verified, file)

@@ -43,7 +43,7 @@ class CommandGroup(TyperGroup):
             from parquet_keytools.cli.failures import error_text, status_of
             from parquet_keytools.errors import KeytoolsError
 
-            if not isinstance(error, KeytoolsError | OSError):
+            if not isinstance(error, KeytoolsError | OSError | UnicodeEncodeError):
                 raise
             if ctx.params.get("debug"):
                 typer.echo(traceback.format_exc(), err=True, nl=False)

@@ -15,7 +15,7 @@ def status_of(error: Exception) -> ExitStatus:
     """Return the exit status of a command that ends with this error.
 
     Args:
-        error: A `KeytoolsError` or an `OSError`.
+        error: A `KeytoolsError`, an `OSError` or a `UnicodeEncodeError`.
     """
     match error:
         case KmsConfigurationError():
@@ -35,4 +35,7 @@ def error_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         place = "" if error.filename is None else f"{error.filename}: "
         return f"{place}{error.strerror.removesuffix('.')}."
+    if isinstance(error, UnicodeEncodeError):
+        # Bytes of an argument or a file name that are not UTF-8 are kept by Python as lone surrogates.
+        return f"{error.object.encode(errors='backslashreplace').decode()}: this name or text is not valid UTF-8."
     return str(error) or type(error).__name__

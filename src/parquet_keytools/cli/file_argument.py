@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from parquet_keytools.cli.options import refuse_other_encoding
 from parquet_keytools.storage import FileLocation
 
 
@@ -15,8 +16,9 @@ def location_of(text: str, name: str) -> FileLocation:
         name: Of the argument.
 
     Raises:
-        typer.BadParameter: It is a URI of a kind that pyarrow does not know, or no valid one.
+        typer.BadParameter: It is a URI of a kind that pyarrow does not know, or no valid one; or it is not UTF-8.
     """
+    refuse_other_encoding(text, name)
     try:
         return FileLocation.resolve(text)
     except (ValueError, NotImplementedError):

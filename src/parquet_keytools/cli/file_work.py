@@ -136,7 +136,7 @@ def _convert_all(
             )
         except ConfigurationError:
             raise
-        except (KeytoolsError, OSError, pa.ArrowException) as error:
+        except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
             if not plan.source_is_folder:
                 raise
             failures.append(Failure(file, error))

@@ -7,12 +7,32 @@ from typing import Annotated
 
 import typer
 
+
+def refuse_other_encoding(text: str, name: str) -> None:
+    """Refuse an argument whose bytes were not UTF-8: neither an AAD prefix nor pyarrow takes others.
+
+    Raises:
+        typer.BadParameter: They were not.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("not valid UTF-8.", param_hint=name) from None
+
+
+def _checked_aad_prefix(text: str | None) -> str | None:
+    if text is not None:
+        refuse_other_encoding(text, "--aad-prefix")
+    return text
+
+
 SourceArgument = Annotated[
     str, typer.Argument(metavar="SRC", help="File or folder, or its URI, such as s3://bucket/folder.")
 ]
 TargetArgument = Annotated[
     str, typer.Argument(metavar="DST", help="File or folder to be written, or its URI. A folder mirrors SRC.")
 ]
+PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or folder, or its URI.")]
 ConfigOption = Annotated[Path, typer.Option("--config", metavar="FILE", help="The YAML configuration.")]
 TableOption = Annotated[
     str | None,
@@ -23,7 +43,10 @@ TableOption = Annotated[
 AadPrefixOption = Annotated[
     str | None,
     typer.Option(
-        "--aad-prefix", metavar="TEXT", help="The AAD prefix that SRC must have, if not what its table says."
+        "--aad-prefix",
+        metavar="TEXT",
+        help="The AAD prefix that SRC must have, if not what its table says.",
+        callback=_checked_aad_prefix,
     ),
 ]
 OverwriteOption = Annotated[

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import typer
 
@@ -21,6 +21,50 @@ def print_json(document: Any) -> None:
     import json
 
     typer.echo(json.dumps(document, indent=2))
+
+
+class FilesDocument:
+    """One document of JSON whose first field, `files`, is printed file by file: none of a million is kept.
+
+    Used in a `with` block. If that is left by an error, the document ends with `"complete": false`, so that it is
+    still JSON; where no file had its turn, nothing is printed.
+
+    Args:
+        wanted: Whether to print anything.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._is_begun = self._is_ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._is_begun and not self._is_ended:
+            self.end({"complete": False})
+
+    def add(self, file: Mapping[str, Any]) -> None:
+        """Print what became of a file."""
+        if self._wanted:
+            import json
+
+            _echo((",\n" if self._is_begun else '{\n  "files": [\n') + "    " + json.dumps(file))
+            self._is_begun = True
+
+    def end(self, fields: Mapping[str, Any]) -> None:
+        """Print the other fields."""
+        if self._wanted and not self._is_ended:
+            import json
+
+            begin = "\n  ],\n" if self._is_begun else '{\n  "files": [],\n'
+            # Without the brace that opens it.
+            _echo(begin + json.dumps(fields, indent=2)[2:] + "\n")
+        self._is_ended = True
+
+
+def _echo(text: str) -> None:
+    typer.echo(text, nl=False)
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str | None]]) -> None:

@@ -37,3 +37,21 @@ def progress_bar(total_bytes: int) -> Iterator[ByteProgress]:
             lambda size_bytes: progress.advance(task, size_bytes),
             lambda size_bytes: progress.update(task, completed=size_bytes),
         )
+
+
+@contextlib.contextmanager
+def file_counter() -> Iterator[Callable[[object], None]]:
+    """Show on stderr how many files are done while the block runs, if people are looking.
+
+    How many there are in all is not known while they are looked for. Call what it yields after each file.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TextColumn("{task.completed:.0f} files"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda _: progress.advance(task)

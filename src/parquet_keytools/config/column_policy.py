@@ -20,7 +20,8 @@ class ColumnKey:
     """The key of a column.
 
     A column that is listed under the very name of the footer's key is still a `column_key`: it gets a DEK of
-    its own, wrapped by the same master key. Only unlisted columns are encrypted with the footer's DEK.
+    its own, wrapped by the same master key. Unlisted columns are encrypted with the footer's DEK, and so are those
+    listed under a data key that is the footer's, too: such a column has no metadata of its own (spec 5.4).
 
     Attributes:
         kind: `plaintext`; `footer_key`, which means the footer's DEK; or `column_key`, a DEK of its own.
@@ -54,6 +55,7 @@ def resolve_columns(
         unlisted = ColumnKey("footer_key", table.footer_key)
     else:
         unlisted = ColumnKey("plaintext", None)
+    shared = table.footer_key if table.footer_key in configuration.data_keys else None
     keys = dict.fromkeys(leaf_paths, unlisted)
     covered_by: dict[ColumnPath, tuple[str, str]] = {}
     dotted_paths = _DottedPaths(leaf_paths)
@@ -74,7 +76,7 @@ def resolve_columns(
                         f"and {other_key!r} by {other_pattern!r}."
                     )
                     mistakes.append(Mistake(path, message))
-                keys[leaf] = ColumnKey("column_key", key_name)
+                keys[leaf] = ColumnKey("footer_key" if key_name == shared else "column_key", key_name)
     if mistakes:
         raise configuration.error_for(mistakes)
     return keys

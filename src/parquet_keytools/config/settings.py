@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
+from pydantic import Field, PrivateAttr, SerializeAsAny, StrictBool, model_validator
 
 from parquet_keytools.config.document_source import DocumentSource
 from parquet_keytools.config.field_types import (
@@ -30,7 +30,14 @@ from parquet_keytools.config.table_settings import TableSettings
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsSettings
 
-__all__ = ["Configuration", "ConfigurationWarning", "KeysWithoutMetadata", "ReadingSettings", "TableSettings"]
+__all__ = [
+    "Configuration",
+    "ConfigurationWarning",
+    "KeysWithoutMetadata",
+    "ReadingSettings",
+    "RotationSettings",
+    "TableSettings",
+]
 
 
 class ConfigurationWarning(UserWarning):
@@ -54,6 +61,10 @@ class ReadingSettings(Settings):
         description="What happens where a plaintext file lies in place of an encrypted one, as an attacker "
         "may put it there.",
     )
+    ctr_files: Literal["allow", "reject"] = Field(
+        default="allow",
+        description="What happens to files of AES_GCM_CTR_V1, whose page data is not authenticated.",
+    )
     denied_columns: Literal["error", "hide"] = Field(
         default="error", description="What happens to columns whose keys the KMS refuses."
     )
@@ -62,6 +73,19 @@ class ReadingSettings(Settings):
     )
     keys_without_metadata: KeysWithoutMetadata = Field(
         default=KeysWithoutMetadata(), description="Data keys for files that carry no key metadata."
+    )
+
+
+class RotationSettings(Settings):
+    """What a rotation does unless it is told otherwise."""
+
+    moves: dict[KeyName, KeyName] = Field(
+        default={},
+        description="Name of a master key to the one of the same KMS that takes its place. Then other master keys "
+        "stay as they are.",
+    )
+    keep_old: StrictBool = Field(
+        default=False, description="Keep the old keys beside the files, so that the rotation can be undone."
     )
 
 
@@ -84,6 +108,9 @@ class Configuration(Settings):
     )
     tables: dict[Text, TableSettings] = Field(default={}, description="Name of a table to its settings.")
     reading: ReadingSettings = Field(default=ReadingSettings(), description="How files are read.")
+    rotation: RotationSettings = Field(
+        default=RotationSettings(), description="What a rotation does unless it is told otherwise."
+    )
 
     _source: DocumentSource | None = PrivateAttr(default=None)
 
@@ -143,6 +170,23 @@ class Configuration(Settings):
             if name not in self.data_keys:
                 hint = did_you_mean(name, self.data_keys)
                 yield Mistake(use, f"no key under data_keys is named {name!r}.", hint)
+        yield from self._impossible_moves()
+
+    def _impossible_moves(self) -> Iterator[Mistake]:
+        moves = self.rotation.moves
+        if moves and self.kms is None:
+            yield Mistake(("rotation", "moves"), "there is no kms that could hold master keys.")
+        targets = {self.master_keys.get(new, new) for new in moves.values()}
+        for old, new in moves.items():
+            path = ("rotation", "moves", old)
+            for name in (old, new):
+                if name in self.data_keys and name not in self.master_keys:
+                    yield Mistake(path, f"{name!r} is a data key: a rotation moves between master keys.")
+            if self.master_keys.get(old, old) == self.master_keys.get(new, new):
+                yield Mistake(path, "both names are the same master key.")
+            elif self.master_keys.get(old, old) in targets:
+                hint = "Do these moves in rotations of their own, one after the other."
+                yield Mistake(path, f"the master key {old!r} is to be moved and is the target of a move.", hint)
 
     def _doubts(self) -> Iterator[Mistake]:
         for name, table in self.tables.items():

@@ -9,6 +9,7 @@ from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite
 from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, rewrite_file
 from parquet_keytools.encryption.footer import ColumnEncryption, Footer, FooterMode, read_footer
 from parquet_keytools.encryption.key_retriever import KeyRetriever
+from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.column_selection import selected_footer, selected_sorting_columns
@@ -82,7 +83,7 @@ def decrypt_columns(
 
     Raises:
         KeyNotAvailableError: A wanted column has a column key and no DEK is given.
-        DecryptionError: A wanted part does not authenticate.
+        DecryptionError: A wanted part does not authenticate, or pages are not encrypted as the file states.
         ParquetFormatError: It is not what the format says, a page is damaged, or there is no such column or row
             group.
     """
@@ -90,6 +91,7 @@ def decrypt_columns(
         selection = selected_footer(footer.metadata, footer.leaves, columns, row_group_ordinals, key_values)
     except ParquetFormatError as error:
         raise ParquetFormatError(str(error), path=source.path) from None
+    check_stated_algorithm(source, footer, deks)
     row_groups = open_chunks(
         footer, deks, lambda *_: None, selection.row_group_ordinals, selection.column_ordinals
     )

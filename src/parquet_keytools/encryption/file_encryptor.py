@@ -18,6 +18,7 @@ from parquet_keytools.encryption.footer import (
 )
 from parquet_keytools.encryption.key_retriever import KeyRetriever
 from parquet_keytools.encryption.output_keys import OutputKeys
+from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import AlreadyEncryptedError, FormatLimitError, NotEncryptedError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
@@ -133,6 +134,7 @@ def encrypt_opened(
             f"encrypted file can have, which is {MAX_COUNT} of each.",
             hint="Write fewer into one file.",
         )
+    check_stated_algorithm(source, footer, deks)
     keys = OutputKeys(encryption, encryption.keys_of(footer.leaves))
 
     def writer_of(row_group_ordinal: int, column_ordinal: int) -> ChunkCipher | None:

@@ -24,6 +24,7 @@ from parquet_keytools.encryption.key_retriever import KeyRetriever
 from parquet_keytools.encryption.module_cipher import FOOTER_PLACE, ModuleCipher, ModulePlace
 from parquet_keytools.errors import (
     AadPrefixError,
+    DecryptionError,
     FooterSignatureError,
     KeyNotAvailableError,
     ParquetFormatError,
@@ -152,6 +153,17 @@ class FooterEnvelope:
         plaintext = cipher.decrypt(self._footer, FOOTER_PLACE)
         metadata, _ = FileMetaData.read(plaintext)
         return self._footer_of(metadata, cipher, file_aad)
+
+    def is_sealed_by(self, cipher: ModuleCipher) -> bool:
+        """Return whether the footer authenticates with the cipher of a footer that was opened before."""
+        try:
+            if self.mode is FooterMode.PLAINTEXT_FOOTER:
+                self._verify(cipher)
+            else:
+                cipher.decrypt(self._footer, FOOTER_PLACE)
+        except DecryptionError:
+            return False
+        return True
 
     def unverified_footer(self) -> Footer | None:
         """Return what a plaintext footer shows without a key; None where the footer is encrypted.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
 
 from parquet_keytools.encryption.aad import MAX_COUNT, MAX_ORDINAL
 from parquet_keytools.encryption.aes import InvalidTag
@@ -28,6 +29,9 @@ _WINDOW_LENGTH = 64 * 1024
 
 _HEADER_LENGTH = 512
 """How much is read at once where pages are longer than a window; few headers are."""
+
+_BEGINNING_LENGTH = 32
+"""Length field, nonce, and one block of a page."""
 
 
 class _HeaderWindow:
@@ -153,6 +157,48 @@ def walk_chunk(
         pages.crc_positions.append(position)
     pages.source_end = offset
     return pages
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPage:
+    """The first page of an encrypted chunk.
+
+    Attributes:
+        header: Its header, which is authentic.
+        offset: Where the page itself begins.
+        beginning: Its first bytes as they are stored: length field, nonce, and one block.
+    """
+
+    header: PageHeader
+    offset: int
+    beginning: memoryview
+
+
+def read_first_page(
+    source: ByteSource, start: int, end: int, reader: ChunkCipher, *, expects_dictionary_page: bool
+) -> FirstPage:
+    """Read the header of the first page of a chunk, and the beginning of the page.
+
+    Args:
+        source: The file.
+        start: Where the chunk begins.
+        end: Where it ends.
+        reader: Decrypts the header.
+        expects_dictionary_page: As in `walk_chunk`.
+
+    Raises:
+        ParquetFormatError: There is no such page.
+        DecryptionError: The header does not authenticate.
+    """
+    window = _HeaderWindow(source, start, end)
+    facts, header, length = _encrypted_header(window, start, reader, 0, True, expects_dictionary_page)
+    offset = start + length
+    if offset + facts.page_length > end:
+        raise ParquetFormatError(f"the page at byte {start} goes on after its chunk.", path=source.path)
+    record, _ = PageHeader.read(header)
+    beginning_length = min(_BEGINNING_LENGTH, facts.page_length)
+    position = window.cover(offset, beginning_length)
+    return FirstPage(record, offset, window.data[position : position + beginning_length])
 
 
 def _plaintext_header(window: _HeaderWindow, offset: int) -> tuple[PageHeaderFacts, bytes]:

@@ -1,4 +1,8 @@
 import base64
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +29,8 @@ tables:
 
 Run = Callable[..., Result]
 
+PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
+
 
 @pytest.fixture
 def run() -> Iterator[Run]:
@@ -42,6 +48,33 @@ def run() -> Iterator[Run]:
     for output in outputs:
         for key in MASTER_KEYS.values():
             assert not any(text in output for text in (key.decode(), key.hex(), base64.b64encode(key).decode()))
+
+
+@pytest.fixture
+def on_a_terminal() -> Callable[..., tuple[str, bytes]]:
+    """Runs the command line in a process whose stderr is a terminal; returns what is shown there, and stdout."""
+
+    def invoke(*arguments: object) -> tuple[str, bytes]:
+        ours, theirs = pty.openpty()
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
+        command = [*PROGRAM, *map(str, arguments)]
+        process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=environment)
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                part = os.read(ours, 4096)
+            except OSError:  # Linux says so where the other end of a terminal is closed.
+                break
+            if not part:
+                break
+            shown += part
+        os.close(ours)
+        stdout, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, shown
+        return shown.decode(), stdout
+
+    return invoke
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 import base64
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -276,26 +275,61 @@ def test_an_interruption_leaves_nothing_partial(
         assert names(target) == PARTS[:2]
 
 
-def test_a_progress_bar_on_a_terminal_only(config: Path, plain: Path, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    arguments = ["encrypt", plain, tmp_path / "e.parquet", "--config", config, "--json"]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
-    process = subprocess.Popen([*PROGRAM, *arguments], stderr=theirs, stdout=subprocess.PIPE, env=environment)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # Linux says so where the other end of a terminal is closed.
-            break
-        if not part:
-            break
-        shown += part
-    os.close(ours)
-    stdout, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert "━".encode() in shown
+def test_a_progress_bar_on_a_terminal_only(on_a_terminal, config: Path, plain: Path, tmp_path: Path) -> None:
+    shown, stdout = on_a_terminal("encrypt", plain, tmp_path / "e.parquet", "--config", config, "--json")
+    assert "━" in shown
     assert len(json.loads(stdout)["files"]) == 1
+
+
+def test_decrypted_files_are_no_more_open_than_their_source(
+    run, config: Path, plain: Path, tmp_path: Path
+) -> None:
+    encrypted, back, salvaged = (tmp_path / name for name in ("e.parquet", "d.parquet", "s.parquet"))
+    assert run("encrypt", plain, encrypted, "--config", config).exit_code == 0
+    encrypted.chmod(0o600)
+    assert run("decrypt", encrypted, back, "--config", config).exit_code == 0
+    assert run("decrypt", encrypted, salvaged, "--config", config, "--salvage").exit_code == 0
+    assert {path.stat().st_mode & 0o777 for path in (back, salvaged)} == {0o600}
+
+
+def test_a_pipe_as_input_is_refused(run, config: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.parquet")
+    for command in (
+        ["encrypt", tmp_path / "pipe.parquet", tmp_path / "e.parquet", "--config", config],
+        ["decrypt", tmp_path / "pipe.parquet", tmp_path / "e.parquet", "--config", config],
+        ["verify", tmp_path / "pipe.parquet", "--config", config],
+        ["inspect", tmp_path / "pipe.parquet"],
+    ):
+        done = run(*command)
+        assert done.exit_code == 2
+        assert "neither a file nor a folder" in done.stderr or "not a regular file" in done.stderr, command
+
+
+NOT_UTF8 = os.fsdecode(b"caf\xe9")
+
+
+@pytest.mark.parametrize("command", [["decrypt", "SRC", "DST"], ["verify", "SRC"], ["inspect", "SRC"]])
+def test_an_aad_prefix_that_is_not_utf8(
+    run, config: Path, plain: Path, tmp_path: Path, command: list[str]
+) -> None:
+    paths = {"SRC": plain, "DST": tmp_path / "d.parquet"}
+    done = run(*(paths.get(word, word) for word in command), "--config", config, "--aad-prefix", NOT_UTF8)
+    assert done.exit_code == 2
+    assert "--aad-prefix" in done.stderr and "not valid UTF-8" in done.stderr
+
+
+def test_a_file_name_that_is_not_utf8(run, config: Path, plain: Path, folder: Path, tmp_path: Path) -> None:
+    try:
+        odd = folder / f"{NOT_UTF8}.parquet"
+        odd.write_bytes(plain.read_bytes())
+    except OSError:
+        pytest.skip("this file system takes no such names")
+    done = run("encrypt", odd, tmp_path / "e.parquet", "--config", config)
+    assert done.exit_code == 2 and "not valid UTF-8" in done.stderr
+    done = run("encrypt", folder, tmp_path / "out", "--config", config)
+    assert done.exit_code in (1, 2)
+    assert "caf\\udce9.parquet: this name or text is not valid UTF-8." in done.stderr
+    assert "3 of 4 files" in done.stderr
 
 
 def test_only_some_of_many_left_out_files_are_shown(run, config: Path, folder: Path, tmp_path: Path) -> None:

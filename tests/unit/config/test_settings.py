@@ -47,6 +47,7 @@ def test_defaults():
     }
     assert ReadingSettings().model_dump() == {
         "plaintext_files": "reject",
+        "ctr_files": "allow",
         "denied_columns": "error",
         "cache_lifetime_seconds": 600,
         "keys_without_metadata": {"footer": None, "columns": {}},

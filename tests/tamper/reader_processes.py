@@ -1,4 +1,4 @@
-"""What pyarrow alone makes of the attacks."""
+"""What readers of other engines make of the attacks, in processes of their own: some attacks end them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,29 @@ from pathlib import Path
 
 from attacks import CRASHED, Attacked
 
-_TIME_LIMIT_SECONDS = 60
+_TIME_LIMIT_SECONDS = 180
 
 
 def pyarrow_outcomes(attacked: Attacked) -> dict[str, str]:
+    """Return attack -> what pyarrow alone makes of it."""
+    return _outcomes(attacked, "pyarrow_reader.py")
+
+
+def spark_outcomes(attacked: Attacked) -> dict[str, str]:
+    """Return attack -> what Spark makes of it."""
+    return _outcomes(attacked, "spark_reader.py")
+
+
+def _outcomes(attacked: Attacked, reader: str) -> dict[str, str]:
     """Return attack -> outcome; a reader that dies is started again for what is left."""
     names = {str(path): name for name, path in attacked.paths.items()}
     left = list(names)
     outcomes: dict[str, str] = {}
     while left:
-        command = [sys.executable, str(Path(__file__).with_name("pyarrow_reader.py")), "0", *left]
+        command = [sys.executable, str(Path(__file__).with_name(reader)), "0", *left]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_TIME_LIMIT_SECONDS, check=False
+                command, stdout=subprocess.PIPE, text=True, timeout=_TIME_LIMIT_SECONDS, check=False
             )
             text = done.stdout
         except subprocess.TimeoutExpired as error:
@@ -29,6 +39,8 @@ def pyarrow_outcomes(attacked: Attacked) -> dict[str, str]:
         for line in text.splitlines():
             answer = json.loads(line)
             outcomes[names[answer["file"]]] = answer["outcome"]
+        if len(left) == len(names) and not outcomes:
+            raise AssertionError(f"{reader} cannot be started")
         left = [path for path in left if names[path] not in outcomes]
         if left:
             outcomes[names[left.pop(0)]] = CRASHED

@@ -1,0 +1,162 @@
+"""Rotations as people and programs read them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import typer
+
+from parquet_keytools.cli.exit_status import ExitStatus
+from parquet_keytools.cli.failures import error_text, status_of
+from parquet_keytools.cli.output import print_table, say, size_text
+from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, Outcome, RotationReport
+
+MOST_FAILURES_SHOWN = 20
+
+
+def file_document(file: FileRotation) -> dict[str, Any]:
+    """Return what became of a file as a document of JSON."""
+    return {
+        "path": file.path,
+        "outcome": file.outcome.value,
+        "keys": [asdict(change) for change in file.keys],
+        "how": file.how,
+        "bytes_written": file.bytes_written,
+        "bytes_copied": file.bytes_copied,
+        **error_fields(file.error),
+    }
+
+
+def error_fields(error: Exception | None) -> dict[str, str | None]:
+    """Return class and text of an error, if there is one."""
+    return {
+        "error": None if error is None else type(error).__name__,
+        "message": None if error is None else error_text(error),
+    }
+
+
+def say_failures(failures: list[tuple[str, Exception]]) -> None:
+    """Tell which files failed, and why."""
+    for path, error in failures[:MOST_FAILURES_SHOWN]:
+        text = error_text(error)
+        say(f"Failed: {text}" if path in text else f"Failed: {path}: {text}")
+    if len(failures) > MOST_FAILURES_SHOWN:
+        say(f"Failed: {len(failures) - MOST_FAILURES_SHOWN} more; --json lists all.")
+
+
+def failure_status(errors: list[Exception]) -> ExitStatus:
+    """Return the exit status of a run with failures: the KMS's own where it alone is at fault."""
+    kms_failed = all(status_of(error) is ExitStatus.KMS_FAILED for error in errors)
+    return ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO
+
+
+def exit_with(report: RotationReport) -> None:
+    """End the command as a rotation ended.
+
+    Raises:
+        typer.Exit: Some files were not rotated.
+    """
+    if not report.succeeded:
+        errors: list[Exception] = [file.error for file in report.failures if file.error is not None]
+        if report.stopped_by is not None:
+            errors.append(report.stopped_by)
+        raise typer.Exit(failure_status(errors))
+
+
+class RotationTally:
+    """Counts what a rotation does to files, one by one."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._changes: Counter[tuple[str, str, str | None, str | None]] = Counter()
+        self._files: Counter[tuple[str, str, str | None, str | None]] = Counter()
+        self._reasons: Counter[str] = Counter()
+
+    def add(self, file: FileRotation) -> None:
+        """Count a file."""
+        for change in file.keys:
+            self._changes[_names(change)] += change.keys
+            self._files[_names(change)] += 1
+        if file.outcome is Outcome.NOTHING_TO_ROTATE:
+            self._reasons[file.how] += 1
+
+    def document(self, report: RotationReport) -> dict[str, Any]:
+        """Return the summary as a document of JSON."""
+        return {
+            "complete": report.stopped_by is None,
+            "dry_run": report.dry_run,
+            "counts": {outcome.value: number for outcome, number in report.counts.items()},
+            "keys": [
+                {**asdict(KeyChange(*names, self._changes[names])), "files": self._files[names]}
+                for names in self._sorted()
+            ],
+            "bytes_written": report.bytes_written,
+            "bytes_copied": report.bytes_copied,
+            "kms_calls": asdict(report.kms_calls),
+            "expected_kms_calls": asdict(report.expected_kms_calls) if report.dry_run else None,
+            "journal": report.journal,
+            "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
+        }
+
+    def tell(self, report: RotationReport) -> None:
+        """Tell people the summary."""
+        if self._changes:
+            self._show_keys(report)
+        say_failures([(file.path, file.error) for file in report.failures if file.error is not None])
+        if report.journal_in_use:
+            say("Another run holds the journal: this one went without.")
+        say(f"{_files_text(report.counts)}{self._reasons_text()} in {time.monotonic() - self._started:.1f} s.")
+        if report.dry_run:
+            say(f"Nothing was changed. The rotation would ask the KMS {_calls_text(report.expected_kms_calls)}.")
+        else:
+            say(
+                f"{size_text(report.bytes_written)} written, {size_text(report.bytes_copied)} copied by the operating "
+                f"system or the store. The KMS was asked {_calls_text(report.kms_calls)}."
+            )
+        if report.stopped_by is not None:
+            say(f"Stopped: {error_text(report.stopped_by)}")
+            if report.journal is not None:
+                say(f"The same command goes on where this one ended: {report.journal} says where.")
+
+    def _sorted(self) -> list[tuple[str, str, str | None, str | None]]:
+        return sorted(self._changes, key=lambda names: tuple(name or "" for name in names))
+
+    def _show_keys(self, report: RotationReport) -> None:
+        rows = [
+            (old, version or "?", "" if new == old else new, new_version or "?", f"{self._changes[names]:,}")
+            + (f"{self._files[names]:,}",)
+            for names in self._sorted()
+            for old, new, version, new_version in [names]
+        ]
+        title = "What would change" if report.dry_run else "What changed"
+        headings = ["master key", "version", "new master key", "new version", "keys", "files"]
+        print_table(title, headings, rows)
+
+    def _reasons_text(self) -> str:
+        if not self._reasons:
+            return ""
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in self._reasons.most_common())
+        return f" ({reasons})"
+
+
+def _names(change: KeyChange) -> tuple[str, str, str | None, str | None]:
+    return change.master_key_id, change.new_master_key_id, change.version, change.new_version
+
+
+def _files_text(counts: Counter[Outcome]) -> str:
+    total = sum(counts.values())
+    if not total:
+        return "No Parquet files"
+    parts = ", ".join(f"{counts[outcome]:,} {outcome.value}" for outcome in Outcome if counts[outcome])
+    return f"{total:,} {'file' if total == 1 else 'files'}: {parts}"
+
+
+def _calls_text(calls: KmsCalls) -> str:
+    """Return for how many keys a KMS was asked; it takes many at a time where it can."""
+    numbers = {name: number for name, number in asdict(calls).items() if number}
+    if not numbers:
+        return "nothing"
+    return "to " + ", ".join(f"{name} {number:,}" for name, number in numbers.items()) + " keys"

@@ -1,0 +1,214 @@
+"""Whether the pages of a file are encrypted with AES-CTR, where the file says so (spec 4.2.2).
+
+No key authenticates the algorithm beside an encrypted footer (spec 5.4): who can write to the storage can turn
+AES_GCM_V1 into AES_GCM_CTR_V1, and readers that believe it take any bytes for pages. That a page does not
+authenticate with AES-GCM says little: one flipped bit is enough for that. So proof is asked for the other way
+round, that pages are encrypted with AES-CTR, and one that has it is enough, for a file has one algorithm:
+
+- Page headers are authentic with both algorithms. They say how long a page is as it is stored, and how long
+  without compression; where it is not compressed the difference is the framing, and AES-GCM needs 16 bytes more.
+- A compressed page begins as its codec says. Its first block is encrypted with that block of the key stream with
+  which AES-GCM masks its tag: without the key nobody can make a page that begins right.
+
+Where codecs begin in no particular way (LZ4, Brotli) there is no proof, and whether a page authenticates with
+AES-GCM is all that can be found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from parquet_keytools.encryption.aes import InvalidTag
+from parquet_keytools.encryption.chunk_cipher import NO_PAGE_ORDINAL, ChunkCipher
+from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption, Footer, FooterColumn
+from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, ModuleCipher, check_length_field
+from parquet_keytools.encryption.page_walk import FirstPage, read_first_page
+from parquet_keytools.errors import DecryptionError, KeytoolsError
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.chunk_regions import regions_of
+from parquet_keytools.format.page_headers import varint
+from parquet_keytools.format.structs import ColumnMetaData, DataPageHeaderV2, PageHeader
+from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.secret_bytes import SecretBytes
+
+_UNCOMPRESSED, _SNAPPY, _GZIP, _ZSTD = 0, 1, 2, 6
+"""Codecs, as column metadata names them."""
+
+_DEFINITION_LEVELS, _REPETITION_LEVELS, _IS_COMPRESSED = 5, 6, 7
+"""Fields of DataPageHeaderV2: two lengths in bytes, and whether what follows is compressed."""
+
+_BLOCK_LENGTH = 16
+"""Of AES. Only the first block of a page proves something: the rest of the key stream is the same with AES-GCM."""
+
+_ENOUGH_BYTES = 4
+"""How many bytes must begin pages right, all together: a guess is right for one file of 2**32."""
+
+_MOST_TRIALS = 8
+"""How many pages are tried with AES-GCM at most: an attacker who damages so many can damage all."""
+
+_HINT = (
+    "Somebody changed the algorithm where no key protects it (spec 5.4), and perhaps pages: restore the file. "
+    "`verify` says more."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """The first page of a chunk."""
+
+    reader: ChunkCipher
+    codec: int
+    stored: FirstPage
+
+    @property
+    def ordinal(self) -> int:
+        """Its page ordinal."""
+        return NO_PAGE_ORDINAL if self.stored.header.type == PageHeader.DICTIONARY_PAGE else 0
+
+    def error(self, message: str) -> DecryptionError:
+        """Return an error that names the place of this page."""
+        return self.reader.page_place(self.ordinal).error(message, hint=_HINT)
+
+    def framing(self) -> int | None:
+        """Return how many bytes the page is longer than its plaintext; None where compression hides it."""
+        header = self.stored.header
+        return None if self._is_compressed() else header.compressed_page_size - header.uncompressed_page_size
+
+    def _is_compressed(self) -> bool:
+        v2 = self.stored.header.data_page_header_v2
+        is_exempt = v2 is not None and v2.struct.fields.get(_IS_COMPRESSED, (None,))[0] is WireType.FALSE
+        return self.codec != _UNCOMPRESSED and not is_exempt
+
+    def right_beginning(self) -> tuple[int, bool]:
+        """Return how many bytes of the plaintext are known, and whether they are what they should be."""
+        header = self.stored.header
+        v2 = header.data_page_header_v2
+        # The levels of a data page V2 are not compressed, and come first.
+        levels = 0 if v2 is None else _number(v2, _DEFINITION_LEVELS) + _number(v2, _REPETITION_LEVELS)
+        expected = _beginning(self.codec, header.uncompressed_page_size - levels)
+        length = levels + len(expected)
+        if not expected or levels < 0 or length > min(_BLOCK_LENGTH, header.compressed_page_size - CTR_FRAMING):
+            return 0, True
+        plaintext = bytearray(length)
+        module = self.stored.beginning
+        self.reader.cipher.ctr().apply_into(module[4:16], module[16 : 16 + length], b"", plaintext)
+        return len(expected), plaintext[levels:] == expected
+
+    def is_gcm(self, source: ByteSource) -> bool:
+        """Tell whether it authenticates with AES-GCM."""
+        module = memoryview(source.read_at(self.stored.offset, self.stored.header.compressed_page_size))
+        out = bytearray(len(module) - GCM_FRAMING)
+        try:
+            self.reader.cipher.gcm.decrypt_into(
+                module[4:16], module[16:], self.reader.page_aads(self.ordinal)[1], out
+            )
+        except InvalidTag:
+            return False
+        return True
+
+
+def check_stated_algorithm(
+    source: ByteSource, footer: Footer, deks: Mapping[tuple[str, ...], SecretBytes]
+) -> None:
+    """Refuse a file that says AES_GCM_CTR_V1 and was not written so; any other file is not looked at.
+
+    The first pages of column chunks are looked at, one after another, until there is proof; mostly one is enough,
+    and 64 KB of it are read.
+
+    Args:
+        source: The file.
+        footer: Its footer, opened.
+        deks: DEKs of columns with a column key; those of other columns are not needed.
+
+    Raises:
+        DecryptionError: Its pages are encrypted with AES-GCM, or are not what AES-CTR made.
+    """
+    if footer.algorithm is not Algorithm.AES_GCM_CTR_V1:
+        return
+    proven_bytes = trials = 0
+    suspect: _Page | None = None
+    for page in _first_pages(source, footer, deks):
+        framing = page.framing()
+        if framing == CTR_FRAMING or page.stored.header.compressed_page_size < GCM_FRAMING:
+            return
+        if framing == GCM_FRAMING:
+            raise _is_gcm(page, footer)
+        known_bytes, is_right = page.right_beginning()
+        if known_bytes and is_right:
+            proven_bytes += known_bytes
+            if proven_bytes >= _ENOUGH_BYTES:
+                return
+            continue
+        if trials < _MOST_TRIALS:
+            trials += 1
+            if page.is_gcm(source):
+                raise _is_gcm(page, footer)
+        if not is_right:
+            suspect = suspect or page
+    if suspect is not None:
+        raise suspect.error(
+            f"{footer.path}: the file states AES_GCM_CTR_V1, and the page is not what that algorithm makes."
+        )
+
+
+def _is_gcm(page: _Page, footer: Footer) -> DecryptionError:
+    return page.error(f"{footer.path}: the page is encrypted with AES-GCM, and the file states AES_GCM_CTR_V1.")
+
+
+def _first_pages(
+    source: ByteSource, footer: Footer, deks: Mapping[tuple[str, ...], SecretBytes]
+) -> Iterator[_Page]:
+    """Yield the first page of each chunk whose key is there, but of those that no reader could read."""
+    ciphers: list[tuple[FooterColumn, ModuleCipher]] = []
+    for column in footer.columns:
+        if column.encryption is not ColumnEncryption.COLUMN_KEY or column.path in deks:
+            cipher = footer.cipher_of(column, deks.get(column.path))
+            if cipher is not None:
+                ciphers.append((column, cipher))
+    for row_group_ordinal in range(len(footer.row_groups)):
+        for column, cipher in ciphers:
+            try:
+                page = _first_page(source, footer, row_group_ordinal, column, cipher)
+            except KeytoolsError:
+                continue  # Damaged: whoever reads it is told what of it is.
+            if page is not None:
+                yield page
+
+
+def _first_page(
+    source: ByteSource, footer: Footer, row_group_ordinal: int, column: FooterColumn, cipher: ModuleCipher
+) -> _Page | None:
+    """Return the first page of a chunk; None where it has none."""
+    metadata: ColumnMetaData = footer.chunk_metadata(row_group_ordinal, column, cipher)
+    chunk = footer.chunks[row_group_ordinal][column.ordinal]
+    pages = regions_of(chunk, metadata, row_group_ordinal, column.ordinal)[0]
+    if not pages.length:
+        return None
+    reader = ChunkCipher(cipher, footer.algorithm, row_group_ordinal, column.ordinal)
+    stored = read_first_page(
+        source,
+        pages.offset,
+        min(pages.offset + pages.length, footer.envelope.footer_offset),
+        reader,
+        expects_dictionary_page=bool(metadata.dictionary_page_offset),
+    )
+    page = _Page(reader, metadata.codec, stored)
+    check_length_field(stored.beginning, stored.header.compressed_page_size, reader.page_place(page.ordinal))
+    return page
+
+
+def _number(header: DataPageHeaderV2, field_id: int) -> int:
+    value = header.struct.fields.get(field_id, (WireType.I32, 0))[1]
+    return value if isinstance(value, int) else 0
+
+
+def _beginning(codec: int, length: int) -> bytes:
+    """Return how compressed data begins whose length without compression is known; empty where that varies."""
+    if codec == _SNAPPY:
+        return varint(length) if length >= 0 else b""
+    if codec == _GZIP:
+        return b"\x1f\x8b\x08"
+    if codec == _ZSTD:
+        return b"\x28\xb5\x2f\xfd"
+    return b""

@@ -1,0 +1,41 @@
+"""Reads files with Spark, in a process and a JVM of its own: some attacks end it.
+
+    python spark_reader.py FIRST_NUMBER FILE ...
+
+prints what `pyarrow_reader.py` does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "interop"))
+
+from attacks import CHANGED, MASTER_KEYS, REFUSED, RIGHT, table
+from engines.policy import COLUMN_KEYS, EncryptedFile
+from engines.sample import MASTER_KEYS as SPARK_MASTER_KEYS
+from engines.spark import Spark, spark_session
+from py4j.protocol import Py4JError
+
+
+def main(first: int, paths: list[str]) -> None:
+    assert SPARK_MASTER_KEYS == MASTER_KEYS
+    right = table(first).to_pylist()
+    with tempfile.TemporaryDirectory() as folder, spark_session(Path(folder)) as session:
+        spark = Spark(session)
+        for path in paths:
+            try:
+                found = spark.read(EncryptedFile("attacker", COLUMN_KEYS, Path(path)))
+                outcome, error = (RIGHT if found.sort_by("x").to_pylist() == right else CHANGED), ""
+            except (ConnectionError, Py4JError):
+                raise  # The JVM has ended.
+            except Exception as exception:
+                outcome, error = REFUSED, str(exception)
+            print(json.dumps({"file": path, "outcome": outcome, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

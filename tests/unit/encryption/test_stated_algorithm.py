@@ -1,0 +1,249 @@
+"""A file that says AES_GCM_CTR_V1: honest ones are read, and one that was written with AES_GCM_V1 is refused."""
+
+from __future__ import annotations
+
+import io
+import struct
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted
+
+from parquet_keytools.encryption.chunk_cipher import ChunkCipher
+from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
+from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption, KeyChoice
+from parquet_keytools.encryption.file_encryptor import rekey_file
+from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption, Footer, read_footer
+from parquet_keytools.encryption.page_walk import walk_chunk
+from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
+from parquet_keytools.errors import DecryptionError
+from parquet_keytools.format.structs import FileCryptoMetaData
+
+GCM, CTR = Algorithm.AES_GCM_V1, Algorithm.AES_GCM_CTR_V1
+
+TABLE = pa.table(
+    {
+        "n": list(range(2_000)),
+        "s": [f"city {i % 7}" for i in range(2_000)],
+        "o": [i if i % 3 else None for i in range(2_000)],
+    }
+)
+
+PROVABLE: dict[str, dict[str, Any]] = {
+    "dictionary": {},
+    "no dictionary": {"use_dictionary": False},
+    "row groups": {"row_group_size": 500},
+    "small pages": {"max_rows_per_page": 50, "write_batch_size": 50},
+    "pages V2": {"data_page_version": "2.0"},
+    "pages V2, no dictionary": {"data_page_version": "2.0", "use_dictionary": False},
+    "pages V2, uncompressed": {"data_page_version": "2.0", "compression": "none", "use_dictionary": False},
+    "uncompressed": {"compression": "none"},
+    "zstd": {"compression": "zstd"},
+    "gzip": {"compression": "gzip"},
+}
+"""What shows its algorithm even where an attacker has damaged every page."""
+
+UNPROVABLE: dict[str, dict[str, Any]] = {"lz4": {"compression": "lz4"}, "brotli": {"compression": "brotli"}}
+
+EVERY_CHOICE: dict[str, dict[tuple[str, ...], KeyChoice]] = {
+    "footer key": {},
+    "first column plaintext": {("n",): ColumnEncryption.PLAINTEXT},
+}
+
+
+def written(table: pa.Table = TABLE, **options: Any) -> bytes:
+    """Return a plaintext file."""
+    stream = io.BytesIO()
+    pq.write_table(table, stream, **options)
+    return stream.getvalue()
+
+
+def sealed(
+    data: bytes, keys: NamedKeys, algorithm: Algorithm, columns: dict[tuple[str, ...], KeyChoice] | None = None
+) -> bytes:
+    """Return it encrypted."""
+    return encrypted(data, FileEncryption(keys.new(b"kf"), b"kf", columns or {}, algorithm=algorithm))
+
+
+def swapped(data: bytes) -> bytes:
+    """Return a file that states the other algorithm."""
+    start = len(data) - 8 - struct.unpack("<I", data[-8:-4])[0]
+    crypto, end = FileCryptoMetaData.read(data[start:-8])
+    stored = crypto.encryption_algorithm
+    stored.aes_gcm_ctr_v1, stored.aes_gcm_v1 = stored.aes_gcm_v1, stored.aes_gcm_ctr_v1
+    footer = crypto.serialise() + data[start:-8][end:]
+    return data[:start] + footer + struct.pack("<I", len(footer)) + data[-4:]
+
+
+def with_damaged_pages(data: bytes, keys: NamedKeys, *, row_groups: range | None = None) -> bytes:
+    """Return a file that was written with AES-GCM, with a bit of every page flipped, but not of its header."""
+    source, changed = MemorySource(data), bytearray(data)
+    footer = read_footer(source, keys)
+    deks = column_deks(footer, keys)
+    for column in footer.columns:
+        cipher = footer.cipher_of(column, deks.get(column.path))
+        for row_group_ordinal in row_groups or range(len(footer.row_groups)):
+            if cipher is None:
+                continue
+            metadata = footer.chunk_metadata(row_group_ordinal, column, cipher)
+            start = metadata.dictionary_page_offset or metadata.data_page_offset
+            end = start + metadata.total_compressed_size
+            reader = ChunkCipher(cipher, GCM, row_group_ordinal, column.ordinal)
+            pages = walk_chunk(
+                source,
+                start,
+                end,
+                limit=end,
+                reader=reader,
+                writer=None,
+                expects_dictionary_page=bool(metadata.dictionary_page_offset),
+            )
+            for header_length, page_length in zip(pages.header_lengths, pages.page_lengths, strict=True):
+                changed[start + header_length + page_length - 1] ^= 1
+                start += header_length + page_length
+    return bytes(changed)
+
+
+def opened(data: bytes, keys: NamedKeys) -> tuple[MemorySource, Footer]:
+    """Return a source that has not been read from, and the footer of its file."""
+    return MemorySource(data), read_footer(MemorySource(data), keys)
+
+
+@pytest.mark.parametrize("name", [*PROVABLE, *UNPROVABLE])
+@pytest.mark.parametrize("choice", EVERY_CHOICE)
+def test_an_honest_file_is_read(name: str, choice: str) -> None:
+    keys, data = NamedKeys(), written(**(PROVABLE | UNPROVABLE)[name])
+    back = decrypted(sealed(data, keys, CTR, EVERY_CHOICE[choice]), keys)
+    assert pq.read_table(io.BytesIO(back)).equals(TABLE)
+
+
+@pytest.mark.parametrize("name", [*PROVABLE, *UNPROVABLE])
+@pytest.mark.parametrize("choice", EVERY_CHOICE)
+def test_gcm_that_is_called_ctr_is_refused(name: str, choice: str) -> None:
+    keys, data = NamedKeys(), written(**(PROVABLE | UNPROVABLE)[name])
+    data, sink = swapped(sealed(data, keys, GCM, EVERY_CHOICE[choice])), MemorySink()
+    source, footer = opened(data, keys)
+    with pytest.raises(
+        DecryptionError, match=r"is encrypted with AES-GCM.* states AES_GCM_CTR_V1.*restore"
+    ) as caught:
+        decrypt_columns(source, sink, footer, {})
+    assert sink.reserved_bytes is None  # Not a byte was written.
+    assert caught.value.row_group_ordinal == 0
+    assert caught.value.column_ordinal == (1 if choice == "first column plaintext" else 0)
+    assert caught.value.module_type in ("data page", "dictionary page")
+    assert "memory.parquet" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", PROVABLE)
+def test_damaged_pages_do_not_hide_it(name: str) -> None:
+    keys = NamedKeys()
+    data = with_damaged_pages(sealed(written(**PROVABLE[name]), keys, GCM), keys)
+    source, footer = opened(swapped(data), keys)
+    with pytest.raises(DecryptionError, match="states AES_GCM_CTR_V1"):
+        check_stated_algorithm(source, footer, {})
+
+
+@pytest.mark.parametrize("compression", ["snappy", "zstd", "lz4", "brotli"])
+def test_one_row_group_that_is_left_is_enough(compression: str) -> None:
+    keys = NamedKeys()
+    data = sealed(written(compression=compression, row_group_size=500), keys, GCM)
+    data = swapped(with_damaged_pages(data, keys, row_groups=range(1)))
+    source, footer = opened(data, keys)
+    with pytest.raises(DecryptionError, match="is encrypted with AES-GCM") as caught:
+        check_stated_algorithm(source, footer, {})
+    assert caught.value.row_group_ordinal == 1
+
+
+def test_lz4_pages_that_are_all_damaged_hide_it() -> None:
+    """What nobody can find out: written down so that it is known, and docs/attacks.md says it."""
+    keys = NamedKeys()
+    data = with_damaged_pages(sealed(written(compression="lz4", use_dictionary=False), keys, GCM), keys)
+    check_stated_algorithm(*opened(swapped(data), keys), {})
+
+
+def test_columns_whose_keys_are_missing_are_passed_over() -> None:
+    keys = NamedKeys()
+    columns: dict[tuple[str, ...], KeyChoice] = {
+        ("n",): ColumnKey(keys.new(b"kn"), b"kn"),
+        ("s",): ColumnKey(keys.new(b"ks"), b"ks"),
+        ("o",): ColumnEncryption.PLAINTEXT,
+    }
+    data = swapped(sealed(written(), keys, GCM, columns))
+    source, footer = opened(data, keys)
+    check_stated_algorithm(source, footer, {})  # There is no page that anybody could read.
+    with pytest.raises(DecryptionError) as caught:
+        decrypt_columns(source, MemorySink(), footer, {("s",): keys.deks[b"ks"]}, columns={("s",)})
+    assert caught.value.column_ordinal == 1
+
+
+def test_a_plaintext_footer_is_checked_alike() -> None:
+    keys = NamedKeys()
+    encryption = FileEncryption(keys.new(b"kf"), b"kf", plaintext_footer=True, algorithm=CTR)
+    assert pq.read_table(io.BytesIO(decrypted(encrypted(written(), encryption), keys))).equals(TABLE)
+
+
+def test_rekey_refuses_it_before_it_writes() -> None:
+    keys, sink = NamedKeys(), MemorySink()
+    data = swapped(sealed(written(), keys, GCM))
+    new = FileEncryption(keys.new(b"new"), b"new")
+    with pytest.raises(DecryptionError, match="is encrypted with AES-GCM"):
+        rekey_file(MemorySource(data), sink, keys, new)
+    assert sink.reserved_bytes is None
+
+
+def test_ctr_that_is_called_gcm_is_refused() -> None:
+    keys = NamedKeys()
+    with pytest.raises(DecryptionError, match="does not authenticate"):
+        decrypted(swapped(sealed(written(), keys, CTR)), keys)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"data_page_version": "2.0"}, {"compression": "none"}, {"compression": "lz4"}]
+)
+@pytest.mark.parametrize(
+    "table",
+    [
+        pa.table({"a": pa.array([], pa.int64())}),
+        pa.table({"a": [1], "b": ["x"], "c": [True]}),
+        pa.table({"a": pa.nulls(5, pa.string()), "b": pa.nulls(5)}),
+        pa.table({"a": [b""]}),
+    ],
+    ids=["no rows", "one row", "only nulls", "empty text"],
+)
+def test_honest_files_with_tiny_pages_are_read(table: pa.Table, options: dict[str, Any]) -> None:
+    keys = NamedKeys()
+    for dictionary in (True, False):
+        data = sealed(written(table, use_dictionary=dictionary, **options), keys, CTR)
+        assert pq.read_table(io.BytesIO(decrypted(data, keys))).equals(table)
+
+
+def test_one_damaged_page_does_not_make_an_honest_file_unreadable() -> None:
+    """What is lost is what was damaged; `decrypt --salvage` may want the rest."""
+    keys = NamedKeys()
+    data = bytearray(sealed(written(compression="zstd", row_group_size=500), keys, CTR))
+    _, footer = opened(bytes(data), keys)
+    metadata = footer.chunk_metadata(0, footer.columns[0], footer.cipher)
+    start = metadata.dictionary_page_offset or metadata.data_page_offset
+    (header_length,) = struct.unpack_from("<I", data, start)
+    page = start + 4 + header_length
+    data[page + 16] ^= 1
+    check_stated_algorithm(*opened(bytes(data), keys), {})
+
+
+def test_little_is_read_of_an_honest_file() -> None:
+    keys = NamedKeys()
+    numbers = pa.table({"n": list(range(300_000))})
+    data = sealed(written(numbers, use_dictionary=False, row_group_size=30_000, compression="zstd"), keys, CTR)
+    source, footer = opened(data, keys)
+    check_stated_algorithm(source, footer, {})
+    assert len(source.reads) == 1
+    assert sum(length for _, length in source.reads) <= 64 * 1024
+
+
+def test_nothing_is_read_of_a_file_that_says_gcm() -> None:
+    keys = NamedKeys()
+    source, footer = opened(sealed(written(), keys, GCM), keys)
+    check_stated_algorithm(source, footer, {})
+    assert source.reads == []
