@@ -77,6 +77,18 @@ class UnsupportedByArrowError(KeytoolsError):
         self.reasons = tuple(reasons)
 
 
+class UnsupportedBySparkError(KeytoolsError):
+    """The table asks for something that Spark's own Parquet writer cannot do.
+
+    Attributes:
+        reasons: One sentence for each such thing.
+    """
+
+    def __init__(self, reasons: Sequence[str], *, hint: str = "") -> None:
+        super().__init__("Spark's own writer cannot do what is asked for: " + "; ".join(reasons) + ".", hint=hint)
+        self.reasons = tuple(reasons)
+
+
 def value_or_raise(outcome: T | KeytoolsError) -> T:
     """Return an outcome that is a value, and raise one that is an error."""
     if isinstance(outcome, KeytoolsError):
@@ -158,6 +170,16 @@ class MasterKeyNotFoundError(KmsError):
     default_hint = "Check the key's identifier, and that the configuration points to the right KMS."
 
 
+class MasterKeyNotTrustedError(KmsError):
+    """Key material names a master key that could be anybody's, and that the configuration does not name."""
+
+    summary = "the configuration does not name this master key"
+    default_hint = (
+        "Whoever can write to the storage can make files under a master key of their own. If it is yours, add it "
+        "under `master_keys`."
+    )
+
+
 class MasterKeyDisabledError(KmsError):
     """The master key, or the version of it that is needed, is disabled, or waits for its deletion."""
 
@@ -222,6 +244,10 @@ class DraftFormatError(ParquetFormatError):
 
 class FormatLimitError(KeytoolsError):
     """The file would break a limit of the format or of its ciphers (spec 4.1.4, 4.4.2)."""
+
+
+class FileChangedError(ParquetFormatError):
+    """The file is another one than a moment ago: it was written anew, or altered."""
 
 
 class KeyMaterialError(ParquetFormatError):

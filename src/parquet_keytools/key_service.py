@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from parquet_keytools import audit
 from parquet_keytools.config.column_policy import ColumnKey, ColumnPath, resolve_columns
-from parquet_keytools.config.key_names import MasterKeyReference, check_key_names, resolve_key
+from parquet_keytools.config.key_names import (
+    MasterKeyReference,
+    check_key_names,
+    configured_master_key_ids,
+    resolve_key,
+)
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.config.table_settings import TableSettings
 from parquet_keytools.encryption import file_encryption
@@ -20,7 +27,7 @@ from parquet_keytools.keys.key_metadata import DataKeyId, KeyReference
 from parquet_keytools.keys.key_unwrapper import KeyUnwrapper, KmsKeys
 from parquet_keytools.keys.key_wrapper import DekToWrap, KeyWrapper, Wrapping
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.kms.registry import client_class
+from parquet_keytools.kms.registry import make_client
 from parquet_keytools.opened_file import OpenedFile, open_files
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage import FileLocation
@@ -61,10 +68,12 @@ class KeyService:
 
     def __init__(self, configuration: Configuration, kms: KmsClient | None, clock: Clock) -> None:
         if kms is None and configuration.kms is not None:
-            kms = client_class(configuration.kms.type).from_settings(configuration.kms, configuration.folder)
+            kms = make_client(configuration.kms, configuration.folder)
         check_key_names(configuration, kms.master_key_ids() if kms is not None else None)
         self.configuration = configuration
         self.kms = kms
+        if kms is not None:
+            kms.trust(configured_master_key_ids(configuration))
         self._wrapper = KeyWrapper(kms, clock) if kms is not None else None
         self._unwrapper = KeyUnwrapper(kms, clock)
         without_metadata = configuration.reading.keys_without_metadata
@@ -137,15 +146,19 @@ class KeyService:
         self, locations: Sequence[FileLocation], table_name: str | None = None, aad_prefix: str | None = None
     ) -> list[OpenedFile]:
         """Open files for reading; see `opened_file.open_files`."""
-        return open_files(
-            locations,
-            self.kms_keys(),
-            self.data_keys,
-            aad_prefix_of=lambda location, stored: self.expected_aad_prefix(
-                location, table_name, aad_prefix, stored
-            ),
-            allow_plaintext=self.configuration.reading.plaintext_files == "allow",
-        )
+        # Of a data set the caller has said the folder: the keys of all its files are asked for together.
+        about = audit.about(locations[0]) if len(locations) == 1 else contextlib.nullcontext()
+        with about:
+            return open_files(
+                locations,
+                self.kms_keys(),
+                self.data_keys,
+                aad_prefix_of=lambda location, stored: self.expected_aad_prefix(
+                    location, table_name, aad_prefix, stored
+                ),
+                allow_plaintext=self.configuration.reading.plaintext_files == "allow",
+                allow_ctr=self.configuration.reading.ctr_files == "allow",
+            )
 
     def wrap_keks(self, policy: TablePolicy) -> None:
         """Have the KEKs of a table wrapped, so that its next files need no KMS; does nothing without KEKs.
@@ -181,9 +194,10 @@ class KeyService:
         names = [table.footer_key, *(name for name in own.values() if name is not None)]
         keys = [self._new_dek(policy, name) for name in names]
         references = ["footerKey", *(f"columnKey{position}" for position in range(len(own)))]
-        metadata, key_materials = self._key_metadata(
-            policy, names, keys, [f"{reference}{reference_suffix}" for reference in references]
-        )
+        with audit.about(location):
+            metadata, key_materials = self._key_metadata(
+                policy, names, keys, [f"{reference}{reference_suffix}" for reference in references]
+            )
         columns: dict[ColumnPath, KeyChoice] = {
             path: ColumnEncryption.FOOTER_KEY if key.kind == "footer_key" else ColumnEncryption.PLAINTEXT
             for path, key in policy.columns.items()

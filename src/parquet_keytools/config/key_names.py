@@ -42,6 +42,14 @@ def resolve_key(configuration: Configuration, name: str) -> KeyReference:
     return reference
 
 
+def configured_master_key_ids(configuration: Configuration) -> frozenset[str]:
+    """Return the identifiers of all master keys that a configuration names."""
+    used = {name for table in configuration.tables.values() for _, name in table.key_uses()}
+    references = [_lookup(configuration, name) for name in used]
+    in_tables = {found.master_key_id for found in references if isinstance(found, MasterKeyReference)}
+    return frozenset(in_tables | set(configuration.master_keys.values()))
+
+
 def check_key_names(configuration: Configuration, known_master_key_ids: frozenset[str] | None = None) -> None:
     """Check that every key that a table uses exists, as far as that is known.
 
@@ -61,6 +69,27 @@ def check_key_names(configuration: Configuration, known_master_key_ids: frozense
         for path, name in table.key_uses():
             mistakes += _checked_use(configuration, known, ("tables", table_name, *path), name)
         mistakes += _without_effect(configuration, table_name, table)
+    if mistakes:
+        raise configuration.error_for(mistakes)
+
+
+def check_moves(configuration: Configuration, known_master_key_ids: frozenset[str] | None) -> None:
+    """Check that the master keys under `rotation.moves` exist, as far as that is known.
+
+    Only before a rotation: the old master key of a move that was made may be gone, and readers need it no more.
+
+    Raises:
+        ConfigurationError: Reports all names that mean no master key.
+    """
+    known = known_master_key_ids
+    if known is None:
+        return
+    mistakes = [
+        Mistake(("rotation", "moves", old), *_unknown(configuration, name, known))
+        for old, new in configuration.rotation.moves.items()
+        for name in (old, new)
+        if configuration.master_keys.get(name, name) not in known
+    ]
     if mistakes:
         raise configuration.error_for(mistakes)
 

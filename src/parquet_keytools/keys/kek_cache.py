@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from parquet_keytools import telemetry
 from parquet_keytools.errors import KmsError
 from parquet_keytools.fork_safe_lock import ForkSafeLock
 
@@ -32,8 +33,15 @@ class KekCache(Generic[K, V]):
     cache.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, name: str = "other") -> None:
+        """Make one.
+
+        Args:
+            clock: Seconds for expiry.
+            name: What metrics call it.
+        """
         self._clock = clock
+        self._name = name
         self._lock = ForkSafeLock()
         self._process_id = os.getpid()
         self._entries: dict[K, _Entry[V]] = {}
@@ -71,6 +79,8 @@ class KekCache(Generic[K, V]):
                     others[key] = self._loading[key]
                 else:
                     mine[key] = self._loading[key] = Future()
+        for result, number in {"hit": len(found), "wait": len(others), "miss": len(mine)}.items():
+            telemetry.count("kek_cache.requests", number, {"cache": self._name, "result": result})
         if mine:
             self._load(mine, load, lifetime_seconds, clearings)
         # One's own are loaded first: two threads that wait for each other's keys cannot lock each other out.

@@ -21,7 +21,7 @@ class KeyUnwrapper:
 
     def __init__(self, kms: KmsClient | None, clock: Clock) -> None:
         self._kms = kms
-        self._keys: KekCache[tuple[str, str], SecretBytes] = KekCache(clock)
+        self._keys: KekCache[tuple[str, str], SecretBytes] = KekCache(clock, "unwrapped")
 
     def kms_keys(
         self, materials: Sequence[KeyMaterial], cache_lifetime_seconds: float

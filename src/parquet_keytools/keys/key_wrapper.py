@@ -50,7 +50,7 @@ class KeyWrapper:
 
     def __init__(self, kms: KmsClient, clock: Clock) -> None:
         self._kms = kms
-        self._keks: KekCache[tuple[str, int], _WrappedKek] = KekCache(clock)
+        self._keks: KekCache[tuple[str, int], _WrappedKek] = KekCache(clock, "wrapped")
 
     def wrap(self, deks: Sequence[DekToWrap], wrapping: Wrapping) -> list[KeyMaterial]:
         """Wrap DEKs; the KMS is asked once, for all that it has to wrap.

@@ -31,9 +31,18 @@ class CircuitBreaker:
         self._failing_since = 0.0
         self._last_failure = 0.0
         self._next_probe = 0.0
+        self._told = False
+
+    def is_open(self) -> bool:
+        """Return whether calls are refused."""
+        with self._lock:
+            return self._is_open(self._clock())
 
     def seconds_to_wait(self) -> float:
-        """Return 0 if a call may be made now; while open, that takes the one probe. Else for how long not."""
+        """Return 0 if a call may be made now; while open, that takes the probe. Else for how long not.
+
+        A probe that is never sent delays the next one by no more than the time between two.
+        """
         with self._lock:
             now = self._clock()
             if not self._is_open(now):
@@ -43,23 +52,34 @@ class CircuitBreaker:
                 return 0.0
             return self._next_probe - now
 
-    def answered(self) -> None:
-        """Note that the KMS answered, if only to refuse."""
+    def answered(self) -> bool:
+        """Note that the KMS answered, if only to refuse. Returns whether that closes the breaker."""
         with self._lock:
             self._failures = 0
+            told, self._told = self._told, False
+            return told
 
-    def failed(self) -> None:
-        """Note that the KMS could not be reached."""
+    def failed(self) -> bool:
+        """Note that the KMS could not be reached. Returns whether that opens the breaker."""
         with self._lock:
             now = self._clock()
-            # After a long silence nobody knows whether it was down all the time.
-            if self._failures == 0 or now - self._last_failure > 2 * self._open_after_seconds:
-                self._failures = 0
-                self._failing_since = now
+            if self._failures == 0 or self._is_forgotten(now):
+                self._failures, self._failing_since, self._told = 0, now, False
             self._failures += 1
             self._last_failure = now
-            if self._is_open(now):
-                self._next_probe = max(self._next_probe, now + self._probe_every_seconds)
+            if self._told or not self._is_open(now):
+                return False
+            self._next_probe = now + self._probe_every_seconds
+            self._told = True
+            return True
 
     def _is_open(self, now: float) -> bool:
-        return self._failures >= _LEAST_FAILURES and now - self._failing_since >= self._open_after_seconds
+        return (
+            self._failures >= _LEAST_FAILURES
+            and self._last_failure - self._failing_since >= self._open_after_seconds
+            and not self._is_forgotten(now)
+        )
+
+    def _is_forgotten(self, now: float) -> bool:
+        """Return whether the last failure is so long ago that nobody knows what is the case now."""
+        return now - self._last_failure > 2 * max(self._open_after_seconds, self._probe_every_seconds)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self, TypeVar, TypeVarTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from parquet_keytools import audit, telemetry
 from parquet_keytools.errors import (
     KmsConfigurationError,
     KmsError,
     KmsResponseInvalidError,
     KmsUnavailableError,
+    MasterKeyNotTrustedError,
     WrappedKeyInvalidError,
     value_or_raise,
 )
@@ -89,6 +91,8 @@ class KmsSettings(BaseModel):
     Attributes:
         type: Name of the backend.
         instance_id: Written into the footer's key material as `kmsInstanceID`; for information only.
+        audit_log: Whether each wrap, unwrap and rewrap of a key is written to the audit log.
+        telemetry_key_ids: Whether spans say which master key they are about.
     """
 
     # Errors of pydantic quote what they got; here that may be a token.
@@ -96,6 +100,13 @@ class KmsSettings(BaseModel):
 
     type: str
     instance_id: str = "DEFAULT"
+    audit_log: bool = Field(
+        default=False,
+        description="Write each wrap, unwrap and rewrap of a key to the logger `parquet_keytools.audit`.",
+    )
+    telemetry_key_ids: bool = Field(
+        default=False, description="Say in OpenTelemetry's spans which master key they are about."
+    )
 
 
 class KmsClient(ABC):
@@ -113,9 +124,19 @@ class KmsClient(ABC):
     Settings: ClassVar[type[KmsSettings]] = KmsSettings
     """What a configuration of this backend may say; secrets are `pydantic.SecretStr`."""
 
+    instance_id: str = "DEFAULT"
+    """Of the configuration; for the audit log."""
+
+    audit_log: bool = False
+    """Whether each wrap, unwrap and rewrap of a key is written to the audit log."""
+
+    telemetry_key_ids: bool = False
+    """Whether spans say which master key they are about."""
+
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
         self._call_counts: Counter[str] = Counter()
+        self._trusted: frozenset[str] | None = None
 
     @classmethod
     @abstractmethod
@@ -136,6 +157,14 @@ class KmsClient(ABC):
     def master_key_ids(self) -> frozenset[str] | None:
         """Return the identifiers of all master keys, or None where only the KMS itself could tell."""
         return None
+
+    def trust(self, master_key_ids: Iterable[str]) -> None:
+        """Unwrap nothing with a master key that may be somebody else's, unless it was named in such a call.
+
+        Key material is not authenticated. An identifier that is good in the whole cloud can be that of a key in
+        the account of an attacker, who lets everybody unwrap with it: a file of theirs would be taken for true.
+        """
+        self._trusted = (self._trusted or frozenset()) | frozenset(master_key_ids)
 
     # --- public: one key ---
 
@@ -191,7 +220,8 @@ class KmsClient(ABC):
             KmsError: Another subclass says why it cannot tell.
         """
         self._count("describe", 1)
-        return self._guard("describe", master_key_id, self._checked_description, master_key_id)
+        with self._span("describe", master_key_id):
+            return self._guard("describe", master_key_id, self._checked_description, master_key_id)
 
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
         """Return the version of the master key that wrapped a key, or None where nobody can tell.
@@ -251,6 +281,10 @@ class KmsClient(ABC):
         """Return the results of a function that does not raise; a KMS across a network calls several at a time."""
         return [function(item) for item in items]
 
+    def _may_be_of_others(self, master_key_id: str) -> bool:
+        """Return whether an identifier can mean a master key of somebody else; see `trust`."""
+        return False
+
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
         """Return the `KmsError` that stands for a foreign exception.
 
@@ -265,6 +299,10 @@ class KmsClient(ABC):
             master_key_id=master_key_id,
         )
 
+    def _principal(self) -> str:
+        """Return who uses the KMS, for the audit log: a name, never a token. May raise anything."""
+        return audit.default_principal()
+
     # --- the guarded door ---
 
     def _guard(self, operation: str, master_key_id: str | None, call: Callable[[*Ts], T], *arguments: *Ts) -> T:
@@ -274,12 +312,16 @@ class KmsClient(ABC):
         except KmsError as error:
             failure = error
         except Exception as error:
-            try:
-                failure = self._translate(error, operation, master_key_id)
-            except Exception:
-                failure = KmsClient._translate(self, error, operation, master_key_id)
+            failure = self._translated(error, operation, master_key_id)
         # Raised outside of the handlers, which would attach the foreign exception again.
         raise _alone(failure)
+
+    def _translated(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
+        """Return what the backend makes of a foreign exception, or what we do if it cannot."""
+        try:
+            return self._translate(error, operation, master_key_id)
+        except Exception:
+            return KmsClient._translate(self, error, operation, master_key_id)
 
     def _outcome(
         self, operation: str, master_key_id: str | None, call: Callable[[*Ts], T], *arguments: *Ts
@@ -308,14 +350,69 @@ class KmsClient(ABC):
             if not isinstance(request, WrapRequest) and not _may_be_wrapped_key(request.wrapped_key):
                 error = self._wrapped_key_invalid(request.master_key_id, _NOT_A_WRAPPED_KEY)
                 outcomes[_identity(request)] = error
+            elif not isinstance(request, WrapRequest) and not self._is_trusted(request.master_key_id):
+                outcomes[_identity(request)] = MasterKeyNotTrustedError(
+                    backend=self.backend, operation=operation, master_key_id=request.master_key_id
+                )
             else:
                 distinct[_identity(request)] = request
         if distinct:
             self._count(operation, len(distinct))
-            answers = self._outcome(operation, None, call, list(distinct.values()))
-            checked = self._checked(operation, list(distinct.values()), answers, check)
+            asked = list(distinct.values())
+            with self._span(operation, *[request.master_key_id for request in asked], keys=len(asked)) as span:
+                try:
+                    checked = self._checked(operation, asked, self._outcome(operation, None, call, asked), check)
+                except BaseException as error:
+                    # The KMS may have done it all the same.
+                    self._tell(operation, asked, [type(error).__name__] * len(asked), span)
+                    raise
+                self._tell(operation, asked, [_outcome_name(outcome) for outcome in checked], span)
             outcomes.update(zip(distinct, checked, strict=True))
         return [outcomes[_identity(request)] for request in requests]
+
+    def _is_trusted(self, master_key_id: str) -> bool:
+        trusted = self._trusted
+        return trusted is None or master_key_id in trusted or not self._may_be_of_others(master_key_id)
+
+    def _span(self, operation: str, *master_key_ids: str, **attributes: int) -> telemetry.Span:
+        about: dict[str, str | int | Sequence[str]] = {"backend": self.backend, **attributes}
+        if self.telemetry_key_ids:
+            about["master_key_ids"] = sorted(set(master_key_ids))
+        return telemetry.Span(f"kms.{operation}", about)
+
+    def _tell(self, operation: str, requests: Sequence[R], outcomes: Sequence[str], span: telemetry.Span) -> None:
+        """Tell telemetry and the audit log what became of each key."""
+        about = {"backend": self.backend, "operation": operation}
+        telemetry.measure("kms.operation.keys", len(requests), about)
+        counts = Counter(outcomes)
+        for outcome, number in counts.items():
+            telemetry.count("kms.keys", number, {**about, "outcome": outcome})
+        failures = [outcome for outcome in counts if outcome != _OK]
+        if failures:
+            span.note(keys_failed=sum(counts[outcome] for outcome in failures))
+            span.failed(failures[0])
+        if self.audit_log:
+            principal = self._known_principal()
+            for request, outcome in zip(requests, outcomes, strict=True):
+                new = request.new_master_key_id if isinstance(request, RewrapRequest) else None
+                audit.write(
+                    audit.KeyUse(
+                        operation=operation,
+                        outcome=outcome,
+                        backend=self.backend,
+                        kms_instance=self.instance_id,
+                        master_key_id=request.master_key_id,
+                        new_master_key_id=new,
+                        principal=principal,
+                        subject=audit.current_subject(),
+                    )
+                )
+
+    def _known_principal(self) -> str:
+        try:
+            return str(self._principal())
+        except Exception:
+            return "unknown"
 
     def _checked(
         self,
@@ -370,6 +467,14 @@ class KmsClient(ABC):
         return WrappedKeyInvalidError(
             detail, backend=self.backend, operation="unwrap", master_key_id=master_key_id
         )
+
+
+_OK = "ok"
+
+
+def _outcome_name(outcome: object) -> str:
+    """Return what metrics and the audit log say of an outcome."""
+    return type(outcome).__name__ if isinstance(outcome, KmsError) else _OK
 
 
 def _may_be_wrapped_key(text: object) -> bool:

@@ -10,11 +10,14 @@ from parquet_keytools.fork_safe_lock import ForkSafeLock
 
 T = TypeVar("T")
 
+_inherited: list[object] = []
+"""What a child has from its parent and may neither use nor destroy: some SDKs hang when they tidy up there."""
+
 
 class PerProcess(Generic[T]):
     """Makes a thing when it is first asked for, and anew in a forked child.
 
-    What the parent made is dropped in the child without being closed: it is the parent's.
+    What the parent made is kept in the child, unused and never closed: it is the parent's.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -26,7 +29,8 @@ class PerProcess(Generic[T]):
     def get(self) -> T:
         """Return this process's one."""
         with self._lock:
-            if self._thing is None or self._process_id != os.getpid():
+            self._leave_to_parent()
+            if self._thing is None:
                 self._thing = self._make()
                 self._process_id = os.getpid()
             return self._thing
@@ -34,5 +38,11 @@ class PerProcess(Generic[T]):
     def take(self) -> T | None:
         """Return this process's one, if there is one, and forget it, so that the next `get` makes another."""
         with self._lock:
+            self._leave_to_parent()
             thing, self._thing = self._thing, None
-            return thing if self._process_id == os.getpid() else None
+            return thing
+
+    def _leave_to_parent(self) -> None:
+        if self._thing is not None and self._process_id != os.getpid():
+            _inherited.append(self._thing)
+            self._thing = None

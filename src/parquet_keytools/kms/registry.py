@@ -11,10 +11,11 @@ from __future__ import annotations
 import difflib
 import importlib
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import NamedTuple
 
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.client import KmsClient, KmsSettings
 
 ENTRY_POINT_GROUP = "parquet_keytools.kms"
 
@@ -59,6 +60,24 @@ def client_class(name: str) -> type[KmsClient]:
             hint="Uninstall all but one.",
         )
     return _load_plugin(plugins[0])
+
+
+def make_client(settings: KmsSettings, folder: Path) -> KmsClient:
+    """Make the KMS client that settings describe, with what they say of every client.
+
+    Args:
+        settings: Made by the `Settings` of the class that `settings.type` names.
+        folder: Of the configuration's file: relative paths in the settings start there.
+
+    Raises:
+        ConfigurationError: There is no such client, or it cannot be imported.
+        KmsConfigurationError: It cannot be made from these settings.
+    """
+    client = client_class(settings.type).from_settings(settings, folder)
+    client.instance_id = settings.instance_id
+    client.audit_log = settings.audit_log
+    client.telemetry_key_ids = settings.telemetry_key_ids
+    return client
 
 
 def _unknown(name: str) -> ConfigurationError:

@@ -5,38 +5,21 @@ The SDKs' own retries are switched off by the backends, so that there is one pol
 
 from __future__ import annotations
 
-import contextvars
-import random
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pydantic import Field
 
-from parquet_keytools.errors import (
-    KmsError,
-    KmsResponseInvalidError,
-    KmsThrottledError,
-    KmsUnavailableError,
-)
-from parquet_keytools.kms.call_rate import CallRate
-from parquet_keytools.kms.circuit_breaker import CircuitBreaker
+from parquet_keytools import telemetry
+from parquet_keytools.errors import KmsError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
 from parquet_keytools.kms.per_process import PerProcess
-from parquet_keytools.kms.retry_budget import RetryBudget
+from parquet_keytools.kms.remote_call import RemoteCall, Time, Traffic, call_that_sends
+
+__all__ = ["RemoteKmsClient", "RemoteKmsSettings", "Time"]
 
 T = TypeVar("T")
 S = TypeVar("S")
-E = TypeVar("E", bound=KmsError)
-
-_TRIES_OF_INVALID_ANSWERS = 3
-"""An answer that was damaged on its way is asked for again; one that is wrong each time is not."""
-
-_LONGEST_PAUSE_SECONDS = 5.0
-_FIRST_PAUSE_SECONDS = {KmsUnavailableError: 0.05, KmsThrottledError: 0.1, KmsResponseInvalidError: 0.02}
 
 
 class RemoteKmsSettings(KmsSettings):
@@ -59,7 +42,10 @@ class RemoteKmsSettings(KmsSettings):
         default=60.0, gt=0, le=3600, description="How long a call may take with all its tries, in seconds."
     )
     max_tries: int = Field(
-        default=10, ge=1, le=100, description="How often a call is tried that may succeed later."
+        default=50,
+        ge=1,
+        le=1000,
+        description="How often a call is tried that may succeed later; by default the time ends first.",
     )
     max_concurrent_calls: int = Field(
         default=32, ge=1, le=1000, description="How many calls to the KMS are under way at a time."
@@ -79,15 +65,6 @@ class RemoteKmsSettings(KmsSettings):
     )
 
 
-@dataclass(frozen=True)
-class Time:
-    """Clock, pauses and chance; tests pass others."""
-
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-    uniform: Callable[[float, float], float] = field(default=random.uniform)
-
-
 class RemoteKmsClient(KmsClient):
     """A KMS across a network. Backends send one try with `_call`, and many calls with `_map`.
 
@@ -100,16 +77,18 @@ class RemoteKmsClient(KmsClient):
         super().__init__()
         self.limits = limits
         self._time = time_source or Time()
-        self._traffic = PerProcess(lambda: _Traffic(limits, self._time))
+        self._traffic = PerProcess(lambda: Traffic(limits, self._time))
 
     def close(self) -> None:
-        """Give back threads and connections. A call after this makes new ones."""
+        """Give back threads and connections. Calls under way end as they would; later ones make new ones."""
         traffic = self._traffic.take()
         if traffic is not None:
-            traffic.close()
+            traffic.concurrent_calls.close()
 
     def _call(self, operation: str, master_key_id: str | None, send: Callable[[float], T]) -> T:
         """Call the KMS, with as many tries as the errors allow.
+
+        A call that is made while another one sends, such as a login, is a part of that one.
 
         Args:
             operation: For errors, metrics and traces.
@@ -119,119 +98,29 @@ class RemoteKmsClient(KmsClient):
         Raises:
             KmsError: The last try's error, with `tries`.
         """
-        traffic = self._traffic.get()
-        refused_for = traffic.breaker.seconds_to_wait()
-        if refused_for:
-            raise self._down(operation, master_key_id, refused_for)
-        started = self._time.clock()
-        deadline = started + self.limits.timeout_seconds
-        tries = 0
-        while True:
-            tries += 1
-            outcome = self._try(traffic, operation, master_key_id, send, deadline)
-            if not isinstance(outcome, KmsError):
-                return outcome
-            pause = self._pause(traffic, outcome, tries)
-            if pause is None or not self._wait(traffic, pause, deadline):
-                break
-        raise outcome.after(tries, self._time.clock() - started)
+        call = RemoteCall(self, self._traffic.get(), operation, master_key_id, call_that_sends(self))
+        about: dict[str, str] = {"backend": self.backend, "operation": operation}
+        key = {"master_key_id": master_key_id} if self.telemetry_key_ids and master_key_id is not None else {}
+        with telemetry.Span("kms.call", about | key) as span:
+            outcome = call.run(send, span)
+            is_error = isinstance(outcome, KmsError)
+            about["outcome"] = type(outcome).__name__ if is_error else "ok"
+            span.note(tries=call.tries)
+            if is_error:
+                span.failed(about["outcome"])
+            telemetry.count("kms.calls", 1, about)
+            telemetry.measure("kms.call.duration", self._time.clock() - call.started, about)
+        if isinstance(outcome, KmsError):
+            if call.outer is not None:
+                call.outer.failure_of_inner = outcome
+            raise outcome
+        return outcome
 
     def _map(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
-        """Return the results of a function that does not raise, called for several items at a time."""
+        """Return the results of a function that does not raise, called for several items at a time.
+
+        When the KMS has answered nothing for `timeout_seconds`, calls for items that are left fail at once.
+        """
         if len(items) <= 1:
             return [function(item) for item in items]
-        pool = self._traffic.get().pool
-        # Each thread needs a context of its own; it carries the trace and the file the calls are about.
-        calls = [pool.submit(contextvars.copy_context().run, function, item) for item in items]
-        try:
-            return [call.result() for call in calls]
-        finally:
-            for call in calls:
-                call.cancel()
-
-    def _try(
-        self,
-        traffic: _Traffic,
-        operation: str,
-        master_key_id: str | None,
-        send: Callable[[float], T],
-        deadline: float,
-    ) -> T | KmsError:
-        """Make one try. Returns what came back, or why nothing did."""
-        if not traffic.slots.acquire(timeout=max(deadline - self._time.clock(), 0)):
-            detail = f"{self.limits.max_concurrent_calls} calls were under way all the time"
-            return self._error(KmsUnavailableError, operation, master_key_id, detail)
-        try:
-            wait = traffic.rate.reserve()
-            if wait:
-                self._time.sleep(min(wait, max(deadline - self._time.clock(), 0)))
-            seconds = min(self.limits.call_timeout_seconds, deadline - self._time.clock())
-            if seconds <= 0:
-                return self._error(KmsThrottledError, operation, master_key_id, "no turn in time")
-            result = send(seconds)
-        except KmsError as error:
-            failure = error
-        except Exception as error:
-            failure = self._translate(error, operation, master_key_id)
-        else:
-            traffic.breaker.answered()
-            traffic.rate.answered()
-            return result
-        finally:
-            traffic.slots.release()
-        if isinstance(failure, KmsUnavailableError):
-            traffic.breaker.failed()
-        else:
-            traffic.breaker.answered()
-        if isinstance(failure, KmsThrottledError):
-            traffic.rate.throttled()
-        return failure
-
-    def _wait(self, traffic: _Traffic, pause: float, deadline: float) -> bool:
-        """Wait for the next try. Returns whether there is time for one."""
-        # A call that began before the KMS was known to be down may wait for it to come back.
-        while pause:
-            if self._time.clock() + pause >= deadline:
-                return False
-            self._time.sleep(pause)
-            pause = traffic.breaker.seconds_to_wait()
-        return True
-
-    def _pause(self, traffic: _Traffic, failure: KmsError, tries: int) -> float | None:
-        """Return how long to wait for the next try, or None if there is none: full jitter, doubling."""
-        first = _FIRST_PAUSE_SECONDS.get(type(failure))
-        most = self.limits.max_tries
-        if isinstance(failure, KmsResponseInvalidError):
-            most = min(most, _TRIES_OF_INVALID_ANSWERS)
-        if first is None or tries >= most:
-            return None
-        longest = min(_LONGEST_PAUSE_SECONDS, first * 2.0 ** (tries - 1))
-        pause = self._time.uniform(0, longest)
-        if isinstance(failure, KmsUnavailableError):
-            pause = max(pause, traffic.retries.take())
-        return max(pause, failure.retry_after_seconds)
-
-    def _down(self, operation: str, master_key_id: str | None, seconds: float) -> KmsUnavailableError:
-        detail = (
-            f"it has not answered for {self.limits.fail_fast_after_seconds:g} seconds or more, "
-            f"and is asked again in {seconds:.1f} seconds"
-        )
-        return self._error(KmsUnavailableError, operation, master_key_id, detail)
-
-    def _error(self, kind: type[E], operation: str, master_key_id: str | None, detail: str = "") -> E:
-        return kind(detail, backend=self.backend, operation=operation, master_key_id=master_key_id)
-
-
-class _Traffic:
-    """What the calls of one process share."""
-
-    def __init__(self, limits: RemoteKmsSettings, time_source: Time) -> None:
-        clock = time_source.clock
-        self.slots = threading.BoundedSemaphore(limits.max_concurrent_calls)
-        self.rate = CallRate(limits.max_calls_per_second, clock)
-        self.retries = RetryBudget(2 * limits.max_concurrent_calls, limits.max_concurrent_calls, clock)
-        self.breaker = CircuitBreaker(limits.fail_fast_after_seconds, limits.probe_every_seconds, clock)
-        self.pool = ThreadPoolExecutor(limits.max_concurrent_calls, thread_name_prefix="parquet-keytools-kms")
-
-    def close(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        return self._traffic.get().concurrent_calls.map(function, items)

@@ -1,0 +1,219 @@
+"""The connection to AWS: sessions, clients, roles, and silence in the SDK's log while keys pass through it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import boto3
+import botocore.session
+from botocore.config import Config
+from botocore.credentials import (
+    AssumeRoleCredentialFetcher,
+    CredentialProvider,
+    CredentialResolver,
+    DeferredRefreshableCredentials,
+)
+from botocore.exceptions import ClientError, NoCredentialsError
+
+from parquet_keytools.errors import KmsConfigurationError
+from parquet_keytools.kms.aws_errors import EXPIRED_CREDENTIALS, code_of
+from parquet_keytools.kms.aws_settings import AwsSettings, mistake_in_endpoint
+from parquet_keytools.kms.per_process import PerProcess
+
+_SHARE_OF_CONNECTING = 0.4
+"""Of the time of one try; the rest is for the answer."""
+
+_seconds_of_call: ContextVar[float | None] = ContextVar("seconds_of_call", default=None)
+"""How long the call under way may take; None outside of calls of ours."""
+
+
+class AwsConnection:
+    """Sends requests with a boto3 client that it makes when the first one is sent, one for each process.
+
+    Args:
+        settings: Where to connect to, and as whom.
+        folder: Where relative paths in the settings start.
+        session: A boto3 session in place of the one that the settings describe.
+        client: A ready boto3 client for KMS. Its timeouts and its own retries are its maker's business.
+    """
+
+    def __init__(self, settings: AwsSettings, folder: Path, session: Any = None, client: Any = None) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._session = session
+        self._given_client = client
+        self._maker_process_id = os.getpid()
+        self._clients: PerProcess[Any] = PerProcess(self._make_client)
+
+    @property
+    def region(self) -> str | None:
+        """The region whose KMS is asked, as far as it is known without a client."""
+        for source in (self._given_client and self._given_client.meta, self._session):
+            if source is not None and isinstance(source.region_name, str):
+                return self._settings.region or source.region_name
+        return self._settings.region
+
+    def call(self, method: str, seconds: float, **parameters: Any) -> dict[str, Any]:
+        """Send one request.
+
+        Credentials that the KMS calls expired are read, or asked for, anew once: a clock may be wrong, or
+        somebody revoked them.
+
+        Args:
+            method: Of the boto3 client.
+            seconds: How long it may take.
+            parameters: What the method takes. `KeyId` and the like may be functions of the region.
+        """
+        with _quietly(seconds):
+            client = self._clients.get()
+            try:
+                return self._send(client, method, parameters)
+            except ClientError as error:
+                if self._given_client is not None or code_of(error) not in EXPIRED_CREDENTIALS:
+                    raise
+            if self._clients.get() is client:
+                self._clients.take()
+            return self._send(self._clients.get(), method, parameters)
+
+    def close(self) -> None:
+        """Close the client's connections, unless the caller made it."""
+        client = self._clients.take()
+        if client is not None and self._given_client is None:
+            client.close()
+
+    def _send(self, client: Any, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        region = client.meta.region_name
+        given = {name: value(region) if callable(value) else value for name, value in parameters.items()}
+        answer: dict[str, Any] = getattr(client, method)(**given)
+        return answer
+
+    def _make_client(self) -> Any:
+        client = self._given_client
+        if client is None:
+            session = self._session or _base_session(self._settings)
+            if self._settings.assume_role is not None:
+                session = self._session_in_role(session)
+            client = session.client("kms", endpoint_url=self._settings.endpoint_url, **self._client_options())
+            client.meta.events.register("before-call.kms", _set_read_timeout)
+        elif os.getpid() != self._maker_process_id:
+            # A forked child drops its copies of the parent's connections, and opens its own.
+            client.close()
+        _silence_loggers()
+        return self._checked(client)
+
+    def _session_in_role(self, base: Any) -> Any:
+        """Return a session that has the role's credentials, and renews them before they expire."""
+        role = self._settings.assume_role
+        assert role is not None
+        source = base.get_credentials()
+        if source is None:
+            raise NoCredentialsError
+
+        def make_client(service: str, **credentials: Any) -> Any:
+            options = self._client_options()
+            client = base.client(service, endpoint_url=role.endpoint_url, **options, **credentials)
+            return self._checked(client)
+
+        arguments = {"RoleSessionName": role.session_name, "DurationSeconds": role.duration_seconds}
+        if role.external_id is not None:
+            arguments["ExternalId"] = role.external_id.get_secret_value()
+        fetcher = AssumeRoleCredentialFetcher(make_client, source, role.role_arn, extra_args=arguments)
+        session = botocore.session.Session(profile=base.profile_name if self._settings.profile else None)
+        providers = CredentialResolver([_RoleProvider(fetcher.fetch_credentials)])
+        session.register_component("credential_provider", providers)
+        return boto3.Session(botocore_session=session, region_name=self._settings.region or base.region_name)
+
+    def _client_options(self) -> dict[str, Any]:
+        limits = self._settings
+        connect_timeout = limits.call_timeout_seconds * _SHARE_OF_CONNECTING
+        config = Config(
+            connect_timeout=connect_timeout,
+            read_timeout=limits.call_timeout_seconds - connect_timeout,
+            max_pool_connections=limits.max_concurrent_calls,
+            # Tries are made by RemoteKmsClient alone: two policies on top of each other multiply.
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            tcp_keepalive=True,
+            use_fips_endpoint=limits.use_fips_endpoint or None,
+            user_agent_extra="parquet-keytools",
+        )
+        bundle = limits.ca_bundle
+        verify = None if bundle is None else str(self._folder / bundle.expanduser())
+        return {"region_name": limits.region, "verify": verify, "config": config}
+
+    def _checked(self, client: Any) -> Any:
+        """Return a client whose endpoint may be used; it may come from the environment or a profile."""
+        mistake = mistake_in_endpoint(client.meta.endpoint_url, allow_http=self._settings.allow_http)
+        if mistake:
+            raise KmsConfigurationError(
+                mistake,
+                backend="aws",
+                operation="connect",
+                hint="The environment or the AWS configuration files may have set it; `allow_http` allows it.",
+            )
+        return client
+
+
+class _RoleProvider(CredentialProvider):
+    """Provides the credentials of a role, which are asked for when the first request is signed."""
+
+    METHOD = "parquet-keytools-assume-role"
+
+    def __init__(self, fetch: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self._fetch = fetch
+
+    def load(self) -> Any:
+        return DeferredRefreshableCredentials(self._fetch, "assume-role")
+
+
+def _base_session(settings: AwsSettings) -> boto3.Session:
+    def text(secret: Any) -> str | None:
+        return None if secret is None else secret.get_secret_value()
+
+    return boto3.Session(
+        aws_access_key_id=text(settings.access_key_id),
+        aws_secret_access_key=text(settings.secret_access_key),
+        aws_session_token=text(settings.session_token),
+        region_name=settings.region,
+        profile_name=settings.profile,
+    )
+
+
+def _set_read_timeout(context: dict[str, Any], **_: Any) -> None:
+    """Give a request no more than what is left of its time; older botocore has one timeout for all."""
+    seconds = _seconds_of_call.get()
+    if seconds is not None:
+        context["read_timeout"] = max(seconds * (1 - _SHARE_OF_CONNECTING), 0.001)
+
+
+# --- the SDK's log ---
+
+
+@contextmanager
+def _quietly(seconds: float) -> Iterator[None]:
+    """Keep the SDK's debug log silent in this thread: it has keys, tokens and whole answers in it."""
+    _silence_loggers()
+    token = _seconds_of_call.set(seconds)
+    try:
+        yield
+    finally:
+        _seconds_of_call.reset(token)
+
+
+def _during_our_calls(record: logging.LogRecord) -> bool:
+    return _seconds_of_call.get() is None or record.levelno >= logging.WARNING
+
+
+def _silence_loggers() -> None:
+    # A filter of a logger does not hold for the loggers below it, so each of them needs it.
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] in ("boto3", "botocore"):
+            logger = logging.getLogger(name)
+            if _during_our_calls not in logger.filters:
+                logger.addFilter(_during_our_calls)

@@ -1,0 +1,125 @@
+"""A channel to Cloud KMS, with its credentials."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+from google.cloud.kms_v1 import KeyManagementServiceClient
+from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
+
+from parquet_keytools.kms.gcp_call_gate import GRPC_CALLS
+from parquet_keytools.kms.gcp_credentials import TokenSource, email_of
+
+_OPTIONS = [
+    # A call to a KMS that comes back must not wait for the two minutes that gRPC would.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # Finds a connection that a network in between has forgotten, so that calls do not time out on it for minutes.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # The retries are ours; and a channel of ours does not inherit another one's state.
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+_LOGGERS = tuple(
+    f"google.cloud.kms_v1.services.key_management_service.transports.{name}"
+    for name in ("grpc", "rest", "rest_base")
+)
+_in_our_call: ContextVar[bool] = ContextVar("parquet_keytools_gcp_call", default=False)
+
+
+class GcpConnection:
+    """Sends calls to Cloud KMS, each once.
+
+    Args:
+        client: Used as it is, but for its retries and timeouts.
+        tokens: Who we are; None where the client knows itself.
+        owned: Whether the client is closed with this.
+    """
+
+    def __init__(self, client: Any, tokens: TokenSource | None, *, owned: bool) -> None:
+        self.client = client
+        self.tokens = tokens
+        self._owned = owned
+        self._url = f"https://{getattr(client, 'api_endpoint', '')}/"
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(_not_our_call)
+
+    @property
+    def email(self) -> str | None:
+        """Email of the service account, if it is known without a call."""
+        if self.tokens is not None:
+            return self.tokens.email
+        return email_of(getattr(getattr(self.client, "transport", None), "_credentials", None))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next call needs no new token."""
+        return self.tokens is None or self.tokens.is_fresh
+
+    def call(self, method: str, request: Any, seconds: float) -> Any:
+        """Send one request, within so many seconds, those for a new token included."""
+        deadline = time.monotonic() + seconds
+        metadata = self.authenticate(seconds)
+        with _our_call(), GRPC_CALLS:
+            left = max(deadline - time.monotonic(), 0.001)
+            return getattr(self.client, method)(request=request, retry=None, timeout=left, metadata=metadata)
+
+    def authenticate(self, seconds: float) -> Sequence[tuple[str, str]]:
+        """Return the headers that say who we are."""
+        return self.tokens.headers(self._url, seconds) if self.tokens is not None else ()
+
+    def close(self) -> None:
+        """Close the client if it is ours."""
+        if self._owned:
+            self.client.transport.close()
+
+
+def open_client(endpoint: str, *, insecure: bool) -> KeyManagementServiceClient:
+    """Return a client with a channel of its own; it connects when it is first used.
+
+    Args:
+        endpoint: Host, with a port where it is not 443.
+        insecure: Without TLS.
+    """
+    with GRPC_CALLS:
+        if insecure:
+            # A proxy of the environment is not on this machine.
+            channel = grpc.insecure_channel(endpoint, [*_OPTIONS, ("grpc.enable_http_proxy", 0)])
+        else:
+            channel = grpc.secure_channel(endpoint, grpc.ssl_channel_credentials(), _OPTIONS)
+        return KeyManagementServiceClient(
+            transport=KeyManagementServiceGrpcTransport(host=endpoint, channel=channel)
+        )
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Return whether an endpoint is on this machine."""
+    host = endpoint.rpartition(":")[0] or endpoint
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return False
+
+
+@contextlib.contextmanager
+def _our_call() -> Iterator[None]:
+    token = _in_our_call.set(True)
+    try:
+        yield
+    finally:
+        _in_our_call.reset(token)
+
+
+def _not_our_call(record: logging.LogRecord) -> bool:
+    """Drop what the SDK logs of our calls: at DEBUG it logs requests and answers, and so keys."""
+    return not _in_our_call.get()

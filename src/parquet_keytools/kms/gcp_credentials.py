@@ -1,0 +1,119 @@
+"""Who we are to Google Cloud."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import google.auth
+from google.auth import identity_pool, impersonated_credentials
+from google.auth.credentials import TokenState
+from google.auth.transport.requests import Request
+from google.oauth2 import credentials as user_credentials
+from google.oauth2 import service_account
+
+from parquet_keytools.fork_safe_lock import ForkSafeLock
+
+_SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)
+_KINDS: dict[str, Callable[..., Any]] = {
+    "authorized_user": user_credentials.Credentials.from_authorized_user_info,
+    "external_account": identity_pool.Credentials.from_info,
+    "service_account": service_account.Credentials.from_service_account_info,
+}
+
+
+class CredentialsFileError(Exception):
+    """A credentials file cannot be used. Its text quotes nothing of the file."""
+
+
+def load_credentials(
+    file: Path | None, impersonate: str | None, delegates: Sequence[str], quota_project: str | None
+) -> Any:
+    """Return credentials of a file, or else application default credentials.
+
+    Args:
+        file: A service account key, or what gcloud made for a user or for workload identity federation.
+        impersonate: Email of a service account to act as.
+        delegates: Service accounts in between, each of which may act as the next.
+        quota_project: Project whose quota is used, where it is not that of the credentials.
+
+    Raises:
+        CredentialsFileError: The file is not there, or not of these kinds.
+        google.auth.exceptions.GoogleAuthError: There are no application default credentials.
+    """
+    credentials = google.auth.default(scopes=_SCOPES)[0] if file is None else _from_file(file)
+    if isinstance(credentials, service_account.Credentials):
+        # A token signed here spares a call to Google's token service.
+        credentials = credentials.with_always_use_jwt_access(not impersonate)
+    if impersonate:
+        credentials = impersonated_credentials.Credentials(
+            source_credentials=credentials,
+            target_principal=impersonate,
+            target_scopes=list(_SCOPES),
+            delegates=list(delegates),
+        )
+    return credentials.with_quota_project(quota_project) if quota_project else credentials
+
+
+def _from_file(file: Path) -> Any:
+    failure = None
+    try:
+        info = json.loads(file.read_text(encoding="utf-8"))
+        make = _KINDS.get(str(info.get("type"))) if isinstance(info, dict) else None
+        if make is not None:
+            return make(info, scopes=_SCOPES)
+    except OSError as error:
+        failure = error.strerror or type(error).__name__
+    except Exception as error:  # a key that cannot be parsed; the exception may quote it
+        failure = type(error).__name__
+    kinds = ", ".join(sorted(_KINDS))
+    raise CredentialsFileError(failure or f"its type is none of {kinds}")
+
+
+class TokenSource:
+    """Gives the headers that say who we are, with a token that is renewed before it expires.
+
+    gRPC could ask the credentials itself, but would report every failure, lasting or not, as a server that is
+    unavailable.
+    """
+
+    def __init__(self, credentials: Any, request: Callable[..., Any] | None = None) -> None:
+        self._credentials = credentials
+        self._request = request or Request()
+        self._lock = ForkSafeLock()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the next headers need no call."""
+        return bool(self._credentials.token_state is TokenState.FRESH)
+
+    @property
+    def email(self) -> str | None:
+        """Email of the service account, if it is known without a call."""
+        return email_of(self._credentials)
+
+    def headers(self, url: str, seconds: float) -> list[tuple[str, str]]:
+        """Return headers for a call.
+
+        Args:
+            url: Of the service.
+            seconds: How long each call for a new token may take.
+
+        Raises:
+            google.auth.exceptions.GoogleAuthError: No token can be had.
+        """
+        headers: dict[str, str] = {}
+        # One thread renews the token; the others wait for it.
+        with self._lock:
+            self._credentials.before_request(partial(self._request, timeout=seconds), "POST", url, headers)
+        return [(name.lower(), value) for name, value in headers.items()]
+
+
+def email_of(credentials: Any) -> str | None:
+    """Return the email of a service account's credentials, if they know it."""
+    email = getattr(credentials, "service_account_email", None)
+    # The credentials of a virtual machine call theirs "default" until they are first used.
+    return email if isinstance(email, str) and "@" in email else None

