@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -63,6 +64,71 @@ def list_folder(folder: FileLocation) -> tuple[list[ParquetFile], list[LeftOut]]
     return files, left_out
 
 
+def walk_parquet_files(folder: FileLocation) -> Iterator[FileLocation]:
+    """Yield the Parquet files under a folder that `list_folder` finds, with one folder in memory at a time.
+
+    A folder is listed before the first of its files is yielded: one that is replaced meanwhile comes once.
+    """
+    yield from _walk(folder, folder, frozenset())
+
+
+def _walk(root: FileLocation, folder: FileLocation, above: frozenset[str]) -> Iterator[FileLocation]:
+    real = str(Path(folder.path).resolve()) if folder.is_local else folder.path
+    if real in above:
+        return
+    # A folder that is removed meanwhile has no files any more.
+    infos = folder.filesystem.get_file_info(pafs.FileSelector(folder.path, allow_not_found=True))
+    for info in sorted(infos, key=lambda info: str(info.path)):
+        location, kind = FileLocation(folder.filesystem, info.path), info.type
+        if kind == pafs.FileType.Directory:
+            if not _is_passed_over(root, location):
+                yield from _walk(root, location, above | {real})
+        elif kind == pafs.FileType.File and _reason_to_leave_out(root, _Entry(location, 0)) is None:
+            yield location
+
+
+def walk_folder(folder: FileLocation) -> Iterator[ParquetFile | LeftOut]:
+    """Yield the same as `list_folder`, in no order, with little in memory: a folder may have a million files."""
+    for entry in _walked_entries(folder, folder, frozenset()):
+        reason = _reason_to_leave_out(folder, entry)
+        if reason is None:
+            yield ParquetFile(entry.location, entry.size_bytes)
+        elif reason != _KEY_MATERIAL or not _is_used(entry.location):
+            yield LeftOut(entry.location, reason)
+
+
+def _is_used(key_material: FileLocation) -> bool:
+    """Return whether the Parquet file that a key material file is named after is there."""
+    name = key_material.name.removeprefix("_KEY_MATERIAL_FOR_").removesuffix(".json")
+    parquet_file = key_material.sibling(name)
+    return key_material_location(parquet_file).path == key_material.path and parquet_file.is_file()
+
+
+def _walked_entries(root: FileLocation, folder: FileLocation, above: frozenset[str]) -> Iterator[_Entry]:
+    if not root.is_local:
+        for info in root.filesystem.get_file_info(pafs.FileSelector(folder.path, allow_not_found=True)):
+            location = FileLocation(root.filesystem, info.path)
+            if info.type == pafs.FileType.Directory:
+                yield from _walked_entries(root, location, above)
+            else:
+                flaw = None if info.type == pafs.FileType.File else _NO_REGULAR_FILE
+                yield _Entry(location, info.size or 0, flaw)
+        return
+    real = os.path.realpath(folder.path)
+    if real in above:
+        yield _Entry(folder, 0, _LINK_LOOP)
+        return
+    with os.scandir(folder.path) as entries:
+        for found in entries:
+            location = FileLocation(root.filesystem, found.path)
+            if found.is_dir():
+                yield from _walked_entries(root, location, above | {real})
+            elif found.is_file():
+                yield _Entry(location, found.stat().st_size)
+            else:
+                yield _Entry(location, 0, _NO_REGULAR_FILE)
+
+
 @dataclass(frozen=True)
 class _Entry:
     location: FileLocation
@@ -105,11 +171,15 @@ def _reason_to_leave_out(folder: FileLocation, entry: _Entry) -> str | None:
         return _SUMMARY
     if name.startswith("_KEY_MATERIAL_FOR_"):
         return _KEY_MATERIAL
-    # As Spark has it: an underscore may begin the name of a partition column.
-    parts = PurePosixPath(entry.location.path).relative_to(folder.path).parts
-    if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts):
+    if _is_passed_over(folder, entry.location):
         return _PASSED_OVER
     return None if ".parquet" in name or _has_magic(entry.location) else _OTHER
+
+
+def _is_passed_over(folder: FileLocation, location: FileLocation) -> bool:
+    # As Spark has it: an underscore may begin the name of a partition column.
+    parts = PurePosixPath(location.path).relative_to(folder.path).parts
+    return any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts)
 
 
 def _has_magic(location: FileLocation) -> bool:

@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools import file_verification, module_files, salvage
+from parquet_keytools import audit, file_verification, module_files, salvage
 from parquet_keytools.arrow import reading, writing
 from parquet_keytools.arrow.decryption_properties import Filters, make_decryption_properties
 from parquet_keytools.arrow.encryption_properties import ArrowEncryptor, arrow_limits
 from parquet_keytools.arrow.leaf_paths import leaf_paths
 from parquet_keytools.arrow.output_filesystem import Encrypt
+from parquet_keytools.config.key_names import check_moves
 from parquet_keytools.config.loader import load_configuration, parse_configuration
+from parquet_keytools.config.mistakes import Mistake
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
-from parquet_keytools.errors import ConfigurationError, OutputError, UnsupportedByArrowError
+from parquet_keytools.errors import (
+    ConfigurationError,
+    FileChangedError,
+    OutputError,
+    UnsupportedByArrowError,
+)
 from parquet_keytools.key_service import KeyService
 from parquet_keytools.keys.kek_cache import Clock
 from parquet_keytools.keys.material_store import write_key_materials
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.opened_file import OpenedFile
+from parquet_keytools.rotation import rekeying, restoring
+from parquet_keytools.rotation.data_set_rotation import OnFile
+from parquet_keytools.rotation.inventory import FileKeyUses
+from parquet_keytools.rotation.inventory_without_kms import InventoryWithoutKms
+from parquet_keytools.rotation.report import RotationReport
+from parquet_keytools.rotation.request import RotationRequest, list_keys, master_key_id, run_rotation
 from parquet_keytools.storage import FileLocation, PathLike
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds
     import pyarrow.parquet as pq
+    from pyspark.sql.types import StructType
+
+_LOOKS = 8
+"""How often a file is opened for one read, where others change it all the time."""
 
 
 class Keytools:
@@ -114,7 +133,8 @@ class Keytools:
             )
         if self._arrow_encryptor is None:
             raise UnsupportedByArrowError(arrow_limits(policy), hint="Keytools.write_table can.")
-        encryption = self._arrow_encryptor.encryption(policy, location.name)
+        with audit.about(location):
+            encryption = self._arrow_encryptor.encryption(policy, location.name)
         if encryption.key_materials is not None:
             write_key_materials(location, encryption.key_materials)
         return encryption.properties
@@ -182,14 +202,16 @@ class Keytools:
         if "encryption_properties" in options:
             raise TypeError("write_table makes the encryption properties itself")
         policy = self._keys.policy(table_name, leaf_paths(table.schema, options))
-        return writing.write_table(
-            table,
-            FileLocation.resolve(path, filesystem),
-            policy,
-            self._arrow_encryptor,
-            self._encrypt(policy.table_name),
-            options,
-        )
+        location = FileLocation.resolve(path, filesystem)
+        with audit.about(location):
+            return writing.write_table(
+                table,
+                location,
+                policy,
+                self._arrow_encryptor,
+                self._encrypt(policy.table_name),
+                options,
+            )
 
     def read_table(
         self,
@@ -219,6 +241,22 @@ class Keytools:
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
         """
         location = FileLocation.resolve(path, filesystem)
+        for _ in range(_LOOKS - 1):
+            # Files are replaced while they are read. A new look tells that from an attack.
+            with contextlib.suppress(FileChangedError):
+                return self._read_table(location, columns, filters, table_name, aad_prefix, dict(options))
+        return self._read_table(location, columns, filters, table_name, aad_prefix, options)
+
+    def _read_table(
+        self,
+        location: FileLocation,
+        columns: Sequence[str] | None,
+        filters: Filters,
+        table_name: str | None,
+        aad_prefix: str | None,
+        options: dict[str, Any],
+    ) -> pa.Table:
+        """Read a file or a folder as it is now; see `read_table`."""
         if location.info().type == pafs.FileType.Directory:
             files = self._open_dataset_files(location, table_name, aad_prefix)
             partitioning, schema = options.pop("partitioning", "hive"), options.pop("schema", None)
@@ -272,18 +310,20 @@ class Keytools:
             ConfigurationError: The table's columns do not fit the schema.
             KmsError: A key cannot be wrapped; nothing is written.
         """
-        writing.write_dataset(
-            data,
-            FileLocation.resolve(folder, filesystem),
-            lambda schema: self._keys.policy(table_name, leaf_paths(schema, dict(write_options or {}))),
-            self._arrow_encryptor,
-            self._encrypt(table_name),
-            self._keys.wrap_keks,
-            partitioning=partitioning,
-            partitioning_flavor=partitioning_flavor,
-            write_options=dict(write_options or {}),
-            options=options,
-        )
+        location = FileLocation.resolve(folder, filesystem)
+        with audit.about(location):
+            writing.write_dataset(
+                data,
+                location,
+                lambda schema: self._keys.policy(table_name, leaf_paths(schema, dict(write_options or {}))),
+                self._arrow_encryptor,
+                self._encrypt(table_name),
+                self._keys.wrap_keks,
+                partitioning=partitioning,
+                partitioning_flavor=partitioning_flavor,
+                write_options=dict(write_options or {}),
+                options=options,
+            )
 
     def dataset(
         self,
@@ -436,6 +476,64 @@ class Keytools:
             on_progress,
         )
 
+    def rekey_in_place(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        new_table_name: str | None = None,
+        new_keytools: Keytools | None = None,
+        aad_prefix: str | None = None,
+        verify: bool = True,
+        journal: PathLike | None = None,
+        filesystem: Any = None,
+        keep_results: bool = True,
+        on_file: Callable[[rekeying.FileRekeying], None] | None = None,
+        on_progress: module_files.Progress | None = None,
+    ) -> rekeying.RekeyReport:
+        """Encrypt a file, or all files under a folder, with new data keys, each in its place.
+
+        Each file is written anew beside the old one, checked, and takes its place in one step, only while the old
+        one is what was read. Without another table or other tools a file keeps its AAD prefix, and nothing that is
+        encrypted comes to lie in plaintext.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            table_name: The table of the files, whose policy and AAD prefix they have.
+            new_table_name: The table whose policy they follow from now on; `table_name` if not given.
+            new_keytools: Of another configuration, whose keys and tables they use from now on.
+            aad_prefix: The AAD prefix that they must have.
+            verify: Authenticate every page of the new file; else its footer and metadata of columns alone.
+            journal: A local path for a journal: a run that was cut off then goes on when it is called again.
+                Without one, all files are encrypted anew.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            keep_results: Whether the report has all files, or only those that failed.
+            on_file: Called with what became of each file.
+            on_progress: Called with the number of bytes after each write, by any thread.
+
+        Raises:
+            FileNotFoundError: There is no such file or folder.
+            ConfigurationError: There is no such table.
+            KeytoolsError: The one file failed; what fails of a folder is in the report.
+        """
+        is_other = new_keytools is not None
+        # KEKs of this process may be what leaked.
+        self.clear_caches()
+        request = rekeying.RekeyRequest(
+            table_name=table_name,
+            new_table_name=new_table_name or (None if is_other else table_name),
+            aad_prefix=aad_prefix,
+            as_before=new_table_name in (None, table_name) and not is_other,
+            verify=verify,
+            journal=None if journal is None else Path(journal),
+            keep_results=keep_results,
+            on_file=on_file,
+            on_progress=on_progress,
+        )
+        return rekeying.rekey_data_set(
+            self._keys, (new_keytools or self)._keys, FileLocation.resolve(path, filesystem), request
+        )
+
     # --- inspection and verification ---
 
     def inspect_file(
@@ -496,6 +594,7 @@ class Keytools:
         aad_prefix: str | None = None,
         part_count: int | None = None,
         filesystem: Any = None,
+        on_progress: Callable[[FileReport], None] | None = None,
     ) -> DataSetReport:
         """Check all files of a folder as `verify_file` does, and all of them as one data set.
 
@@ -505,12 +604,15 @@ class Keytools:
             aad_prefix: The AAD prefix that every file must have.
             part_count: How many parts there must be, numbered from 0; None where that is not known.
             filesystem: A `pyarrow.fs` or fsspec file system.
+            on_progress: Called with the report of each file.
 
         Raises:
             OSError: The folder cannot be read.
         """
         location = FileLocation.resolve(folder, filesystem)
-        return file_verification.verify_folder(self._keys, location, table_name, aad_prefix, part_count=part_count)
+        return file_verification.verify_folder(
+            self._keys, location, table_name, aad_prefix, part_count=part_count, on_progress=on_progress
+        )
 
     def salvage_file(
         self,
@@ -538,14 +640,206 @@ class Keytools:
             DecryptionError: The footer is damaged, or no row group is whole.
             KeytoolsError: As `decrypt_file`.
         """
-        return salvage.salvage_file(
-            self._keys,
-            FileLocation.resolve(source, source_filesystem),
-            FileLocation.resolve(target, target_filesystem),
-            table_name,
-            aad_prefix,
-            on_progress,
+        location = FileLocation.resolve(source, source_filesystem)
+        with audit.about(location):
+            return salvage.salvage_file(
+                self._keys,
+                location,
+                FileLocation.resolve(target, target_filesystem),
+                table_name,
+                aad_prefix,
+                on_progress,
+            )
+
+    # --- Spark's own writer ---
+
+    def spark_options(
+        self, table_name: str | None, schema: StructType, *, partition_by: Sequence[str] = ()
+    ) -> dict[str, str]:
+        """Return the options with which Spark writes a frame as a table asks for.
+
+        They go into a session that was made with `parquet_keytools.spark.configure` and this configuration:
+        `frame.write.options(**keytools.spark_options("flights", frame.schema)).parquet(path)`.
+
+        Args:
+            table_name: The table in the configuration; None where it has only one.
+            schema: Of the frame.
+            partition_by: The columns of the write's own `partitionBy`, whose values are not protected.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema, or one of them names folders.
+            UnsupportedBySparkError: Spark's writer cannot do what the table asks for.
+        """
+        from parquet_keytools.spark.spark_columns import leaf_paths as spark_leaf_paths
+        from parquet_keytools.spark.table_options import table_options
+
+        if self._given_kms:
+            raise ConfigurationError(
+                "a KMS client that was passed in cannot be sent to Spark's executors.",
+                hint="Say under `kms:` in the configuration how to make the client.",
+            )
+        return table_options(self._keys, table_name, spark_leaf_paths(schema), partition_by)
+
+    # --- rotation of master keys ---
+
+    def rotate(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        moves: Mapping[str, str] | None = None,
+        only_master_keys: Collection[str] | None = None,
+        older_than: str | None = None,
+        new_keks: bool = False,
+        keep_old: bool | None = None,
+        dry_run: bool = False,
+        journal: PathLike | None = None,
+        to: Keytools | KmsClient | None = None,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+        keep_results: bool = True,
+        on_file: OnFile | None = None,
+    ) -> RotationReport:
+        """Wrap the keys of a file, or of all files under a folder, anew; their data stays as it is.
+
+        Without options: with the current version of their master keys, where they are not known to be. Each file
+        is replaced in one step after its new keys were proven, and what fails with one is in the report. A run
+        that was cut off goes on when it is called again in the same way.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            moves: Old master key -> the one that takes its place; names of the configuration, or identifiers.
+                Then other master keys stay as they are. None takes those of the configuration.
+            only_master_keys: The master keys that are rotated.
+            older_than: Only keys that an older version wrapped, or one that nobody can tell.
+            new_keks: Make fresh KEKs, as after a leak of one; without, KEKs stay the same.
+            keep_old: Keep the old keys beside the files, for `undo_rotation`, until `drop_old_keys`; None does as
+                the configuration says.
+            dry_run: Change nothing; the report says what would change and what the KMS would be asked for.
+            journal: A local path for the journal; local folders keep their own if it is not given.
+            to: Another KMS, or the tools of another configuration, whose master keys wrap from now on.
+            table_name: Table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that they must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            keep_results: Whether the report has all files, or only those that failed: a million take memory.
+            on_file: Called with what became of each file.
+
+        Raises:
+            ConfigurationError: There is no KMS, or the moves are not possible.
+            KmsError: A master key to move to does not exist, or is disabled.
+            FileNotFoundError: There is no such file or folder.
+            OutputError: The journal is of a rotation with other parameters, or cannot be written.
+        """
+        request = RotationRequest(
+            moves=self._configured_moves(to) if moves is None else moves,
+            only_master_keys=only_master_keys,
+            older_than=older_than,
+            new_keks=new_keks,
+            keep_old=self.configuration.rotation.keep_old if keep_old is None else keep_old,
+            dry_run=dry_run,
+            journal=None if journal is None else Path(journal),
+            new_kms=to.kms if isinstance(to, Keytools) else to,
+            new_configuration=to.configuration if isinstance(to, Keytools) else None,
+            table_name=table_name,
+            aad_prefix=aad_prefix,
+            keep_results=keep_results,
+            on_file=on_file,
         )
+        return run_rotation(self._keys, FileLocation.resolve(path, filesystem), request)
+
+    def _configured_moves(self, to: Keytools | KmsClient | None) -> Mapping[str, str]:
+        moves = self.configuration.rotation.moves
+        if moves and to is not None:
+            mistake = Mistake(("rotation", "moves"), "these moves are within one KMS, and another one is named.")
+            raise self.configuration.error_for([mistake])
+        if moves and self.kms is not None:
+            check_moves(self.configuration, self.kms.master_key_ids())
+        return moves
+
+    def undo_rotation(self, path: PathLike | FileLocation, *, filesystem: Any = None) -> RotationReport:
+        """Put back the keys that `rotate` kept of a file, or of all files under a folder.
+
+        A file that changed since is left as it is, and reported. Several rotations are undone one a call.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            FileNotFoundError: There is no such file or folder.
+        """
+        return restoring.restore_data_set(FileLocation.resolve(path, filesystem))
+
+    def drop_old_keys(self, path: PathLike | FileLocation, *, filesystem: Any = None) -> int:
+        """Remove the keys that `rotate` kept of a file, or of all files under a folder.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Returns:
+            How many kept files were removed.
+
+        Raises:
+            FileNotFoundError: There is no such file or folder.
+        """
+        return restoring.drop_data_set(FileLocation.resolve(path, filesystem))
+
+    def key_inventory(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+    ) -> Iterator[FileKeyUses]:
+        """Yield which master keys and versions a file, or each file under a folder, depends on.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            table_name: Table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that they must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            FileNotFoundError: There is no such file or folder.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        if self.kms is None:
+
+            def prefix_of(file: FileLocation, stored: bytes | None) -> bytes | None:
+                return self._keys.expected_aad_prefix(file, table_name, aad_prefix, stored)
+
+            return InventoryWithoutKms(None, None, self._keys.data_keys, prefix_of).list(location)
+        return list_keys(self._keys, location, table_name, aad_prefix)
+
+    def files_using(
+        self,
+        key: str,
+        path: PathLike | FileLocation,
+        *,
+        version: str | None = None,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+    ) -> Iterator[FileKeyUses]:
+        """Yield the files that need a master key, or a version of it, and those of which that cannot be told.
+
+        Args:
+            key: Name of the master key in the configuration, or its identifier.
+            path: A path or URI of a file or a folder.
+            version: The version; None means any.
+            table_name: Table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that they must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            FileNotFoundError: There is no such file or folder.
+        """
+        wanted = master_key_id(self.configuration, key)
+        for file in self.key_inventory(path, table_name=table_name, aad_prefix=aad_prefix, filesystem=filesystem):
+            if file.depends_on(wanted, version) is not False:
+                yield file
 
     # --- the rest ---
 
@@ -593,7 +887,8 @@ class Keytools:
     def _open_dataset_files(
         self, folder: FileLocation, table_name: str | None, aad_prefix: str | None
     ) -> list[OpenedFile]:
-        return self._keys.open_files(reading.dataset_files(folder), table_name, aad_prefix)
+        with audit.about(folder):
+            return self._keys.open_files(reading.dataset_files(folder), table_name, aad_prefix)
 
     def _dataset(
         self,

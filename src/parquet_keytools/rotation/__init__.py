@@ -1,0 +1,1 @@
+"""Rotation of master keys: wrapped keys wrapped anew, over whole data sets."""

@@ -1,0 +1,126 @@
+"""Old key material kept beside a file, until it is restored or dropped.
+
+A kept file is one line of JSON and then the old bytes: the old tail of the Parquet file, or the old content of
+its key material file. It says which new state it belongs to, so that nothing is restored over what another
+writer made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pyarrow import fs as pafs
+
+from parquet_keytools.errors import KeyMaterialError
+from parquet_keytools.rotation.replacement import sink_like
+from parquet_keytools.storage import FileLocation, read_whole, whole_output
+
+SUFFIX = ".old_keys"
+"""Ends the name of a kept file; as the name begins with a dot, readers of data sets pass over it."""
+
+_NAME = re.compile(r"\.(?P<name>.+)\.[0-9TZ]+-[0-9a-f]+\.(?P<kind>tail|key_material)\.old_keys", re.DOTALL)
+_MAX_FILE_BYTES = 1024 * 1024 * 1024
+
+Kind = Literal["tail", "key_material"]
+
+
+@dataclass(frozen=True)
+class KeptKeys:
+    """Old key material of a file.
+
+    Attributes:
+        location: The kept file.
+        kind: What the old bytes are.
+        offset: Where the tail begins; 0 for a key material file.
+        new_sha256: Digest of what took the place of the old bytes.
+        old: The old bytes.
+    """
+
+    location: FileLocation
+    kind: Kind
+    offset: int
+    new_sha256: str
+    old: bytes = field(repr=False)
+
+
+def new_rotation_id() -> str:
+    """Return an id for a rotation; those of later ones sort after it."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{secrets.token_hex(4)}"
+
+
+def keep(
+    parquet_file: FileLocation,
+    replaced: FileLocation,
+    kind: Kind,
+    offset: int,
+    old: bytes,
+    new: bytes,
+    rotation_id: str,
+) -> FileLocation:
+    """Keep old bytes beside a Parquet file; to be called before they are replaced.
+
+    Args:
+        parquet_file: The Parquet file.
+        replaced: The file that the bytes are of, whose mode the kept file gets.
+        kind: What they are.
+        offset: Where they begin.
+        old: The old bytes.
+        new: What takes their place.
+        rotation_id: Of this rotation; later ones sort after it.
+    """
+    location = parquet_file.sibling(f".{parquet_file.name}.{rotation_id}.{kind}{SUFFIX}")
+    head = {"keptKeys": 1, "kind": kind, "offset": offset, "oldSHA256": _sha256(old), "newSHA256": _sha256(new)}
+    with whole_output(location, as_private_as=replaced) as pending, sink_like(pending, replaced) as sink:
+        line = json.dumps(head).encode() + b"\n"
+        sink.write_at(0, line)
+        sink.write_at(len(line), old)
+    return location
+
+
+@dataclass(frozen=True)
+class KeptFile:
+    """A file with old key material, not yet read."""
+
+    location: FileLocation
+    kind: str
+
+
+def kept_files_in(filesystem: pafs.FileSystem, folder: str) -> dict[str, list[KeptFile]]:
+    """Return what is kept in a folder: name of the Parquet file -> its kept files, the newest first."""
+    found: dict[str, list[KeptFile]] = {}
+    infos = filesystem.get_file_info(pafs.FileSelector(folder))
+    for info in sorted(infos, key=lambda info: info.base_name, reverse=True):
+        parts = _NAME.fullmatch(info.base_name)
+        if info.type == pafs.FileType.File and parts:
+            kept = KeptFile(FileLocation(filesystem, info.path), parts["kind"])
+            found.setdefault(parts["name"], []).append(kept)
+    return found
+
+
+def read_kept(file: KeptFile) -> KeptKeys:
+    """Read a kept file.
+
+    Raises:
+        KeyMaterialError: It is damaged.
+    """
+    location = file.location
+    line, _, old = read_whole(location, _MAX_FILE_BYTES).partition(b"\n")
+    try:
+        head: dict[str, Any] = json.loads(line)
+        kept = KeptKeys(location, head["kind"], int(head["offset"]), str(head["newSHA256"]), old)
+        intact = head["keptKeys"] == 1 and head["oldSHA256"] == _sha256(old) and kept.kind == file.kind
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise KeyMaterialError("the old keys that were kept are damaged", path=str(location))
+    return kept
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,80 @@
+"""Which version of a master key wrapped a key, and which one wraps now."""
+
+from __future__ import annotations
+
+import threading
+
+from parquet_keytools.errors import KmsError, MasterKeyNotFoundError
+from parquet_keytools.kms.client import KmsClient, MasterKeyDescription
+from parquet_keytools.rotation.report import KmsCalls
+from parquet_keytools.rotation.rewrap_task import WrappedKey
+
+
+class MasterKeyVersions:
+    """Versions, as two KMS clients tell them; each master key is described once in a run.
+
+    Args:
+        kms: The KMS whose master keys wrapped what is there.
+        new_kms: The one whose master keys shall wrap it; often the same.
+    """
+
+    def __init__(self, kms: KmsClient, new_kms: KmsClient) -> None:
+        self._kms = kms
+        self._new_kms = new_kms
+        self._lock = threading.Lock()
+        self._current: dict[tuple[bool, str], str | None] = {}
+
+    @property
+    def calls(self) -> KmsCalls:
+        """How often a KMS was asked."""
+        return KmsCalls(describe=len(self._current))
+
+    @property
+    def known(self) -> dict[str, str | None]:
+        """Master key -> its newest version, as far as it was asked for."""
+        with self._lock:
+            return {master_key_id: version for (_, master_key_id), version in self._current.items()}
+
+    def of(self, key: WrappedKey) -> str | None:
+        """Return the version that wrapped a key, or None where nobody can tell."""
+        return self._kms.wrapped_key_version(key.wrapped_key, key.master_key_id)
+
+    def of_new(self, key: WrappedKey) -> str | None:
+        """Return the same of a key that the new KMS wrapped."""
+        return self._new_kms.wrapped_key_version(key.wrapped_key, key.master_key_id)
+
+    def current(self, master_key_id: str) -> str | None:
+        """Return the version of a master key that wraps now, or None where the KMS does not tell."""
+        return self._described(self._kms, master_key_id)
+
+    def current_new(self, master_key_id: str) -> str | None:
+        """Return the same of a master key of the new KMS."""
+        return self._described(self._new_kms, master_key_id)
+
+    def describe_new(self, master_key_id: str) -> MasterKeyDescription | None:
+        """Return what the new KMS says of a master key; None where it does not tell.
+
+        Raises:
+            MasterKeyNotFoundError: There is no such master key.
+        """
+        try:
+            description = self._new_kms.describe(master_key_id)
+        except MasterKeyNotFoundError:
+            raise
+        except KmsError:
+            description = None
+        with self._lock:
+            key = (self._new_kms is not self._kms, master_key_id)
+            self._current[key] = description.current_version if description is not None else None
+        return description
+
+    def _described(self, kms: KmsClient, master_key_id: str) -> str | None:
+        with self._lock:
+            key = (kms is not self._kms, master_key_id)
+            if key not in self._current:
+                try:
+                    self._current[key] = kms.describe(master_key_id).current_version
+                except KmsError:
+                    # Who may wrap need not be allowed to describe; then its keys are simply wrapped anew.
+                    self._current[key] = None
+            return self._current[key]

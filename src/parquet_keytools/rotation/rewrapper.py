@@ -1,0 +1,267 @@
+"""Wraps wrapped keys anew, each distinct one once in a run, and proves that the new ones unwrap to the same keys.
+
+Where the KMS can rewrap, the old key is never unwrapped here; the new one is, for the proof.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from parquet_keytools.errors import (
+    KmsError,
+    KmsResponseInvalidError,
+    KmsUnavailableError,
+    MasterKeyNotFoundError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.keys.kek import Kek
+from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
+from parquet_keytools.rotation.remembered import Remembered
+from parquet_keytools.rotation.report import KmsCalls
+from parquet_keytools.rotation.rewrap_task import Rewrapped, RewrapTask, WrappedKey
+from parquet_keytools.secret_bytes import SecretBytes
+
+V = TypeVar("V")
+
+
+class Rewrapper:
+    """Rewraps for one run; forgets everything with it.
+
+    Args:
+        kms: The KMS whose master keys wrapped what is there.
+        new_kms: The one whose master keys shall wrap it; often the same.
+        new_keks: Whether fresh KEKs take the place of those that are there.
+        only_count: Whether to count what would be asked, and ask nothing.
+    """
+
+    def __init__(self, kms: KmsClient, new_kms: KmsClient, *, new_keks: bool, only_count: bool) -> None:
+        self._kms = kms
+        self._new_kms = new_kms
+        self._new_keks = new_keks
+        self._only_count = only_count
+        self._rewrapped: Remembered[RewrapTask, Rewrapped] = Remembered()
+        self._unwrapped: Remembered[WrappedKey, SecretBytes] = Remembered()
+        self._counted: Remembered[RewrapTask, None] = Remembered()
+        self._counted_keks: set[str] = set()
+        self._fresh_keks: dict[tuple[str, int], tuple[Kek, str, SecretBytes]] = {}
+        self._calls: Counter[str] = Counter()
+        self._expected: Counter[str] = Counter()
+        self._answers = 0
+        self._unreachable: KmsUnavailableError | None = None
+
+    @property
+    def calls(self) -> KmsCalls:
+        """What the KMS was asked for."""
+        return KmsCalls(**self._calls)
+
+    @property
+    def expected_calls(self) -> KmsCalls:
+        """What a dry run would have asked for."""
+        return KmsCalls(**self._expected)
+
+    def take_unreachable(self) -> KmsUnavailableError | None:
+        """Return the KMS's last error if it answered nothing at all since this was asked last."""
+        error = self._unreachable if self._answers == 0 else None
+        self._answers, self._unreachable = 0, None
+        return error
+
+    def unwrap(self, wanted: Iterable[WrappedKey]) -> dict[WrappedKey, SecretBytes | KmsError]:
+        """Return what the KMS unwraps keys to that stay as they are."""
+        found: dict[WrappedKey, SecretBytes | KmsError] = {}
+        missing = self._unwrapped.split(wanted, found)
+        for key, outcome in zip(missing, self._unwrap(self._kms, missing), strict=True):
+            found[key] = outcome
+            if not isinstance(outcome, KmsError):
+                self._unwrapped.remember(key, outcome)
+        return found
+
+    def rewrap(self, wanted: Iterable[RewrapTask]) -> dict[RewrapTask, Rewrapped | KmsError]:
+        """Return what wrapped keys became; the KMS is asked for all that are new together."""
+        if self._only_count:
+            self._count(wanted)
+            return {}
+        found: dict[RewrapTask, Rewrapped | KmsError] = {}
+        missing = self._rewrapped.split(wanted, found)
+        moved = [task for task in missing if self._is_unwrapped(task)]
+        inside = [task for task in missing if not self._is_unwrapped(task)]
+        found.update(zip(moved, self._wrap_anew(moved), strict=True))
+        found.update(zip(inside, self._rewrap_inside(inside), strict=True))
+        for task in missing:
+            outcome = found[task]
+            if not isinstance(outcome, KmsError):
+                self._rewrapped.remember(task, outcome)
+        return found
+
+    def _is_unwrapped(self, task: RewrapTask) -> bool:
+        """Return whether a key has to be seen here: another KMS wraps it, or another KEK takes its place."""
+        return self._new_kms is not self._kms or (self._new_keks and task.is_kek)
+
+    def _count(self, wanted: Iterable[RewrapTask]) -> None:
+        for task in self._counted.split(wanted, {}):
+            self._counted.remember(task, None)
+            if not self._is_unwrapped(task):
+                self._expected.update(rewrap=1, unwrap=1 if task.is_kek else 2)
+            elif not (self._new_keks and task.is_kek):
+                self._expected.update(unwrap=2, wrap=1)
+            else:
+                self._expected.update(unwrap=1)
+                # A fresh KEK for each master key; its length is that of the old one, which only the KMS can show.
+                if task.new_master_key_id not in self._counted_keks:
+                    self._counted_keks.add(task.new_master_key_id)
+                    self._expected.update(unwrap=1, wrap=1)
+
+    def _rewrap_inside(self, tasks: Sequence[RewrapTask]) -> list[Rewrapped | KmsError]:
+        """Have the KMS rewrap, and unwrap what it made."""
+        requests = [
+            RewrapRequest(task.old.wrapped_key, task.old.master_key_id, task.new_master_key_id) for task in tasks
+        ]
+        wrapped = self._asked("rewrap", self._kms.rewrap_many(requests)) if requests else []
+        compared = [task.old for task in tasks if not task.is_kek]
+        old_keys = dict(zip(compared, self._unwrap(self._kms, compared), strict=True))
+        keys = self._unwrap_new(self._kms, tasks, wrapped)
+        return [
+            _first_error(key, old_keys.get(task.old))
+            or self._proven(task, new, _value(key), _value(old_keys.get(task.old, key)))
+            for task, new, key in zip(tasks, wrapped, keys, strict=True)
+        ]
+
+    def _wrap_anew(self, tasks: Sequence[RewrapTask]) -> list[Rewrapped | KmsError]:
+        """Unwrap, and have the KMS wrap the same keys or fresh KEKs, and unwrap what it made."""
+        old_keys = self._unwrap(self._kms, [task.old for task in tasks])
+        there = self._moved_before(tasks, old_keys)
+        usable = {
+            task: key
+            for task, key in zip(tasks, old_keys, strict=True)
+            if not isinstance(key, KmsError) and task not in there
+        }
+        if self._new_keks:
+            with_keks = {task: key for task, key in usable.items() if task.is_kek}
+            there.update(self._with_fresh_keks(with_keks))
+            usable = {task: key for task, key in usable.items() if not task.is_kek}
+        same = list(usable)
+        wrapped = self._wrap([WrapRequest(usable[task], task.new_master_key_id) for task in same])
+        for task, new, key in zip(same, wrapped, self._unwrap_new(self._new_kms, same, wrapped), strict=True):
+            there[task] = _first_error(key) or self._proven(task, new, _value(key), usable[task])
+        return [
+            there[task] if task in there else _as_error(key) for task, key in zip(tasks, old_keys, strict=True)
+        ]
+
+    def _with_fresh_keks(self, old_keys: dict[RewrapTask, SecretBytes]) -> dict[RewrapTask, Rewrapped | KmsError]:
+        """Give each master key one fresh KEK of each length for the whole run."""
+        wanted = {(task.new_master_key_id, key.length_bits) for task, key in old_keys.items()}
+        missing = sorted(wanted - self._fresh_keks.keys())
+        keks = [Kek.generate(length_bits) for _, length_bits in missing]
+        wrapped = self._wrap(
+            [WrapRequest(kek.key, master_key_id) for kek, (master_key_id, _) in zip(keks, missing, strict=True)]
+        )
+        wrapped_keys = [
+            WrappedKey(master_key_id, "" if isinstance(new, KmsError) else new)
+            for new, (master_key_id, _) in zip(wrapped, missing, strict=True)
+        ]
+        failed: dict[tuple[str, int], KmsError] = {}
+        keys = self._unwrap(self._new_kms, [key for key in wrapped_keys if key.wrapped_key])
+        unwrapped = dict(zip([key for key in wrapped_keys if key.wrapped_key], keys, strict=True))
+        for kind, kek, new, wrapped_key in zip(missing, keks, wrapped, wrapped_keys, strict=True):
+            key = unwrapped.get(wrapped_key)
+            if isinstance(new, KmsError):
+                failed[kind] = new
+            elif isinstance(key, KmsError):
+                failed[kind] = key
+            elif key != kek.key:
+                failed[kind] = self._not_the_same("wrap", kind[0])
+            else:
+                self._fresh_keks[kind] = (kek, new, _value(key))
+        outcomes: dict[RewrapTask, Rewrapped | KmsError] = {}
+        for task, old_key in old_keys.items():
+            kind = (task.new_master_key_id, old_key.length_bits)
+            if kind in failed:
+                outcomes[task] = failed[kind]
+            else:
+                kek, new_wrapped, fresh = self._fresh_keks[kind]
+                outcomes[task] = Rewrapped(new_wrapped, task.new_master_key_id, fresh, kek, old_key)
+        return outcomes
+
+    def _moved_before(
+        self, tasks: Sequence[RewrapTask], old_keys: Sequence[SecretBytes | KmsError]
+    ) -> dict[RewrapTask, Rewrapped | KmsError]:
+        """Find the keys that an earlier run, which was cut off, moved to the other KMS."""
+        if self._new_kms is self._kms:
+            return {}
+        unknown = [
+            task
+            for task, key in zip(tasks, old_keys, strict=True)
+            if isinstance(key, WrappedKeyInvalidError | MasterKeyNotFoundError)
+        ]
+        keys = self._unwrap(
+            self._new_kms, [WrappedKey(task.new_master_key_id, task.old.wrapped_key) for task in unknown]
+        )
+        return {
+            task: Rewrapped(task.old.wrapped_key, task.new_master_key_id, key, None, key, was_there=True)
+            for task, key in zip(unknown, keys, strict=True)
+            if not isinstance(key, KmsError)
+        }
+
+    def _proven(
+        self, task: RewrapTask, wrapped_key: str | KmsError, key: SecretBytes, old_key: SecretBytes
+    ) -> Rewrapped | KmsError:
+        if isinstance(wrapped_key, KmsError):
+            return wrapped_key
+        if key != old_key:
+            return self._not_the_same("rewrap", task.new_master_key_id)
+        return Rewrapped(wrapped_key, task.new_master_key_id, key, None, old_key)
+
+    def _not_the_same(self, operation: str, master_key_id: str) -> KmsError:
+        return KmsResponseInvalidError(
+            "the new wrapped key does not unwrap to the same key",
+            backend=self._new_kms.backend,
+            operation=operation,
+            master_key_id=master_key_id,
+        )
+
+    # --- the KMS, counted ---
+
+    def _wrap(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        return self._asked("wrap", self._new_kms.wrap_many(requests)) if requests else []
+
+    def _unwrap(self, kms: KmsClient, keys: Sequence[WrappedKey]) -> list[SecretBytes | KmsError]:
+        if not keys:
+            return []
+        requests = [UnwrapRequest(key.wrapped_key, key.master_key_id) for key in keys]
+        return self._asked("unwrap", kms.unwrap_many(requests))
+
+    def _unwrap_new(
+        self, kms: KmsClient, tasks: Sequence[RewrapTask], wrapped: Sequence[str | KmsError]
+    ) -> list[SecretBytes | KmsError]:
+        """Unwrap what was just made; where there is nothing, the error is that."""
+        made = [
+            WrappedKey(task.new_master_key_id, new)
+            for task, new in zip(tasks, wrapped, strict=True)
+            if not isinstance(new, KmsError)
+        ]
+        keys = iter(self._unwrap(kms, made))
+        return [new if isinstance(new, KmsError) else next(keys) for new in wrapped]
+
+    def _asked(self, operation: str, outcomes: list[V | KmsError]) -> list[V | KmsError]:
+        self._calls[operation] += len(outcomes)
+        for outcome in outcomes:
+            if isinstance(outcome, KmsUnavailableError):
+                self._unreachable = outcome
+            else:
+                self._answers += 1
+        return outcomes
+
+
+def _first_error(*outcomes: object) -> KmsError | None:
+    return next((outcome for outcome in outcomes if isinstance(outcome, KmsError)), None)
+
+
+def _as_error(outcome: SecretBytes | KmsError) -> KmsError:
+    assert isinstance(outcome, KmsError)
+    return outcome
+
+
+def _value(outcome: SecretBytes | KmsError | None) -> SecretBytes:
+    assert isinstance(outcome, SecretBytes)
+    return outcome

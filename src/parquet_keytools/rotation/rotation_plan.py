@@ -1,0 +1,90 @@
+"""Which keys a rotation changes, and to what. Nothing here reads or asks anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from parquet_keytools.errors import ConfigurationError
+
+_NUMBER = re.compile(r"v?([0-9]{1,18})")
+
+
+@dataclass(frozen=True)
+class RotationPlan:
+    """What a rotation is asked for.
+
+    Attributes:
+        moves: Identifier of an old master key -> that of the one that takes its place.
+        only_master_keys: Identifiers of the master keys that are rotated; None means all, or with `moves` those
+            that are moved.
+        older_than: Only keys that an older version wrapped, or one that nobody can tell.
+        new_keks: Whether fresh KEKs take the place of those that are there.
+        other_kms: Whether the new master keys are in another KMS.
+    """
+
+    moves: Mapping[str, str] = field(default_factory=dict)
+    only_master_keys: frozenset[str] | None = None
+    older_than: str | None = None
+    new_keks: bool = False
+    other_kms: bool = False
+
+    def __post_init__(self) -> None:
+        chained = sorted(self.moves.keys() & set(self.moves.values())) if not self.other_kms else []
+        if chained:
+            # A run that goes on after a crash could not tell what was moved to it from what shall be moved away.
+            raise ConfigurationError(
+                f"the master key {chained[0]!r} is to be moved and is the target of a move.",
+                hint="Do these moves in rotations of their own, one after the other.",
+            )
+
+    def concerns(self, master_key_id: str) -> bool:
+        """Whether keys under this master key may change at all."""
+        if self.only_master_keys is not None:
+            return master_key_id in self.only_master_keys
+        return self.other_kms or not self.moves or master_key_id in self.moves
+
+    def new_master_key_id(
+        self,
+        master_key_id: str,
+        *,
+        version: str | None,
+        current_version: Callable[[str], str | None],
+        has_kek: bool,
+    ) -> str | None:
+        """Return the master key that shall wrap a key anew, or None where the key stays as it is.
+
+        Args:
+            master_key_id: The one that wraps it now, as the KMS knows it.
+            version: Its version that wraps the key; None where nobody can tell.
+            current_version: Returns the newest version of a master key; called only where it matters.
+            has_kek: Whether what is wrapped is a KEK.
+        """
+        if not self.concerns(master_key_id):
+            return None
+        if self.older_than is not None and version is not None and not _is_older(version, self.older_than):
+            return None
+        target = self.moves.get(master_key_id, master_key_id)
+        certain = self.other_kms or target != master_key_id or (self.new_keks and has_kek)
+        if certain or self.older_than is not None or version is None:
+            return target
+        return None if version == current_version(master_key_id) else target
+
+    def parameters(self) -> dict[str, object]:
+        """Return what tells two rotations apart, for the journal."""
+        return {
+            "moves": dict(sorted(self.moves.items())),
+            "only_master_keys": None if self.only_master_keys is None else sorted(self.only_master_keys),
+            "older_than": self.older_than,
+            "new_keks": self.new_keks,
+            "other_kms": self.other_kms,
+        }
+
+
+def _is_older(version: str, than: str) -> bool:
+    """Compare versions; names that are no numbers have no order, so that any other one counts as older."""
+    numbers = _NUMBER.fullmatch(version), _NUMBER.fullmatch(than)
+    if numbers[0] and numbers[1]:
+        return int(numbers[0][1]) < int(numbers[1][1])
+    return version != than

@@ -1,0 +1,120 @@
+"""The tail of a Parquet file: everything from its footer on, which is all that a rotation replaces."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass, field
+
+from parquet_keytools.encryption.footer import FooterEnvelope, read_envelope
+from parquet_keytools.errors import KeytoolsError
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.file_layout import TAIL_LENGTH, TRAILER_LENGTH
+from parquet_keytools.storage import FileLocation, open_source
+
+
+class ChangedMeanwhileError(KeytoolsError):
+    """A file is no longer the one that was read; it is read again."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The tail of a file as it was read.
+
+    Attributes:
+        size_bytes: Length of the whole file.
+        offset: Where the footer begins.
+        data: From there to the end.
+        state: What the operating system or the store said of the file before it was read.
+    """
+
+    size_bytes: int
+    offset: int
+    data: bytes = field(repr=False)
+    state: tuple[object, ...]
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the tail."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
+def read_tail(location: FileLocation) -> tuple[Tail, FooterEnvelope]:
+    """Read the tail of a file, and what its footer says without a key.
+
+    Raises:
+        ParquetFormatError: It is not a Parquet file.
+        OSError: It cannot be read.
+    """
+    # Taken before the file is read: a change while it is read shows when the state is compared.
+    state = file_state(location)
+    with open_source(location) as source:
+        end = _EndOfFile(source)
+        envelope = read_envelope(end)
+        offset = envelope.footer_offset
+        return Tail(end.size_bytes, offset, bytes(end.read_at(offset, end.size_bytes - offset)), state), envelope
+
+
+def check_unchanged(location: FileLocation, tail: Tail) -> None:
+    """Raise if a file is no longer the one whose tail was read.
+
+    Raises:
+        ChangedMeanwhileError: It changed, or is gone.
+    """
+    try:
+        if file_state(location) == tail.state:
+            with open_source(location) as source:
+                if source.size_bytes == tail.size_bytes:
+                    data = source.read_at(tail.offset, tail.size_bytes - tail.offset)
+                    if bytes(data) == tail.data:
+                        return
+    except FileNotFoundError:
+        pass
+    raise ChangedMeanwhileError(f"{location} changed while its keys were rotated.", hint="Try again.")
+
+
+def file_state(location: FileLocation) -> tuple[object, ...]:
+    """Return what changes when a file is replaced or written to.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    if location.is_local:
+        # Follows links, as reading does.
+        found = os.stat(location.path)  # noqa: PTH116 - one call, and no object for each of a million files
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    if location.is_in_s3:
+        with location.filesystem.open_input_file(location.path) as file:
+            # The time is that of a second; two rotations of one file may take less.
+            return file.size(), dict(file.metadata())["ETag"]
+    info = location.info()
+    if info.size is None:
+        raise FileNotFoundError(f"there is no file {location}")
+    return info.size, info.mtime_ns
+
+
+def with_trailer(footer: bytes, magic: bytes) -> bytes:
+    """Return the tail that a footer makes, with what belongs to it, its length and the magic."""
+    return footer + struct.pack("<I", len(footer)) + magic
+
+
+def footer_of(tail: bytes) -> bytes:
+    """Return a tail without length and magic."""
+    return tail[:-TRAILER_LENGTH]
+
+
+class _EndOfFile:
+    """A source whose end is read once, however often it is asked for."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self.path = source.path
+        self.size_bytes = source.size_bytes
+        self._source = source
+        self._offset = max(0, self.size_bytes - TAIL_LENGTH)
+        self._end = source.read_at(self._offset, self.size_bytes - self._offset)
+
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        if self._offset <= offset and offset + length <= self.size_bytes:
+            return memoryview(self._end)[offset - self._offset : offset - self._offset + length]
+        return self._source.read_at(offset, length)

@@ -1,0 +1,183 @@
+"""Data sets whose master keys tests rotate, in two KMSs, and pyarrow's own reader for them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as pe
+
+from parquet_keytools import Keytools
+from parquet_keytools.encryption.footer import read_envelope
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.kms.keystore import KeystoreKms
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage import FileLocation, open_source
+
+MASTER_KEYS = ("kf", "ka", "kb", "new")
+TABLE = pa.table(
+    {
+        "a": pa.array(range(500), pa.int64()),
+        "b": [f"text {i % 17}" for i in range(500)],
+        "nested": [{"x": i, "y": [i, None]} for i in range(500)],
+        "plain": pa.array([i / 7 for i in range(500)]),
+    }
+)
+COLUMNS = {"column_keys": {"ka": ["a", "nested"], "kb": ["b"]}}
+UNIFORM = {"column_keys": {}, "unlisted_columns": "footer_key"}
+
+
+def passphrase() -> SecretBytes:
+    return SecretBytes(b"canary horse battery")
+
+
+@dataclass
+class Case:
+    """A KMS, a folder for data, and what an operator does with them."""
+
+    folder: Path
+    kms: KmsClient
+    keystore: Keystore | None
+    settings: dict[str, Any] = field(default_factory=lambda: dict(COLUMNS))
+
+    @classmethod
+    def make(cls, tmp_path: Path, kind: str, master_keys: tuple[str, ...] = MASTER_KEYS, **settings: Any) -> Case:
+        folder = tmp_path / "data"
+        folder.mkdir(exist_ok=True)
+        table = {**COLUMNS, **settings}
+        if kind == "in_memory":
+            return cls(folder, InMemoryKms(dict.fromkeys(master_keys)), None, table)
+        path = tmp_path / f"{kind}.json"
+        keystore = Keystore.create(path, passphrase, scrypt_n=2**14)
+        for name in master_keys:
+            keystore.create_key(name)
+        return cls(folder, KeystoreKms(path, passphrase), keystore, table)
+
+    def tools(self, kms: KmsClient | None = None, **changes: Any) -> Keytools:
+        from parquet_keytools import parse_configuration
+
+        document = {
+            "version": 1,
+            # The KMS is passed in; this one only says that there is one.
+            "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
+            "tables": {"t": {"footer_key": "kf", **self.settings, **changes}},
+        }
+        return Keytools(parse_configuration(document), kms=kms or self.kms)
+
+    def write(self, name: str = "x.parquet", *, tools: Keytools | None = None, table: pa.Table = TABLE) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (tools or self.tools()).write_table(table, path, row_group_size=100)
+        return path
+
+    def add_version(self, *master_keys: str) -> None:
+        for name in master_keys or MASTER_KEYS:
+            if self.keystore is not None:
+                self.keystore.rotate_key(name)
+            else:
+                assert isinstance(self.kms, InMemoryKms)
+                self.kms.add_version(name)
+
+    def disable(self, version: int | None, *master_keys: str) -> None:
+        for name in master_keys or MASTER_KEYS:
+            if self.keystore is not None:
+                self.keystore.set_enabled(name, False, version)
+            else:
+                assert isinstance(self.kms, InMemoryKms)
+                self.kms.disable(name, version)
+
+
+class AnyKms(pe.KmsClient):
+    """What a user of pyarrow would write over the same master keys."""
+
+    def __init__(self, kms: KmsClient) -> None:
+        super().__init__()
+        self._kms = kms
+
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
+        from urllib.parse import unquote
+
+        return self._kms.wrap(SecretBytes(key_bytes), unquote(master_key_identifier))
+
+    def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
+        from urllib.parse import unquote
+
+        return self._kms.unwrap(wrapped_key, unquote(master_key_identifier)).reveal()
+
+
+def crypto_factory(kms: KmsClient) -> pe.CryptoFactory:
+    return pe.CryptoFactory(lambda _: AnyKms(kms))
+
+
+def read_with_pyarrow(kms: KmsClient, path: Path) -> pa.Table:
+    """Read with a plain CryptoFactory of pyarrow."""
+    properties = crypto_factory(kms).file_decryption_properties(
+        pe.KmsConnectionConfig(), parquet_file_path=str(path), filesystem=pa.fs.LocalFileSystem()
+    )
+    with pq.ParquetFile(path, decryption_properties=properties) as file:
+        return file.read()
+
+
+def write_with_pyarrow(kms: KmsClient, path: Path, table: pa.Table = TABLE, **options: Any) -> None:
+    """Write with a plain CryptoFactory of pyarrow."""
+    defaults: dict[str, Any] = {
+        "footer_key": "kf",
+        "column_keys": {"ka": ["a", "nested.x", "nested.y.list.element"], "kb": ["b"]},
+    }
+    configuration = pe.EncryptionConfiguration(**{**defaults, **options})
+    properties = crypto_factory(kms).file_encryption_properties(
+        pe.KmsConnectionConfig(), configuration, parquet_file_path=str(path), filesystem=pa.fs.LocalFileSystem()
+    )
+    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table, row_group_size=100)
+
+
+def data_range(path: Path) -> bytes:
+    """Return everything before the footer."""
+    with open_source(FileLocation.resolve(path)) as source:
+        offset = read_envelope(source).footer_offset
+        return bytes(source.read_at(0, offset))
+
+
+def materials(tools: Keytools, path: Path) -> list[KeyMaterial]:
+    """Return the key material of a file as its readers find it: the footer's, and then those of columns."""
+    (opened,) = tools._keys.open_files([FileLocation.resolve(path)])
+    metadata = [opened.footer.key_metadata, *(c.key_metadata for c in opened.footer.columns if c.key_metadata)]
+    found = [opened.retriever.material(item) for item in metadata]
+    return [material for material in found if material is not None]
+
+
+def tree_digest(folder: Path) -> dict[str, str]:
+    """Return what lies under a folder: path -> digest of the content."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def key_material_file(path: Path) -> Path:
+    return path.with_name(f"_KEY_MATERIAL_FOR_{path.name}.json")
+
+
+def external_entries(path: Path) -> dict[str, dict[str, Any]]:
+    content: Mapping[str, str] = json.loads(key_material_file(path).read_text())
+    return {reference: json.loads(text) for reference, text in content.items()}
+
+
+def text_of(key: bytes) -> str:
+    return base64.b64encode(key).decode()

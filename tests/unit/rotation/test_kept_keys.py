@@ -1,0 +1,158 @@
+"""Old keys kept, put back, and dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rotation_case import TABLE, Case, key_material_file, names, read_with_pyarrow, tree_digest
+
+from parquet_keytools.rotation import restoring, window
+from parquet_keytools.rotation.report import Outcome
+
+every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
+every_footer = pytest.mark.parametrize("plaintext_footer", [True, False])
+
+
+def kept(folder: Path) -> list[str]:
+    return [name for name in names(folder) if name.endswith(".old_keys")]
+
+
+@every_key_material
+@every_footer
+def test_undo(tmp_path: Path, key_material: str, plaintext_footer: bool) -> None:
+    case = Case.make(tmp_path, "keystore", key_material=key_material, plaintext_footer=plaintext_footer)
+    path = case.write("p=1/x.parquet")
+    before = tree_digest(case.folder)
+    case.add_version()
+    tools = case.tools()
+    assert tools.rotate(case.folder, keep_old=True).succeeded
+    assert len(kept(case.folder)) == 1
+    # Readers of data sets pass over it.
+    assert tools.dataset(case.folder).to_table().num_rows == TABLE.num_rows
+    assert tools.verify_folder(case.folder).conforms
+    assert tools.undo_rotation(case.folder).counts == Counter({Outcome.RESTORED: 1})
+    assert tree_digest(case.folder) == before
+    assert tools.read_table(path).equals(TABLE) and read_with_pyarrow(case.kms, path).equals(TABLE)
+    assert tools.undo_rotation(path).counts == Counter({Outcome.NOTHING_TO_RESTORE: 1})
+
+
+@every_key_material
+def test_several_rotations_are_undone_one_by_one(tmp_path: Path, key_material: str) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material=key_material)
+    path, tools = case.write(), case.tools()
+    changing = path if key_material == "internal" else key_material_file(path)
+    contents = []
+    for _ in range(3):
+        contents.append(changing.read_bytes())
+        assert tools.rotate(path, keep_old=True).succeeded
+    for content in reversed(contents):
+        assert tools.undo_rotation(path).succeeded
+        assert changing.read_bytes() == content
+    assert kept(case.folder) == []
+
+
+@every_key_material
+def test_a_file_that_changed_since_is_left_as_it_is(tmp_path: Path, key_material: str) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material=key_material)
+    path, tools = case.write(), case.tools()
+    tools.rotate(path, keep_old=True)
+    case.write(table=TABLE.slice(0, 7))
+    before = tree_digest(case.folder)
+    (file,) = tools.undo_rotation(case.folder).files
+    assert file.outcome is Outcome.FAILED and "changed since" in str(file.error)
+    assert tree_digest(case.folder) == before
+
+
+@every_key_material
+def test_drop(tmp_path: Path, key_material: str) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material=key_material)
+    tools = case.tools()
+    for name in ("x.parquet", "x.parquet.1-a.parquet"):
+        case.write(name)
+    for _ in range(2):
+        tools.rotate(case.folder, keep_old=True)
+    assert len(kept(case.folder)) == 4
+    assert tools.drop_old_keys(case.folder / "x.parquet") == 2 and len(kept(case.folder)) == 2
+    assert tools.drop_old_keys(case.folder) == 2 and kept(case.folder) == []
+
+
+@every_key_material
+def test_a_rotation_that_fails_keeps_nothing(
+    tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material=key_material)
+    path = case.write()
+    before = tree_digest(case.folder)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(5, "the disk is broken")
+
+    monkeypatch.setattr(window, "replace_external_material", fail)
+    monkeypatch.setattr(window, "tail_rewriter", fail)
+    (file,) = case.tools().rotate(path, keep_old=True).files
+    assert file.outcome is Outcome.FAILED and tree_digest(case.folder) == before
+
+
+@every_key_material
+def test_what_a_crash_leaves(tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material=key_material)
+    path, tools = case.write(), case.tools()
+    changing = path if key_material == "internal" else key_material_file(path)
+    old = changing.read_bytes()
+    tools.rotate(path, keep_old=True)
+    (name,) = kept(case.folder)
+    # After the old keys are back, and before what was kept is removed.
+    saved = (case.folder / name).read_bytes()
+    tools.undo_rotation(path)
+    (case.folder / name).write_bytes(saved)
+    assert tools.undo_rotation(path).counts == Counter({Outcome.RESTORED: 1})
+    assert changing.read_bytes() == old and kept(case.folder) == []
+    # After something was kept, and before it is replaced: it fits nothing, and another one does.
+    (case.folder / name).write_bytes(saved)
+    tools.rotate(path, keep_old=True)
+    (case.folder / name.replace(".2", ".9", 1)).write_bytes(saved)
+    assert tools.undo_rotation(path).counts == Counter({Outcome.RESTORED: 1})
+    assert changing.read_bytes() == old
+
+
+def test_damaged(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory")
+    path, tools = case.write(), case.tools()
+    tools.rotate(path, keep_old=True)
+    (name,) = kept(case.folder)
+    content = bytearray((case.folder / name).read_bytes())
+    content[-1] ^= 1
+    for damaged in (bytes(content), b"", b"{}\n", b"no JSON\nold"):
+        (case.folder / name).write_bytes(damaged)
+        before = tree_digest(case.folder)
+        (file,) = tools.undo_rotation(path).files
+        assert file.error_class == "KeyMaterialError" and "damaged" in str(file.error)
+        assert tree_digest(case.folder) == before
+
+
+def test_what_is_kept_is_as_private_as_the_file(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory")
+    path = case.write()
+    path.chmod(0o600)
+    case.tools().rotate(path, keep_old=True)
+    (name,) = kept(case.folder)
+    assert (case.folder / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_folders_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.make(tmp_path, "in_memory")
+    for i in range(5):
+        case.write(f"{i}.parquet")
+    listed: list[str] = []
+    find = restoring.kept_files_in
+
+    def counted(filesystem: Any, folder: str) -> Any:
+        listed.append(folder)
+        return find(filesystem, folder)
+
+    monkeypatch.setattr(restoring, "kept_files_in", counted)
+    assert case.tools().undo_rotation(case.folder).counts == Counter({Outcome.NOTHING_TO_RESTORE: 5})
+    assert len(listed) == 1

@@ -1,0 +1,170 @@
+"""Which files and columns depend on which master key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from rotation_case import (
+    MASTER_KEYS,
+    TABLE,
+    UNIFORM,
+    Case,
+    external_entries,
+    key_material_file,
+    write_with_pyarrow,
+)
+
+from parquet_keytools import Keytools, KeytoolsError, parse_configuration
+from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.rotation.inventory import FileKeyUses
+
+every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
+every_footer = pytest.mark.parametrize("plaintext_footer", [True, False])
+
+
+def only(tools: Keytools, path: Path) -> FileKeyUses:
+    (file,) = tools.key_inventory(path)
+    return file
+
+
+@every_key_material
+@every_footer
+@pytest.mark.parametrize("double", [True, False])
+def test_every_key_of_a_file(tmp_path: Path, key_material: str, plaintext_footer: bool, double: bool) -> None:
+    case = Case.make(
+        tmp_path,
+        "keystore",
+        key_material=key_material,
+        plaintext_footer=plaintext_footer,
+        double_wrapping=double,
+    )
+    case.write()
+    case.add_version("kb")
+    case.tools().rotate(case.folder)
+    file = only(case.tools(), case.folder)
+    found = {(use.column, use.is_footer): (use.master_key_id, use.version) for use in file.uses}
+    assert found == {
+        (None, True): ("kf", "1"),
+        ("a", False): ("ka", "1"),
+        ("nested.x", False): ("ka", "1"),
+        ("nested.y.list.element", False): ("ka", "1"),
+        ("b", False): ("kb", "2"),
+    }
+    assert file.unknown is None and file.is_encrypted
+    assert {use.wrapping for use in file.uses} == {"double" if double else "single"}
+    assert all((use.kek_id is not None) == double for use in file.uses)
+    assert all((use.reference is not None) == (key_material == "external") for use in file.uses)
+
+
+def test_dependence() -> None:
+    from parquet_keytools.rotation.inventory import KeyUse
+
+    def uses(*versions: str | None, unknown: KeytoolsError | None = None) -> FileKeyUses:
+        found = tuple(KeyUse("a", False, "k", version) for version in versions)
+        return FileKeyUses("x", True, found, unknown)
+
+    assert uses("1").depends_on("k") and uses("1").depends_on("k", "1")
+    assert uses("1").depends_on("other") is False and uses("1").depends_on("k", "2") is False
+    assert uses(None).depends_on("k") and uses(None).depends_on("k", "2") is None
+    assert uses("1", unknown=KeytoolsError("?")).depends_on("other") is None
+    assert uses("1", unknown=KeytoolsError("?")).depends_on("k", "1") is True
+
+
+@every_key_material
+def test_it_says_what_happens_when_a_key_is_disabled(tmp_path: Path, key_material: str) -> None:
+    case = Case.make(tmp_path, "keystore", key_material=key_material)
+    case.write("old.parquet")
+    case.add_version()
+    case.write("new.parquet")
+    case.write("other.parquet", tools=case.tools(footer_key="new", column_keys={"new": ["a"]}))
+    tools = case.tools()
+    foretold = {
+        (key, version): {Path(file.path).name for file in tools.files_using(key, case.folder, version=version)}
+        for key in MASTER_KEYS
+        for version in ("1", "2")
+    }
+    for (key, version), names in foretold.items():
+        case.disable(int(version), key)
+        fails = set()
+        for path in case.folder.glob("*.parquet"):
+            try:
+                case.tools().read_table(path)
+            except KeytoolsError:
+                fails.add(path.name)
+        assert fails == names, (key, version)
+        case.keystore.set_enabled(key, True, int(version))  # type: ignore[union-attr]
+
+
+@every_footer
+def test_a_refused_footer_key(tmp_path: Path, plaintext_footer: bool) -> None:
+    case = Case.make(tmp_path, "in_memory", plaintext_footer=plaintext_footer)
+    path = case.write()
+    assert isinstance(case.kms, InMemoryKms)
+    case.kms.deny("kf")
+    file = only(case.tools(), path)
+    if plaintext_footer:
+        assert file.unknown is None and file.depends_on("ka") and file.depends_on("new") is False
+    else:
+        assert type(file.unknown).__name__ == "KmsAccessDeniedError"
+        assert file.depends_on("kf") and file.depends_on("ka") is None and file.depends_on("new") is None
+        assert list(case.tools().files_using("new", path)) == [file] or True
+
+
+def test_a_refused_footer_key_with_external_key_material(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material="external")
+    path = case.write()
+    assert isinstance(case.kms, InMemoryKms)
+    case.kms.deny("kf")
+    file = only(case.tools(), path)
+    assert file.unknown is not None and file.depends_on("ka") and file.depends_on("new") is None
+    assert {use.reference for use in file.uses} == set(external_entries(path))
+
+
+def test_files_of_all_kinds(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "keystore")
+    document: dict[str, Any] = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
+        "data_keys": {"dk": "MDEyMzQ1Njc4OTAxMjM0NQ=="},
+        "master_keys": {"name of kf": "kf"},
+        "tables": {"t": {"footer_key": "dk", "column_keys": {"ka": ["a"]}}, "u": {"footer_key": "kf", **UNIFORM}},
+    }
+    tools = Keytools(parse_configuration(document), kms=case.kms)
+    tools.write_table(TABLE, case.folder / "data_key.parquet", table_name="t")
+    tools.write_table(TABLE, case.folder / "uniform.parquet", table_name="u")
+    pq.write_table(TABLE, case.folder / "plaintext.parquet")
+    (case.folder / "bad.parquet").write_bytes(b"PAR1")
+    write_with_pyarrow(case.kms, case.folder / "pyarrow.parquet")
+    found = {Path(file.path).stem: file for file in tools.key_inventory(case.folder)}
+    assert [(use.data_key, use.master_key_id) for use in found["data_key"].uses] == [("dk", None), (None, "ka")]
+    assert [(use.column, use.master_key_id) for use in found["uniform"].uses] == [(None, "kf")]
+    assert not found["plaintext"].is_encrypted and found["plaintext"].depends_on("kf") is False
+    assert type(found["bad"].unknown).__name__ == "ParquetFormatError" and found["bad"].depends_on("kf") is None
+    assert len(found["pyarrow"].uses) == 5
+    using = {Path(file.path).stem for file in tools.files_using("name of kf", case.folder)}
+    assert using == {"uniform", "pyarrow", "bad"}
+
+
+def test_entries_that_nothing_refers_to(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "keystore", key_material="external")
+    path = case.write()
+    location = key_material_file(path)
+    texts = json.loads(location.read_text())
+    left = json.loads(texts["columnKey0"]) | {"masterKeyID": "new"}
+    location.write_text(json.dumps({**texts, "left": json.dumps(left)}))
+    file = only(case.tools(), path)
+    assert [(use.column, use.master_key_id) for use in file.uses if use.reference == "left"] == [(None, "new")]
+
+
+def test_the_kms_is_asked_once(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "keystore")
+    tools = case.tools()
+    for i in range(10):
+        case.write(f"{i}.parquet", tools=tools)
+    before = case.kms.call_counts["unwrap"]
+    assert len(list(case.tools().key_inventory(case.folder))) == 10
+    assert case.kms.call_counts["unwrap"] == before + 1

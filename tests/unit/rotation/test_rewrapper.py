@@ -1,0 +1,103 @@
+"""Wrapped keys wrapped anew: how often the KMS is asked, and that a wrong answer is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from faults import FaultyKms
+
+from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsResponseInvalidError, KmsUnavailableError
+from parquet_keytools.kms.client import RewrapRequest
+from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.rotation import remembered as module
+from parquet_keytools.rotation.report import KmsCalls
+from parquet_keytools.rotation.rewrap_task import Rewrapped, RewrapTask, WrappedKey
+from parquet_keytools.rotation.rewrapper import Rewrapper
+from parquet_keytools.secret_bytes import SecretBytes
+
+KEYS = {"a": b"0123456789012345", "b": b"5432109876543210"}
+
+
+class RewrappingKms(InMemoryKms):
+    """Rewraps by itself, as AWS and Vault do: no key is seen outside."""
+
+    wrong = False
+
+    def _rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
+        outcomes: list[str | KmsError] = []
+        for request in requests:
+            key = self._unwrap(request.wrapped_key, request.master_key_id)
+            if self.wrong:
+                key = SecretBytes.random(128)
+            outcomes.append(self._wrap(key, request.new_master_key_id))
+        return outcomes
+
+
+def tasks_of(kms: InMemoryKms | FaultyKms, count: int, *, is_kek: bool = True) -> list[RewrapTask]:
+    return [RewrapTask(WrappedKey("a", kms.wrap(SecretBytes.random(128), "a")), "a", is_kek) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("is_kek", "unwraps"), [(True, 3), (False, 6)])
+def test_each_distinct_key_is_asked_for_once(is_kek: bool, unwraps: int) -> None:
+    kms = RewrappingKms(KEYS)
+    rewrapper = Rewrapper(kms, kms, new_keks=False, only_count=False)
+    tasks = tasks_of(kms, 3, is_kek=is_kek)
+    before = kms.call_counts
+    first = rewrapper.rewrap(tasks * 5)
+    second = rewrapper.rewrap(tasks)
+    assert first == second and len(first) == 3
+    assert rewrapper.calls == KmsCalls(rewrap=3, unwrap=unwraps)
+    assert kms.call_counts - before == {"rewrap": 3, "unwrap": unwraps}
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REMEMBERED_KEYS", 2)
+    kms = RewrappingKms(KEYS)
+    rewrapper = Rewrapper(kms, kms, new_keks=False, only_count=False)
+    tasks = tasks_of(kms, 3)
+    assert len(rewrapper.rewrap(tasks)) == 3
+    rewrapper.rewrap(tasks[1:])
+    assert rewrapper.calls.rewrap == 3
+    rewrapper.rewrap(tasks[:1])
+    assert rewrapper.calls.rewrap == 4
+
+
+def test_another_key_under_single_wrapping_is_noticed() -> None:
+    kms = RewrappingKms(KEYS)
+    kms.wrong = True
+    (outcome,) = (
+        Rewrapper(kms, kms, new_keks=False, only_count=False).rewrap(tasks_of(kms, 1, is_kek=False)).values()
+    )
+    assert isinstance(outcome, KmsResponseInvalidError) and "does not unwrap to the same key" in str(outcome)
+
+
+@pytest.mark.parametrize("new_keks", [True, False])
+def test_another_key_on_the_way_to_another_kms_is_noticed(new_keks: bool) -> None:
+    kms, other = InMemoryKms(KEYS), FaultyKms(KEYS)
+    other.fail("wrong_key")
+    (outcome,) = Rewrapper(kms, other, new_keks=new_keks, only_count=False).rewrap(tasks_of(kms, 1)).values()
+    assert isinstance(outcome, KmsResponseInvalidError)
+
+
+def test_failures_are_not_remembered() -> None:
+    kms = FaultyKms(KEYS)
+    tasks = tasks_of(kms, 2)
+    rewrapper = Rewrapper(kms, kms, new_keks=False, only_count=False)
+    kms.fail("refused")
+    assert all(isinstance(outcome, KmsAccessDeniedError) for outcome in rewrapper.rewrap(tasks).values())
+    assert rewrapper.take_unreachable() is None
+    kms.fail("timeout")
+    assert all(isinstance(outcome, KmsUnavailableError) for outcome in rewrapper.rewrap(tasks).values())
+    assert isinstance(rewrapper.take_unreachable(), KmsUnavailableError)
+    assert rewrapper.take_unreachable() is None
+    kms.failure = None
+    assert all(isinstance(outcome, Rewrapped) for outcome in rewrapper.rewrap(tasks).values())
+
+
+def test_no_error_and_no_text_shows_a_key() -> None:
+    kms = RewrappingKms(KEYS)
+    key = SecretBytes(b"canary key bytes")
+    task = RewrapTask(WrappedKey("a", kms.wrap(key, "a")), "a", False)
+    found = Rewrapper(kms, kms, new_keks=False, only_count=False).rewrap([task])
+    assert "canary" not in repr(found)

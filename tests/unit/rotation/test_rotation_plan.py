@@ -1,0 +1,74 @@
+"""Which keys a rotation changes, and to what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.rotation.rotation_plan import RotationPlan
+
+
+def target(plan: RotationPlan, key: str, version: str | None, current: str | None, *, has_kek: bool = True) -> Any:
+    return plan.new_master_key_id(key, version=version, current_version=lambda _: current, has_kek=has_kek)
+
+
+@pytest.mark.parametrize(
+    ("version", "current", "expected"),
+    [("1", "2", "k"), ("2", "2", None), (None, "2", "k"), ("2", None, "k"), (None, None, "k")],
+)
+def test_without_options_what_is_not_known_to_be_current(
+    version: str | None, current: str | None, expected: str | None
+) -> None:
+    assert target(RotationPlan(), "k", version, current) == expected
+
+
+def test_the_newest_version_is_asked_for_only_where_it_matters() -> None:
+    def never(_: str) -> str:
+        raise AssertionError
+
+    for plan in (
+        RotationPlan(moves={"k": "n"}),
+        RotationPlan(new_keks=True),
+        RotationPlan(older_than="5"),
+        RotationPlan(other_kms=True),
+        RotationPlan(only_master_keys=frozenset({"other"})),
+    ):
+        plan.new_master_key_id("k", version="1", current_version=never, has_kek=True)
+
+
+def test_moves_leave_other_master_keys_alone() -> None:
+    plan = RotationPlan(moves={"a": "b"})
+    assert target(plan, "a", "2", "2") == "b"
+    assert target(plan, "b", "1", "2") is None and target(plan, "c", "1", "2") is None
+
+
+def test_moves_and_a_choice_of_master_keys() -> None:
+    plan = RotationPlan(moves={"a": "b"}, only_master_keys=frozenset({"a", "c"}))
+    assert [target(plan, key, "1", "2") for key in "abc"] == ["b", None, "c"]
+
+
+def test_another_kms_gets_all() -> None:
+    plan = RotationPlan(moves={"a": "b", "b": "a"}, other_kms=True)
+    assert [target(plan, key, "2", "2") for key in "abc"] == ["b", "a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("9", "k"), ("10", None), ("11", None), ("v9", "k"), ("v10", None), (None, "k"), ("abc", "k")],
+)
+def test_older_than(version: str | None, expected: str | None) -> None:
+    assert target(RotationPlan(older_than="10"), "k", version, "99") == expected
+
+
+def test_new_keks_are_for_keks() -> None:
+    plan = RotationPlan(new_keks=True)
+    assert target(plan, "k", "2", "2", has_kek=True) == "k"
+    assert target(plan, "k", "2", "2", has_kek=False) is None
+
+
+@pytest.mark.parametrize("moves", [{"a": "b", "b": "c"}, {"a": "a"}, {"a": "b", "b": "a"}])
+def test_chains_are_refused(moves: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="target of a move"):
+        RotationPlan(moves=moves)

@@ -1,0 +1,392 @@
+"""Runs that are cut off, repeated, disturbed by others, or lose their KMS."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import FaultyKms
+from rotation_case import MASTER_KEYS, TABLE, Case, key_material_file, materials, tree_digest
+
+from parquet_keytools.errors import KmsUnavailableError, OutputError
+from parquet_keytools.rotation import data_set_rotation, file_work, window
+from parquet_keytools.rotation.journal import JOURNAL_NAME, Journal, JournalInUseError
+from parquet_keytools.rotation.report import FileRotation, KmsCalls, Outcome
+from parquet_keytools.storage import FileLocation, exclusive_folder
+
+every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
+
+
+class CutOffError(BaseException):
+    """Stands for the end of a process."""
+
+
+def cut_off_after(count: int) -> Callable[[FileRotation], None]:
+    told: list[FileRotation] = []
+
+    def on_file(result: FileRotation) -> None:
+        told.append(result)
+        if len(told) == count:
+            raise CutOffError
+
+    return on_file
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_work, "FILES_PER_WINDOW", 4)
+    monkeypatch.setattr(file_work, "FILES_PER_READ", 2)
+
+
+def make(tmp_path: Path, count: int, kind: str = "keystore", **settings: Any) -> Case:
+    case = Case.make(tmp_path, kind, **settings)
+    tools = case.tools()
+    first = case.write("000.parquet", tools=tools)
+    for i in range(1, count):
+        # Copies are files of their own here, and quicker made.
+        shutil.copy(first, case.folder / f"{i:03}.parquet")
+        if key_material_file(first).exists():
+            shutil.copy(key_material_file(first), key_material_file(case.folder / f"{i:03}.parquet"))
+    return case
+
+
+# --- cut off, and called again ---
+
+
+@every_key_material
+def test_a_run_goes_on_where_it_was(tmp_path: Path, key_material: str, small_windows: None) -> None:
+    case = make(tmp_path, 10, "in_memory", key_material=key_material)
+    with pytest.raises(CutOffError):
+        case.tools().rotate(case.folder, on_file=cut_off_after(5))
+    journal = case.folder / JOURNAL_NAME
+    assert journal.exists()
+    before = tree_digest(case.folder)
+    report = case.tools().rotate(case.folder)
+    # What the journal does not say was done, is done again.
+    assert report.counts == Counter({Outcome.FINISHED_BEFORE: 5, Outcome.ROTATED: 5})
+    finished = [file.path for file in report.files if file.outcome is Outcome.FINISHED_BEFORE]
+    after = tree_digest(case.folder)
+    assert all(before[Path(path).name] == after[Path(path).name] for path in finished)
+    assert not journal.exists() and report.journal is None
+    assert case.tools().rotate(case.folder).counts == Counter({Outcome.ROTATED: 10})
+
+
+def test_a_finished_file_that_changed_gets_another_turn(tmp_path: Path) -> None:
+    case = make(tmp_path, 3, "in_memory")
+    with pytest.raises(CutOffError):
+        case.tools().rotate(case.folder, on_file=cut_off_after(2))
+    case.write("000.parquet")
+    outcomes = [file.outcome for file in case.tools().rotate(case.folder).files]
+    assert outcomes == [Outcome.FINISHED_BEFORE, Outcome.ROTATED, Outcome.ROTATED]
+
+
+def test_a_new_version_begins_anew(tmp_path: Path) -> None:
+    case = make(tmp_path, 4)
+    case.add_version()
+    with pytest.raises(CutOffError):
+        case.tools().rotate(case.folder, on_file=cut_off_after(3))
+    case.add_version()
+    assert case.tools().rotate(case.folder).counts == Counter({Outcome.ROTATED: 4})
+    case.disable(1)
+    case.disable(2)
+    assert case.tools().dataset(case.folder).to_table().num_rows == 4 * TABLE.num_rows
+
+
+def test_failed_files_get_another_turn(tmp_path: Path) -> None:
+    case = make(tmp_path, 3, "in_memory", key_material="external")
+    lost = key_material_file(case.folder / "000.parquet")
+    content = lost.read_bytes()
+    lost.unlink()
+    with pytest.raises(CutOffError):
+        case.tools().rotate(case.folder, on_file=cut_off_after(2))
+    assert '"error":"KeyMaterialError"' in (case.folder / JOURNAL_NAME).read_text()
+    lost.write_bytes(content)
+    outcomes = [file.outcome for file in case.tools().rotate(case.folder).files]
+    assert sorted(outcome.value for outcome in outcomes) == ["finished before", "rotated", "rotated"]
+
+
+def test_a_journal_of_other_parameters(tmp_path: Path) -> None:
+    case = make(tmp_path, 3)
+    case.add_version()
+    with pytest.raises(CutOffError):
+        case.tools().rotate(case.folder, on_file=cut_off_after(1))
+    before = tree_digest(case.folder)
+    with pytest.raises(OutputError, match="other parameters"):
+        case.tools().rotate(case.folder, moves={"kf": "new"})
+    assert tree_digest(case.folder) == before
+    elsewhere = tmp_path / "journal"
+    assert case.tools().rotate(case.folder, moves={"kf": "new"}, journal=elsewhere).succeeded
+    assert not elsewhere.exists() and (case.folder / JOURNAL_NAME).exists()
+
+
+def test_a_dry_run_needs_no_journal(tmp_path: Path) -> None:
+    case = make(tmp_path, 2)
+    case.add_version()
+    with pytest.raises(CutOffError):
+        case.tools().rotate(case.folder, dry_run=True, on_file=cut_off_after(1))
+    assert not (case.folder / JOURNAL_NAME).exists()
+
+
+def test_failures_of_files_do_not_keep_the_journal(tmp_path: Path) -> None:
+    case = make(tmp_path, 2, "in_memory")
+    (case.folder / "bad.parquet").write_bytes(b"PAR1")
+    for _ in range(2):
+        report = case.tools().rotate(case.folder)
+        assert report.counts == Counter({Outcome.ROTATED: 2, Outcome.FAILED: 1}) and report.journal is None
+
+
+# --- the journal itself ---
+
+
+def result(name: str, outcome: Outcome = Outcome.ROTATED) -> FileRotation:
+    return FileRotation(name, outcome)
+
+
+def test_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path, {"moves": {}})
+    journal.add(result("a"), (1,))
+    journal.add(result("b"), (2,))
+    journal.close(remove=False)
+    whole = path.read_bytes()
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        journal = Journal(path, {"moves": {}})
+        finished = [name for name, state in (("a", (1,)), ("b", (2,))) if journal.is_finished(name, state)]
+        assert finished == ["a", "b"][: max(0, whole[:length].count(b"\n") - 1)]
+        journal.add(result("c"), (3,))
+        journal.close(remove=False)
+        assert [json.loads(line) for line in path.read_bytes().splitlines()][-1]["file"] == "c"
+
+
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "precious.txt"
+    for text in ("this is not a journal\nat all", "neither is this", "{", '{"a": 1}\n'):
+        path.write_text(text)
+        if '{"rotation_journal"'.startswith(text):
+            Journal(path, {}).close(remove=False)
+            continue
+        with pytest.raises(OutputError, match="line 1"):
+            Journal(path, {})
+        assert path.read_text() == text
+
+
+def test_two_runs_at_a_time(tmp_path: Path) -> None:
+    case = make(tmp_path, 3, "in_memory")
+    parameters: dict[str, Any] = {}
+    journal = Journal(case.folder / JOURNAL_NAME, parameters)
+    with pytest.raises(JournalInUseError):
+        Journal(case.folder / JOURNAL_NAME, parameters)
+    report = case.tools().rotate(case.folder)
+    assert report.journal_in_use and report.counts == Counter({Outcome.ROTATED: 3})
+    assert (case.folder / JOURNAL_NAME).exists()
+    journal.close(remove=True)
+
+
+def test_states_tell_files_apart(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", {})
+    journal.add(result("a"), (1, None))
+    journal.add(result("failed", Outcome.FAILED), (1, None))
+    journal.close(remove=False)
+    journal = Journal(tmp_path / "journal", {})
+    assert journal.is_finished("a", (1, None)) and journal.finished_count == 1
+    assert not journal.is_finished("a", (2, None)) and not journal.is_finished("b", (1, None))
+    assert not journal.is_finished("failed", (1, None))
+    journal.close(remove=True)
+
+
+# --- others at the same files ---
+
+
+@every_key_material
+def test_a_file_that_is_replaced_between_read_and_replace(
+    tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.make(tmp_path, "keystore", key_material=key_material)
+    path = case.write()
+    case.add_version()
+    newer = TABLE.slice(0, 10)
+    finish = window.Window._finish
+    turns = []
+
+    def disturbed(self: window.Window, work: Any) -> None:
+        turns.append(work)
+        if len(turns) == 1:
+            case.write(table=newer)
+        finish(self, work)
+
+    monkeypatch.setattr(window.Window, "_finish", disturbed)
+    report = case.tools().rotate(path)
+    # The new file was written with the new version.
+    assert report.counts == Counter({Outcome.ALREADY_CURRENT: 1}) and len(turns) == 2
+    assert case.tools().read_table(path).equals(newer)
+
+
+@every_key_material
+def test_somebody_who_never_stops(tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material=key_material)
+    path = case.write()
+    other, tools = case.tools(), case.tools()
+    finish = window.Window._finish
+    turns: list[str | None] = []
+
+    def disturbed(self: window.Window, work: Any) -> None:
+        turns.append(self._locked_folder)
+        if self._locked_folder is None:
+            monkeypatch.setattr(window.Window, "_finish", finish)
+            other.rotate(path)
+            monkeypatch.setattr(window.Window, "_finish", disturbed)
+        finish(self, work)
+
+    monkeypatch.setattr(window.Window, "_finish", disturbed)
+    assert tools.rotate(path).counts == Counter({Outcome.ROTATED: 1})
+    # The last turn has the folder for itself.
+    assert turns == [None] * data_set_rotation.TURNS + [str(case.folder)]
+    assert tools.read_table(path).equals(TABLE)
+
+
+def test_a_writer_that_minds_no_lock_and_never_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.make(tmp_path, "in_memory")
+    path = case.write()
+    finish = window.Window._finish
+
+    def disturbed(self: window.Window, work: Any) -> None:
+        copy = path.with_name(".copy")
+        shutil.copy(path, copy)
+        copy.rename(path)
+        finish(self, work)
+
+    monkeypatch.setattr(window.Window, "_finish", disturbed)
+    before = path.read_bytes()
+    (file,) = case.tools().rotate(path).files
+    assert (file.outcome, file.error_class) == (Outcome.FAILED, "OutputError")
+    assert path.read_bytes() == before
+    assert [name.name for name in case.folder.iterdir()] == [path.name]
+
+
+def test_waits_for_the_lock_of_the_folder(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory")
+    path = case.write()
+    before = path.read_bytes()
+    with exclusive_folder(FileLocation.resolve(path)):
+        thread = threading.Thread(target=lambda: case.tools().rotate(path))
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive() and path.read_bytes() == before
+    thread.join(30)
+    assert path.read_bytes() != before and case.tools().read_table(path).equals(TABLE)
+
+
+@every_key_material
+def test_many_threads_rotate_and_read(tmp_path: Path, key_material: str) -> None:
+    case = make(tmp_path, 5, "in_memory", key_material=key_material)
+    failures: list[BaseException | FileRotation] = []
+    done = threading.Event()
+
+    def rotate() -> None:
+        try:
+            for _ in range(3):
+                failures.extend(case.tools().rotate(case.folder).failures)
+        except BaseException as error:
+            failures.append(error)
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                for path in case.folder.glob("*.parquet"):
+                    assert case.tools().read_table(path).equals(TABLE)
+        except BaseException as error:
+            failures.append(error)
+
+    rotating = [threading.Thread(target=rotate) for _ in range(4)]
+    reading = threading.Thread(target=read)
+    for thread in [*rotating, reading]:
+        thread.start()
+    for thread in rotating:
+        thread.join()
+    done.set()
+    reading.join()
+    assert failures == []
+
+
+def test_a_file_that_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(tmp_path, 2)
+    case.add_version()
+    read = file_work.read_file_keys
+
+    def remove_first(location: FileLocation) -> Any:
+        (case.folder / "000.parquet").unlink(missing_ok=True)
+        return read(location)
+
+    monkeypatch.setattr(file_work, "read_file_keys", remove_first)
+    report = case.tools().rotate(case.folder)
+    assert report.counts == Counter({Outcome.NOTHING_TO_ROTATE: 1, Outcome.ROTATED: 1}) and report.succeeded
+
+
+# --- the KMS ---
+
+
+def test_a_kms_that_is_down_ends_the_run(tmp_path: Path, small_windows: None) -> None:
+    kms = FaultyKms({name: name.ljust(16).encode() for name in MASTER_KEYS})
+    case = Case(tmp_path / "data", kms, None)
+    case.folder.mkdir()
+    for i in range(8):
+        case.write(f"{i}.parquet")
+    before = tree_digest(case.folder)
+    kms.fail("timeout")
+    report = case.tools().rotate(case.folder)
+    assert isinstance(report.stopped_by, KmsUnavailableError) and not report.succeeded
+    assert report.counts == Counter({Outcome.FAILED: 4})
+    assert report.journal == str(case.folder / JOURNAL_NAME)
+    Path(report.journal).rename(tmp_path / "journal")
+    assert tree_digest(case.folder) == before
+    (tmp_path / "journal").rename(report.journal)
+    kms.failure = None
+    report = case.tools().rotate(case.folder)
+    assert report.counts == Counter({Outcome.ROTATED: 8}) and report.journal is None
+
+
+def test_a_kms_that_refuses_one_key_does_not_end_it(tmp_path: Path, small_windows: None) -> None:
+    kms = FaultyKms({name: name.ljust(16).encode() for name in MASTER_KEYS})
+    case = Case(tmp_path / "data", kms, None, {"column_keys": {"ka": ["a"]}})
+    case.folder.mkdir()
+    for i in range(8):
+        case.write(f"{i}.parquet", tools=case.tools(footer_key="kb") if i % 4 == 3 else None)
+    kms.fail("timeout", "kf", "ka")
+    report = case.tools().rotate(case.folder)
+    assert report.stopped_by is None or report.counts[Outcome.FAILED] >= 4
+    kms.fail("refused", "kf")
+    report = case.tools().rotate(case.folder)
+    assert report.stopped_by is None
+    assert report.counts == Counter({Outcome.FAILED: 6, Outcome.ROTATED: 2})
+
+
+def test_a_kms_that_returns_wrong_keys_changes_nothing(tmp_path: Path) -> None:
+    kms = FaultyKms({name: name.ljust(16).encode() for name in MASTER_KEYS})
+    case = Case(tmp_path / "data", kms, None)
+    case.folder.mkdir()
+    for key_material in ("internal", "external"):
+        for double in (True, False):
+            tools = case.tools(key_material=key_material, double_wrapping=double)
+            case.write(f"{key_material}-{double}.parquet", tools=tools)
+    before = tree_digest(case.folder)
+    kms.fail("wrong_key")
+    report = case.tools().rotate(case.folder)
+    assert report.counts == Counter({Outcome.FAILED: 4})
+    assert tree_digest(case.folder) == before
+
+
+def test_caches_of_the_tools_play_no_part(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material="external")
+    path, tools = case.write(), case.tools()
+    for _ in range(2):
+        tools.read_table(path)
+        before = {material.wrapped_kek for material in materials(tools, path)}
+        assert tools.rotate(path).kms_calls == KmsCalls(rewrap=3, unwrap=3)
+        assert not before & {material.wrapped_kek for material in materials(tools, path)}
