@@ -1,0 +1,8 @@
+"""Spark: its own Parquet reader and writer with the KMS clients of a configuration."""
+
+from __future__ import annotations
+
+from parquet_keytools.spark.bridge_jar import build_jar
+from parquet_keytools.spark.session import PLAINTEXT_FILES, configure, session_settings
+
+__all__ = ["PLAINTEXT_FILES", "build_jar", "configure", "session_settings"]

@@ -1,0 +1,160 @@
+package parquet_keytools;
+
+import java.io.IOException;
+import java.nio.ByteBuffer;
+import java.nio.ByteOrder;
+import java.nio.charset.StandardCharsets;
+import java.util.TreeSet;
+import org.apache.hadoop.conf.Configuration;
+import org.apache.hadoop.fs.FSDataInputStream;
+import org.apache.hadoop.fs.FileSystem;
+import org.apache.hadoop.fs.Path;
+import org.apache.parquet.column.ColumnDescriptor;
+import org.apache.parquet.column.ParquetProperties.WriterVersion;
+import org.apache.parquet.crypto.FileDecryptionProperties;
+import org.apache.parquet.crypto.FileEncryptionProperties;
+import org.apache.parquet.crypto.ParquetCryptoRuntimeException;
+import org.apache.parquet.crypto.keytools.PropertiesDrivenCryptoFactory;
+import org.apache.parquet.format.EncryptionAlgorithm;
+import org.apache.parquet.format.Util;
+import org.apache.parquet.hadoop.api.WriteSupport;
+
+/**
+ * parquet-java's own factory, less what it lets through in silence: files without encryption, columns that nobody
+ * thought of, levels of V2 pages in plaintext, and plaintext files in place of encrypted ones.
+ */
+public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
+  private static final String PLAINTEXT_WRITES = "parquet.keytools.plaintext.writes";
+  private static final String PLAINTEXT_READS = "parquet.keytools.plaintext.reads";
+  private static final String COLUMNS = "parquet.keytools.columns";
+  private static final String TABLE = "parquet.keytools.table";
+  private static final String OPTIONS_IDENTITY = "parquet.keytools.options.identity";
+  private static final String SESSION_IDENTITY = "parquet.keytools.session.identity";
+  private static final String CTR_FILES = "parquet.keytools.ctr.files";
+  private static final String AAD_PREFIX = "parquet.keytools.aad.prefix";
+  private static final String HINT = "Give the write .options(**keytools.spark_options(table, df.schema))";
+
+  public FileEncryptionProperties getFileEncryptionProperties(
+      Configuration configuration, Path path, WriteSupport.WriteContext context) {
+    if (!isSet(configuration, FOOTER_KEY_PROPERTY_NAME)
+        && !isSet(configuration, COLUMN_KEYS_PROPERTY_NAME)
+        && !isSet(configuration, UNIFORM_KEY_PROPERTY_NAME)) {
+      if (isAllowed(configuration, PLAINTEXT_WRITES)) {
+        return null;
+      }
+      throw new ParquetCryptoRuntimeException(
+          path.getName() + " would be written in plaintext. " + HINT + ", or " + PLAINTEXT_WRITES
+              + "=allow where plaintext is meant.");
+    }
+    // The same text as parquet-java reads; it knows `v2` as a name for PARQUET_2_0.
+    String version = configuration.get("parquet.writer.version", WriterVersion.PARQUET_1_0.toString());
+    if (WriterVersion.fromString(version) != WriterVersion.PARQUET_1_0) {
+      throw new ParquetCryptoRuntimeException(
+          "parquet-java leaves the levels of V2 data pages in plaintext: which values are null, and how long lists are. "
+              + "Leave parquet.writer.version at PARQUET_1_0.");
+    }
+    if (!configuration.getBoolean("parquet.encryption.key.material.store.internally", true)) {
+      throw new ParquetCryptoRuntimeException(
+          "External key material may be left behind when a committer moves files. Leave key material internal.");
+    }
+    checkColumns(configuration, context);
+    FileEncryptionProperties properties = super.getFileEncryptionProperties(configuration, path, context);
+    if (properties == null) {
+      throw new ParquetCryptoRuntimeException(path.getName() + " would be written in plaintext.");
+    }
+    return properties;
+  }
+
+  public FileDecryptionProperties getFileDecryptionProperties(Configuration configuration, Path path) {
+    FileDecryptionProperties properties = super.getFileDecryptionProperties(configuration, path);
+    FileDecryptionProperties.Builder builder =
+        FileDecryptionProperties.builder().withKeyRetriever(properties.getKeyRetriever());
+    if (isAllowed(configuration, PLAINTEXT_READS)) {
+      builder = builder.withPlaintextFilesAllowed();
+    }
+    if ("reject".equals(configuration.get(CTR_FILES, "allow"))) {
+      rejectCtr(configuration, path);
+    }
+    String prefix = configuration.get(AAD_PREFIX, "");
+    if (!prefix.isEmpty()) {
+      builder = builder.withAADPrefix(prefix.replace("{file_name}", path.getName()).getBytes(StandardCharsets.UTF_8));
+    }
+    return builder.build();
+  }
+
+  /**
+   * Refuses a file that says that its pages are not authenticated: parquet-java asks nobody before it believes that.
+   * Beside an encrypted footer no key protects what it says.
+   */
+  private static void rejectCtr(Configuration configuration, Path path) {
+    EncryptionAlgorithm algorithm;
+    try {
+      FileSystem fileSystem = path.getFileSystem(configuration);
+      long length = fileSystem.getFileStatus(path).getLen();
+      FSDataInputStream stream = fileSystem.open(path);
+      try {
+        byte[] end = new byte[8];
+        stream.readFully(Math.max(0, length - 8), end);
+        String magic = new String(end, 4, 4, StandardCharsets.US_ASCII);
+        int footerLength = ByteBuffer.wrap(end).order(ByteOrder.LITTLE_ENDIAN).getInt();
+        if (footerLength < 0 || footerLength > length - 8) {
+          throw new IOException("no Parquet file");
+        }
+        stream.seek(length - 8 - footerLength);
+        if (magic.equals("PARE")) {
+          algorithm = Util.readFileCryptoMetaData(stream).getEncryption_algorithm();
+        } else {
+          algorithm = Util.readFileMetaData(stream, true).getEncryption_algorithm();
+        }
+      } finally {
+        stream.close();
+      }
+    } catch (IOException error) {
+      throw new ParquetCryptoRuntimeException("The algorithm of " + path.getName() + " cannot be read", error);
+    }
+    if (algorithm != null && algorithm.isSetAES_GCM_CTR_V1()) {
+      throw new ParquetCryptoRuntimeException(
+          path.getName() + " says AES_GCM_CTR_V1: its page data would not be authenticated, and the configuration has"
+              + " ctr_files: reject.");
+    }
+  }
+
+  /** Checks that a file has the columns which its options were made for: no others, and none fewer. */
+  private static void checkColumns(Configuration configuration, WriteSupport.WriteContext context) {
+    String expected = configuration.get(COLUMNS);
+    String identity = configuration.get(OPTIONS_IDENTITY);
+    if (expected == null || identity == null) {
+      throw new ParquetCryptoRuntimeException(
+          "The encryption options of this write were not made by parquet-keytools. " + HINT + ".");
+    }
+    if (!identity.equals(configuration.get(SESSION_IDENTITY))) {
+      throw new ParquetCryptoRuntimeException(
+          "The options of this write were made by another configuration than the one that the session has.");
+    }
+    TreeSet missing = new TreeSet();
+    for (String column : expected.split(",")) {
+      missing.add(java.net.URLDecoder.decode(column, StandardCharsets.UTF_8));
+    }
+    TreeSet unknown = new TreeSet();
+    for (Object column : context.getSchema().getColumns()) {
+      String name = String.join(".", ((ColumnDescriptor) column).getPath());
+      if (!missing.remove(name)) {
+        unknown.add(name);
+      }
+    }
+    if (!unknown.isEmpty() || !missing.isEmpty()) {
+      throw new ParquetCryptoRuntimeException(
+          "The columns are not those that the options of table " + configuration.get(TABLE) + " were made for"
+              + (unknown.isEmpty() ? "" : ": new are " + unknown) + (missing.isEmpty() ? "" : ": missing are " + missing)
+              + ". " + HINT + " of the frame that is written, with partition_by where it is partitioned.");
+    }
+  }
+
+  private static boolean isSet(Configuration configuration, String name) {
+    return !configuration.getTrimmed(name, "").isEmpty();
+  }
+
+  private static boolean isAllowed(Configuration configuration, String name) {
+    return "allow".equals(configuration.get(name, "reject"));
+  }
+}

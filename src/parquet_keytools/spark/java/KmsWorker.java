@@ -1,0 +1,222 @@
+package parquet_keytools;
+
+import java.io.File;
+import java.io.IOException;
+import java.nio.charset.StandardCharsets;
+import java.util.ArrayList;
+import java.util.Base64;
+import java.util.HashMap;
+import java.util.Map;
+import org.apache.hadoop.conf.Configuration;
+import org.apache.parquet.crypto.KeyAccessDeniedException;
+import org.apache.parquet.crypto.ParquetCryptoRuntimeException;
+import org.apache.spark.SparkEnv;
+import org.apache.spark.SparkFiles;
+
+/** The worker of one configuration in this JVM: its process is started when it is needed, and anew when it died. */
+final class KmsWorker {
+  static final int START = 1;
+  static final int WRAP = 2;
+  static final int UNWRAP = 3;
+  static final int STATISTICS = 4;
+
+  static final int OK = 0;
+  static final int DENIED = 1;
+
+  private static final String CONFIGURATION = "parquet.keytools.configuration";
+  private static final String PYTHON = "parquet.keytools.worker.python";
+  private static final String DRIVER_PYTHON = "parquet.keytools.worker.python.driver";
+  private static final String TIMEOUT = "parquet.keytools.worker.timeout.seconds";
+
+  private static final int MOST_FAILURES = 5;
+  private static final long REST_MILLISECONDS = 30000;
+  private static final long LONGEST_WAIT_MILLISECONDS = 3000;
+
+  private static final Map WORKERS = new HashMap();
+  private static boolean hasHook = false;
+  private static volatile boolean isEnding = false;
+
+  private final String python;
+  private final String encodedConfiguration;
+  private final long timeoutMilliseconds;
+  private WorkerProcess process;
+  private int failures = 0;
+  private long lastFailure = 0;
+  private String lastReason = "";
+
+  private KmsWorker(String python, String encodedConfiguration, long timeoutMilliseconds) {
+    this.python = python;
+    this.encodedConfiguration = encodedConfiguration;
+    this.timeoutMilliseconds = timeoutMilliseconds;
+  }
+
+  /** Returns the one worker for a configuration, which all threads of this JVM share. */
+  static KmsWorker of(Configuration configuration) {
+    String encoded = configuration.get(CONFIGURATION);
+    if (encoded == null) {
+      throw new ParquetCryptoRuntimeException(
+          CONFIGURATION + " is not set. Make the session with parquet_keytools.spark.configure.");
+    }
+    String python = configuration.get(isDriver() ? DRIVER_PYTHON : PYTHON);
+    if (python == null) {
+      python = "python3";
+    }
+    long timeout = configuration.getLong(TIMEOUT, 120) * 1000;
+    String identity = python + '\n' + timeout + '\n' + encoded;
+    synchronized (WORKERS) {
+      KmsWorker worker = (KmsWorker) WORKERS.get(identity);
+      if (worker == null) {
+        worker = new KmsWorker(python, encoded, timeout);
+        WORKERS.put(identity, worker);
+        if (!hasHook) {
+          Runtime.getRuntime().addShutdownHook(new Thread("parquet-keytools shutdown") {
+            public void run() {
+              endAll();
+            }
+          });
+          hasHook = true;
+        }
+      }
+      return worker;
+    }
+  }
+
+  /** Asks the worker, and once more where its process died meanwhile: wrapping twice does no harm. */
+  byte[] ask(int operation, byte[] request) {
+    for (int tries = 1; ; tries++) {
+      WorkerProcess running = running();
+      try {
+        WorkerProcess.Answer answer = running.ask(operation, request, timeoutMilliseconds);
+        succeeded();
+        if (answer.status == OK) {
+          return answer.content;
+        }
+        String text = new String(answer.content, StandardCharsets.UTF_8);
+        if (answer.status == DENIED) {
+          throw new KeyAccessDeniedException(text);
+        }
+        throw new ParquetCryptoRuntimeException(text);
+      } catch (WorkerGoneException gone) {
+        failed(running, gone.getMessage());
+        if (tries == 2) {
+          throw new ParquetCryptoRuntimeException(gone.getMessage() + " A retry of the task starts another.");
+        }
+      }
+    }
+  }
+
+  /** Returns a process that has loaded the configuration. Others wait while it starts. */
+  private synchronized WorkerProcess running() {
+    if (process != null && process.isAlive()) {
+      return process;
+    }
+    if (isEnding) {
+      throw new ParquetCryptoRuntimeException("This JVM is ending: no KMS worker is started.");
+    }
+    process = null;
+    long passed = System.currentTimeMillis() - lastFailure;
+    if (failures >= MOST_FAILURES && passed < REST_MILLISECONDS) {
+      throw new ParquetCryptoRuntimeException(
+          "The KMS worker failed " + failures + " times without an answer in between, and is left alone for a while. "
+              + lastReason);
+    }
+    if (failures > 0) {
+      long wait = Math.min(LONGEST_WAIT_MILLISECONDS, 100L << Math.min(failures, 10)) - passed;
+      if (wait > 0) {
+        sleep(wait);
+      }
+    }
+    WorkerProcess started = null;
+    try {
+      started = new WorkerProcess(python);
+      // The folder where Spark puts spark.files: a configuration may be one of them.
+      String message = filesFolder() + '\n' + new String(Base64.getDecoder().decode(encodedConfiguration), StandardCharsets.UTF_8);
+      WorkerProcess.Answer answer = started.ask(START, message.getBytes(StandardCharsets.UTF_8), timeoutMilliseconds);
+      if (answer.status != OK) {
+        started.end(0);
+        throw new WorkerGoneException(new String(answer.content, StandardCharsets.UTF_8));
+      }
+    } catch (IOException error) {
+      String reason = "The KMS worker could not be started with " + python + ": " + error.getMessage()
+          + ". Set spark.pyspark.python to a Python on every node that has parquet-keytools.";
+      failed(null, reason);
+      throw new ParquetCryptoRuntimeException(reason);
+    } catch (WorkerGoneException gone) {
+      String reason = gone.getMessage();
+      if (started != null && !started.hasAnswered()) {
+        reason += " Has " + python + " parquet-keytools installed? " + started.lastLine();
+      }
+      failed(started, reason);
+      throw new ParquetCryptoRuntimeException(reason);
+    }
+    process = started;
+    return started;
+  }
+
+  private synchronized void succeeded() {
+    failures = 0;
+  }
+
+  private synchronized void failed(WorkerProcess which, String reason) {
+    // Many threads see the end of one process: it counts once.
+    if (which == null || which.countsAsFailure()) {
+      failures++;
+      lastFailure = System.currentTimeMillis();
+      lastReason = reason;
+    }
+    if (process == which) {
+      process = null;
+    }
+  }
+
+  static String statistics() {
+    StringBuilder text = new StringBuilder("[");
+    for (Object worker : all()) {
+      WorkerProcess process = ((KmsWorker) worker).process;
+      if (process == null || !process.isAlive()) {
+        continue;
+      }
+      try {
+        WorkerProcess.Answer answer = process.ask(STATISTICS, new byte[0], 10000);
+        text.append(text.length() > 1 ? "," : "").append(new String(answer.content, StandardCharsets.UTF_8));
+      } catch (WorkerGoneException gone) {
+        // It has nothing to say any more.
+      }
+    }
+    return text.append("]").toString();
+  }
+
+  private static ArrayList all() {
+    synchronized (WORKERS) {
+      return new ArrayList(WORKERS.values());
+    }
+  }
+
+  private static void endAll() {
+    isEnding = true;
+    for (Object worker : all()) {
+      WorkerProcess process = ((KmsWorker) worker).process;
+      if (process != null) {
+        process.end(3000);
+      }
+    }
+  }
+
+  private static boolean isDriver() {
+    SparkEnv environment = SparkEnv.get();
+    return environment == null || "driver".equals(environment.executorId());
+  }
+
+  private static String filesFolder() {
+    return SparkEnv.get() == null ? "" : new File(SparkFiles.getRootDirectory()).getAbsolutePath();
+  }
+
+  private static void sleep(long milliseconds) {
+    try {
+      Thread.sleep(milliseconds);
+    } catch (InterruptedException interrupted) {
+      Thread.currentThread().interrupt();
+      throw new ParquetCryptoRuntimeException("Interrupted while waiting for the KMS worker.");
+    }
+  }
+}

@@ -1,0 +1,46 @@
+package parquet_keytools;
+
+import java.nio.charset.StandardCharsets;
+import java.util.Arrays;
+import org.apache.hadoop.conf.Configuration;
+import org.apache.parquet.crypto.keytools.KmsClient;
+
+/**
+ * parquet-java's door to the KMS clients of parquet-keytools: passes every request on to a worker process in
+ * Python. Compiled by Janino, which knows no lambdas and not all of generics.
+ */
+public class PythonKmsClient implements KmsClient {
+  private KmsWorker worker;
+
+  public void initialize(Configuration configuration, String instanceId, String instanceUrl, String accessToken) {
+    // Instance and URL may come from a file: whoever writes files must not choose the KMS.
+    worker = KmsWorker.of(configuration);
+  }
+
+  public String wrapKey(byte[] key, String masterKeyId) {
+    return new String(ask(KmsWorker.WRAP, key, masterKeyId), StandardCharsets.UTF_8);
+  }
+
+  public byte[] unwrapKey(String wrappedKey, String masterKeyId) {
+    return ask(KmsWorker.UNWRAP, wrappedKey.getBytes(StandardCharsets.UTF_8), masterKeyId);
+  }
+
+  private byte[] ask(int operation, byte[] key, String masterKeyId) {
+    byte[] name = masterKeyId.getBytes(StandardCharsets.UTF_8);
+    byte[] request = new byte[2 + name.length + key.length];
+    request[0] = (byte) (name.length >> 8);
+    request[1] = (byte) name.length;
+    System.arraycopy(name, 0, request, 2, name.length);
+    System.arraycopy(key, 0, request, 2 + name.length, key.length);
+    try {
+      return worker.ask(operation, request);
+    } finally {
+      Arrays.fill(request, (byte) 0);
+    }
+  }
+
+  /** Returns what the workers of this JVM counted, as a JSON array: for those who look after a session. */
+  public static String statistics() {
+    return KmsWorker.statistics();
+  }
+}

@@ -1,0 +1,275 @@
+"""The process beside a JVM of Spark that asks the KMS: `python -m parquet_keytools.spark.kms_worker`.
+
+It takes requests on stdin and answers on stdout (`frames`), and ends with the end of stdin. What it says to
+people goes to stderr, which the JVM logs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from parquet_keytools.config.key_names import check_key_names, configured_master_key_ids
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KeytoolsError,
+    KmsAccessDeniedError,
+    KmsError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+)
+from parquet_keytools.keys.key_unwrapper import decode_master_key_id
+from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.registry import make_client
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.spark.carried_configuration import unpacked
+from parquet_keytools.spark.frames import (
+    PREAMBLE,
+    Frame,
+    MalformedFrameError,
+    Operation,
+    Status,
+    frame_bytes,
+    read_frame,
+    read_key_request,
+)
+from parquet_keytools.spark.waiting_requests import WaitingRequests
+
+THREADS = 4
+"""So many calls to the KMS at a time; what comes meanwhile waits, and goes together in the next one."""
+
+# What parquet-java takes for "not this reader": it then reads the other columns.
+_DENIED = (KmsAccessDeniedError, MasterKeyDisabledError, MasterKeyNotFoundError)
+
+_COUNTS = ("wrap calls", "wrap keys", "unwrap calls", "unwrap keys")
+
+T = TypeVar("T")
+
+
+class Statistics:
+    """How much the KMS was asked by this process. Counts only, no names."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, operation: str, keys: int) -> None:
+        """Count one call for so many keys."""
+        with self._changed:
+            self._counts[f"{operation} calls"] += 1
+            self._counts[f"{operation} keys"] += keys
+            self._changed.notify_all()
+
+    def as_dict(self) -> dict[str, int]:
+        """Return all counts."""
+        with self._changed:
+            return {name: self._counts[name] for name in _COUNTS}
+
+    def say_changes(self) -> None:
+        """Tell people of every change, without end: soon at first, and then once a minute."""
+        said = dict.fromkeys(_COUNTS, 0)
+        for seconds in itertools.chain(itertools.repeat(1.0, 30), itertools.repeat(60.0)):
+            with self._changed:
+                while all(self._counts[name] == count for name, count in said.items()):
+                    self._changed.wait()
+            # What comes in a moment is told together.
+            time.sleep(seconds)
+            said = self.as_dict()
+            _say("asked the KMS so far: " + ", ".join(f"{count} {name}" for name, count in said.items()))
+
+
+class KmsWorker:
+    """Answers requests with the KMS of one configuration.
+
+    Args:
+        requests: Where frames come from.
+        answers: Where frames go; nothing else may be written there.
+        kms: The client; that of the configuration in the first frame where it is not given.
+    """
+
+    def __init__(self, requests: BinaryIO, answers: BinaryIO, kms: KmsClient | None = None) -> None:
+        self.statistics = Statistics()
+        self._requests = requests
+        self._answers = answers
+        self._answers_lock = threading.Lock()
+        self._waiting = WaitingRequests()
+        self._kms = kms
+
+    def run(self) -> int:
+        """Serve until the end of the requests; returns the exit status."""
+        threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        status = 0
+        try:
+            while (frame := read_frame(self._requests)) is not None:
+                self._take(frame)
+        except MalformedFrameError as error:
+            _say(f"ends: {error}")
+            status = 1
+        self._waiting.close()
+        for thread in threads:
+            # Whoever asked is gone: a KMS that does not answer must not keep this process.
+            thread.join(1.0)
+        return status
+
+    def _take(self, frame: Frame) -> None:
+        match frame.kind:
+            case Operation.WRAP | Operation.UNWRAP if self._kms is None:
+                self._answer(frame, Status.FAILED, b"the worker was given no configuration")
+            case Operation.WRAP | Operation.UNWRAP:
+                self._waiting.put(frame)
+            case Operation.START:
+                self._answer(frame, *self._start(frame.content))
+            case Operation.STATISTICS:
+                self._answer(
+                    frame, Status.OK, json.dumps({"process": os.getpid()} | self.statistics.as_dict()).encode()
+                )
+            case _:
+                # The jar is of another version than this.
+                self._answer(frame, Status.FAILED, f"the worker knows no operation {frame.kind}".encode())
+
+    def _start(self, content: bytes) -> tuple[Status, bytes]:
+        folder, _, text = content.partition(b"\n")
+        try:
+            configuration = unpacked(text.decode(), Path(os.fsdecode(folder)))
+            self._kms = _kms_of(configuration)
+        except KeytoolsError as error:
+            return Status.FAILED, str(error).encode()
+        except Exception as error:
+            return Status.FAILED, f"the configuration cannot be loaded: {type(error).__name__}".encode()
+        return Status.OK, b""
+
+    def _serve(self) -> None:
+        while frames := self._waiting.take():
+            operation = Operation(frames[0].kind)
+            try:
+                (self._wrap if operation == Operation.WRAP else self._unwrap)(frames)
+            except Exception as error:
+                # Its text may hold anything, keys included.
+                for frame in frames:
+                    self._answer(frame, Status.FAILED, f"unexpected {type(error).__name__}".encode())
+
+    def _wrap(self, frames: Sequence[Frame]) -> None:
+        def request(master_key_id: str, key: bytes) -> WrapRequest:
+            if len(key) not in KEY_LENGTHS_BYTES:
+                raise ValueError(f"a key to be wrapped has 16, 24 or 32 bytes, not {len(key)}")
+            return WrapRequest(SecretBytes(key), master_key_id)
+
+        readable = self._readable(frames, request)
+        assert self._kms is not None
+        self._answer_all("wrap", readable, self._kms.wrap_many, str.encode)
+
+    def _unwrap(self, frames: Sequence[Frame]) -> None:
+        def request(master_key_id: str, wrapped_key: bytes) -> UnwrapRequest:
+            return UnwrapRequest(wrapped_key.decode("ascii", "replace"), master_key_id)
+
+        readable = self._readable(frames, request)
+        assert self._kms is not None
+        self._answer_all("unwrap", readable, self._kms.unwrap_many, SecretBytes.reveal)
+
+    def _readable(self, frames: Sequence[Frame], request: Callable[[str, bytes], T]) -> list[tuple[Frame, T]]:
+        """Return the requests in the frames, after the frames without one were answered."""
+        readable = []
+        for frame in frames:
+            try:
+                parts = read_key_request(frame.content)
+                readable.append((frame, request(decode_master_key_id(parts.master_key_id), parts.key)))
+            except ValueError as error:
+                self._answer(frame, Status.FAILED, str(error).encode())
+        return readable
+
+    def _answer_all(
+        self,
+        operation: str,
+        requests: Sequence[tuple[Frame, T]],
+        call: Callable[[list[T]], Sequence[object]],
+        content: Callable[..., bytes],
+    ) -> None:
+        if not requests:
+            return
+        outcomes = call([request for _, request in requests])
+        self.statistics.add(operation, len(requests))
+        for (frame, _), outcome in zip(requests, outcomes, strict=True):
+            if isinstance(outcome, KmsError):
+                status = Status.DENIED if isinstance(outcome, _DENIED) else Status.FAILED
+                self._answer(frame, status, str(outcome).encode(errors="replace"))
+            else:
+                self._answer(frame, Status.OK, content(outcome))
+
+    def _answer(self, frame: Frame, status: Status, content: bytes) -> None:
+        data = frame_bytes(Frame(frame.request_id, status, content))
+        with self._answers_lock:
+            try:
+                self._answers.write(data)
+                self._answers.flush()
+            except OSError:
+                # The JVM is gone; the end of the requests follows.
+                return
+
+
+def _kms_of(configuration: Configuration) -> KmsClient:
+    if configuration.kms is None:
+        raise ConfigurationError(
+            "the configuration has no kms, and Spark takes no data keys.",
+            hint="Read and write with Keytools, or with parquet-keytools spark.",
+        )
+    kms = make_client(configuration.kms, configuration.folder)
+    if getattr(kms, "has_generated_keys", False):
+        raise ConfigurationError(
+            "the in_memory KMS generates master keys, and every executor would have others.",
+            hint="Write its keys into the configuration, or use a keystore.",
+        )
+    check_key_names(configuration, kms.master_key_ids())
+    kms.trust(configured_master_key_ids(configuration))
+    return kms
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _log_to_stderr() -> None:
+    """Let what we log, the audit log too, go to the log of the JVM; what others log may hold secrets."""
+    logging.getLogger().addHandler(logging.NullHandler())
+    ours = logging.getLogger("parquet_keytools")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+
+
+def main() -> int:
+    """Serve the JVM that started this process."""
+    # Ctrl-C at a terminal reaches this process too; its JVM decides when it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Tracebacks quote what exceptions say, and that may be a key.
+    sys.excepthook = lambda kind, error, trace: _say(f"ends: unexpected {kind.__name__}")
+    threading.excepthook = lambda arguments: _say(f"a thread ended: unexpected {arguments.exc_type.__name__}")
+    # Whatever else prints to stdout must not come between the frames.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    _log_to_stderr()
+    answers.write(PREAMBLE)
+    answers.flush()
+    worker = KmsWorker(sys.stdin.buffer, answers)
+    threading.Thread(target=worker.statistics.say_changes, daemon=True).start()
+    status = worker.run()
+    # A call to the KMS that hangs does not keep this process.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""What a table asks for, as options of a write by Spark: all of it, or an error."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from urllib.parse import quote_plus
+
+from parquet_keytools.config.column_policy import ColumnPath
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError
+from parquet_keytools.key_service import KeyService, TablePolicy
+from parquet_keytools.keys.key_unwrapper import encode_master_key_id
+from parquet_keytools.spark.carried_configuration import carried, identity
+from parquet_keytools.spark.session import cache_name
+
+_HINT = "`parquet-keytools spark encrypt` can: let Spark write plaintext files, and encrypt these."
+
+
+def table_options(
+    keys: KeyService, table_name: str | None, leaves: Sequence[ColumnPath], partition_by: Sequence[str]
+) -> dict[str, str]:
+    """Return the options; see `Keytools.spark_options`.
+
+    Args:
+        keys: Of the configuration.
+        table_name: The table; None where the configuration has only one.
+        leaves: All leaf columns, those of partition columns too.
+        partition_by: Names of the columns whose values become names of folders.
+    """
+    _check_partition_columns(keys.policy(table_name, leaves) if partition_by else None, frozenset(partition_by))
+    written = [path for path in leaves if path[0] not in partition_by]
+    policy = keys.policy(table_name, written)
+    reasons = spark_limits(policy)
+    if reasons:
+        raise UnsupportedBySparkError(reasons, hint=_HINT)
+    return _key_options(policy) | _other_options(keys.configuration, policy, written)
+
+
+def spark_limits(policy: TablePolicy) -> list[str]:
+    """Return what parquet-java cannot do of what a table asks for, one sentence each."""
+    table = policy.table
+    reasons = []
+    if table.aad_prefix is not None:
+        reasons.append("it takes no AAD prefix together with keys from a KMS")
+    if len(policy.master_key_ids) < len({name for _, name in table.key_uses()}):
+        reasons.append("it takes no data keys that the caller manages")
+    if table.key_material == "external":
+        reasons.append("its external key material can be left behind when a committer moves the files")
+    column_keys = [path for path, key in policy.columns.items() if key.kind == "column_key"]
+    if not column_keys and table.unlisted_columns == "plaintext":
+        reasons.append("it does not encrypt the footer alone")
+    for path in column_keys:
+        if any(_cannot_be_listed(name) for name in path):
+            reasons.append(f"its list of column keys cannot hold the column name {'.'.join(path)!r}")
+    return reasons
+
+
+def _cannot_be_listed(name: str) -> bool:
+    # The list is written with `:;,`, its paths with dots; Java trims each, and Hadoop replaces `${...}`.
+    return any(mark in name for mark in ".:;,") or "${" in name or name != name.strip() or not name.isprintable()
+
+
+def _key_options(policy: TablePolicy) -> dict[str, str]:
+    table = policy.table
+    footer_key = _listed_id(policy.master_key_ids[table.footer_key])
+    column_keys: dict[str, list[str]] = {}
+    for path, key in policy.columns.items():
+        if key.kind == "column_key" and key.key_name is not None:
+            column_keys.setdefault(_listed_id(policy.master_key_ids[key.key_name]), []).append(".".join(path))
+    if not column_keys:
+        return {"parquet.encryption.uniform.key": footer_key}
+    return {
+        "parquet.encryption.footer.key": footer_key,
+        "parquet.encryption.column.keys": ";".join(f"{key}:{','.join(c)}" for key, c in column_keys.items()),
+        "parquet.encryption.complete.columns": _java(table.unlisted_columns == "footer_key"),
+    }
+
+
+def _other_options(
+    configuration: Configuration, policy: TablePolicy, written: Sequence[ColumnPath]
+) -> dict[str, str]:
+    table = policy.table
+    options = {
+        "parquet.encryption.algorithm": table.algorithm,
+        "parquet.encryption.plaintext.footer": _java(table.plaintext_footer),
+        "parquet.encryption.data.key.length.bits": str(table.data_key_length_bits),
+        "parquet.encryption.double.wrapping": _java(table.double_wrapping),
+        "parquet.encryption.key.material.store.internally": "true",
+        "parquet.encryption.cache.lifetime.seconds": str(int(table.cache_lifetime_seconds)),
+        "parquet.keytools.table": policy.table_name,
+        "parquet.keytools.options.identity": identity(configuration),
+        "parquet.keytools.columns": ",".join(quote_plus(".".join(path)) for path in written),
+        # Tables share KEKs where these may be the same.
+        "parquet.encryption.key.access.token": cache_name(
+            carried(configuration), "writing", table.effective_kek_length_bits, table.cache_lifetime_seconds
+        ),
+    }
+    if table.double_wrapping:
+        options["parquet.encryption.kek.length.bits"] = str(table.effective_kek_length_bits)
+    return options
+
+
+def _check_partition_columns(policy: TablePolicy | None, names: frozenset[str]) -> None:
+    """Refuse to put values of columns under a key into the names of folders, where everyone reads them."""
+    if policy is None:
+        return
+    unknown = names - {path[0] for path in policy.columns}
+    if unknown:
+        raise ConfigurationError(f"the frame has no columns {', '.join(map(repr, sorted(unknown)))}.")
+    for path, key in policy.columns.items():
+        if path[0] not in names or key.kind == "plaintext":
+            continue
+        message = f"the values of column {path[0]!r} would stand in the names of folders, in plaintext"
+        if key.kind == "column_key":
+            raise ConfigurationError(
+                f"{message}, and the table {policy.table_name!r} has it under the key {key.key_name!r}.",
+                hint="Partition by another column, or take this one out of column_keys.",
+            )
+        warnings.warn(f"{message}, for the data set is partitioned by it", UserWarning, stacklevel=4)
+
+
+def _listed_id(master_key_id: str) -> str:
+    # Hadoop would replace `${...}`.
+    return encode_master_key_id(master_key_id).replace("$", "%24")
+
+
+def _java(value: bool) -> str:
+    return str(value).lower()

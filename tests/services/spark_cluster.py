@@ -1,0 +1,131 @@
+"""A standalone cluster of Spark for tests: one master and two workers, as hosts 127.0.0.2 and 127.0.0.3."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+JAVA_MISSING = (
+    "the tests with Spark need Java 17: install it with `apt-get install openjdk-17-jre-headless`, or leave these "
+    "tests out with `make test SPARK=no`"
+)
+_START_SECONDS = 60
+
+
+def has_java() -> bool:
+    home = os.environ.get("JAVA_HOME")
+    return shutil.which("java", path=str(Path(home) / "bin") if home else None) is not None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class SparkCluster:
+    """The processes of a cluster; its executors' files lie under `folder/work`.
+
+    Args:
+        folder: For logs and work.
+        environment: What executors have beyond this process's environment, as an administrator sets it.
+    """
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.url = f"spark://127.0.0.1:{self.port}"
+        self._environment = os.environ | environment | {"SPARK_NO_DAEMONIZE": "1"}
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Start all and wait until both workers are there; raises where they do not come."""
+        self._run("master", "--host", "127.0.0.1", "--port", str(self.port), "--webui-port", "0")
+        self._wait_for("master", "I have been elected leader")
+        for host in ("127.0.0.2", "127.0.0.3"):
+            arguments = ["--host", host, "--cores", "1", "--memory", "700m", "--webui-port", "0"]
+            work = self.folder / "work" / host
+            work.mkdir(parents=True)
+            self._run(f"worker-{host}", *arguments, "-d", str(work), self.url)
+        for host in ("127.0.0.2", "127.0.0.3"):
+            self._wait_for(f"worker-{host}", "Successfully registered with master")
+
+    def stop(self) -> None:
+        """End all processes; workers end their executors."""
+        for process in reversed(self._processes):
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def executor_logs(self) -> dict[str, str]:
+        """Return what each executor wrote, by its folder."""
+        return {
+            str(path.parent.relative_to(self.folder / "work")): path.read_text(errors="replace")
+            for path in sorted(self.folder.glob("work/*/app-*/*/stderr"))
+        }
+
+    def kms_workers(self) -> set[int]:
+        """Return the KMS workers of this cluster's executors, by process id."""
+        found = set()
+        ours = {process.pid for process in self._processes}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (entry / "cmdline").read_bytes()
+                if b"parquet_keytools.spark.kms_worker" in command and ours & _ancestors(int(entry.name)):
+                    found.add(int(entry.name))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        return found
+
+    def _run(self, name: str, *arguments: str) -> None:
+        import pyspark
+
+        home = Path(pyspark.__file__).parent
+        kind = "master.Master" if name == "master" else "worker.Worker"
+        # -XX: a master and a worker do little.
+        environment = self._environment | {
+            "SPARK_HOME": str(home),
+            "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+            "PYSPARK_PYTHON": sys.executable,
+        }
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    [home / "bin" / "spark-class", f"org.apache.spark.deploy.{kind}", *arguments],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                )
+            )
+
+    def _wait_for(self, name: str, text: str) -> None:
+        end = time.monotonic() + _START_SECONDS
+        while not re.search(text, self.log(name)):
+            if time.monotonic() > end or any(process.poll() is not None for process in self._processes):
+                raise RuntimeError(f"Spark's {name} did not start:\n{self.log(name)[-2000:]}")
+            time.sleep(0.1)
+
+
+def _ancestors(process_id: int) -> set[int]:
+    found = set()
+    while process_id > 1:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+        process_id = int(stat.rpartition(")")[2].split()[1])
+        found.add(process_id)
+    return found

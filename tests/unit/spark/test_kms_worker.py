@@ -1,0 +1,331 @@
+"""The worker by itself: in this process with pipes, and as the process that Spark starts."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from parquet_keytools import SecretBytes, load_configuration
+from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsUnavailableError
+from parquet_keytools.kms.client import UnwrapRequest, WrapRequest
+from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.spark.carried_configuration import carried, carried_file
+from parquet_keytools.spark.frames import (
+    PREAMBLE,
+    Frame,
+    KeyRequest,
+    Operation,
+    Status,
+    frame_bytes,
+    key_request_bytes,
+    read_frame,
+)
+from parquet_keytools.spark.kms_worker import THREADS, KmsWorker
+
+MASTER_KEYS = {"footer": os.urandom(16), "pii": os.urandom(16), "arn:aws:kms:1,2;3": os.urandom(16)}
+KEY = bytes(range(16))
+
+
+class SlowKms(InMemoryKms):
+    """Notes the size of every batch, and answers when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__({name: SecretBytes(key) for name, key in MASTER_KEYS.items()})
+        self.batches: list[int] = []
+        self.may_answer = threading.Event()
+        self.busy = threading.Semaphore(0)
+
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        self.batches.append(len(requests))
+        self.busy.release()
+        assert self.may_answer.wait(30)
+        return super()._wrap_many(requests)
+
+
+class RefusingKms(InMemoryKms):
+    def __init__(self, error: Exception) -> None:
+        super().__init__({name: SecretBytes(key) for name, key in MASTER_KEYS.items()})
+        self.error = error
+
+    def unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        if isinstance(self.error, KmsError):
+            return [self.error for _ in requests]
+        raise self.error
+
+
+class Asker:
+    """The other side of the pipes."""
+
+    def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
+        self.requests = requests
+        self.answers = answers
+
+    def send(self, request_id: int, kind: int, content: bytes = b"") -> None:
+        self.requests.write(frame_bytes(Frame(request_id, kind, content)))
+        self.requests.flush()
+
+    def answer(self) -> Frame:
+        frame = read_frame(self.answers)
+        assert frame is not None
+        return frame
+
+    def ask(self, kind: int, content: bytes = b"") -> Frame:
+        self.send(77, kind, content)
+        return self.answer()
+
+    def wrap(self, key: bytes = KEY, master_key_id: str = "pii") -> Frame:
+        return self.ask(Operation.WRAP, key_request_bytes(KeyRequest(master_key_id, key)))
+
+
+@contextmanager
+def worker(kms: InMemoryKms) -> Iterator[Asker]:
+    """Run a worker in a thread, and check that it ends with the end of its requests."""
+    (request_end, send_end), (answer_end, reply_end) = os.pipe(), os.pipe()
+    with (
+        os.fdopen(request_end, "rb") as requests,
+        os.fdopen(reply_end, "wb") as replies,
+        os.fdopen(answer_end, "rb") as answers,
+    ):
+        statuses: list[int] = []
+        running = KmsWorker(requests, replies, kms)
+        thread = threading.Thread(target=lambda: statuses.append(running.run()))
+        thread.start()
+        with os.fdopen(send_end, "wb") as sender:
+            yield Asker(sender, answers)
+        thread.join(20)
+        assert statuses == [0]
+
+
+@pytest.fixture
+def kms() -> SlowKms:
+    return SlowKms()
+
+
+def test_wrap_and_unwrap(kms: SlowKms) -> None:
+    kms.may_answer.set()
+    with worker(kms) as asker:
+        wrapped = asker.wrap()
+        assert (wrapped.request_id, wrapped.kind) == (77, Status.OK)
+        assert kms.unwrap(wrapped.content.decode(), "pii").reveal() == KEY
+        back = asker.ask(Operation.UNWRAP, key_request_bytes(KeyRequest("pii", wrapped.content)))
+        assert (back.kind, back.content) == (Status.OK, KEY)
+
+
+def test_identifiers_come_encoded(kms: SlowKms) -> None:
+    kms.may_answer.set()
+    with worker(kms) as asker:
+        assert asker.wrap(master_key_id="arn%3Aaws%3Akms%3A1%2C2%3B3").kind == Status.OK
+
+
+def test_what_waits_goes_to_the_kms_together(kms: SlowKms) -> None:
+    with worker(kms) as asker:
+        for request_id in range(THREADS):
+            asker.send(request_id, Operation.WRAP, key_request_bytes(KeyRequest("pii", os.urandom(16))))
+            assert kms.busy.acquire(timeout=20)
+        for request_id in range(THREADS, THREADS + 60):
+            asker.send(request_id, Operation.WRAP, key_request_bytes(KeyRequest("footer", os.urandom(16))))
+        # Statistics are answered at once, after all that was sent before was taken in.
+        assert asker.ask(Operation.STATISTICS).request_id == 77
+        kms.may_answer.set()
+        answers = [asker.answer() for _ in range(THREADS + 60)]
+        assert {answer.request_id for answer in answers} == set(range(THREADS + 60))
+        assert all(answer.kind == Status.OK for answer in answers)
+        assert kms.batches == [1] * THREADS + [60]
+        counts = json.loads(asker.ask(Operation.STATISTICS).content)
+        assert counts == {
+            "process": os.getpid(),
+            "wrap calls": THREADS + 1,
+            "wrap keys": THREADS + 60,
+            "unwrap calls": 0,
+            "unwrap keys": 0,
+        }
+
+
+def test_every_answer_goes_to_its_request(kms: SlowKms) -> None:
+    kms.may_answer.set()
+    keys = {request_id: os.urandom(16) for request_id in range(300)}
+    sent = list(keys.items())
+    with worker(kms) as asker:
+
+        def send() -> None:
+            for request_id, key in sent:
+                asker.send(request_id, Operation.WRAP, key_request_bytes(KeyRequest("pii", key)))
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        for _ in sent:
+            answer = asker.answer()
+            assert kms.unwrap(answer.content.decode(), "pii").reveal() == keys.pop(answer.request_id)
+        sender.join()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "no master key id"),
+        (b"\0\xff", "ends within its master key id"),
+        (b"\0\2\xff\xff" + KEY, "not UTF-8"),
+        (key_request_bytes(KeyRequest("pii", b"short")), "16, 24 or 32 bytes, not 5"),
+        (key_request_bytes(KeyRequest("nobody", KEY)), "no such master key"),
+    ],
+)
+def test_a_bad_request_gets_an_error_and_the_next_one_its_answer(kms: SlowKms, content: bytes, text: str) -> None:
+    kms.may_answer.set()
+    with worker(kms) as asker:
+        answer = asker.ask(Operation.WRAP, content)
+        assert answer.kind != Status.OK and text in answer.content.decode()
+        assert KEY not in answer.content
+        assert asker.wrap().kind == Status.OK
+
+
+def test_an_operation_of_another_version(kms: SlowKms) -> None:
+    with worker(kms) as asker:
+        answer = asker.ask(200)
+        assert (answer.kind, answer.content) == (Status.FAILED, b"the worker knows no operation 200")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (
+            KmsAccessDeniedError(backend="b", operation="unwrap", master_key_id="pii"),
+            Status.DENIED,
+            "access denied",
+        ),
+        (KmsUnavailableError(backend="b", operation="unwrap"), Status.FAILED, "cannot be reached"),
+        (RuntimeError("canary of a key"), Status.FAILED, "unexpected RuntimeError"),
+    ],
+)
+def test_errors_have_our_text_and_no_other(error: Exception, status: Status, text: str) -> None:
+    with worker(RefusingKms(error)) as asker:
+        answer = asker.ask(Operation.UNWRAP, key_request_bytes(KeyRequest("pii", b"wrapped")))
+        assert answer.kind == status and text in answer.content.decode()
+        assert b"canary" not in answer.content
+
+
+# --- the process ---
+
+
+@pytest.fixture
+def configuration(tmp_path: Path) -> Path:
+    path = tmp_path / "c.yaml"
+    keys = {name: base64.b64encode(key).decode() for name, key in MASTER_KEYS.items()}
+    document = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": keys},
+        "tables": {"t": {"footer_key": "footer"}},
+    }
+    path.write_text(json.dumps(document))
+    return path
+
+
+class WorkerProcess(Asker):
+    def __init__(self, **environment: str) -> None:
+        command = [sys.executable, "-P", "-m", "parquet_keytools.spark.kms_worker"]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | environment,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        before = b""
+        while not before.endswith(PREAMBLE):
+            before += self.process.stdout.read(1)
+        super().__init__(self.process.stdin, self.process.stdout)
+
+    def start(self, text: str) -> Frame:
+        return self.ask(Operation.START, b"/\n" + text.encode())
+
+    def end(self) -> tuple[int, bytes, bytes]:
+        stdout, stderr = self.process.communicate(timeout=30)
+        return self.process.returncode, stdout, stderr
+
+
+@pytest.fixture
+def process() -> Iterator[WorkerProcess]:
+    started = WorkerProcess()
+    yield started
+    started.process.kill()
+    started.process.communicate()
+
+
+@pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning")
+def test_the_process_serves_until_the_end_of_stdin(process: WorkerProcess, configuration: Path) -> None:
+    # The file holds secrets: only its path travels.
+    text = carried(load_configuration(configuration))
+    assert process.start(text).kind == Status.OK
+    assert process.wrap().kind == Status.OK
+    process.process.send_signal(signal.SIGINT)
+    assert process.wrap().kind == Status.OK, "Ctrl-C is for its JVM"
+    time.sleep(1.5)
+    status, stdout, stderr = process.end()
+    assert (status, stdout) == (0, b"")
+    assert b"asked the KMS so far: 2 wrap calls, 2 wrap keys" in stderr
+    assert not any(key in stderr or base64.b64encode(key) in stderr for key in (KEY, *MASTER_KEYS.values()))
+
+
+def test_requests_before_the_start_are_refused(process: WorkerProcess) -> None:
+    assert process.wrap().content == b"the worker was given no configuration"
+
+
+@pytest.mark.parametrize("data", [b"\0\0\0\0", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x20\0"])
+def test_malformed_frames_end_it(process: WorkerProcess, data: bytes) -> None:
+    process.requests.write(data)
+    status, stdout, stderr = process.end()
+    assert (status, stdout) == (1, b"")
+    assert b"frame" in stderr and b"Traceback" not in stderr
+
+
+def test_a_configuration_that_is_not_there(process: WorkerProcess) -> None:
+    answer = process.start(carried_file("/nowhere/c.yaml"))
+    assert answer.kind == Status.FAILED
+    assert b"/nowhere/c.yaml: there is no such file" in answer.content
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"load": 5}'])
+def test_a_configuration_that_is_none(process: WorkerProcess, text: str) -> None:
+    answer = process.start(text)
+    assert answer.kind == Status.FAILED
+    assert b"the configuration cannot be loaded" in answer.content
+
+
+def test_generated_master_keys_are_refused(process: WorkerProcess, configuration: Path) -> None:
+    configuration.write_text(
+        "{version: 1, kms: {type: in_memory, keys: [footer]}, tables: {t: {footer_key: footer}}}"
+    )
+    answer = process.start(carried_file(str(configuration)))
+    assert answer.kind == Status.FAILED
+    assert b"every executor would have others" in answer.content
+
+
+def test_a_program_that_prints_does_not_come_between_the_frames(tmp_path: Path, configuration: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading, time\n"
+        "def chatter():\n"
+        "    while True:\n"
+        "        print('noise' * 100, flush=True)\n"
+        "        time.sleep(0.01)\n"
+        "import sys\n"
+        "if any('kms_worker' in a for a in sys.orig_argv):\n"
+        "    timer = threading.Timer(0.1, chatter); timer.daemon = True; timer.start()\n"
+    )
+    process = WorkerProcess(PYTHONPATH=str(tmp_path))
+    assert process.start(carried_file(str(configuration))).kind == Status.OK
+    for _ in range(200):
+        assert process.wrap().kind == Status.OK
+        threading.Event().wait(0.005)
+    assert process.end()[0] == 0

@@ -1,0 +1,162 @@
+"""What a session is configured with; nothing here starts Java."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from parquet_keytools import Keytools, load_configuration
+from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.spark import bridge_jar, configure, session_settings
+
+SECRET = "canary-of-the-passphrase"
+YAML = """
+version: 1
+kms: {type: keystore, path: keystore.json, passphrase: "${PASSPHRASE_OF_TEST}"}
+tables:
+  t: {footer_key: footer, column_keys: {pii: [a]}, aad_prefix: "{table_name}/{file_name}"}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PASSPHRASE_OF_TEST", SECRET)
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+    path = tmp_path / "c.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def hadoop(settings: dict[str, str]) -> dict[str, str]:
+    return {name.removeprefix("spark.hadoop."): value for name, value in settings.items()}
+
+
+def test_settings(file: Path) -> None:
+    found = hadoop(session_settings(file, jar="/j.jar", timeout_seconds=7))
+    assert found["spark.jars"] == "/j.jar"
+    assert found["parquet.crypto.factory.class"] == "parquet_keytools.KeytoolsCryptoFactory"
+    assert found["parquet.encryption.kms.client.class"] == "parquet_keytools.PythonKmsClient"
+    assert found["parquet.keytools.plaintext.reads"] == found["parquet.keytools.plaintext.writes"] == "reject"
+    assert found["parquet.keytools.worker.python"] == sys.executable
+    assert found["parquet.keytools.worker.timeout.seconds"] == "7"
+    assert found["parquet.keytools.aad.prefix"] == "t/{file_name}"
+    carried = json.loads(base64.b64decode(found["parquet.keytools.configuration"]))
+    assert carried["folder"] == str(file.parent)
+    assert SECRET not in str(found) + str(carried)
+
+
+def test_a_file_on_every_node(file: Path) -> None:
+    found = hadoop(session_settings(file, jar="j", file_on_nodes="c.yaml"))
+    assert json.loads(base64.b64decode(found["parquet.keytools.configuration"])) == {"load": "c.yaml"}
+
+
+def test_several_tables_expect_no_aad_prefix(file: Path) -> None:
+    file.write_text(YAML + "  other: {footer_key: footer, column_keys: {pii: [b]}}\n")
+    assert "parquet.keytools.aad.prefix" not in hadoop(session_settings(file, jar="j"))
+
+
+def test_plaintext_files_may_be_allowed_for_reading_only(file: Path) -> None:
+    file.write_text(YAML + "reading: {plaintext_files: allow, cache_lifetime_seconds: 2}\n")
+    found = hadoop(session_settings(file, jar="j"))
+    assert found["parquet.keytools.plaintext.reads"] == "allow"
+    assert found["parquet.keytools.plaintext.writes"] == "reject"
+    assert found["parquet.encryption.cache.lifetime.seconds"] == "2"
+
+
+def test_options_and_session_have_the_same_identity(file: Path) -> None:
+    from pyspark.sql.types import LongType, StructField, StructType
+
+    file.write_text(YAML.replace(', aad_prefix: "{table_name}/{file_name}"', ""))
+    (file.parent / "keystore.json").touch()
+    configuration = load_configuration(file)
+    tools = Keytools.from_mapping(
+        {
+            "version": 1,
+            "kms": {"type": "in_memory", "keys": ["footer", "pii"]},
+            "tables": {"t": {"footer_key": "footer", "column_keys": {"pii": ["a"]}}},
+        }
+    )
+    options = tools.spark_options("t", StructType([StructField("a", LongType())]))
+    session = hadoop(session_settings(tools.configuration, jar="j"))
+    assert options["parquet.keytools.options.identity"] == session["parquet.keytools.session.identity"]
+    other = hadoop(session_settings(configuration, jar="j"))
+    assert options["parquet.keytools.options.identity"] != other["parquet.keytools.session.identity"]
+
+
+def test_data_keys_alone_are_no_use_to_spark(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        f"{{version: 1, data_keys: {{k: {'A' * 22}==}}, "
+        "tables: {t: {footer_key: k, unlisted_columns: footer_key}}}"
+    )
+    with pytest.raises(ConfigurationError, match="Spark takes no data keys"):
+        session_settings(path, jar="j")
+
+
+class Builder:
+    """What `configure` needs of a builder."""
+
+    def __init__(self, **options: str) -> None:
+        self._options: dict[str, Any] = {name.replace("_", "."): value for name, value in options.items()}
+
+    def config(self, name: str, value: str) -> Builder:
+        self._options[name] = value
+        return self
+
+
+def test_configure_adds_to_what_is_there(file: Path) -> None:
+    builder = Builder(spark_jars="/other.jar", spark_pyspark_python="/opt/python")
+    assert configure(builder, file, jar="/ours.jar") is builder  # type: ignore[arg-type,comparison-overlap]
+    assert builder._options["spark.jars"] == "/other.jar,/ours.jar"
+    assert builder._options["spark.hadoop.parquet.keytools.worker.python"] == "/opt/python"
+
+
+def test_configure_comes_before_spark(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyspark import SparkContext
+
+    monkeypatch.setattr(SparkContext, "_active_spark_context", SimpleNamespace())
+    with pytest.raises(ConfigurationError, match="runs already"):
+        configure(Builder(), file, jar="j")  # type: ignore[arg-type]
+
+
+# --- the jar ---
+
+
+def test_no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"JAVA_HOME is set.*17 or newer; a JDK is not needed"):
+        bridge_jar.build_jar(tmp_path / "x.jar")
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text("#!/bin/sh\necho it does not compile\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="it does not compile"):
+        bridge_jar.build_jar(tmp_path / "x.jar")
+    assert not list(tmp_path.glob("*.jar"))
+
+
+def test_a_cache_that_others_can_write_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = bridge_jar._cache_folder()
+    assert folder == tmp_path / "parquet-keytools"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    other = bridge_jar._cache_folder()
+    assert other != folder and other.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+    folder.symlink_to(other)
+    assert bridge_jar._cache_folder() != folder
+
+
+def test_the_sources_are_in_the_package() -> None:
+    assert {path.stem for path in bridge_jar._source_files()} >= {"PythonKmsClient", "KeytoolsCryptoFactory"}
