@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from types import TracebackType
 
 _all_locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
@@ -28,6 +30,20 @@ class ForkSafeLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lock.release()
+
+    @contextlib.contextmanager
+    def held_within(self, seconds: float) -> Iterator[None]:
+        """Hold the lock in a block.
+
+        Raises:
+            TimeoutError: It could not be had in so many seconds.
+        """
+        if not self._lock.acquire(timeout=max(seconds, 0)):
+            raise TimeoutError
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _renew(self) -> None:
         self._lock = threading.Lock()

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import socket
 import ssl
 import time
 import traceback
@@ -55,7 +56,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.aws import AwsKms, AwsMasterKeyDescription
 from parquet_keytools.kms.aws_settings import AwsSettings
-from parquet_keytools.kms.client import KmsClient, UnwrapRequest
+from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import CANARY, KmsClientContract, _shown
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -244,14 +245,49 @@ def test_a_role_is_assumed(moto_url: str) -> None:
     assert SERVED_SECRET not in repr(kms.limits)
 
 
-def test_a_role_that_may_not_be_assumed_is_no_denied_key(fake: FakeKms, url: str) -> None:
+def test_a_role_that_may_not_be_assumed_is_no_denied_key(
+    fake: FakeKms, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     key = fake.add_key()
     with serve_sts(403, "AccessDenied") as (sts_url, asked):
         role = {"role_arn": f"arn:aws:iam::{ACCOUNT}:role/other", "endpoint_url": sts_url}
         with AwsKms(settings(url, assume_role=role)) as kms, pytest.raises(KmsConfigurationError) as caught:
             kms.wrap(CANARY, key.arn)
     assert "may not be assumed" in str(caught.value) and asked == ["AssumeRole"]
+    # The SDK warns, with the answer's text in a traceback.
+    assert "mandatory refresh" in caplog.text and SERVED_SECRET not in caplog.text
     assert not fake.log
+
+
+def test_a_silent_sts_is_waited_for_no_longer_than_a_call_lasts(fake: FakeKms, url: str) -> None:
+    """The SDK would let each thread ask in turn, and wait for all before it."""
+    key = fake.add_key()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(100)
+        role = {
+            "role_arn": f"arn:aws:iam::{ACCOUNT}:role/r",
+            "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}",
+        }
+        limits = {"call_timeout_seconds": 0.5, "timeout_seconds": 1.0}
+        with AwsKms(settings(url, assume_role=role, **limits)) as kms:
+            start = time.monotonic()
+            outcomes = kms.wrap_many([WrapRequest(CANARY, key.arn) for _ in range(16)])
+            assert time.monotonic() - start < 3
+    assert {type(outcome) for outcome in outcomes} == {KmsUnavailableError}
+    assert not fake.log
+
+
+def test_keys_do_not_go_in_plaintext_through_a_proxy_of_the_environment(
+    fake: FakeKms, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    key = fake.add_key()
+    with AwsKms(settings(url)) as kms:
+        assert kms.unwrap(kms.wrap(CANARY, key.arn), key.arn) == CANARY
 
 
 def serve_sts(status: int, code: str) -> Any:

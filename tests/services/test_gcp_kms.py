@@ -712,6 +712,39 @@ def test_a_token_that_cannot_be_had(
     assert not server.calls
 
 
+def test_a_token_is_waited_for_no_longer_than_a_call_lasts() -> None:
+    """Each thread would wait for all before it, one after the other, for a token service that is silent."""
+    released = threading.Event()
+    timeouts: list[float] = []
+
+    def request(*_: Any, timeout: float, **__: Any) -> None:
+        timeouts.append(timeout)
+        released.wait(timeout)
+        raise TransportError("no answer")
+
+    class Asking(StaticCredentials):
+        def refresh(self, request: Any) -> None:
+            request(url="https://token.example", method="POST", timeout=60)
+
+    tokens = TokenSource(Asking(), request)
+    times: list[float] = []
+
+    def ask() -> None:
+        start = time.monotonic()
+        with pytest.raises(TransportError):
+            tokens.headers("https://kms.example", 0.5)
+        times.append(time.monotonic() - start)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    released.set()
+    assert len(times) == 8 and max(times) < 2
+    assert max(timeouts) <= 0.5
+
+
 def test_no_default_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(**_: object) -> None:
         raise DefaultCredentialsError("secret-text")
@@ -780,7 +813,7 @@ def test_impersonation(tmp_path: Path) -> None:
     assert tokens.is_fresh and tokens.email == target
     impersonating = [more for url, more in service.asked if target in url and "generateAccessToken" in url]
     assert len(impersonating) == 1 and between in str(impersonating[0]["body"])
-    assert all(more["timeout"] == 3.5 for _, more in service.asked)
+    assert all(2 < more["timeout"] <= 3.5 for _, more in service.asked)
     tokens.headers("https://cloudkms.googleapis.com/", 3.5)
     assert len(service.asked) == 2
 

@@ -484,6 +484,30 @@ def test_a_redirect_from_https_to_http_is_refused() -> None:
     assert caught.value.host == "http://vault.example:8200"
 
 
+@pytest.mark.parametrize(
+    ("url", "location", "followed"),
+    [
+        ("http://127.0.0.1:8200", "http://vault.example:8200", False),
+        ("http://127.0.0.1:8200", "https://vault.example:8200", True),
+        ("http://vault.example:8200", "http://vault.example:8200", True),
+        ("http://[::1]:8200", "http://[::1]:8200", True),
+        ("http://[::1]:8200", "http://[::1]:8201", False),
+    ],
+)
+def test_a_redirect_does_not_lead_from_this_machine_to_another_one_without_tls(
+    url: str, location: str, followed: bool
+) -> None:
+    from parquet_keytools.kms.vault_connection import Address, VaultConnection
+    from parquet_keytools.kms.vault_errors import VaultRefusal
+
+    connection = VaultConnection(requests.Session(), Address(url, None, ("vault.example",)), None, deadline=0)
+    if followed:
+        assert connection._redirected(url, f"{location}/v1/x") == location
+    else:
+        with pytest.raises(VaultRefusal):
+            connection._redirected(url, f"{location}/v1/x")
+
+
 # --- tokens under faults ---
 
 

@@ -27,7 +27,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from openbao import OpenBao
 from pydantic import ValidationError
 
-from parquet_keytools import Keytools
+from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
     KmsConfigurationError,
@@ -39,6 +39,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import KmsClientContract
 from parquet_keytools.kms.vault import VaultKms
+from parquet_keytools.kms.vault_connection import open_session
 from parquet_keytools.kms.vault_settings import VaultSettings
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -819,6 +820,11 @@ def test_tls_with_an_authority_of_ones_own_and_client_certificates(tmp_path: Pat
         ({"jwt": {"role": "r"}}, "jwt_file"),
         ({"approle": {"role_id": "r", "secret_id": "CANARY", "secret_id_file": "f"}}, "secret_id_file"),
         ({"token": "t", "verify": False}, "Extra inputs"),
+        ({"token": "t", "proxy": "CANARY:3128"}, "proxy has to be an address"),
+        (
+            {"token": "t", "url": "http://127.0.0.1:8200", "proxy": "http://u:CANARY@proxy.example:3128"},
+            "the proxy can read the keys",
+        ),
     ],
 )
 def test_mistakes_in_settings(wrong: dict[str, Any], text: str) -> None:
@@ -831,6 +837,22 @@ def test_settings_that_may_be() -> None:
     for url in ("http://127.0.0.1:8200", "http://localhost:8200", "http://[::1]:8200", "https://a.example/vault/"):
         VaultSettings.model_validate({"url": url, "token": "t"})
     VaultSettings.model_validate({"url": "http://vault.example", "allow_http": True, "token": "t"})
+    for url, proxy in (
+        ("https://vault.example", "http://proxy.example:3128"),
+        ("http://[::1]", "http://127.0.0.1:1"),
+    ):
+        VaultSettings.model_validate({"url": url, "proxy": proxy, "token": "t"})
+
+
+def test_the_password_of_a_proxy_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = "http://user:CANARY@proxy.example:3128"
+    shown = VaultSettings.model_validate({"url": "https://vault.example", "proxy": proxy, "token": "t"})
+    assert "CANARY" not in f"{shown!r}{shown.model_dump()}{shown.model_dump_json()}"
+    assert open_session(shown, Path()).proxies == {"http": proxy, "https": proxy}
+    monkeypatch.setenv("PROXY", proxy)
+    monkeypatch.setenv("TOKEN", "CANARY")
+    kms = {"type": "vault", "url": "https://vault.example", "proxy": "${PROXY}", "token": "${TOKEN}"}
+    assert b"CANARY" not in pickle.dumps(parse_configuration({"version": 1, "kms": kms}))
 
 
 @pytest.mark.parametrize("token", ["", "a b", "a\nX-Other: 1", "é"])

@@ -19,24 +19,28 @@ from parquet_keytools.config.settings import Configuration, ConfigurationWarning
 from parquet_keytools.config.validation_messages import mistakes_of
 from parquet_keytools.config.yaml_document import MOST_BYTES, UnreadableYamlError, YamlDocument, read_yaml
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.kms.client import KmsSettings
+from parquet_keytools.kms.client import KmsClient, KmsSettings
 from parquet_keytools.kms.registry import client_class, known_names
 
 
 def load_configuration(
-    file: str | os.PathLike[str], *, environment: Mapping[str, str] | None = None
+    file: str | os.PathLike[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    kms: KmsClient | None = None,
 ) -> Configuration:
     """Load a configuration from a YAML file.
 
     Args:
         file: Its path.
         environment: What `${NAME}` stands for; the environment of this process where it is not given.
+        kms: The client that `Keytools` will be given: with it the configuration needs no `kms`.
 
     Raises:
         ConfigurationError: The file cannot be read, or what it says is wrong; the error reports all mistakes
             of one kind together: first those of single values, then those of values that contradict others.
     """
-    configuration = _load(file, os.environ if environment is None else environment)
+    configuration = _load(file, os.environ if environment is None else environment, _standing_for(kms))
     _warn(configuration)
     return configuration
 
@@ -46,6 +50,7 @@ def parse_configuration(
     *,
     file: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
+    kms: KmsClient | None = None,
 ) -> Configuration:
     """Make a configuration of YAML text, or of a mapping with the same content.
 
@@ -53,11 +58,12 @@ def parse_configuration(
         document: YAML text, or mapping.
         file: Where the text came from: for error texts, relative paths, and worker processes.
         environment: What `${NAME}` stands for; the environment of this process where it is not given.
+        kms: As with `load_configuration`.
 
     Raises:
         ConfigurationError: As with `load_configuration`.
     """
-    configuration = _parse(document, file, os.environ if environment is None else environment)
+    configuration = _parse(document, file, os.environ if environment is None else environment, _standing_for(kms))
     _warn(configuration)
     return configuration
 
@@ -90,7 +96,14 @@ def _warn(configuration: Configuration) -> None:
         warnings.warn(text, ConfigurationWarning, stacklevel=3)
 
 
-def _load(file: str | os.PathLike[str], environment: Mapping[str, str]) -> Configuration:
+def _standing_for(kms: KmsClient | None) -> KmsSettings | None:
+    """Return settings in place of those that a client was made from, which nobody knows here."""
+    return None if kms is None else KmsSettings(type=kms.backend, instance_id=kms.instance_id)
+
+
+def _load(
+    file: str | os.PathLike[str], environment: Mapping[str, str], kms: KmsSettings | None = None
+) -> Configuration:
     try:
         with Path(file).open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)
@@ -101,7 +114,7 @@ def _load(file: str | os.PathLike[str], environment: Mapping[str, str]) -> Confi
         }.get(type(error), f"the file cannot be read: {error.strerror}.")
         unreadable = ConfigurationError(reason, file=os.fspath(file))
     else:
-        return _parse(content, file, environment)
+        return _parse(content, file, environment, kms)
     raise unreadable
 
 
@@ -109,12 +122,16 @@ def _parse(
     document: str | bytes | Mapping[str, Any],
     file: str | os.PathLike[str] | None,
     environment: Mapping[str, str],
+    kms: KmsSettings | None,
 ) -> Configuration:
     name = None if file is None else os.fspath(file)
     path = None if file is None else Path(file).absolute()
     yaml = YamlDocument(_plain(document)) if isinstance(document, Mapping) else _read(document, name)
     source = DocumentSource(name, path, path.parent if path else Path.cwd(), yaml.lines)
-    return _build(yaml.value, source, environment, yaml.mistakes)
+    written = yaml.value
+    if kms is not None and isinstance(written, dict) and written.get("kms") is None:
+        written = {**written, "kms": kms}
+    return _build(written, source, environment, yaml.mistakes)
 
 
 def _read(content: str | bytes, name: str | None) -> YamlDocument:

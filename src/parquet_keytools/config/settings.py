@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, SerializeAsAny, StrictBool, model_validator
 
-from parquet_keytools.config.document_source import DocumentSource
+from parquet_keytools.config.document_source import DocumentSource, Redacted
 from parquet_keytools.config.field_types import (
     DataKey,
     KeyName,
@@ -216,6 +216,11 @@ class Configuration(Settings):
             raise ConfigurationError(
                 "a configuration that was put together in Python cannot be pickled.",
                 hint="Make it with load_configuration, or with parse_configuration from a mapping.",
+            )
+        if self._source.document.get("kms") is Redacted.SECRET:
+            raise ConfigurationError(
+                "a configuration that was made for a KMS client in this process cannot be pickled.",
+                hint="Say under `kms:` in the configuration how to make the client.",
             )
         redacted = self._source.redacted_paths
         if redacted and self._source.path is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -84,8 +84,14 @@ class KekCache(Generic[K, V]):
         if mine:
             self._load(mine, load, lifetime_seconds, clearings)
         # One's own are loaded first: two threads that wait for each other's keys cannot lock each other out.
+        given_up: list[K] = []
         for key, future in {**mine, **others}.items():
-            found[key] = future.result()
+            try:
+                found[key] = future.result()
+            except CancelledError:
+                given_up.append(key)
+        if given_up:
+            found.update(zip(given_up, self.get_many(given_up, load, lifetime_seconds), strict=True))
         return [found[key] for key in wanted]
 
     def clear(self) -> None:
@@ -116,7 +122,10 @@ class KekCache(Generic[K, V]):
                 for key in mine:
                     self._loading.pop(key, None)
             for future in mine.values():
-                if not future.done():
+                # What interrupts this thread, such as Ctrl-C, is not for those who wait: they load for themselves.
+                if not isinstance(error, Exception):
+                    future.cancel()
+                elif not future.done():
                     future.set_exception(error)
             raise
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +20,7 @@ from botocore.credentials import (
     CredentialResolver,
     DeferredRefreshableCredentials,
 )
-from botocore.exceptions import ClientError, NoCredentialsError
+from botocore.exceptions import ClientError, NoCredentialsError, ReadTimeoutError
 
 from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.kms.aws_errors import EXPIRED_CREDENTIALS, code_of
@@ -29,8 +30,8 @@ from parquet_keytools.kms.per_process import PerProcess
 _SHARE_OF_CONNECTING = 0.4
 """Of the time of one try; the rest is for the answer."""
 
-_seconds_of_call: ContextVar[float | None] = ContextVar("seconds_of_call", default=None)
-"""How long the call under way may take; None outside of calls of ours."""
+_deadline_of_call: ContextVar[float | None] = ContextVar("deadline_of_call", default=None)
+"""When the call under way has to end; None outside of calls of ours."""
 
 
 class AwsConnection:
@@ -99,8 +100,7 @@ class AwsConnection:
             session = self._session or _base_session(self._settings)
             if self._settings.assume_role is not None:
                 session = self._session_in_role(session)
-            client = session.client("kms", endpoint_url=self._settings.endpoint_url, **self._client_options())
-            client.meta.events.register("before-call.kms", _set_read_timeout)
+            client = self._opened(session.client, "kms", self._settings.endpoint_url)
         elif os.getpid() != self._maker_process_id:
             # A forked child drops its copies of the parent's connections, and opens its own.
             client.close()
@@ -116,18 +116,36 @@ class AwsConnection:
             raise NoCredentialsError
 
         def make_client(service: str, **credentials: Any) -> Any:
-            options = self._client_options()
-            client = base.client(service, endpoint_url=role.endpoint_url, **options, **credentials)
-            return self._checked(client)
+            return self._checked(self._opened(base.client, service, role.endpoint_url, **credentials))
 
         arguments = {"RoleSessionName": role.session_name, "DurationSeconds": role.duration_seconds}
         if role.external_id is not None:
             arguments["ExternalId"] = role.external_id.get_secret_value()
         fetcher = AssumeRoleCredentialFetcher(make_client, source, role.role_arn, extra_args=arguments)
+
+        def fetch() -> dict[str, Any]:
+            # The SDK lets one thread after the other ask, and each would wait anew for an STS that is silent.
+            if _seconds_left() <= 0:
+                raise ReadTimeoutError(endpoint_url="STS")
+            credentials: dict[str, Any] = fetcher.fetch_credentials()
+            return credentials
+
         session = botocore.session.Session(profile=base.profile_name if self._settings.profile else None)
-        providers = CredentialResolver([_RoleProvider(fetcher.fetch_credentials)])
+        providers = CredentialResolver([_RoleProvider(fetch)])
         session.register_component("credential_provider", providers)
         return boto3.Session(botocore_session=session, region_name=self._settings.region or base.region_name)
+
+    def _opened(self, make: Callable[..., Any], service: str, endpoint_url: str | None, **credentials: str) -> Any:
+        """Return a client of the SDK with our limits."""
+        options = self._client_options() | credentials
+        client = make(service, endpoint_url=endpoint_url, **options)
+        if client.meta.endpoint_url.startswith("http:") and not self._settings.allow_http:
+            # It is on this machine, which a proxy of the environment is not: that would get the keys in plaintext.
+            client.close()
+            options["config"] = options["config"].merge(Config(proxies={}))
+            client = make(service, endpoint_url=endpoint_url, **options)
+        client.meta.events.register(f"before-call.{service}", _set_read_timeout)
+        return client
 
     def _client_options(self) -> dict[str, Any]:
         limits = self._settings
@@ -187,9 +205,13 @@ def _base_session(settings: AwsSettings) -> boto3.Session:
 
 def _set_read_timeout(context: dict[str, Any], **_: Any) -> None:
     """Give a request no more than what is left of its time; older botocore has one timeout for all."""
-    seconds = _seconds_of_call.get()
-    if seconds is not None:
-        context["read_timeout"] = max(seconds * (1 - _SHARE_OF_CONNECTING), 0.001)
+    if _deadline_of_call.get() is not None:
+        context["read_timeout"] = max(_seconds_left() * (1 - _SHARE_OF_CONNECTING), 0.001)
+
+
+def _seconds_left() -> float:
+    deadline = _deadline_of_call.get()
+    return float("inf") if deadline is None else deadline - time.monotonic()
 
 
 # --- the SDK's log ---
@@ -199,15 +221,19 @@ def _set_read_timeout(context: dict[str, Any], **_: Any) -> None:
 def _quietly(seconds: float) -> Iterator[None]:
     """Keep the SDK's debug log silent in this thread: it has keys, tokens and whole answers in it."""
     _silence_loggers()
-    token = _seconds_of_call.set(seconds)
+    token = _deadline_of_call.set(time.monotonic() + seconds)
     try:
         yield
     finally:
-        _seconds_of_call.reset(token)
+        _deadline_of_call.reset(token)
 
 
 def _during_our_calls(record: logging.LogRecord) -> bool:
-    return _seconds_of_call.get() is None or record.levelno >= logging.WARNING
+    if _deadline_of_call.get() is not None:
+        # Tracebacks in warnings have the texts of answers in them.
+        record.exc_info = record.exc_text = None
+        return record.levelno >= logging.WARNING
+    return True
 
 
 def _silence_loggers() -> None:

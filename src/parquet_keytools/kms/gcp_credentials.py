@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import google.auth
 from google.auth import identity_pool, impersonated_credentials
 from google.auth.credentials import TokenState
+from google.auth.exceptions import TransportError
 from google.auth.transport.requests import Request
 from google.oauth2 import credentials as user_credentials
 from google.oauth2 import service_account
@@ -100,15 +102,27 @@ class TokenSource:
 
         Args:
             url: Of the service.
-            seconds: How long each call for a new token may take.
+            seconds: How long getting a new token may take, waiting for others who get it included.
 
         Raises:
             google.auth.exceptions.GoogleAuthError: No token can be had.
         """
+        deadline = time.monotonic() + seconds
+
+        def request(*arguments: Any, **options: Any) -> Any:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransportError("no time is left")
+            return self._request(*arguments, **{**options, "timeout": min(left, options.get("timeout") or left)})
+
         headers: dict[str, str] = {}
-        # One thread renews the token; the others wait for it.
-        with self._lock:
-            self._credentials.before_request(partial(self._request, timeout=seconds), "POST", url, headers)
+        with contextlib.ExitStack() as stack:
+            # One thread renews the token; the others wait for it, each as long as it may.
+            try:
+                stack.enter_context(self._lock.held_within(seconds))
+            except TimeoutError:
+                raise TransportError("others did not get a token in time") from None
+            self._credentials.before_request(request, "POST", url, headers)
         return [(name.lower(), value) for name, value in headers.items()]
 
 

@@ -23,7 +23,7 @@ from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.kms.vault_errors import BACKEND, Reason, VaultRefusal, reason_of
-from parquet_keytools.kms.vault_settings import VaultSettings
+from parquet_keytools.kms.vault_settings import VaultSettings, is_loopback
 
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
 _MAX_REDIRECTS = 3
@@ -51,7 +51,8 @@ def open_session(settings: VaultSettings, folder: Path) -> requests.Session:
     # The environment could name proxies, certificates, and passwords in ~/.netrc that become headers.
     session.trust_env = False
     if settings.proxy is not None:
-        session.proxies = {"http": settings.proxy, "https": settings.proxy}
+        proxy = settings.proxy.get_secret_value()
+        session.proxies = {"http": proxy, "https": proxy}
     if settings.ca_file is not None:
         session.verify = _file(folder, settings.ca_file)
     if settings.client_cert is not None:
@@ -168,7 +169,10 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
         return bytes(body)
 
     def _redirected(self, base: str, location: str) -> str:
-        """Return where a redirect leads, if the token and keys may go there: never from https to http."""
+        """Return where a redirect leads, if the token and keys may go there.
+
+        Never from https to http, nor from this machine to another one without TLS.
+        """
         now = urlsplit(base)
         try:
             to = urlsplit(location)
@@ -177,11 +181,14 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
             raise VaultRefusal(310, Reason.REDIRECT) from None
         if not re.fullmatch(r"[A-Za-z0-9.-]{1,253}|[0-9A-Fa-f:.]{2,45}", host) or to.scheme not in _PORTS:
             raise VaultRefusal(310, Reason.REDIRECT)
+        is_own = (host, port) == (now.hostname, now.port or _PORTS[now.scheme])
+        loses_protection = to.scheme == "http" and (
+            now.scheme == "https" or (is_loopback(now.hostname or "") and not is_loopback(host))
+        )
         host = f"[{host}]" if ":" in host else host
         place = f"{host}:{port}"
-        own = f"{now.hostname}:{now.port or _PORTS[now.scheme]}"
-        allowed = place == own or place in self._address.redirect_hosts or host in self._address.redirect_hosts
-        if not allowed or (now.scheme, to.scheme) == ("https", "http"):
+        allowed = is_own or place in self._address.redirect_hosts or host in self._address.redirect_hosts
+        if not allowed or loses_protection:
             raise VaultRefusal(310, Reason.REDIRECT, host=f"{to.scheme}://{place}")
         # The path stays ours: it says which master key is asked.
         return f"{to.scheme}://{place}{now.path}"

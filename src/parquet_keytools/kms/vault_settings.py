@@ -100,8 +100,10 @@ class VaultSettings(RemoteKmsSettings):
     redirect_hosts: tuple[Host, ...] = Field(
         default=(), description="Other hosts that the server may redirect to, such as the nodes of its cluster."
     )
-    proxy: str | None = Field(
-        default=None, description="Address of a proxy. Those that the environment names are not used."
+    proxy: SecretStr | None = Field(
+        default=None,
+        description="Address of a proxy, best as `${VARIABLE}` where it holds a password. Those that the "
+        "environment names are not used.",
     )
     namespace: Namespace | None = Field(default=None, description="The namespace that mounts and logins are in.")
     mount_point: Mount = Field(default="transit", description="Where the transit engine is mounted.")
@@ -130,6 +132,8 @@ class VaultSettings(RemoteKmsSettings):
         if self.client_key is not None and self.client_cert is None:
             raise ValueError("client_key needs client_cert")
         _check_url(self.url, self.allow_http)
+        if self.proxy is not None:
+            _check_proxy(self.proxy.get_secret_value(), self.url, self.allow_http)
         return self
 
     def context_bytes(self) -> bytes | None:
@@ -153,6 +157,19 @@ def _check_url(url: str, allow_http: bool) -> None:
         raise ValueError("url must hold nothing but scheme, host, port and path")
     if parts.scheme == "http" and not allow_http and not is_loopback(host):
         raise ValueError("url is without TLS, so that all can read the keys: use https, or set allow_http: true")
+
+
+def _check_proxy(proxy: str, url: str, allow_http: bool) -> None:
+    try:
+        parts = urlsplit(proxy)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        parts, host = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError("proxy has to be an address such as http://proxy.example:3128")
+    # Through TLS a proxy sees nothing; without, it gets token and keys.
+    if urlsplit(url).scheme == "http" and not allow_http and not is_loopback(host):
+        raise ValueError("url is without TLS, so that the proxy can read the keys: leave out proxy, or use https")
 
 
 def is_loopback(host: str) -> bool:

@@ -190,7 +190,7 @@ def outcomes_of_32_threads(cache: KekCache[str, str], load: GatedLoader) -> list
         arrived.release()
         try:
             return cache.get_many(["a"], load, LONG)[0]
-        except RuntimeError as error:
+        except (RuntimeError, KeyboardInterrupt) as error:
             return error
 
     with ThreadPoolExecutor(32) as pool:
@@ -219,6 +219,23 @@ def test_an_exception_reaches_all_who_wait(cache: KekCache[str, str], load: Load
     outcomes = outcomes_of_32_threads(cache, GatedLoader(RuntimeError("broken")))
     assert all(isinstance(outcome, RuntimeError) for outcome in outcomes)
     assert cache.get_many(["a"], load, LONG) == ["a!"]
+
+
+def test_what_interrupts_one_thread_does_not_interrupt_those_who_wait(
+    cache: KekCache[str, str],
+) -> None:
+    class InterruptedOnce(GatedLoader):
+        def __call__(self, keys: list[str]) -> list[str | KmsError]:
+            answers = super().__call__(keys)
+            if len(self.calls) == 1:
+                raise KeyboardInterrupt
+            return answers
+
+    load = InterruptedOnce()
+    outcomes = outcomes_of_32_threads(cache, load)
+    assert outcomes.count("a!") == 31
+    assert sum(isinstance(outcome, KeyboardInterrupt) for outcome in outcomes) == 1
+    assert load.calls == [["a"], ["a"]]
 
 
 def test_crossing_sets_do_not_lock_each_other_out(cache: KekCache[str, str]) -> None:
