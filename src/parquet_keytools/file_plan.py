@@ -86,7 +86,7 @@ def _plan_file(source: FileLocation, target: FileLocation, overwrite: bool) -> F
 
 
 def _plan_folder(source: FileLocation, target: FileLocation, overwrite: bool) -> FilePlan:
-    _check_target_folder(source, target, overwrite)
+    check_target_folder(source, target, overwrite=overwrite)
     found, left_out = list_folder(source)
     files = tuple(
         PlannedFile(file.location, _counterpart(file.location, source, target), file.size_bytes) for file in found
@@ -103,7 +103,12 @@ def _plan_folder(source: FileLocation, target: FileLocation, overwrite: bool) ->
     return FilePlan(True, files, tuple(left_out))
 
 
-def _check_target_folder(source: FileLocation, target: FileLocation, overwrite: bool) -> None:
+def check_target_folder(source: FileLocation, target: FileLocation, *, overwrite: bool) -> None:
+    """Refuse a folder that a folder must not be mirrored to.
+
+    Raises:
+        OutputError: It is the source or in it, or no folder, or holds files and may not.
+    """
     if target.filesystem == source.filesystem:
         ours, theirs = PurePosixPath(_real_path(target)), PurePosixPath(_real_path(source))
         if ours == theirs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
@@ -123,7 +123,7 @@ def verify_folder(
     members: list[Member] = []
     nonces = SharedNonces()
     for file in files:
-        report, facts = _verify_one_of_many(keys, kms_keys, file.location, table_name, aad_prefix)
+        report, facts = verify_member(keys, kms_keys, file.location, table_name, aad_prefix)
         reports.append(report)
         name = _name_in(folder, file.location)
         if facts.nonces is not None:
@@ -131,15 +131,48 @@ def verify_folder(
         members.append(Member(name, replace(facts, nonces=None)))
         if on_progress is not None:
             on_progress(report)
+    return folder_report(
+        folder,
+        reports,
+        members,
+        nonces,
+        left_out,
+        part_count=part_count,
+        invocation_limit=invocation_limit,
+    )
+
+
+def folder_report(
+    folder: FileLocation,
+    reports: Sequence[FileReport],
+    members: Sequence[Member],
+    nonces: SharedNonces,
+    left_out: Iterable[LeftOut],
+    *,
+    part_count: int | None = None,
+    invocation_limit: int = MAX_INVOCATIONS,
+) -> DataSetReport:
+    """Check what was found in the files of a folder, wherever that was, and what else is in it.
+
+    Args:
+        folder: The folder.
+        reports: On its files.
+        members: The same files.
+        nonces: Those of all of them.
+        left_out: What else lies there.
+        part_count: See `verify_folder`.
+        invocation_limit: See `check_data_set`.
+    """
     others: list[LeftOut] = []
+    unreadable: list[FileReport] = []
     for left in left_out:
         if _should_be_readable(folder, left):
-            reports.append(_unreadable(left.location, left.reason))
+            unreadable.append(_unreadable(left.location, left.reason))
         else:
             others.append(left)
     return DataSetReport(
         str(folder),
-        tuple(reports),
+        (*reports, *unreadable),
         check_data_set(
             members,
             _surroundings(folder, others),
@@ -221,11 +254,13 @@ def _verify(
     location: FileLocation,
     table_name: str | None,
     aad_prefix: str | None,
+    threads: int = 2,
 ) -> tuple[FileReport, FileFacts]:
     try:
         with audit.about(location), open_source(location) as source:
             finder = finder_of(keys, location, kms_keys)
-            return verify_source(source, finder, _expectation(keys, source, location, table_name, aad_prefix))
+            expectation = _expectation(keys, source, location, table_name, aad_prefix)
+            return verify_source(source, finder, expectation, threads=threads)
     except PermissionError as error:
         return _unreadable(location, error.strerror or "permission denied"), FileFacts()
     except ParquetFormatError as error:
@@ -233,16 +268,18 @@ def _verify(
         return _unreadable(location, str(error)), FileFacts()
 
 
-def _verify_one_of_many(
+def verify_member(
     keys: KeyService | None,
     kms_keys: KmsKeys | None,
     location: FileLocation,
     table_name: str | None,
     aad_prefix: str | None,
+    *,
+    threads: int = 2,
 ) -> tuple[FileReport, FileFacts]:
     """Verify a file of a folder: one that cannot be read must not hide what is wrong with the others."""
     try:
-        return _verify(keys, kms_keys, location, table_name, aad_prefix)
+        return _verify(keys, kms_keys, location, table_name, aad_prefix, threads)
     except OSError as error:
         return _unreadable(location, error.strerror or type(error).__name__), FileFacts()
     except UnicodeError:

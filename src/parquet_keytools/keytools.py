@@ -66,7 +66,8 @@ class Keytools:
 
         Args:
             configuration: Made by `load_configuration` or `parse_configuration`.
-            kms: A KMS client to use in place of the configuration's.
+            kms: A KMS client to use in place of the configuration's; a configuration that was made with it
+                needs no `kms`.
             clock: Seconds for the expiry of caches.
 
         Raises:
@@ -81,22 +82,30 @@ class Keytools:
             self._arrow_encryptor = ArrowEncryptor(self._keys.kms, clock, instance_id)
 
     @classmethod
-    def from_yaml(cls, path: PathLike) -> Self:
+    def from_yaml(cls, path: PathLike, *, kms: KmsClient | None = None) -> Self:
         """Load a configuration from a YAML file.
+
+        Args:
+            path: The file.
+            kms: A KMS client to use; with it the file needs no `kms`, and no client is made of what it says there.
 
         Raises:
             ConfigurationError: It has mistakes; the text says in which line, and what to write instead.
         """
-        return cls(load_configuration(path))
+        return cls(load_configuration(path, kms=kms), kms=kms)
 
     @classmethod
-    def from_mapping(cls, document: Mapping[str, Any]) -> Self:
+    def from_mapping(cls, document: Mapping[str, Any], *, kms: KmsClient | None = None) -> Self:
         """Take a configuration from a mapping with the same content as a YAML file.
+
+        Args:
+            document: The mapping.
+            kms: As with `from_yaml`.
 
         Raises:
             ConfigurationError: It has mistakes.
         """
-        return cls(parse_configuration(document))
+        return cls(parse_configuration(document, kms=kms), kms=kms)
 
     @property
     def kms(self) -> KmsClient | None:

@@ -68,13 +68,15 @@ def encrypt_file(
     target: FileLocation,
     table_name: str | None,
     on_progress: Progress | None = None,
+    *,
+    threads: int = 2,
 ) -> FileResult:
     """Encrypt a plaintext file; see `Keytools.encrypt_file`."""
     _refuse_same_file(source, target)
     with open_source(source) as opened_source, contextlib.ExitStack() as replacement:
         finish: Finish
         with whole_output(target) as pending:
-            place = encrypt_pending(keys, table_name, opened_source, pending, on_progress)
+            place = encrypt_pending(keys, table_name, opened_source, pending, on_progress, threads=threads)
             replacement.enter_context(exclusive_folder(target))
             finish = place()
         finish()
@@ -139,6 +141,8 @@ def encrypt_pending(
     source: ByteSource,
     pending: PendingOutput,
     on_progress: Progress | None = None,
+    *,
+    threads: int = 2,
 ) -> Place:
     """Encrypt a plaintext file into a pending output; what it returns is to be called before its commit.
 
@@ -153,7 +157,7 @@ def encrypt_pending(
     policy = keys.policy(table_name, [leaf.path for leaf in envelope.open(None).leaves])
     new_file = _NewFile(keys, policy, pending)
     with pending.open_sink() as sink:
-        file_encryptor.encrypt_file(source, sink, new_file.encryption, on_progress=on_progress)
+        file_encryptor.encrypt_file(source, sink, new_file.encryption, threads=threads, on_progress=on_progress)
     return new_file.place_key_materials
 
 

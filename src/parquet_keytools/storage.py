@@ -364,6 +364,7 @@ class PendingOutput:
         _sync(self.location.path)
         if self.kept_permissions is not None:
             Path(self.location.path).chmod(self.kept_permissions)
+        _remove_hadoop_checksums(Path(self.target.path))
         Path(self.location.path).replace(self.target.path)
         _sync(str(Path(self.target.path).parent))
 
@@ -448,6 +449,22 @@ def exclusive_folder(target: FileLocation) -> Iterator[None]:
 def written_meanwhile(target: FileLocation) -> OutputError:
     """Return the error for a target that was not there when its replacement was begun."""
     return OutputError(f"{target} was written by another process meanwhile.", hint="Try again.")
+
+
+_HADOOP_CHECKSUMS_MAGIC = b"crc\x00"
+
+
+def _remove_hadoop_checksums(target: Path) -> None:
+    """Remove the checksums that Hadoop keeps beside a local file: Spark would refuse what takes the file's place.
+
+    Before it does so, for without checksums Hadoop reads both the old file and the new one.
+    """
+    checksums = target.with_name(f".{target.name}.crc")
+    with contextlib.suppress(FileNotFoundError):
+        with checksums.open("rb") as file:
+            is_hadoops = file.read(len(_HADOOP_CHECKSUMS_MAGIC)) == _HADOOP_CHECKSUMS_MAGIC
+        if is_hadoops:
+            checksums.unlink()
 
 
 def _sync(path: str) -> None:

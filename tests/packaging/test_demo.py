@@ -1,6 +1,7 @@
 """The demo runs, leaves nothing readable behind, and the commands that it prints work."""
 
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -43,6 +44,15 @@ def test_it_tells_what_it_did(output: str) -> None:
     assert "The other 18 columns are read" in output
 
 
+def test_it_rotates_a_master_key_and_reads_again(output: str) -> None:
+    section = output.partition("5. Rotate the master key pii")[2].partition("\n6. ")[0]
+    assert ["pii", "1", "2", "1"] in [line.split() for line in section.splitlines()]
+    # The tail alone is new; the data is not read.
+    new, copied = re.findall(r"([0-9,]+) bytes", section)
+    assert int(new.replace(",", "")) < 20_000 < 1_000_000 < int(copied.replace(",", ""))
+    assert "Version 1 is disabled: all 19 columns are still read, and equal." in section
+
+
 def test_nothing_readable_stays_behind(output: str, folder: Path) -> None:
     made = folder / "demo"
     names = {"flights.yaml", "flights.parquet", "keystore.json", "passphrase", ".keystore.json.lock"}
@@ -56,7 +66,7 @@ def test_nothing_readable_stays_behind(output: str, folder: Path) -> None:
 
 def test_the_commands_work_as_printed(output: str, folder: Path) -> None:
     commands = [line for line in output.splitlines() if line.startswith("  bin/parquet-keytools ")]
-    assert len(commands) == 6
+    assert len(commands) == 9
     for command in commands:
         done = run(folder, "bash", "-c", command)
         assert done.returncode == 0, f"{command}: {done.stderr}"

@@ -24,6 +24,7 @@ SECTIONS = {
     "JwtSettings": "jwt",
     "TableSettings": "tables",
     "ReadingSettings": "reading",
+    "RotationSettings": "rotation",
     "KeysWithoutMetadata": "keys_without_metadata",
 }
 """Settings class -> heading."""

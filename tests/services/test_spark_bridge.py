@@ -136,6 +136,8 @@ class Place:
             stderr=subprocess.PIPE,
             text=True,
             cwd=self.folder,
+            # spark-submit would take what is called python3.
+            env={**os.environ, "PYSPARK_DRIVER_PYTHON": sys.executable, "PYSPARK_PYTHON": sys.executable},
         )
 
     def result(self, process: subprocess.Popen[str]) -> dict[str, Any]:

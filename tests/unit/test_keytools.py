@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from faults import FaultyKms, TurnedClock
 
 from parquet_keytools import Keytools, parse_configuration
@@ -152,6 +153,32 @@ def test_close(data: Path) -> None:
 def test_close_without_a_kms() -> None:
     with Keytools.from_mapping({"version": 1}) as tools:
         assert tools.kms is None
+
+
+# --- a client of the caller's own ---
+
+
+def test_a_configuration_needs_no_kms_where_a_client_is_given(tmp_path: Path) -> None:
+    kms = FaultyKms(KEYS)
+    text = "version: 1\nmaster_keys: {pii: kc}\ntables: {t: {footer_key: kf, column_keys: {pii: [b]}}}\n"
+    (tmp_path / "c.yaml").write_text(text)
+    kms.instance_id = "theirs"
+    for tools in (
+        Keytools.from_yaml(tmp_path / "c.yaml", kms=kms),
+        Keytools.from_mapping(yaml.safe_load(text), kms=kms),
+        Keytools(parse_configuration(text, kms=kms), kms=kms),
+    ):
+        tools.write_table(TABLE, tmp_path / "x.parquet")
+        assert tools.read_table(tmp_path / "x.parquet") == TABLE
+        assert tools.configuration.kms is not None and tools.configuration.kms.instance_id == "theirs"
+        for thing in (tools, tools.configuration):
+            with pytest.raises(ConfigurationError, match="pickled"):
+                pickle.loads(pickle.dumps(thing))
+    with pytest.raises(ConfigurationError, match="no kms"):
+        Keytools.from_mapping(yaml.safe_load(text))
+    wrong = {"version": 1, "tables": {"t": {"footer_key": "kx"}}}
+    with pytest.raises(ConfigurationError, match="'kx'"):
+        Keytools.from_mapping(wrong, kms=kms)
 
 
 # --- what it gives away ---

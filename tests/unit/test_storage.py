@@ -346,6 +346,17 @@ def test_the_data_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypa
     assert steps == ["fsync ['x']", "replace", "fsync []"]
 
 
+def test_checksums_of_hadoop_go_with_what_they_are_of(tmp_path: Path) -> None:
+    """Else Spark refuses the new file."""
+    checksums = tmp_path / ".x.crc"
+    for content, stays in ((b"crc\x00\x00\x00\x02\x00abcd", False), (b"somebody's own", True), (b"", True)):
+        checksums.write_bytes(content)
+        write_whole(local(tmp_path / "x"), b"data")
+        assert checksums.exists() == stays
+    write_whole(local(tmp_path / "y"), b"data")
+    assert checksums.exists()
+
+
 def test_the_target_is_a_folder(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is a folder"):
         write_whole(local(tmp_path), b"data")

@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 from parquet_keytools import __version__
-from parquet_keytools.cli import check, decrypt, demo, encrypt, inspect, keystore, rekey, verify
+from parquet_keytools.cli import (
+    check,
+    decrypt,
+    demo,
+    encrypt,
+    inspect,
+    keys,
+    keystore,
+    rekey,
+    rotate,
+    spark,
+    verify,
+)
 from parquet_keytools.cli.command_group import CommandGroup
 
 _EPILOG = (
@@ -49,9 +61,12 @@ app.command("check")(check.run)
 app.command("encrypt")(encrypt.run)
 app.command("decrypt")(decrypt.run)
 app.command("rekey")(rekey.run)
+app.command("rotate")(rotate.run)
+app.command("keys")(keys.run)
 app.command("inspect")(inspect.run)
 app.command("verify")(verify.run)
 app.add_typer(keystore.app, name="keystore")
+app.add_typer(spark.app, name="spark")
 
 
 def main() -> None:

@@ -81,6 +81,7 @@ def run(folder: FolderOption = Path("demo")) -> None:
     _show_writing(console, files, flights)
     _show_reading(console, files, flights)
     _show_refusal(console, files, flights, keystore)
+    _show_rotation(console, files, flights, keystore)
     _show_commands(console, files)
     console.print(f"\nAll of this took {time.perf_counter() - started:.1f} s.")
 
@@ -284,8 +285,38 @@ def _show_refusal(console: Console, files: _Files, flights: pa.Table, keystore: 
     _say(console, "The key is enabled again, and tailnum is read.")
 
 
+def _show_rotation(console: Console, files: _Files, flights: pa.Table, keystore: Keystore) -> None:
+    from parquet_keytools import Keytools
+
+    _heading(console, "5. Rotate the master key pii")
+    version = keystore.rotate_key("pii")
+    _say(console, f"It gets version {version}, which wraps from now on. The keys in the file are wrapped with it:")
+    console.print()
+    with Keytools.from_yaml(files.configuration) as keytools:
+        assert keytools.kms is not None
+        keytools.kms.describe("pii")
+        report, seconds = _timed(lambda: keytools.rotate(files.encrypted, only_master_keys=["pii"]))
+        if not report.succeeded:
+            raise RuntimeError("the file was not rotated")
+        table = _table("master key", "version", "new version", ">keys")
+        for key in (key for file in report.files for key in file.keys):
+            table.add_row(key.master_key_id, key.version, key.new_version, str(key.keys))
+        console.print(table, "")
+        _say(
+            console,
+            f"{report.bytes_written:,} bytes are new; {report.bytes_copied:,} bytes of data were copied unread, "
+            f"in {seconds:.2f} s.",
+        )
+        keystore.set_enabled("pii", False, version - 1)
+        keytools.clear_caches()
+        found = keytools.read_table(files.encrypted)
+    if not found.equals(flights):
+        raise RuntimeError("columns read back differ")
+    _say(console, f"Version {version - 1} is disabled: all {found.num_columns} columns are still read, and equal.")
+
+
 def _show_commands(console: Console, files: _Files) -> None:
-    _heading(console, f"5. Go on with the files in {files.folder}")
+    _heading(console, f"6. Go on with the files in {files.folder}")
     program = shlex.quote(_program())
     keystore = f"--path {_quoted(files.keystore)} --passphrase-file {_quoted(files.passphrase)}"
     configuration, encrypted, decrypted = map(_quoted, (files.configuration, files.encrypted, files.decrypted))
@@ -294,7 +325,16 @@ def _show_commands(console: Console, files: _Files) -> None:
             f"check {configuration} --against {encrypted}"
         ),
         "The master keys and their versions:": f"keystore list {keystore}",
-        "Give pii a new version; files under the old one stay readable:": f"keystore rotate-key pii {keystore}",
+        "Give pii another version; files under the one before stay readable:": (
+            f"keystore rotate-key pii {keystore}"
+        ),
+        "What would be wrapped with it, if it were done?": (
+            f"rotate {encrypted} --config {configuration} --dry-run"
+        ),
+        "Do it:": f"rotate {encrypted} --config {configuration}",
+        "Does anything need version 2 now? If not, it can be disabled:": (
+            f"keys {encrypted} --config {configuration} --fail-if-uses pii@2"
+        ),
         "A plaintext copy, which anybody can read who gets at it:": (
             f"decrypt {encrypted} {decrypted} --config {configuration} --overwrite"
         ),

@@ -16,9 +16,14 @@ from parquet_keytools.cli.options import (
     JsonOption,
     OverwriteOption,
     SourceArgument,
-    TargetArgument,
 )
 
+OptionalTargetArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="DST", help="File or folder to be written, or its URI. A folder mirrors SRC.", show_default=False
+    ),
+]
 TableOfSourceOption = Annotated[
     str | None,
     typer.Option("--table", metavar="NAME", help="The table of SRC. Not needed where there is only one."),
@@ -30,23 +35,56 @@ ToConfigOption = Annotated[
 ToTableOption = Annotated[
     str | None, typer.Option("--to-table", metavar="NAME", help="The table of DST, if it is another one.")
 ]
+InPlaceOption = Annotated[
+    bool, typer.Option("--in-place", help="Replace each file of SRC when the new one is complete and checked.")
+]
+VerifyOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--verify/--no-verify",
+        help="With --in-place: whether each page of a new file is authenticated before it replaces the old one. "
+        "It is, unless said otherwise.",
+        show_default=False,
+    ),
+]
+JournalOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--journal",
+        metavar="FILE",
+        help="With --in-place: go on where a run with this journal was cut off. Without, all files are rekeyed.",
+    ),
+]
 
 
 def run(
     source: SourceArgument,
-    target: TargetArgument,
     config: ConfigOption,
+    target: OptionalTargetArgument = None,
     table: TableOfSourceOption = None,
     to_config: ToConfigOption = None,
     to_table: ToTableOption = None,
     aad_prefix: AadPrefixOption = None,
     overwrite: OverwriteOption = False,
+    in_place: InPlaceOption = False,
+    verify: VerifyOption = None,
+    journal: JournalOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Encrypt encrypted files with new data keys.
 
     They are encrypted as before, or as another table or configuration says. All keys of a file are needed.
     """
+    if in_place and target is not None:
+        raise typer.BadParameter("DST and --in-place contradict each other.", param_hint="DST")
+    if in_place and overwrite:
+        raise typer.BadParameter("--in-place replaces files in any case.", param_hint="--overwrite")
+    if not in_place and target is None:
+        raise typer.BadParameter("a file or folder to write is needed, or --in-place.", param_hint="DST")
+    if not in_place and (verify is not None or journal is not None):
+        option = "--journal" if journal is not None else "--verify"
+        raise typer.BadParameter("this goes with --in-place only.", param_hint=option)
+
     from parquet_keytools.cli.file_work import convert_files, open_keytools
 
     with contextlib.ExitStack() as stack:
@@ -54,6 +92,18 @@ def run(
         if table is not None:
             keytools.configuration.select_table(table)
         new_keytools = keytools
+        if in_place:
+            from parquet_keytools.cli.rekey_in_place import InPlaceOptions, rekey_in_place
+
+            rekey_in_place(
+                keytools,
+                stack.enter_context(open_keytools(to_config)) if to_config is not None else None,
+                source,
+                InPlaceOptions(table, to_table, aad_prefix, verify is not False, journal),
+                as_json=as_json,
+            )
+            return
+        assert target is not None
         if to_config is not None:
             new_keytools = stack.enter_context(open_keytools(to_config))
         wanted = to_table or (table if to_config is None else None)

@@ -78,10 +78,10 @@ def run(
 ) -> None:
     """Wrap the keys of files anew; their data stays as it is.
 
-    With the current version of their master keys, or with other master keys. A run that was cut off goes on when it is
-    called again in the same way.
+    With the current version of their master keys, or with other master keys. A run that was cut off goes on when
+    it is called again in the same way.
     """
-    moves = _moves(from_keys or [], to_keys or [])
+    moves = moves_of(from_keys or [], to_keys or [])
     chosen = {
         "--from": bool(moves),
         "--to-config": to_config is not None,
@@ -126,7 +126,12 @@ def run(
         _rotate(keytools, location, options, as_json=as_json)
 
 
-def _moves(old: list[str], new: list[str]) -> dict[str, str]:
+def moves_of(old: list[str], new: list[str]) -> dict[str, str]:
+    """Return the moves that pairs of --from and --to mean.
+
+    Raises:
+        typer.BadParameter: They are no pairs.
+    """
     if len(old) != len(new):
         raise typer.BadParameter(
             f"each --from needs its --to: there are {len(old)} of one and {len(new)} of the other.",

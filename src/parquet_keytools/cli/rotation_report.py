@@ -112,10 +112,9 @@ class RotationTally:
         if report.dry_run:
             say(f"Nothing was changed. The rotation would ask the KMS {_calls_text(report.expected_kms_calls)}.")
         else:
-            say(
-                f"{size_text(report.bytes_written)} written, {size_text(report.bytes_copied)} copied by the operating "
-                f"system or the store. The KMS was asked {_calls_text(report.kms_calls)}."
-            )
+            written, copied = size_text(report.bytes_written), size_text(report.bytes_copied)
+            say(f"{written} written, {copied} copied by the operating system or the store.")
+            say(f"The KMS was asked {_calls_text(report.kms_calls)}.")
         if report.stopped_by is not None:
             say(f"Stopped: {error_text(report.stopped_by)}")
             if report.journal is not None:
@@ -125,12 +124,12 @@ class RotationTally:
         return sorted(self._changes, key=lambda names: tuple(name or "" for name in names))
 
     def _show_keys(self, report: RotationReport) -> None:
-        rows = [
-            (old, version or "?", "" if new == old else new, new_version or "?", f"{self._changes[names]:,}")
-            + (f"{self._files[names]:,}",)
-            for names in self._sorted()
-            for old, new, version, new_version in [names]
-        ]
+        rows = []
+        for names in self._sorted():
+            old, new, version, new_version = names
+            moved_to = "" if new == old else new
+            numbers = f"{self._changes[names]:,}", f"{self._files[names]:,}"
+            rows.append((old, version or "?", moved_to, new_version or "?", *numbers))
         title = "What would change" if report.dry_run else "What changed"
         headings = ["master key", "version", "new master key", "new version", "keys", "files"]
         print_table(title, headings, rows)

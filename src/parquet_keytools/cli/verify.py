@@ -11,9 +11,8 @@ from typing import Annotated
 
 import typer
 
-from parquet_keytools.cli.options import AadPrefixOption, JsonOption, TableOption
+from parquet_keytools.cli.options import AadPrefixOption, JsonOption, PathArgument, TableOption
 
-PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or folder, or its URI.")]
 OptionalConfigOption = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="The YAML configuration: its keys and what its table wants."),

@@ -16,8 +16,16 @@ from parquet_keytools.keys.key_metadata import DataKeyId, KeyReference, parse_ke
 from parquet_keytools.secret_bytes import SecretBytes
 
 _AES_KEY_LENGTHS = (128, 192, 256)
-_FINGERPRINT_KEY = secrets.token_bytes(32)
-"""Fingerprints of DEKs mean nothing outside of this process."""
+
+
+class _Fingerprints:
+    key = secrets.token_bytes(32)
+    """Fingerprints of DEKs mean nothing outside of this process, or of those that share a job."""
+
+
+def use_fingerprint_key(key: bytes) -> None:
+    """Let the fingerprints of this process be comparable to those of others that were given the same key."""
+    _Fingerprints.key = key
 
 
 KeyUser = tuple[str, ...]
@@ -197,4 +205,4 @@ class FileKeys:
 
 def fingerprint(dek: SecretBytes) -> bytes:
     """Return what tells DEKs apart within this process and says nothing of them."""
-    return hashlib.blake2b(dek.reveal(), key=_FINGERPRINT_KEY, digest_size=16).digest()
+    return hashlib.blake2b(dek.reveal(), key=_Fingerprints.key, digest_size=16).digest()

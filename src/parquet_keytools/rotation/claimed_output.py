@@ -12,33 +12,34 @@ import errno
 import fcntl
 import os
 import re
-import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from parquet_keytools.errors import OutputError
 from parquet_keytools.storage import FileLocation, PendingOutput, whole_output
 
-_SUFFIX = ".rekey"
+_SUFFIX = ".claimed"
+_NAME = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]{{12}}{re.escape(_SUFFIX)}", re.DOTALL)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
-def claimed_output(target: FileLocation) -> Iterator[PendingOutput]:
+def claimed_output(target: FileLocation, *, as_private_as: FileLocation | None = None) -> Iterator[PendingOutput]:
     """Write a file so that it takes the place of one that is there, whole, or not at all.
 
     Args:
         target: The file; a local one keeps its permissions.
+        as_private_as: See `PendingOutput.beside`.
 
     Raises:
         OutputError: There is no space for it.
     """
     if not target.is_local:
-        with whole_output(target) as pending:
+        with whole_output(target, as_private_as=as_private_as) as pending:
             yield pending
         return
-    pending, file_descriptor = _claim(target)
+    pending, file_descriptor = _claim(target, as_private_as)
     try:
         yield pending
         pending.commit()
@@ -56,19 +57,38 @@ def claimed_output(target: FileLocation) -> Iterator[PendingOutput]:
 
 def remove_leftovers(target: FileLocation) -> None:
     """Remove what processes left behind that were killed while they wrote a local file."""
-    if not target.is_local:
-        return
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}{re.escape(_SUFFIX)}", re.DOTALL)
-    for entry in os.scandir(Path(target.path).parent):
-        if pattern.fullmatch(entry.name):
-            _remove_unless_claimed(entry.path)
+    if target.is_local:
+        _remove(Path(target.path).parent, target.name)
 
 
-def _claim(target: FileLocation) -> tuple[PendingOutput, int]:
+def without_leftovers(locations: Iterable[FileLocation]) -> Iterator[FileLocation]:
+    """Yield files, and remove what processes left behind that were killed while they wrote in their folders."""
+    folders: set[str] = set()
+    for location in locations:
+        if location.is_local:
+            # Where a link leads is where its file is replaced.
+            for path in {location.path, os.path.realpath(location.path)}:
+                folder = str(Path(path).parent)
+                if folder not in folders:
+                    folders.add(folder)
+                    with contextlib.suppress(FileNotFoundError):
+                        _remove(Path(folder), None)
+        yield location
+
+
+def _remove(folder: Path, target_name: str | None) -> None:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if (match := _NAME.fullmatch(entry.name)) and target_name in (None, match["name"]):
+                _remove_unless_claimed(entry.path)
+
+
+def _claim(target: FileLocation, as_private_as: FileLocation | None) -> tuple[PendingOutput, int]:
     """Return a pending output whose temporary file is there and locked, and its file descriptor."""
     while True:
-        location = target.sibling(f".{target.name}.{secrets.token_hex(6)}{_SUFFIX}")
-        pending = replace(PendingOutput.beside(target), location=location)
+        pending = PendingOutput.beside(target, as_private_as)
+        location = pending.location.sibling(pending.location.name.removesuffix(".tmp") + _SUFFIX)
+        pending = replace(pending, location=location)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         file_descriptor = os.open(location.path, flags, pending.permissions)
         fcntl.flock(file_descriptor, fcntl.LOCK_EX)
@@ -80,13 +100,12 @@ def _claim(target: FileLocation) -> tuple[PendingOutput, int]:
 
 
 def _remove_unless_claimed(path: str) -> None:
-    # What is not there any more has taken its place, or was removed by another process.
-    with contextlib.suppress(FileNotFoundError):
+    # What is gone has taken its place, or was removed by another process; that of another user stays.
+    with contextlib.suppress(OSError):
         file_descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
+            # Fails where somebody still writes.
             fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             Path(path).unlink()
-        except BlockingIOError:
-            pass
         finally:
             os.close(file_descriptor)

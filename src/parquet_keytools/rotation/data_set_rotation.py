@@ -9,6 +9,7 @@ from pathlib import Path
 
 from parquet_keytools import audit
 from parquet_keytools.errors import OutputError
+from parquet_keytools.rotation.claimed_output import without_leftovers
 from parquet_keytools.rotation.external_material import state_with_material
 from parquet_keytools.rotation.file_work import FileWork, read_window
 from parquet_keytools.rotation.journal import JOURNAL_NAME, Journal, JournalInUseError
@@ -56,7 +57,8 @@ def rotate_data_set(path: FileLocation, context: RotationContext, options: RunOp
     journal = _open_journal(path, context, options, report, is_folder=is_folder)
     try:
         with audit.about(path):
-            for result in _Run(context, journal, report).rotate(rotation_files(path)):
+            locations = rotation_files(path) if context.dry_run else without_leftovers(rotation_files(path))
+            for result in _Run(context, journal, report).rotate(locations):
                 report.add([result], keep_results=options.keep_results)
                 if options.on_file is not None:
                     options.on_file(result)

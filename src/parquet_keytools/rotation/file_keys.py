@@ -18,7 +18,7 @@ from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_metadata import DataKeyId, KeyReference, parse_key_metadata
 from parquet_keytools.rotation.external_material import ExternalMaterial, read_external_material
 from parquet_keytools.rotation.held_key import HeldKey
-from parquet_keytools.rotation.tail import Tail, read_tail
+from parquet_keytools.rotation.tail import Tail, check_unchanged, read_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage import FileLocation
 
@@ -142,6 +142,7 @@ def read_file_keys(location: FileLocation) -> FileKeys:
     """Read what shows without a key: all external key material, the footer's, and in a plaintext footer all.
 
     Raises:
+        ChangedMeanwhileError: Somebody replaces the file just now, and its key material is that of the other one.
         KeyMaterialError: Key metadata or key material is not valid, or its file is missing.
         ParquetFormatError: It is not a Parquet file.
         OSError: It cannot be read.
@@ -149,8 +150,12 @@ def read_file_keys(location: FileLocation) -> FileKeys:
     tail, envelope = read_tail(location)
     keys = FileKeys(location, tail, envelope)
     if keys.is_encrypted:
-        keys.add([envelope.key_metadata])
-        visible = envelope.unverified_footer()
-        if visible is not None:
-            keys.add(column.key_metadata for column in own_key_columns(visible))
+        try:
+            keys.add([envelope.key_metadata])
+            visible = envelope.unverified_footer()
+            if visible is not None:
+                keys.add(column.key_metadata for column in own_key_columns(visible))
+        except KeyMaterialError:
+            check_unchanged(location, tail)
+            raise
     return keys

@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 from pyarrow import fs as pafs
 
-from parquet_keytools.errors import KeyMaterialError
+from parquet_keytools.errors import KeyMaterialError, KeytoolsError
+from parquet_keytools.rotation.claimed_output import claimed_output
 from parquet_keytools.rotation.replacement import sink_like
-from parquet_keytools.storage import FileLocation, read_whole, whole_output
+from parquet_keytools.storage import FileLocation, open_source, read_whole
 
 SUFFIX = ".old_keys"
 """Ends the name of a kept file; as the name begins with a dot, readers of data sets pass over it."""
@@ -76,11 +77,24 @@ def keep(
     """
     location = parquet_file.sibling(f".{parquet_file.name}.{rotation_id}.{kind}{SUFFIX}")
     head = {"keptKeys": 1, "kind": kind, "offset": offset, "oldSHA256": _sha256(old), "newSHA256": _sha256(new)}
-    with whole_output(location, as_private_as=replaced) as pending, sink_like(pending, replaced) as sink:
+    with claimed_output(location, as_private_as=replaced) as pending, sink_like(pending, replaced) as sink:
         line = json.dumps(head).encode() + b"\n"
         sink.write_at(0, line)
         sink.write_at(len(line), old)
     return location
+
+
+def may_be_in_place(replaced: FileLocation, offset: int, new: bytes) -> bool:
+    """Return whether a file has the new bytes already, or nobody can tell."""
+    try:
+        with open_source(replaced) as source:
+            if source.size_bytes != offset + len(new):
+                return False
+            return bytes(source.read_at(offset, len(new))) == new
+    except FileNotFoundError:
+        return False
+    except (KeytoolsError, OSError):
+        return True
 
 
 @dataclass(frozen=True)

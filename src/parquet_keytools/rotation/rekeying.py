@@ -134,8 +134,10 @@ def rekey_data_set(
     with _journal(path, request) as journal:
         for location in rotation_files(path):
             result = rekeying.rekey(location, journal)
-            if result.error is not None and not is_folder:
+            if not is_folder and result.error is not None:
                 raise result.error
+            if not is_folder and result.outcome is RekeyOutcome.NOT_ENCRYPTED:
+                raise NotEncryptedError(f"{location} is not encrypted.")
             report.counts[result.outcome] += 1
             report.bytes_written += result.new_size_bytes
             if request.keep_results or result.error is not None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
 from parquet_keytools.format.byte_ranges import ByteSink
-from parquet_keytools.storage import FileLocation, LocalSink, PendingOutput, exclusive_folder, whole_output
+from parquet_keytools.rotation.claimed_output import claimed_output
+from parquet_keytools.storage import FileLocation, LocalSink, PendingOutput, exclusive_folder
 
 COPY_LENGTH = 8 * 1024 * 1024
 """How many bytes are copied at a time where they go through this process."""
@@ -41,7 +42,7 @@ def replacement(
         KeytoolsError: What `check` raises; the file stays as it is.
     """
     target = real_location(location)
-    with contextlib.ExitStack() as lock, whole_output(target) as pending:
+    with contextlib.ExitStack() as lock, claimed_output(target) as pending:
         yield pending
         if folder_path(target) != locked_folder:
             lock.enter_context(exclusive_folder(target))
@@ -50,13 +51,11 @@ def replacement(
 
 @contextlib.contextmanager
 def sink_like(pending: PendingOutput, location: FileLocation) -> Iterator[ByteSink]:
-    """Open a pending output that gets owner and attributes of a file, and is on the disk when closed."""
+    """Open a pending output that gets owner and attributes of a file."""
     with pending.open_sink() as sink:
         if isinstance(sink, LocalSink):
             _take_attributes(sink.file_descriptor, location.path)
         yield sink
-        if isinstance(sink, LocalSink):
-            os.fsync(sink.file_descriptor)
 
 
 def _take_attributes(file_descriptor: int, path: str) -> None:

@@ -53,6 +53,17 @@ def run_rotation(keys: KeyService, path: FileLocation, request: RotationRequest)
         FileNotFoundError: There is no such file or folder.
         OutputError: The journal is of a rotation with other parameters, or cannot be written.
     """
+    options = RunOptions(request.journal, request.keep_results, request.on_file)
+    return rotate_data_set(path, rotation_context(keys, request), options)
+
+
+def rotation_context(keys: KeyService, request: RotationRequest) -> RotationContext:
+    """Return what all files of a rotation share.
+
+    Raises:
+        ConfigurationError: There is no KMS, or a name means no master key, or the moves are not possible.
+        KmsError: A master key to move to cannot be used.
+    """
     kms = _kms_of(keys)
     new_kms = request.new_kms or kms
     new_configuration = request.new_configuration or (keys.configuration if new_kms is kms else None)
@@ -73,17 +84,16 @@ def run_rotation(keys: KeyService, path: FileLocation, request: RotationRequest)
     versions = MasterKeyVersions(kms, new_kms)
     for target in sorted(set(plan.moves.values())):
         _check_usable(new_kms, versions, target)
-    context = RotationContext(
+    return RotationContext(
         plan=plan,
         rewrapper=Rewrapper(kms, new_kms, new_keks=request.new_keks, only_count=request.dry_run),
         versions=versions,
         data_keys=keys.data_keys,
-        aad_prefix_of=_prefix_of(keys, request.table_name, request.aad_prefix),
+        aad_prefix_of=prefix_of(keys, request.table_name, request.aad_prefix),
         instance=_instance_of(new_configuration) if new_kms is not kms else None,
         keep_old=new_rotation_id() if request.keep_old else None,
         dry_run=request.dry_run,
     )
-    return rotate_data_set(path, context, RunOptions(request.journal, request.keep_results, request.on_file))
 
 
 def list_keys(
@@ -95,7 +105,7 @@ def list_keys(
         Rewrapper(kms, kms, new_keks=False, only_count=False) if kms is not None else None,
         MasterKeyVersions(kms, kms) if kms is not None else None,
         keys.data_keys,
-        _prefix_of(keys, table_name, aad_prefix),
+        prefix_of(keys, table_name, aad_prefix),
     )
     return inventory.list(path)
 
@@ -149,11 +159,13 @@ def _instance_of(configuration: Configuration | None) -> KmsInstance:
     return KmsInstance(settings.instance_id, getattr(settings, "instance_url", "DEFAULT"))
 
 
-def _prefix_of(keys: KeyService, table_name: str | None, aad_prefix: str | None) -> PrefixOf:
-    def prefix_of(location: FileLocation, stored: bytes | None) -> bytes | None:
+def prefix_of(keys: KeyService, table_name: str | None, aad_prefix: str | None) -> PrefixOf:
+    """Return what tells the AAD prefix that a file must have, given what it stores."""
+
+    def expected(location: FileLocation, stored: bytes | None) -> bytes | None:
         if stored is not None and aad_prefix is None:
             # A rotation shows no data and changes no AAD; a file under another prefix must not be left behind.
             return None
         return keys.expected_aad_prefix(location, table_name, aad_prefix, stored)
 
-    return prefix_of
+    return expected

@@ -9,6 +9,7 @@ from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, OutputError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.keys.material_store import MAX_FILE_BYTES, key_material_location
+from parquet_keytools.rotation.claimed_output import without_leftovers
 from parquet_keytools.rotation.external_material import replace_external_material
 from parquet_keytools.rotation.kept_keys import KeptFile, KeptKeys, kept_files_in, read_kept
 from parquet_keytools.rotation.report import FileRotation, Outcome, RotationReport
@@ -28,7 +29,7 @@ def restore_data_set(path: FileLocation) -> RotationReport:
     """
     report = RotationReport()
     kept_of = _KeptOf()
-    for location in rotation_files(path):
+    for location in without_leftovers(rotation_files(path)):
         try:
             result = _restore(location, kept_of(location))
         except (KeytoolsError, OSError) as error:

@@ -86,8 +86,9 @@ def file_state(location: FileLocation) -> tuple[object, ...]:
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
     if location.is_in_s3:
         with location.filesystem.open_input_file(location.path) as file:
-            # The time is that of a second; two rotations of one file may take less.
-            return file.size(), dict(file.metadata())["ETag"]
+            said = dict(file.metadata())
+            # Times there are whole seconds: two rotations of one file may take less.
+            return file.size(), said.get("ETag") or said.get("Last-Modified")
     info = location.info()
     if info.size is None:
         raise FileNotFoundError(f"there is no file {location}")

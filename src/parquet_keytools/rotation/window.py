@@ -15,7 +15,7 @@ from parquet_keytools.rotation.external_material import replace_external_materia
 from parquet_keytools.rotation.file_keys import FileKeys
 from parquet_keytools.rotation.file_work import FileWork, RotatedOrChanged, step, step_each
 from parquet_keytools.rotation.held_key import HeldKey
-from parquet_keytools.rotation.kept_keys import Kind, keep
+from parquet_keytools.rotation.kept_keys import Kind, keep, may_be_in_place
 from parquet_keytools.rotation.master_key_versions import MasterKeyVersions
 from parquet_keytools.rotation.new_material import KmsInstance, NewMaterial, new_material
 from parquet_keytools.rotation.new_tail import check_new_tail, new_tail
@@ -238,8 +238,10 @@ class Window:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(OSError):
-                kept.filesystem.delete_file(kept.path)
+            # What took its place all the same, before the error, cannot be undone without them.
+            if not may_be_in_place(replaced, offset, new):
+                with contextlib.suppress(OSError):
+                    kept.filesystem.delete_file(kept.path)
             raise
 
     def _changes(self, work: FileWork) -> tuple[KeyChange, ...]:

@@ -1,9 +1,11 @@
 import base64
+import json
 import os
 import pty
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,8 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
+from parquet_keytools import Keytools
 from parquet_keytools.cli import app
 from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_file
 
 MASTER_KEYS = {name: (name[:1] * 16).encode() for name in ("footer", "pii", "times")}
 LISTED = ", ".join(f"{name}: {base64.b64encode(key).decode()}" for name, key in MASTER_KEYS.items())
@@ -121,3 +126,65 @@ def deny(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(InMemoryKms, "from_settings", classmethod(from_settings))
 
     return deny_master_keys
+
+
+@dataclass
+class KeystoreCase:
+    """A keystore with versions of master keys, a configuration, and an encrypted data set.
+
+    Attributes:
+        config: The configuration.
+        keystore: The keystore, as an operator has it.
+        data: Folder of the data set.
+        files: Its two files.
+        table: What each holds.
+    """
+
+    config: Path
+    keystore: Keystore
+    data: Path
+    files: tuple[Path, ...]
+    table: pa.Table
+
+    def digest(self) -> dict[str, bytes]:
+        """What lies under the folder."""
+        return {str(path): path.read_bytes() for path in sorted(self.data.rglob("*")) if path.is_file()}
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.data.rglob("*") if path.is_file())
+
+    def read(self) -> None:
+        """Read all files with fresh caches, and compare."""
+        with Keytools.from_yaml(self.config) as keytools:
+            for path in self.files:
+                assert keytools.read_table(path).equals(self.table)
+
+
+@pytest.fixture
+def keystore_case(tmp_path: Path, table: pa.Table) -> Callable[..., KeystoreCase]:
+    """Makes a data set whose footer is under `footer` and whose column `name` is under `pii`."""
+
+    def make(more: str = "", **settings: object) -> KeystoreCase:
+        passphrase = tmp_path / "passphrase"
+        passphrase.touch(mode=0o600)
+        passphrase.write_text("canary horse battery")
+        keystore = Keystore.create(
+            tmp_path / "keystore.json", lambda: passphrase_from_file(passphrase), scrypt_n=2**14
+        )
+        for name in ("footer", "pii", "times"):
+            keystore.create_key(name)
+        config = tmp_path / "keystore.yaml"
+        people = {"footer_key": "footer", "column_keys": {"pii": ["name"]}, **settings}
+        config.write_text(
+            "version: 1\nkms: {type: keystore, path: keystore.json, passphrase_file: passphrase}\n"
+            f"tables:\n  people: {json.dumps(people)}\n{more}"
+        )
+        data = tmp_path / "data"
+        files = data / "year=1" / "a.parquet", data / "year=2" / "b.parquet"
+        with Keytools.from_yaml(config) as keytools:
+            for path in files:
+                path.parent.mkdir(parents=True)
+                keytools.write_table(table, path, table_name="people", row_group_size=40)
+        return KeystoreCase(config, keystore, data, files, table)
+
+    return make

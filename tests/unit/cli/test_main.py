@@ -43,7 +43,7 @@ def test_help_imports_nothing_slow() -> None:
 def test_help_names_every_command_and_the_exit_statuses(run) -> None:
     done = run("--help")
     assert done.exit_code == 0
-    for name in ("demo", "check", "encrypt", "decrypt", "rekey", "keystore"):
+    for name in ("demo", "check", "encrypt", "decrypt", "rekey", "rotate", "keys", "keystore"):
         assert f"\n  {name} " in done.stdout
     assert "Exit status: 0 done; 1 the answer is no; 2 wrong usage" in done.stdout
     assert "..." not in done.stdout.split("Commands:")[1]
@@ -62,7 +62,25 @@ FILE_OPTIONS = ["SRC", "DST", "--config", "--table", "--overwrite", "--json"]
         ),
         ("encrypt", FILE_OPTIONS),
         ("decrypt", [*FILE_OPTIONS, "--aad-prefix"]),
-        ("rekey", [*FILE_OPTIONS, "--aad-prefix", "--to-config", "--to-table"]),
+        (
+            "rekey",
+            [*FILE_OPTIONS, "--aad-prefix", "--to-config", "--to-table", "--in-place", "--no-verify", "--journal"],
+        ),
+        (
+            "rotate",
+            [
+                "PATH",
+                "--config",
+                "--from",
+                "--to",
+                "--to-config",
+                "--only-master-key",
+                "--older-than",
+                "--new-keks",
+                *("--keep-old", "--undo", "--drop-old", "--dry-run", "--journal", "--aad-prefix", "--json"),
+            ],
+        ),
+        ("keys", ["PATH", "--config", "--table", "--aad-prefix", "--fail-if-uses", "--json"]),
         ("keystore", ["create-key"]),
     ],
 )

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from rotation_case import TABLE, Case, key_material_file, names, read_with_pyarrow, tree_digest
 
+from parquet_keytools import storage
 from parquet_keytools.rotation import restoring, window
+from parquet_keytools.rotation.kept_keys import keep
 from parquet_keytools.rotation.report import Outcome
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
@@ -94,6 +96,38 @@ def test_a_rotation_that_fails_keeps_nothing(
     monkeypatch.setattr(window, "tail_rewriter", fail)
     (file,) = case.tools().rotate(path, keep_old=True).files
     assert file.outcome is Outcome.FAILED and tree_digest(case.folder) == before
+
+
+@every_key_material
+def test_an_error_after_the_new_keys_are_in_place(
+    tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material=key_material)
+    path, tools = case.write(), case.tools()
+    before = tree_digest(case.folder)
+    sync = storage._sync
+
+    def fail(path: str) -> None:
+        # Of the folder, after the rename.
+        if Path(path).is_dir() and tree_digest(case.folder).items() & before.items() != before.items():
+            raise OSError(5, "the disk is broken")
+        sync(path)
+
+    monkeypatch.setattr(storage, "_sync", fail)
+    # The first folder that is synced is that of what is kept.
+    monkeypatch.setattr(window, "keep", lambda *rest: undisturbed(lambda: keep(*rest)))
+
+    def undisturbed(call: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "_sync", sync)
+            return call()
+
+    (file,) = tools.rotate(path, keep_old=True).files
+    monkeypatch.undo()
+    assert file.outcome is Outcome.FAILED and "broken" in str(file.error)
+    assert tools.read_table(path).equals(TABLE) and len(kept(case.folder)) == 1
+    assert tools.undo_rotation(path).counts == Counter({Outcome.RESTORED: 1})
+    assert tree_digest(case.folder) == before
 
 
 @every_key_material

@@ -15,7 +15,7 @@ from faults import FaultyKms
 from rotation_case import MASTER_KEYS, TABLE, Case, key_material_file, materials, tree_digest
 
 from parquet_keytools.errors import KmsUnavailableError, OutputError
-from parquet_keytools.rotation import data_set_rotation, file_work, window
+from parquet_keytools.rotation import data_set_rotation, file_keys, file_work, window
 from parquet_keytools.rotation.journal import JOURNAL_NAME, Journal, JournalInUseError
 from parquet_keytools.rotation.report import FileRotation, KmsCalls, Outcome
 from parquet_keytools.storage import FileLocation, exclusive_folder
@@ -226,6 +226,27 @@ def test_a_file_that_is_replaced_between_read_and_replace(
     # The new file was written with the new version.
     assert report.counts == Counter({Outcome.ALREADY_CURRENT: 1}) and len(turns) == 2
     assert case.tools().read_table(path).equals(newer)
+
+
+def test_a_file_that_is_replaced_while_its_keys_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its key material file is that of the new file, or gone, when it is looked for."""
+    case = Case.make(tmp_path, "keystore", key_material="external")
+    path = case.write()
+    case.add_version()
+    read = file_keys.read_external_material
+    for changes in ({}, {"key_material": "internal"}):
+        turns = []
+
+        def disturbed(location: FileLocation, changes: Any = changes, turns: list[Any] = turns) -> Any:
+            turns.append(location)
+            if len(turns) == 1:
+                case.write(tools=case.tools(**changes))
+            return read(location)
+
+        monkeypatch.setattr(file_keys, "read_external_material", disturbed)
+        assert case.tools().rotate(path).counts == Counter({Outcome.ALREADY_CURRENT: 1})
+        assert len(turns) == (1 if changes else 2)
+        assert case.tools().read_table(path).equals(TABLE)
 
 
 @every_key_material

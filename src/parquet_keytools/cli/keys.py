@@ -1,0 +1,68 @@
+"""`parquet-keytools keys`."""
+
+# Nothing slow is imported here: `--help` has to answer at once.
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parquet_keytools.cli.options import AadPrefixOption, JsonOption, PathArgument, TableOption
+
+OptionalConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="The YAML configuration: its KMS opens footers that hide keys of columns."
+    ),
+]
+FailIfUsesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fail-if-uses",
+        metavar="KEY[@VERSION]",
+        help="Exit with 1 if a file needs this master key, or if that cannot be told. Repeatable.",
+    ),
+]
+
+
+def run(
+    path: PathArgument,
+    config: OptionalConfigOption = None,
+    table: TableOption = None,
+    aad_prefix: AadPrefixOption = None,
+    fail_if_uses: FailIfUsesOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which files and columns depend on which master key.
+
+    This is the question before a key, or a version of one, is disabled or destroyed. Without a configuration no
+    KMS is asked: then keys of columns that an encrypted footer hides cannot be seen, and versions cannot be told.
+    """
+    from parquet_keytools.cli.exit_status import ExitStatus
+    from parquet_keytools.cli.file_argument import location_of
+    from parquet_keytools.cli.keys_report import KeysTally, file_document, wanted_key
+    from parquet_keytools.cli.output import FilesDocument
+    from parquet_keytools.cli.progress import file_counter
+    from parquet_keytools.keytools import Keytools
+
+    location = location_of(path, "PATH")
+    with Keytools.from_mapping({"version": 1}) if config is None else Keytools.from_yaml(config) as keytools:
+        if table is not None:
+            keytools.configuration.select_table(table)
+        tally = KeysTally([wanted_key(keytools, text) for text in fail_if_uses or []])
+        with FilesDocument(wanted=as_json) as document:
+            try:
+                with file_counter() as count:
+                    for file in keytools.key_inventory(location, table_name=table, aad_prefix=aad_prefix):
+                        count(file)
+                        tally.add(file)
+                        if as_json:
+                            document.add(file_document(file))
+            except FileNotFoundError:
+                raise FileNotFoundError(errno.ENOENT, "no such file or folder", path) from None
+            document.end(tally.document())
+    tally.tell()
+    if not tally.nothing_is_used:
+        raise typer.Exit(ExitStatus.NO)

@@ -1,0 +1,232 @@
+"""Which files depend on which master key, as people and programs read it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from parquet_keytools.cli.failures import error_text
+from parquet_keytools.cli.output import print_table, say
+from parquet_keytools.config.mistakes import did_you_mean, one_of
+from parquet_keytools.errors import ConfigurationError, KmsError, MasterKeyNotFoundError
+from parquet_keytools.keytools import Keytools
+from parquet_keytools.rotation.inventory import FileKeyUses, KeyUse
+
+_MOST_COLUMNS_KEPT = 10_000
+_MOST_COLUMNS_SHOWN = 8
+_MOST_FILES_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class WantedKey:
+    """A master key, or a version of it, that nothing is to need.
+
+    Attributes:
+        text: As it was asked for.
+        master_key_id: Its identifier in the KMS.
+        version: The version; None means any.
+    """
+
+    text: str
+    master_key_id: str
+    version: str | None
+
+
+def wanted_key(keytools: Keytools, text: str) -> WantedKey:
+    """Return the master key that `KEY[@VERSION]` means.
+
+    Raises:
+        ConfigurationError: The KMS has no such master key: nothing would seem to need a misspelt one.
+    """
+    names = keytools.configuration.master_keys
+    known = None if keytools.kms is None else keytools.kms.master_key_ids()
+    key, at, version = text.rpartition("@")
+    is_whole = not at or text in names or text in (known or ())
+    name = text if is_whole else key
+    master_key_id = names.get(name, name)
+    if known is not None and master_key_id not in known:
+        hint = did_you_mean(name, {*known, *names}) or one_of(known)
+        raise ConfigurationError(f"the KMS has no master key {master_key_id!r}.", hint=hint)
+    if known is None and keytools.kms is not None:
+        try:
+            keytools.kms.describe(master_key_id)
+        except MasterKeyNotFoundError as error:
+            raise ConfigurationError(str(error)) from None
+        except KmsError:
+            # Who may not describe it may well ask; what files say of it is compared in any case.
+            pass
+    return WantedKey(text, master_key_id, None if is_whole else version)
+
+
+def file_document(file: FileKeyUses) -> dict[str, Any]:
+    """Return the keys of a file as a document of JSON."""
+    return {
+        "path": file.path,
+        "encrypted": file.is_encrypted,
+        "keys": [asdict(use) for use in file.uses],
+        "all_keys_seen": file.unknown is None,
+        "error": None if file.unknown is None else type(file.unknown).__name__,
+        "message": None if file.unknown is None else error_text(file.unknown),
+    }
+
+
+@dataclass
+class _Uses:
+    """What depends on a version of a key."""
+
+    files: int = 0
+    footers: int = 0
+    columns: dict[str, None] = field(default_factory=dict)
+    hidden: int = 0
+
+    def add(self, use: KeyUse) -> None:
+        if use.is_footer:
+            self.footers += 1
+        elif use.column is None:
+            self.hidden += 1
+        elif len(self.columns) < _MOST_COLUMNS_KEPT:
+            self.columns[use.column] = None
+
+    @property
+    def columns_text(self) -> str:
+        names = list(self.columns)
+        shown = names[:_MOST_COLUMNS_SHOWN]
+        if len(names) > len(shown):
+            shown.append(f"and {len(names) - len(shown):,} more")
+        if self.hidden:
+            shown.append(f"{self.hidden:,} whose names are hidden")
+        return ", ".join(shown)
+
+
+@dataclass
+class _Answer:
+    """Which files need a wanted key."""
+
+    needed_by: int = 0
+    uncertain: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, path: str, depends: bool | None) -> None:
+        if depends is False:
+            return
+        if depends:
+            self.needed_by += 1
+        else:
+            self.uncertain += 1
+        if len(self.examples) < 3:
+            self.examples.append(path)
+
+
+class KeysTally:
+    """Counts which keys files depend on, one by one.
+
+    Args:
+        wanted: The master keys that nothing is to need.
+    """
+
+    def __init__(self, wanted: list[WantedKey]) -> None:
+        self._answers = {key: _Answer() for key in wanted}
+        self._uses: dict[tuple[str, str, str | None], _Uses] = {}
+        self._encrypted = self._plaintext = self._not_all_seen = 0
+        self._unseen: list[tuple[str, str]] = []
+
+    @property
+    def nothing_is_used(self) -> bool:
+        """Whether it is certain that no file needs a wanted key."""
+        return not any(answer.needed_by or answer.uncertain for answer in self._answers.values())
+
+    def add(self, file: FileKeyUses) -> None:
+        """Count the keys of a file."""
+        if not file.is_encrypted:
+            self._plaintext += 1
+            return
+        self._encrypted += 1
+        for key, answer in self._answers.items():
+            answer.add(file.path, file.depends_on(key.master_key_id, key.version))
+        seen = set()
+        for use in file.uses:
+            name = _name(use)
+            uses = self._uses.setdefault(name, _Uses())
+            uses.add(use)
+            uses.files += name not in seen
+            seen.add(name)
+        if file.unknown is not None:
+            self._not_all_seen += 1
+            if len(self._unseen) < _MOST_FILES_SHOWN:
+                self._unseen.append((file.path, error_text(file.unknown)))
+
+    def document(self) -> dict[str, Any]:
+        """Return the summary as a document of JSON."""
+        return {
+            "complete": True,
+            "master_keys": [
+                {
+                    "kind": kind,
+                    "key": key,
+                    "version": version,
+                    "files": uses.files,
+                    "footers": uses.footers,
+                    "columns": list(uses.columns),
+                    "hidden_columns": uses.hidden,
+                }
+                for (kind, key, version), uses in self._sorted()
+            ],
+            "counts": {
+                "encrypted": self._encrypted,
+                "not_encrypted": self._plaintext,
+                "not_all_keys_seen": self._not_all_seen,
+            },
+            "fail_if_uses": [
+                {
+                    "key": key.text,
+                    "master_key_id": key.master_key_id,
+                    "version": key.version,
+                    "needed_by": answer.needed_by,
+                    "cannot_be_told": answer.uncertain,
+                }
+                for key, answer in self._answers.items()
+            ],
+        }
+
+    def tell(self) -> None:
+        """Tell people the summary."""
+        rows = [
+            (
+                key if kind == "master key" else f"{key} ({kind})",
+                version or ("?" if kind == "master key" else ""),
+                f"{uses.files:,}",
+                f"{uses.footers:,}",
+                uses.columns_text,
+            )
+            for (kind, key, version), uses in self._sorted()
+        ]
+        if rows:
+            print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)
+        for path, reason in self._unseen:
+            say(f"Not all keys seen: {reason}" if path in reason else f"Not all keys seen: {path}: {reason}")
+        if self._not_all_seen > len(self._unseen):
+            say(f"Not all keys seen: {self._not_all_seen - len(self._unseen):,} more; --json lists all.")
+        say(
+            f"{self._encrypted:,} encrypted files, {self._plaintext:,} not encrypted; "
+            + (f"of {self._not_all_seen:,} not all keys can be seen." if self._not_all_seen else "all keys seen.")
+        )
+        for key, answer in self._answers.items():
+            _tell_answer(key, answer)
+
+    def _sorted(self) -> list[tuple[tuple[str, str, str | None], _Uses]]:
+        return sorted(self._uses.items(), key=lambda item: tuple(part or "" for part in item[0]))
+
+
+def _tell_answer(key: WantedKey, answer: _Answer) -> None:
+    if answer.needed_by:
+        say(f"{key.text} is still needed by {answer.needed_by:,} files, such as {answer.examples[0]}.")
+    if answer.uncertain:
+        say(f"Of {answer.uncertain:,} files it cannot be told whether they need {key.text}: take that for a yes.")
+    if not answer.needed_by and not answer.uncertain:
+        say(f"Nothing here needs {key.text}.")
+
+
+def _name(use: KeyUse) -> tuple[str, str, str | None]:
+    if use.master_key_id is not None:
+        return "master key", use.master_key_id, use.version
+    return "data key", use.data_key or "", None

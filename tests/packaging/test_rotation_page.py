@@ -1,0 +1,44 @@
+"""docs/rotation.md: its blocks work as printed, in their order, in one folder."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from parquet_keytools import load_configuration
+from parquet_keytools.rotation.journal import JOURNAL_NAME
+
+PAGE = (Path(__file__).parents[2] / "docs" / "rotation.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+
+
+def test_all_blocks_run_as_printed(tmp_path: Path) -> None:
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    program = scripts / "parquet-keytools"
+    program.write_text(f"#!{sys.executable}\nfrom parquet_keytools.cli import main\nmain()\n", encoding="utf-8")
+    program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    seen = set()
+    for found in BLOCK.finditer(PAGE):
+        language, text = found[2], textwrap.dedent(found[3])
+        seen.add(language)
+        if language == "yaml":
+            name = text.partition("\n")[0].removeprefix("# ")
+            (tmp_path / name).write_text(text, encoding="utf-8")
+            assert load_configuration(tmp_path / name).tables
+            continue
+        command = (
+            [sys.executable, "-c", text] if language == "python" else ["bash", "-euo", "pipefail", "-c", text]
+        )
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
+    assert seen == {"yaml", "python", "bash"}
+
+
+def test_names_of_files_are_right() -> None:
+    assert f"`{JOURNAL_NAME}`" in PAGE

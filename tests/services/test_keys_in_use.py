@@ -1,0 +1,187 @@
+"""What the inventory of keys says against what happens when a key is disabled: each file, each column."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from openbao import OpenBao
+from rotation_case import TABLE, Case, materials
+
+from parquet_keytools.errors import KeytoolsError
+from parquet_keytools.kms.vault import VaultKms
+from parquet_keytools.kms.vault_settings import VaultSettings
+from parquet_keytools.rotation.report import Outcome
+
+KINDS: dict[str, dict[str, Any]] = {
+    "internal": {"key_material": "internal"},
+    "external": {"key_material": "external"},
+    "plaintext_footer": {"key_material": "internal", "plaintext_footer": True},
+    "single": {"double_wrapping": False},
+    "footer_key": {"column_keys": {"ka": ["a"]}, "unlisted_columns": "footer_key"},
+}
+
+Loss = set[tuple[str, str]]
+"""Pairs of the name of a file and a column."""
+
+
+class Operator(Protocol):
+    """Who manages the master keys of a KMS."""
+
+    case: Case
+
+    def add_version(self) -> None: ...
+
+    def disabled(self, master_key: str, version: str | None) -> contextlib.AbstractContextManager[None]:
+        """Have a version unwrap nothing, or all of them."""
+        ...
+
+
+class KeystoreOperator:
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def add_version(self) -> None:
+        self.case.add_version("kf", "ka", "kb")
+
+    @contextlib.contextmanager
+    def disabled(self, master_key: str, version: str | None) -> Iterator[None]:
+        keystore = self.case.keystore
+        assert keystore is not None
+        number = None if version is None else int(version)
+        keystore.set_enabled(master_key, False, number)
+        yield
+        keystore.set_enabled(master_key, True, number)
+
+
+class VaultOperator:
+    """Knows versions by the least one that decrypts."""
+
+    def __init__(self, case: Case, server: OpenBao) -> None:
+        self.case = case
+        self._server = server
+
+    def add_version(self) -> None:
+        for name in ("kf", "ka", "kb"):
+            self._server.rotate_key(name)
+
+    @contextlib.contextmanager
+    def disabled(self, master_key: str, version: str | None) -> Iterator[None]:
+        if version is None:
+            self._server.disable_key(master_key)
+            yield
+            self._server.ask("POST", f"transit/keys/{master_key}/soft-delete-restore")
+        else:
+            self._server.configure_key(master_key, min_decryption_version=int(version) + 1)
+            yield
+            self._server.configure_key(master_key, min_decryption_version=1)
+
+
+@pytest.fixture(params=["keystore", "vault"])
+def operator(request: pytest.FixtureRequest, tmp_path: Path) -> Operator:
+    if request.param == "keystore":
+        return KeystoreOperator(Case.make(tmp_path, "keystore", ("kf", "ka", "kb")))
+    server: OpenBao = request.getfixturevalue("openbao")
+    for name in ("kf", "ka", "kb"):
+        if server.has_key(name):
+            server.configure_key(name, deletion_allowed=True)
+            server.ask("DELETE", f"transit/keys/{name}")
+        server.create_key(name)
+    kms = VaultKms.from_settings(
+        VaultSettings.model_validate({"url": server.url, "token": server.root_token}), tmp_path
+    )
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return VaultOperator(Case(folder, kms, None), server)
+
+
+def write_all(operator: Operator) -> None:
+    """Write files of all kinds, with keys of two versions, apart and mixed."""
+    case = operator.case
+    for kind, settings in KINDS.items():
+        for state in ("old", "new", "mixed"):
+            case.write(f"{kind}-{state}.parquet", tools=case.tools(**settings))
+    operator.add_version()
+    for path in sorted(case.folder.glob("*.parquet")):
+        if "-old" not in path.name:
+            only = ["ka"] if "-mixed" in path.name else None
+            (file,) = case.tools().rotate(path, only_master_keys=only).files
+            assert file.outcome is Outcome.ROTATED, file
+
+
+def predicted(case: Case, master_key: str, version: str | None) -> Loss:
+    """Return what cannot be read without a key, as the inventory has it."""
+    lost: Loss = set()
+    files = set()
+    for file in case.tools().files_using(master_key, case.folder, version=version):
+        name = Path(file.path).name
+        assert file.unknown is None and file.depends_on(master_key, version)
+        files.add(name)
+        for use in file.uses:
+            if use.master_key_id != master_key or version not in (None, use.version):
+                continue
+            # Without its footer nothing of a file is read.
+            columns = TABLE.column_names if use.column is None else [use.column.split(".")[0]]
+            lost |= {(name, column) for column in columns}
+    assert files == {name for name, _ in lost}
+    return lost
+
+
+def happened(case: Case) -> Loss:
+    """Return what cannot be read now."""
+    lost: Loss = set()
+    for path in sorted(case.folder.glob("*.parquet")):
+        for column in TABLE.column_names:
+            try:
+                assert case.tools().read_table(path, columns=[column]).equals(TABLE.select([column]))
+            except KeytoolsError:
+                lost.add((path.name, column))
+    return lost
+
+
+def test_the_inventory_says_what_happens(operator: Operator) -> None:
+    write_all(operator)
+    case = operator.case
+    assert happened(case) == set()
+    sizes = {}
+    for master_key in ("kf", "ka", "kb"):
+        # Of two versions the newer one cannot be disabled alone in OpenBao.
+        for version in ("1", None):
+            expected = predicted(case, master_key, version)
+            with operator.disabled(master_key, version):
+                assert happened(case) == expected, (master_key, version)
+            sizes[master_key, version] = len(expected)
+    print(f"\n{len(KINDS) * 3} files, {TABLE.num_columns} columns; lost with each key: {sizes}")
+    assert all(0 < number < len(KINDS) * 3 * TABLE.num_columns for key, number in sizes.items() if key[0] != "kf")
+    assert happened(case) == set()
+
+
+def test_nothing_uses_the_old_versions_after_a_rotation(operator: Operator) -> None:
+    write_all(operator)
+    case = operator.case
+    assert case.tools().rotate(case.folder).succeeded
+    with contextlib.ExitStack() as disabled:
+        for master_key in ("kf", "ka", "kb"):
+            assert list(case.tools().files_using(master_key, case.folder, version="1")) == []
+            disabled.enter_context(operator.disabled(master_key, "1"))
+        assert happened(case) == set()
+
+
+@pytest.mark.parametrize("key_material", ["internal", "external"])
+def test_twice_within_an_hour(operator: Operator, key_material: str) -> None:
+    """pyarrow's own rotation makes no KMS call the second time. The versions show that ours does."""
+    case = operator.case
+    path = case.write(tools=case.tools(key_material=key_material))
+    # One for all: what it has in its caches must not make a difference.
+    tools = case.tools()
+    seen = []
+    for _ in range(3):
+        wrapped = [(m.kms_wrapped_key, m.master_key_id) for m in materials(case.tools(), path)]
+        seen.append({case.kms.wrapped_key_version(*key) for key in wrapped})
+        operator.add_version()
+        assert tools.rotate(path).files[0].outcome is Outcome.ROTATED
+    assert seen == [{"1"}, {"2"}, {"3"}]
+    assert tools.rotate(path).files[0].outcome is Outcome.ALREADY_CURRENT

@@ -1,0 +1,555 @@
+"""Rotation of files in S3, on moto's server over HTTP, through a proxy that counts bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import botocore.exceptions
+import numpy as np
+import pyarrow as pa
+import pytest
+from botocore.awsrequest import AWSPreparedRequest, AWSResponse
+from pyarrow import fs as pafs
+from rotation_case import TABLE, Case, key_material_file, materials
+from s3_store import BUCKET, S3Store, etag_in, key_in, on_request, refusal
+
+from parquet_keytools import Keytools
+from parquet_keytools.rotation import s3_objects
+from parquet_keytools.rotation.data_set_rotation import TURNS
+from parquet_keytools.rotation.report import FileRotation, Outcome
+from parquet_keytools.rotation.s3_connection import client_of
+from parquet_keytools.rotation.s3_objects import LEAST_PART_BYTES
+from parquet_keytools.rotation.tail import file_state
+from parquet_keytools.rotation.tail_rewriter import WholeFileRewriter, tail_rewriter, why_unconditional
+from parquet_keytools.storage import FileLocation
+
+every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
+every_footer = pytest.mark.parametrize("plaintext_footer", [True, False], ids=["plaintext_footer", "encrypted"])
+
+LARGE = pa.table({"a": np.random.default_rng(1).integers(0, 2**62, 800_000), "b": ["text"] * 800_000})
+"""6 MB that do not compress: the store copies them."""
+
+HEADERS = {
+    "ContentType": "application/vnd.apache.parquet",
+    "CacheControl": "no-store",
+    "Metadata": {"owner": "risk"},
+    "StorageClass": "STANDARD_IA",
+    "ServerSideEncryption": "AES256",
+}
+
+
+OPERATIONS = ("CreateMultipartUpload", "UploadPartCopy", "UploadPart", "CompleteMultipartUpload")
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process."""
+
+
+def write(case: Case, table: pa.Table) -> Path:
+    path = case.folder / "x.parquet"
+    case.tools().write_table(table, path, row_group_size=max(100, len(table) // 4))
+    return path
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[S3Store]:
+    store = S3Store()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store(running: S3Store) -> Iterator[S3Store]:
+    yield running
+    running.clear()
+
+
+@dataclass
+class S3Case:
+    """A file in S3 whose master keys have a newer version."""
+
+    store: S3Store
+    case: Case
+    filesystem: pafs.S3FileSystem
+    table: pa.Table
+
+    @classmethod
+    def make(
+        cls,
+        store: S3Store,
+        tmp_path: Path,
+        *,
+        table: pa.Table = TABLE,
+        headers: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> S3Case:
+        settings = {"column_keys": {"ka": ["a"], "kb": ["b"]}, **settings}
+        case = Case.make(tmp_path, "keystore", **settings)
+        path = write(case, table)
+        made = cls(store, case, store.filesystem(), table)
+        for file in (path, key_material_file(path)):
+            if file.exists():
+                store.put(f"d/{file.name}", file.read_bytes(), **(headers or {}))
+        case.add_version()
+        return made
+
+    @property
+    def tools(self) -> Keytools:
+        return self.case.tools()
+
+    @property
+    def changing(self) -> str:
+        """The key of the object that a rotation replaces."""
+        is_external = self.case.settings.get("key_material") == "external"
+        return "d/_KEY_MATERIAL_FOR_x.parquet.json" if is_external else "d/x.parquet"
+
+    def rotate(self, **options: Any) -> FileRotation:
+        report = self.tools.rotate(f"{BUCKET}/d/x.parquet", filesystem=self.filesystem, **options)
+        (file,) = report.files
+        return file
+
+    def read(self) -> pa.Table:
+        return self.tools.read_table(f"{BUCKET}/d/x.parquet", filesystem=self.filesystem)
+
+    def assert_rotated(self) -> None:
+        self.case.disable(1)
+        assert self.read().equals(self.table)
+
+
+# --- what travels ---
+
+
+@every_footer
+def test_little_of_a_large_file_travels(store: S3Store, tmp_path: Path, plaintext_footer: bool) -> None:
+    numbers = np.random.default_rng(7).integers(0, 2**62, 26_000_000)
+    table = pa.table({"a": numbers, "b": pa.repeat("text", len(numbers))})
+    settings = {"column_keys": {"ka": ["a"], "kb": ["b"]}, "plaintext_footer": plaintext_footer}
+    case = Case.make(tmp_path, "keystore", **settings)
+    path = case.folder / "x.parquet"
+    case.tools().write_table(table, path, compression="none", use_dictionary=["b"])
+    size_bytes = path.stat().st_size
+    assert size_bytes > 200_000_000
+    store.client.upload_file(str(path), BUCKET, "d/x.parquet")
+    path.unlink()
+    case.add_version()
+    s3 = S3Case(store, case, store.filesystem(), table)
+    before = store.proxy.bytes_moved
+    started = time.perf_counter()
+    result = s3.rotate()
+    seconds = time.perf_counter() - started
+    moved = store.proxy.bytes_moved - before
+    print(f"\n{size_bytes:,} bytes: {moved:,} travelled, {result.bytes_written:,} of them new; {seconds:.1f} s")
+    assert result.outcome is Outcome.ROTATED, result
+    assert "copied by the store" in result.how
+    assert moved < 1_000_000
+    assert result.bytes_written < 100_000 and result.bytes_written + result.bytes_copied >= size_bytes - 10_000
+    case.disable(1)
+    assert s3.read().equals(table) and store.uploads() == []
+
+
+# --- all kinds ---
+
+
+@every_key_material
+@every_footer
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_everything_reads_when_the_old_version_is_disabled(
+    store: S3Store, tmp_path: Path, key_material: str, plaintext_footer: bool, size: str
+) -> None:
+    table = LARGE if size == "large" else TABLE
+    headers = {**HEADERS, "Tagging": "team=risk&a+b=c%2Fd"}
+    s3 = S3Case.make(
+        store, tmp_path, table=table, headers=headers, key_material=key_material, plaintext_footer=plaintext_footer
+    )
+    before = store.client.head_object(Bucket=BUCKET, Key=s3.changing)
+    tags = store.client.get_object_tagging(Bucket=BUCKET, Key=s3.changing)["TagSet"]
+    assert len(tags) == 2
+    result = s3.rotate()
+    assert result.outcome is Outcome.ROTATED, result
+    if key_material == "external":
+        assert result.how == "new key material file"
+    else:
+        expected = "object sent whole" if size == "small" else "new tail, data copied by the store"
+        assert result.how == expected
+    after = store.client.head_object(Bucket=BUCKET, Key=s3.changing)
+    assert after["ETag"] != before["ETag"]
+    assert {name: after.get(name) for name in HEADERS} == {name: before.get(name) for name in HEADERS}
+    assert after["Metadata"] == {"owner": "risk"} and after["StorageClass"] == "STANDARD_IA"
+    assert store.client.get_object_tagging(Bucket=BUCKET, Key=s3.changing)["TagSet"] == tags
+    s3.assert_rotated()
+    assert s3.rotate().outcome is Outcome.ALREADY_CURRENT
+    assert store.uploads() == [] and len(store.names()) == (2 if key_material == "external" else 1)
+
+
+def test_a_data_set(store: S3Store, tmp_path: Path) -> None:
+    s3 = S3Case.make(store, tmp_path)
+    data = store.get("d/x.parquet")
+    for number in range(20):
+        store.put(f"d/p={number % 3}/{number}.parquet", data)
+    report = s3.tools.rotate(f"{BUCKET}/d", filesystem=s3.filesystem)
+    assert report.counts == Counter({Outcome.ROTATED: 21}) and report.succeeded
+    s3.case.disable(1)
+    dataset = s3.tools.dataset(f"{BUCKET}/d", filesystem=s3.filesystem)
+    assert dataset.to_table().num_rows == 21 * TABLE.num_rows
+
+
+def test_the_store_copies_many_parts(store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_objects, "PART_BYTES", 2 * LEAST_PART_BYTES)
+    s3 = S3Case.make(store, tmp_path, table=pa.concat_tables([LARGE] * 4))
+    copied: list[str] = []
+
+    def note(operation: str, request: AWSPreparedRequest) -> None:
+        if operation == "UploadPartCopy":
+            copied.append(request.url)
+
+    with on_request(s3.filesystem, note):
+        assert s3.rotate().outcome is Outcome.ROTATED
+    assert len(copied) == 3
+    s3.assert_rotated()
+
+
+@pytest.mark.parametrize(
+    "beginning", [LEAST_PART_BYTES, 512 * 1024**2, 512 * 1024**2 + 1, 5 * 1024**4, 48 * 1024**4]
+)
+def test_parts_have_lengths_that_the_store_takes(beginning: int) -> None:
+    bounds = s3_objects._part_bounds(beginning)
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    assert bounds[0] == 0 and bounds[-1] == beginning and len(lengths) < 10_000
+    assert min(lengths) >= LEAST_PART_BYTES and max(lengths) <= 5 * 1024**3
+
+
+@every_key_material
+def test_old_keys_are_kept_and_put_back(store: S3Store, tmp_path: Path, key_material: str) -> None:
+    s3 = S3Case.make(store, tmp_path, table=LARGE, key_material=key_material)
+    before = store.get(s3.changing)
+    assert s3.rotate(keep_old=True).outcome is Outcome.ROTATED
+    assert sum(key.endswith(".old_keys") for key in store.names()) == 1
+    assert store.get(s3.changing) != before
+    report = s3.tools.undo_rotation(f"{BUCKET}/d/x.parquet", filesystem=s3.filesystem)
+    assert report.counts == Counter({Outcome.RESTORED: 1})
+    assert store.get(s3.changing) == before and s3.read().equals(LARGE)
+    assert not any(key.endswith(".old_keys") for key in store.names())
+
+
+def test_the_etag_tells_objects_apart(store: S3Store) -> None:
+    location = FileLocation(store.filesystem(), f"{BUCKET}/x")
+    states = []
+    for data in (b"1", b"2", b"1"):
+        store.put("x", data)
+        states.append(file_state(location))
+    assert states[0] != states[1] and states[0] == states[2]
+    with pytest.raises(FileNotFoundError):
+        file_state(FileLocation(store.filesystem(), f"{BUCKET}/y"))
+
+
+# --- others at the same object ---
+
+
+CASES = [("external", TABLE), ("internal", TABLE), ("internal", LARGE)]
+every_case = pytest.mark.parametrize(("key_material", "table"), CASES, ids=["external", "internal", "copied"])
+
+
+def mind_conditions(store: S3Store) -> Any:
+    """Answer as AWS does, where moto overlooks a condition."""
+
+    def hook(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
+        if operation not in ("PutObject", "CompleteMultipartUpload"):
+            return None
+        condition = etag_in(request)
+        assert condition is not None, f"{operation} without a condition"
+        if condition != store.client.head_object(Bucket=BUCKET, Key=key_in(request))["ETag"]:
+            return refusal(request, 412, "PreconditionFailed")
+        return None
+
+    return hook
+
+
+@every_case
+@pytest.mark.parametrize("last_moment", [True, False], ids=["minds_conditions", "overlooks_them"])
+def test_an_update_by_somebody_else_is_not_lost(
+    store: S3Store, tmp_path: Path, key_material: str, table: pa.Table, last_moment: bool
+) -> None:
+    """Somebody replaces the object just before the request that would."""
+    s3 = S3Case.make(store, tmp_path, table=table, key_material=key_material)
+    newer = s3.table = table.slice(0, len(table) - 100)
+    newer_path = write(s3.case, newer)
+    minds = mind_conditions(store)
+    # A store that overlooks conditions: what is found out before the request is sent has to do.
+    moment = ("PutObject", "CompleteMultipartUpload") if last_moment else ("HeadObject",)
+    seen: Counter[str] = Counter()
+
+    def replace(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
+        seen[operation] += 1
+        if operation in moment and seen[operation] == (1 if last_moment else 2) and not seen["replaced"]:
+            seen["replaced"] += 1
+            for file in (key_material_file(newer_path), newer_path):
+                if file.exists():
+                    store.put(f"d/{file.name}", file.read_bytes())
+        return minds(operation, request) if last_moment else None
+
+    with on_request(s3.filesystem, replace):
+        result = s3.rotate()
+    assert seen["replaced"] == 1
+    assert result.outcome is Outcome.ALREADY_CURRENT, result
+    assert store.uploads() == []
+    s3.assert_rotated()
+
+
+@every_case
+def test_somebody_who_never_stops_is_reported(
+    store: S3Store, tmp_path: Path, key_material: str, table: pa.Table
+) -> None:
+    s3 = S3Case.make(store, tmp_path, table=table, key_material=key_material)
+    minds = mind_conditions(store)
+    turns = []
+
+    def disturb(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
+        if operation in ("PutObject", "CompleteMultipartUpload"):
+            # The same keys in other bytes.
+            data = store.get(s3.changing)
+            if key_material == "external":
+                turns.append(store.put(s3.changing, data + b" "))
+            else:
+                turns.append("")
+                return refusal(request, 409, "ConditionalRequestConflict")
+        return minds(operation, request)
+
+    with on_request(s3.filesystem, disturb):
+        result = s3.rotate()
+    assert result.outcome is Outcome.FAILED and "changed by others all the time" in str(result.error)
+    assert len(turns) == TURNS + 1 and store.uploads() == [] and s3.read().equals(table)
+
+
+def test_an_object_that_is_removed_meanwhile(store: S3Store, tmp_path: Path) -> None:
+    s3 = S3Case.make(store, tmp_path, table=LARGE)
+
+    def remove(operation: str, request: AWSPreparedRequest) -> None:
+        if operation == "UploadPart":
+            store.client.delete_object(Bucket=BUCKET, Key="d/x.parquet")
+
+    with on_request(s3.filesystem, remove):
+        result = s3.rotate()
+    assert (result.outcome, result.how) == (Outcome.NOTHING_TO_ROTATE, "removed meanwhile")
+    assert store.names() == [] and store.uploads() == []
+
+
+# --- runs that are cut off, and failures ---
+
+
+@every_case
+@pytest.mark.parametrize("keep_old", [False, True], ids=["", "keep_old"])
+def test_killed_at_every_request(
+    store: S3Store, tmp_path: Path, key_material: str, table: pa.Table, keep_old: bool
+) -> None:
+    s3 = S3Case.make(store, tmp_path, table=table, key_material=key_material)
+    originals = {key: store.get(key) for key in store.names()}
+    point = 0
+    while True:
+        store.clear()
+        for key, data in originals.items():
+            store.put(key, data)
+        sent: list[str] = []
+
+        def kill(operation: str, request: AWSPreparedRequest, sent: list[str] = sent, point: int = point) -> None:
+            # From then on nothing is sent any more, as after the end of the process.
+            sent.append(operation)
+            if len(sent) > point:
+                raise KilledError
+
+        with on_request(s3.filesystem, kill):
+            try:
+                result = s3.rotate(keep_old=keep_old)
+            except KilledError:
+                result = None
+        assert s3.read().equals(table), sent
+        if result is not None:
+            break
+        if "PutObject" not in sent[:-1] and "CompleteMultipartUpload" not in sent[:-1]:
+            assert store.get(s3.changing) == originals[s3.changing]
+        again = s3.rotate(keep_old=keep_old)
+        assert again.outcome in (Outcome.ROTATED, Outcome.ALREADY_CURRENT), (sent, again)
+        assert {m.wrapped_kek[:2] for m in materials_in(s3) if m.wrapped_kek} and s3.read().equals(table)
+        if "UploadPartCopy" in sent and not {"UploadPart", "CompleteMultipartUpload"} & set(sent):
+            # Nobody can tell whose an upload without parts is; it costs nothing.
+            assert len(store.uploads()) == 1
+        else:
+            assert store.uploads() == [], sent
+        assert [key for key in store.names() if not key.endswith(".old_keys")] == sorted(originals)
+        point += 1
+    assert point >= (4 if table is TABLE else 8), sent
+    s3.assert_rotated()
+
+
+def materials_in(s3: S3Case) -> list[Any]:
+    folder = s3.case.folder / "fetched"
+    folder.mkdir(exist_ok=True)
+    for key in s3.store.names():
+        (folder / Path(key).name).write_bytes(s3.store.get(key))
+    return materials(s3.tools, folder / "x.parquet")
+
+
+def test_uploads_of_others_are_left_alone(store: S3Store, tmp_path: Path) -> None:
+    s3 = S3Case.make(store, tmp_path, table=LARGE)
+    theirs = store.client.create_multipart_upload(Bucket=BUCKET, Key="d/x.parquet")["UploadId"]
+    store.client.upload_part(
+        Bucket=BUCKET, Key="d/x.parquet", UploadId=theirs, PartNumber=1, Body=bytes(LEAST_PART_BYTES)
+    )
+    empty = store.client.create_multipart_upload(Bucket=BUCKET, Key="d/x.parquet")["UploadId"]
+    longer = store.client.create_multipart_upload(Bucket=BUCKET, Key="d/x.parquet.2")["UploadId"]
+    assert s3.rotate().outcome is Outcome.ROTATED
+    assert sorted(store.uploads()) == sorted([theirs, empty, longer])
+
+
+@pytest.mark.parametrize(
+    "operation", ["CreateMultipartUpload", "UploadPartCopy", "UploadPart", "CompleteMultipartUpload"]
+)
+def test_a_store_that_refuses(store: S3Store, tmp_path: Path, operation: str) -> None:
+    s3 = S3Case.make(store, tmp_path, table=LARGE)
+    before = store.get("d/x.parquet")
+
+    def refuse(asked: str, request: AWSPreparedRequest) -> AWSResponse | None:
+        return refusal(request, 403, "AccessDenied") if asked == operation else None
+
+    with on_request(s3.filesystem, refuse):
+        result = s3.rotate(keep_old=True)
+    assert (result.outcome, result.error_class) == (Outcome.FAILED, "OutputError")
+    assert "the store refuses: AccessDenied" in str(result.error)
+    assert store.get("d/x.parquet") == before and store.uploads() == [] and store.names() == ["d/x.parquet"]
+
+
+def test_a_store_that_is_overloaded_is_asked_again(store: S3Store, tmp_path: Path) -> None:
+    s3 = S3Case.make(store, tmp_path, table=LARGE)
+    refused: Counter[str] = Counter()
+
+    def slow_down(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
+        refused[operation] += 1
+        return refusal(request, 503, "SlowDown") if refused[operation] == 1 else None
+
+    with on_request(s3.filesystem, slow_down):
+        assert s3.rotate().outcome is Outcome.ROTATED
+    assert refused["UploadPartCopy"] == 2
+    s3.assert_rotated()
+    assert store.uploads() == []
+
+
+@every_case
+@pytest.mark.parametrize("keep_old", [False, True], ids=["", "keep_old"])
+def test_an_answer_that_is_lost(
+    store: S3Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key_material: str,
+    table: pa.Table,
+    keep_old: bool,
+) -> None:
+    """The object was replaced, and nobody heard of it: that is no change by somebody else."""
+    s3 = S3Case.make(store, tmp_path, table=table, key_material=key_material)
+    client = client_of(s3.filesystem)
+    lost = []
+
+    def losing(send: Any) -> Any:
+        def lose(**arguments: Any) -> None:
+            lost.append(send(**arguments))
+            raise botocore.exceptions.ReadTimeoutError(endpoint_url="http://store")
+
+        return lose
+
+    for name in ("put_object", "complete_multipart_upload"):
+        monkeypatch.setattr(client, name, losing(getattr(client, name)))
+    result = s3.rotate(keep_old=keep_old)
+    assert result.outcome is Outcome.ROTATED and len(lost) == 1
+    assert sum(key.endswith(".old_keys") for key in store.names()) == (1 if keep_old else 0)
+    s3.assert_rotated()
+
+
+def test_tags_that_may_not_be_read_are_not_lost(store: S3Store, tmp_path: Path) -> None:
+    s3 = S3Case.make(store, tmp_path, headers={"Tagging": "team=risk"})
+    before = store.client.head_object(Bucket=BUCKET, Key="d/x.parquet")["ETag"]
+
+    def refuse(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
+        return refusal(request, 403, "AccessDenied") if operation == "GetObjectTagging" else None
+
+    with on_request(s3.filesystem, refuse):
+        result = s3.rotate()
+    assert result.outcome is Outcome.FAILED and "s3:GetObjectTagging" in str(result.error)
+    assert store.client.head_object(Bucket=BUCKET, Key="d/x.parquet")["ETag"] == before
+
+    def unknown(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
+        return refusal(request, 501, "NotImplemented") if operation == "GetObjectTagging" else None
+
+    with on_request(s3.filesystem, unknown):
+        assert s3.rotate().outcome is Outcome.ROTATED
+
+
+@every_case
+def test_a_store_without_conditions(store: S3Store, tmp_path: Path, key_material: str, table: pa.Table) -> None:
+    s3 = S3Case.make(store, tmp_path, table=table, key_material=key_material)
+
+    def unknown(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
+        is_asked = operation in ("PutObject", "CompleteMultipartUpload") and etag_in(request) is not None
+        return refusal(request, 501, "NotImplemented") if is_asked else None
+
+    with on_request(s3.filesystem, unknown):
+        assert s3.rotate().outcome is Outcome.ROTATED
+    s3.assert_rotated()
+
+
+def test_checksums_of_parts_go_into_the_new_object() -> None:
+    """AWS refuses to complete an upload whose parts have checksums that are not named."""
+    answer = {
+        "ETag": "e",
+        "ChecksumCRC32": "c",
+        "ChecksumSHA1": None,
+        "LastModified": 1,
+        "ChecksumType": "COMPOSITE",
+    }
+    assert s3_objects._part(3, answer) == {"PartNumber": 3, "ETag": "e", "ChecksumCRC32": "c"}
+
+
+# --- without boto3, or with other rights ---
+
+
+@every_key_material
+def test_without_boto3(store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key_material: str) -> None:
+    s3 = S3Case.make(store, tmp_path, table=LARGE, key_material=key_material)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "boto3" else find_spec(name, *rest)
+    )
+    result = s3.rotate()
+    assert result.outcome is Outcome.ROTATED
+    if key_material == "internal":
+        assert result.how == "rewritten whole; with the extra `aws` the store would copy the data"
+    monkeypatch.undo()
+    s3.assert_rotated()
+
+
+def test_rights_that_only_arrow_has() -> None:
+    place: dict[str, Any] = {"endpoint_override": "127.0.0.1:1", "scheme": "http", "region": "us-east-1"}
+    for options in ({"anonymous": True}, {"role_arn": "arn:aws:iam::111122223333:role/r"}):
+        location = FileLocation(pafs.S3FileSystem(**options, **place), f"{BUCKET}/x")
+        reason = why_unconditional(location)
+        assert reason is not None and "no role that Arrow assumes" in reason
+        assert isinstance(tail_rewriter(location), WholeFileRewriter)
+
+
+def test_file_systems_share_a_client_where_they_have_the_same_rights(store: S3Store) -> None:
+    assert client_of(store.filesystem()) is client_of(store.filesystem())
+    assert client_of(store.filesystem()) is not client_of(store.filesystem(access_key="other"))
+
+
+def test_a_fork_has_a_client_of_its_own(store: S3Store) -> None:
+    filesystem = store.filesystem()
+    ours = id(client_of(filesystem))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if id(client_of(filesystem)) != ours else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

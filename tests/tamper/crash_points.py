@@ -1,0 +1,273 @@
+"""Rotations in a process that ends at a chosen call to the file system, or gets an error there.
+
+This is a program, too: it imports once what is needed, and forks for each job that it reads from stdin, so that
+hundreds of them take little time. Each call that changes something under the job's folder is a point.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+KILLED = 99
+
+PATH_CALLS = ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "link", "symlink", "chmod", "utime")
+"""Their first argument is a path, or a file descriptor; for renames the second is what is replaced."""
+
+DESCRIPTOR_CALLS = ("write", "pwrite", "fsync", "fdatasync", "ftruncate", "posix_fallocate", "fchown", "setxattr")
+WRITES = ("write", "pwrite", "copy_file_range")
+"""Calls that may have done a part of their work."""
+
+TAKES_SPACE = (*WRITES, "open", "ioctl", "posix_fallocate", "fsync", "mkdir", "ftruncate")
+"""Calls that a full disk makes fail."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process does, and where it ends.
+
+    Attributes:
+        action: Method of `Keytools`.
+        folder: The data set.
+        keystore: Its KMS.
+        settings: Of the table.
+        options: Of the method.
+        point: The call, counted from 1; 0 for none.
+        mode: `kill` before the call, `torn` after half of a write, `no_space` for an error in place of it.
+    """
+
+    action: str
+    folder: str
+    keystore: str
+    settings: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    point: int = 0
+    mode: str = "kill"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of it.
+
+    Attributes:
+        calls: Name of the call and path, for each point that was reached.
+        killed: Whether it was killed where it should be.
+        failures: What its report says.
+        error: Name of the class of what was raised.
+    """
+
+    calls: list[tuple[str, str]]
+    killed: bool
+    failures: list[str]
+    error: str | None
+
+
+# --- in the process that is killed ---
+
+
+class Points:
+    """Counts calls, and does what a job wants at one of them."""
+
+    def __init__(self, job: Job, tell: Callable[[Ended], None]) -> None:
+        self.job = job
+        self.calls: list[tuple[str, str]] = []
+        self._tell = tell
+        self._root = os.path.realpath(job.folder)
+        self._process_id = os.getpid()
+
+    def watch(self) -> None:
+        """Put a wrapper around each call."""
+        for name in PATH_CALLS:
+            setattr(os, name, self._wrapped(name, getattr(os, name), 1 if name in ("rename", "replace") else 0))
+        for name in DESCRIPTOR_CALLS:
+            setattr(os, name, self._wrapped(name, getattr(os, name), 0))
+        os.copy_file_range = self._wrapped("copy_file_range", os.copy_file_range, 1)
+        os.open = self._wrapped_open(os.open)
+        fcntl.ioctl = self._wrapped("ioctl", fcntl.ioctl, 0)
+        sys.addaudithook(self._on_event)
+
+    def filesystem(self) -> Any:
+        """Return a local file system whose deletions are points: they are not Python's."""
+        from pyarrow import fs as pafs
+
+        points = self
+
+        class Watched(pafs.LocalFileSystem):  # type: ignore[misc]
+            def delete_file(self, path: str) -> None:
+                points.at("unlink", path)
+                super().delete_file(path)
+
+        return Watched()
+
+    def at(self, name: str, path: str, torn: Callable[[], object] | None = None) -> None:
+        """Count a call, and be killed or raise if it is the one."""
+        if not os.path.realpath(path).startswith(self._root):
+            return
+        self.calls.append((name, os.path.relpath(path, self._root)))
+        job = self.job
+        if len(self.calls) == job.point and job.mode in ("kill", "torn"):
+            if torn is not None and job.mode == "torn":
+                torn()
+            self._tell(Ended(self.calls, True, [], None))
+            os._exit(KILLED)
+        if job.mode == "no_space" and job.point and len(self.calls) >= job.point and name in TAKES_SPACE:
+            # From then on there is none: deleting is all that goes on.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _wrapped(self, name: str, call: Callable[..., Any], position: int) -> Callable[..., Any]:
+        def wrapper(*arguments: Any, **named: Any) -> Any:
+            torn = self._half(name, call, arguments) if name in WRITES else None
+            self.at(name, _path_of(arguments[position]), torn)
+            return call(*arguments, **named)
+
+        return wrapper
+
+    @staticmethod
+    def _half(name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], object]:
+        if name == "copy_file_range":
+            source, target, count, *offsets = arguments
+            return lambda: call(source, target, max(1, count // 2), *offsets)
+        descriptor, data, *offset = arguments
+        return lambda: call(descriptor, bytes(data)[: len(data) // 2], *offset)
+
+    def _wrapped_open(self, call: Callable[..., int]) -> Callable[..., int]:
+        def wrapper(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+            if flags & (os.O_CREAT | os.O_TRUNC) and not isinstance(path, int):
+                self.at("open", os.fspath(path))
+            return call(path, flags, *rest, **named)
+
+        return wrapper
+
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        # Nothing of ours writes by way of Python's own files: that would be no point.
+        if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
+            path = arguments[0]
+            if isinstance(path, (str, bytes)) and os.fsdecode(path).startswith(self._root):
+                os._exit(3)
+
+
+def _path_of(place: Any) -> str:
+    if isinstance(place, int):
+        return os.readlink(f"/proc/self/fd/{place}")  # noqa: PTH115 - called often
+    return os.fsdecode(os.fspath(place))
+
+
+class InOrder:
+    """Takes the place of a pool of threads, so that calls come in the same order each time."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> InOrder:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def map(self, function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+        return map(function, *arguments)
+
+
+def run(job: Job, tell: Callable[[Ended], None]) -> None:
+    """Do a job."""
+    from rotation_case import Case, passphrase
+
+    from parquet_keytools.kms.keystore import KeystoreKms
+    from parquet_keytools.rotation import data_set_rotation
+
+    data_set_rotation.ThreadPoolExecutor = InOrder  # type: ignore[misc, assignment]
+    points = Points(job, tell)
+    case = Case(Path(job.folder), KeystoreKms(Path(job.keystore), passphrase), None, job.settings)
+    tools = case.tools()
+    points.watch()
+    failures: list[str] = []
+    error = None
+    try:
+        report = getattr(tools, job.action)(job.folder, filesystem=points.filesystem(), **job.options)
+        failures = [str(file.error) for file in report.failures]
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    tell(Ended(points.calls, False, failures, error))
+
+
+def main() -> None:
+    """Fork for each job on stdin, and say on stdout what became of it."""
+    import rotation_case  # noqa: F401 - so that the children have it
+
+    import parquet_keytools.rotation.rekeying
+    import parquet_keytools.rotation.restoring  # noqa: F401
+
+    for line in sys.stdin:
+        job = Job(**json.loads(line))
+        from_child, to_parent = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(from_child)
+            write = os.write
+
+            def tell(ended: Ended, write: Callable[..., int] = write, to_parent: int = to_parent) -> None:
+                data = json.dumps(asdict(ended)).encode()
+                while data:
+                    data = data[write(to_parent, data) :]
+
+            try:
+                signal.alarm(120)
+                run(job, tell)
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+                os._exit(2)
+            os._exit(0)
+        os.close(to_parent)
+        with open(from_child, "rb") as pipe:  # noqa: PTH123
+            answer = pipe.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps({"status": status, "ended": json.loads(answer or b"null")}), flush=True)
+
+
+# --- in the test ---
+
+
+class Crasher:
+    """Has jobs done in processes of their own."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+            text=True,
+        )
+
+    def run(self, job: Job) -> Ended:
+        """Do a job, and return what became of it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        assert answer["ended"] is not None, f"{job} ended with {answer['status']}"
+        ended = Ended(**answer["ended"])
+        assert answer["status"] == (KILLED if ended.killed else 0)
+        return Ended([(name, path) for name, path in ended.calls], ended.killed, ended.failures, ended.error)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+
+if __name__ == "__main__":
+    main()

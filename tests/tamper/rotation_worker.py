@@ -1,0 +1,101 @@
+"""A process that rotates, reads or writes a data set again and again, until it is told to stop.
+
+    python rotation_worker.py ACTION FOLDER KEYSTORE
+
+Prints one line of JSON: how often it did so, and what went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from rotation_case import TABLE, Case, passphrase, read_with_pyarrow
+
+from parquet_keytools.kms.keystore import KeystoreKms
+
+STOP = "stop"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "internal": {"key_material": "internal"},
+    "plaintext_footer": {"key_material": "internal", "plaintext_footer": True},
+    "external": {"key_material": "external"},
+}
+"""Begin of a file's name -> settings of its table."""
+
+
+class Worker:
+    """Does one thing to a data set.
+
+    Args:
+        folder: The data set.
+        keystore: Its KMS.
+    """
+
+    def __init__(self, folder: Path, keystore: Path) -> None:
+        self._folder = folder
+        self._case = Case(folder, KeystoreKms(keystore, passphrase), None)
+        self._tools = self._case.tools()
+        self._round = 0
+        self._files = sorted(path for path in folder.rglob("*.parquet"))
+
+    def rotate(self) -> str | None:
+        """Rotate what is not current."""
+        return self._rotate()
+
+    def rotate_all(self) -> str | None:
+        """Rotate everything, so that there always is something to do."""
+        return self._rotate(older_than="1000000")
+
+    def _rotate(self, **options: Any) -> str | None:
+        report = self._tools.rotate(self._folder, **options)
+        return None if report.succeeded else str([file.error for file in report.failures] or report.stopped_by)
+
+    def read(self) -> str | None:
+        """Read each file and the data set, with ours and with pyarrow's CryptoFactory."""
+        self._round += 1
+        # In turns with keys that were read before, and without.
+        tools = self._tools if self._round % 2 else self._case.tools()
+        for path in self._files:
+            if not tools.read_table(path).equals(TABLE):
+                return f"{path}: other values"
+            if not read_with_pyarrow(self._case.kms, path).equals(TABLE):
+                return f"{path}: other values, as pyarrow reads it"
+        rows = tools.dataset(self._folder).to_table(columns=["a", "b"]).num_rows
+        return None if rows == len(self._files) * TABLE.num_rows else f"{rows} rows"
+
+    def write(self) -> str | None:
+        """Write each file anew, and see that nobody puts the old one back."""
+        self._round += 1
+        for position, path in enumerate(self._files):
+            table = pa.table({"a": [self._round, position], "b": ["x", "y"]})
+            settings = SETTINGS[path.name.split("-")[0]]
+            tools = self._case.tools(column_keys={"ka": ["a"], "kb": ["b"]}, **settings)
+            tools.write_table(table, path)
+            if not self._tools.read_table(path).equals(table):
+                return f"{path}: round {self._round} is lost"
+        return None
+
+
+def main(action: str, folder: Path, keystore: Path) -> None:
+    """Do it until the file STOP is there beside the keystore."""
+    worker = Worker(folder, keystore)
+    act: Callable[[], str | None] = getattr(worker, action)
+    rounds, failure = 0, None
+    stop = keystore.with_name(STOP)
+    print("ready", flush=True)
+    while failure is None and not stop.exists():
+        try:
+            failure = act()
+        except Exception:
+            failure = traceback.format_exc()
+        rounds += 1
+    print(json.dumps({"action": action, "rounds": rounds, "failure": failure}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

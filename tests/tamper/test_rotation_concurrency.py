@@ -1,0 +1,97 @@
+"""Many processes at one data set: rotations, readers and writers. ROTATION_SECONDS says for how long."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rotation_case import TABLE, Case, materials, names
+from rotation_worker import SETTINGS, STOP
+
+SECONDS = float(os.environ.get("ROTATION_SECONDS", "8"))
+TESTS = Path(__file__).resolve().parents[1]
+
+pytestmark = pytest.mark.timeout(240 + 3 * SECONDS)
+
+
+def make(tmp_path: Path, count: int) -> Case:
+    case = Case.make(tmp_path, "keystore")
+    for kind, settings in SETTINGS.items():
+        for number in range(count):
+            case.write(f"p={number % 2}/{kind}-{number}.parquet", tools=case.tools(**settings))
+    return case
+
+
+def run(case: Case, actions: list[str], meanwhile: Callable[[], object]) -> list[dict[str, object]]:
+    """Run a process for each action, for some time; return what they say."""
+    keystore = case.folder.parent / "keystore.json"
+    command = [sys.executable, str(Path(__file__).with_name("rotation_worker.py"))]
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    # Twelve processes with as many threads as there are processors each would only wait for one another.
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [*command, action, str(case.folder), str(keystore)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for action in actions
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            meanwhile()
+            time.sleep(min(0.5, SECONDS / 8))
+        keystore.with_name(STOP).touch()
+        return [json.loads(process.communicate(timeout=200)[0]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_eight_rotate_and_four_read(tmp_path: Path) -> None:
+    case = make(tmp_path, 2)
+    before = names(case.folder)
+    versions = 1
+
+    def add_version() -> None:
+        nonlocal versions
+        if versions < 40:
+            case.add_version()
+            versions += 1
+
+    answers = run(case, ["rotate"] * 4 + ["rotate_all"] * 4 + ["read"] * 4, add_version)
+    print(f"\n{versions} versions; {[(answer['action'], answer['rounds']) for answer in answers]}")
+    assert [answer["failure"] for answer in answers if answer["failure"] is not None] == []
+    assert all(int(str(answer["rounds"])) >= 1 for answer in answers)
+    # Who came last may have begun before the last version was there.
+    assert case.tools().rotate(case.folder).succeeded
+    newest = {str(versions)}
+    for path in case.folder.rglob("*.parquet"):
+        used = {
+            case.kms.wrapped_key_version(material.kms_wrapped_key, material.master_key_id)
+            for material in materials(case.tools(), path)
+        }
+        assert used == newest, path
+    for version in range(1, versions):
+        case.disable(version)
+    for path in case.folder.rglob("*.parquet"):
+        assert case.tools().read_table(path).equals(TABLE)
+    assert names(case.folder) == before
+
+
+def test_rotations_and_a_writer(tmp_path: Path) -> None:
+    """What was written is never replaced by an older state with newer keys."""
+    case = make(tmp_path, 1)
+    before = names(case.folder)
+    answers = run(case, ["rotate_all"] * 3 + ["write"], lambda: None)
+    print(f"\n{[(answer['action'], answer['rounds']) for answer in answers]}")
+    assert [answer["failure"] for answer in answers if answer["failure"] is not None] == []
+    assert names(case.folder) == before

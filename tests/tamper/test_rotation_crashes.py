@@ -1,0 +1,251 @@
+"""Rotations that are killed at every call to the file system, or find the disk full there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crash_points import WRITES, Crasher, Ended, Job
+from rotation_case import TABLE, Case, key_material_file, materials, names, tree_digest
+
+from parquet_keytools import Keytools
+from parquet_keytools.rotation.journal import JOURNAL_NAME
+
+FILES = ("x.parquet", "p=1/y.parquet")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "external": {"key_material": "external"},
+    "internal, encrypted footer": {"key_material": "internal"},
+    "internal, plaintext footer": {"key_material": "internal", "plaintext_footer": True},
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is done to a data set.
+
+    Attributes:
+        kind: Of its files.
+        action: Method of `Keytools`.
+        options: Its options.
+        files: How many points it has at least, for each of its files.
+    """
+
+    kind: str
+    action: str = "rotate"
+    options: tuple[tuple[str, Any], ...] = ()
+    least_points: int = 9
+
+    @property
+    def keeps_old(self) -> bool:
+        return ("keep_old", True) in self.options
+
+    def __str__(self) -> str:
+        return ", ".join([self.action, self.kind, *(name for name, _ in self.options)])
+
+
+SCENARIOS = [
+    *(Scenario(kind) for kind in KINDS),
+    *(Scenario(kind, options=(("keep_old", True),)) for kind in ("external", "internal, encrypted footer")),
+    *(Scenario(kind, "rekey_in_place") for kind in KINDS),
+    *(Scenario(kind, "undo_rotation", least_points=8) for kind in ("external", "internal, encrypted footer")),
+]
+every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+
+
+@pytest.fixture(scope="module")
+def crasher() -> Iterator[Crasher]:
+    crasher = Crasher()
+    yield crasher
+    crasher.close()
+
+
+class DataSet:
+    """Files as they are before a rotation, and as many copies of them as wanted."""
+
+    def __init__(self, tmp_path: Path, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.case = Case.make(tmp_path, "keystore", column_keys={"ka": ["a"]}, **KINDS[scenario.kind])
+        for name in FILES:
+            self.case.write(name)
+        # A rotation that leads to what is rotated here has something to do, and so has its undoing.
+        self.case.add_version()
+        if scenario.action == "undo_rotation":
+            self.original = tree_digest(self.case.folder)
+            assert self.case.tools().rotate(self.case.folder, keep_old=True).succeeded
+        self.names = names(self.case.folder)
+        self._count = 0
+        self._tmp_path = tmp_path
+
+    @property
+    def tools(self) -> Keytools:
+        return self.case.tools()
+
+    def copy(self) -> Path:
+        """Return a folder with a copy of the files."""
+        self._count += 1
+        folder = self._tmp_path / f"copy{self._count}"
+        shutil.copytree(self.case.folder, folder)
+        return folder
+
+    def job(self, folder: Path) -> Job:
+        scenario, keystore = self.scenario, self.case.folder.parent / "keystore.json"
+        return Job(scenario.action, str(folder), str(keystore), self.case.settings, dict(scenario.options))
+
+    def assert_readable(self, folder: Path) -> None:
+        """Each file has all values, and so has the data set."""
+        tools = self.tools
+        for name in FILES:
+            assert tools.read_table(folder / name).equals(TABLE), name
+        assert tools.dataset(folder, partitioning=None).to_table().num_rows == len(FILES) * TABLE.num_rows
+
+    def assert_finished(self, folder: Path) -> None:
+        """A repetition comes to the end, and leaves nothing behind that is not documented."""
+        report = getattr(self.tools, self.scenario.action)(folder, **dict(self.scenario.options))
+        assert report.succeeded, report
+        self.assert_readable(folder)
+        if self.scenario.action == "undo_rotation":
+            assert self.tools.undo_rotation(folder).succeeded
+            self._assert_only(folder, tuple(self.original))
+            assert tree_digest(folder) == self.original
+            return
+        for name in FILES:
+            versions = {
+                self.case.kms.wrapped_key_version(material.kms_wrapped_key, material.master_key_id)
+                for material in materials(self.tools, folder / name)
+            }
+            assert versions == {"2"}, name
+        if not self.scenario.keeps_old:
+            self._assert_only(folder, tuple(self.names))
+            return
+        # Old keys may be kept twice: for the run that was killed, and the one after it.
+        kept = [name for name in names(folder) if name.endswith(".old_keys")]
+        assert len(FILES) <= len(kept) <= len(FILES) + 1
+        self._assert_only(folder, (*self.names, *kept))
+        assert self.tools.undo_rotation(folder).succeeded
+        self.tools.drop_old_keys(folder)
+        assert tree_digest(folder) == tree_digest(self.case.folder)
+
+    def _assert_only(self, folder: Path, expected: tuple[str, ...]) -> None:
+        assert names(folder) == sorted(Path(name).name for name in expected)
+
+
+@every_scenario
+def test_killed_at_every_call(tmp_path: Path, crasher: Crasher, scenario: Scenario) -> None:
+    data = DataSet(tmp_path, scenario)
+    folder = data.copy()
+    whole = crasher.run(data.job(folder))
+    assert not whole.killed and whole.error is None and whole.failures == []
+    assert len(whole.calls) >= scenario.least_points * len(FILES), whole.calls
+    data.assert_finished(folder)
+    points = [(number, "kill") for number in range(1, len(whole.calls) + 1)]
+    points += [(number, "torn") for number, (name, _) in enumerate(whole.calls, 1) if name in WRITES]
+    for point, mode in points:
+        folder = data.copy()
+        ended = crasher.run(replace(data.job(folder), point=point, mode=mode))
+        assert ended.killed, (point, mode, ended)
+        try:
+            data.assert_readable(folder)
+            data.assert_finished(folder)
+        except Exception as error:
+            error.add_note(f"killed {mode} at {point} of {len(whole.calls)}: {ended.calls[-3:]}")
+            raise
+        shutil.rmtree(folder)
+    print(f"\n{scenario}: {len(whole.calls)} calls, {len(points)} points")
+
+
+@every_scenario
+def test_the_disk_is_full_from_every_call_on(tmp_path: Path, crasher: Crasher, scenario: Scenario) -> None:
+    data = DataSet(tmp_path, scenario)
+    folder = data.copy()
+    whole = crasher.run(data.job(folder))
+    for point in range(1, len(whole.calls) + 1):
+        folder = data.copy()
+        before = tree_digest(folder)
+        ended = crasher.run(replace(data.job(folder), point=point, mode="no_space"))
+        try:
+            data.assert_readable(folder)
+            # What could not be written is told.
+            is_told = bool(ended.failures) or ended.error is not None
+            assert is_told or point > _last_that_takes_space(ended), ended
+            assert all(
+                "no space left" in text.lower() for text in [*ended.failures, ended.error or "no space left"]
+            )
+            if is_told:
+                left = set(tree_digest(folder)) - set(before) - {JOURNAL_NAME}
+                assert not [name for name in left if not name.endswith(".old_keys")], left
+            data.assert_finished(folder)
+        except Exception as error:
+            error.add_note(f"full from {point} of {len(whole.calls)} on: {ended}")
+            raise
+        shutil.rmtree(folder)
+
+
+def _last_that_takes_space(ended: Ended) -> int:
+    from crash_points import TAKES_SPACE
+
+    return max((number for number, (name, _) in enumerate(ended.calls, 1) if name in TAKES_SPACE), default=0)
+
+
+TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.(claimed|tmp)$")
+
+
+@every_scenario
+def test_what_has_its_name_is_on_the_disk(tmp_path: Path, crasher: Crasher, scenario: Scenario) -> None:
+    """After the power fails: each file was synced before its rename, and each rename before the next one."""
+    data = DataSet(tmp_path, scenario)
+    calls = crasher.run(data.job(data.copy())).calls
+    unsynced: set[str] = set()
+    unsynced_folders: set[str] = set()
+    replaced: list[str] = []
+    for position, (name, path) in enumerate(calls):
+        folder = str(Path(path).parent)
+        if name in ("open", *WRITES, "ioctl", "ftruncate", "posix_fallocate"):
+            unsynced.add(path)
+        elif name == "fsync":
+            unsynced.discard(path)
+            unsynced_folders.discard(path)
+        elif name in ("replace", "rename"):
+            # What was written last under a temporary name of this file.
+            written = [p for _, p in calls[:position] if TEMPORARY.search(p) and Path(p).parent == Path(folder)]
+            ours = [p for p in written if p.startswith(str(Path(folder) / f".{Path(path).name}."))]
+            assert ours and ours[-1] not in unsynced, f"{path} has its name before its data"
+            # Else the key material could be older than the file that needs it, or old keys not be kept at all.
+            assert folder not in unsynced_folders, f"{path} takes its place before the last one surely has"
+            unsynced_folders.add(folder)
+            replaced.append(path)
+        elif name == "unlink" and path not in replaced and not TEMPORARY.search(path) and path != JOURNAL_NAME:
+            assert folder not in unsynced_folders, f"{path} is removed before what replaced it surely is there"
+    assert unsynced_folders == set()
+    assert len(replaced) >= len(FILES)
+
+
+def test_the_points_are_all_there_are(tmp_path: Path, crasher: Crasher) -> None:
+    """Each kind of call that is known to come does come: else a wrapper is in the wrong place."""
+    data = DataSet(tmp_path, Scenario("internal, encrypted footer"))
+    calls = Counter(name for name, _ in crasher.run(data.job(data.copy())).calls)
+    expected = {"open", "ioctl", "copy_file_range", "pwrite", "fsync", "chmod", "replace", "write", "unlink"}
+    assert expected <= set(calls), calls
+
+
+def test_the_journal_is_no_danger(tmp_path: Path, crasher: Crasher) -> None:
+    """A run that was killed goes on; what its journal says was finished is not done again."""
+    data = DataSet(tmp_path, Scenario("external"))
+    folder = data.copy()
+    whole = crasher.run(data.job(folder))
+    finished = 0
+    for point in range(1, len(whole.calls) + 1):
+        folder = data.copy()
+        crasher.run(replace(data.job(folder), point=point))
+        report = data.tools.rotate(folder)
+        assert report.succeeded
+        finished = max(finished, sum(file.outcome.value == "finished before" for file in report.files))
+        assert not (folder / JOURNAL_NAME).exists()
+        assert all(key_material_file(folder / name).exists() for name in FILES)
+    assert finished >= 1

@@ -1,0 +1,161 @@
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from parquet_keytools import Keytools, KeytoolsError
+
+
+def keys_of(done) -> set[tuple[str, str | None, int, int, tuple[str, ...]]]:
+    return {
+        (key["key"], key["version"], key["files"], key["footers"], tuple(key["columns"]))
+        for key in json.loads(done.stdout)["master_keys"]
+    }
+
+
+@pytest.mark.parametrize("key_material", ["internal", "external"])
+@pytest.mark.parametrize("plaintext_footer", [True, False])
+def test_which_files_and_columns(run, keystore_case, key_material: str, plaintext_footer: bool) -> None:
+    case = keystore_case(key_material=key_material, plaintext_footer=plaintext_footer)
+    case.keystore.rotate_key("pii")
+    assert run("rotate", case.files[0], "--config", case.config).exit_code == 0
+    done = run("keys", case.data, "--config", case.config, "--json")
+    assert done.exit_code == 0
+    assert keys_of(done) == {
+        ("footer", "1", 2, 2, ()),
+        ("pii", "1", 1, 0, ("name",)),
+        ("pii", "2", 1, 0, ("name",)),
+    }
+    document = json.loads(done.stdout)
+    (file,) = [file for file in document["files"] if file["path"] == str(case.files[0])]
+    assert {(key["column"], key["master_key_id"], key["version"]) for key in file["keys"]} == {
+        (None, "footer", "1"),
+        ("name", "pii", "2"),
+    }
+    assert document["counts"] == {"encrypted": 2, "not_encrypted": 0, "not_all_keys_seen": 0}
+    assert "2 encrypted files, 0 not encrypted; all keys seen." in done.stderr
+
+
+@pytest.mark.parametrize("key", ["pii", "footer", "times"])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("rotated", [True, False])
+def test_the_answer_is_what_happens_when_a_version_is_disabled(
+    run, keystore_case, key: str, version: int, rotated: bool
+) -> None:
+    case = keystore_case()
+    for name in ("pii", "footer", "times"):
+        case.keystore.rotate_key(name)
+    if rotated:
+        assert run("rotate", case.data, "--config", case.config).exit_code == 0
+    done = run("keys", case.data, "--config", case.config, "--fail-if-uses", f"{key}@{version}", "--json")
+    assert done.exit_code in (0, 1)
+    case.keystore.set_enabled(key, False, version)
+    try:
+        case.read()
+        reads = True
+    except KeytoolsError:
+        reads = False
+    assert reads == (done.exit_code == 0)
+    (answer,) = json.loads(done.stdout)["fail_if_uses"]
+    assert answer["needed_by"] == (0 if reads else 2)
+    assert answer["cannot_be_told"] == 0
+    assert ("Nothing here needs" in done.stderr) == reads
+
+
+def test_what_cannot_be_told_is_1(run, keystore_case) -> None:
+    case = keystore_case()
+    case.keystore.set_enabled("footer", False)
+    done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "times", "--json")
+    assert done.exit_code == 1
+    document = json.loads(done.stdout)
+    assert document["counts"]["not_all_keys_seen"] == 2
+    assert document["fail_if_uses"][0]["cannot_be_told"] == 2
+    assert {file["error"] for file in document["files"]} == {"MasterKeyDisabledError"}
+    assert "Of 2 files it cannot be told whether they need times: take that for a yes." in done.stderr
+    # What it does see, it tells: and that is no failure by itself.
+    assert run("keys", case.data, "--config", case.config).exit_code == 0
+    assert keys_of(done) == {("footer", "1", 2, 2, ())}
+
+
+def test_damaged_files_cannot_be_told(run, keystore_case) -> None:
+    case = keystore_case()
+    case.files[0].write_bytes(b"PAR1, and no more")
+    done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "times")
+    assert done.exit_code == 1
+    assert "Not all keys seen" in done.stderr and "a.parquet" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        ({}, {("footer", None, 2, 2, ())}),
+        ({"plaintext_footer": True}, {("footer", None, 2, 2, ()), ("pii", None, 2, 0, ("name",))}),
+        ({"key_material": "external"}, {("footer", None, 2, 2, ()), ("pii", None, 2, 0, ())}),
+    ],
+)
+def test_without_a_kms(run, keystore_case, settings, seen) -> None:
+    case = keystore_case(**settings)
+    done = run("keys", case.data, "--json")
+    assert done.exit_code == 0
+    assert keys_of(done) == seen
+    assert run("keys", case.data, "--fail-if-uses", "footer").exit_code == 1
+    assert run("keys", case.data, "--fail-if-uses", "pii").exit_code == 1
+    # All is seen but where the footer hides it; then that is not taken for a no.
+    done = run("keys", case.data, "--fail-if-uses", "times")
+    assert done.exit_code == (0 if settings else 1)
+    assert ("cannot be told" in done.stderr) == (not settings)
+    # Without a KMS nobody tells versions.
+    assert run("keys", case.data, "--fail-if-uses", "pii@2").exit_code == 1
+
+
+def test_names_of_the_configuration_and_identifiers_with_an_at(run, config: Path, tmp_path: Path) -> None:
+    text = config.read_text().replace("times:", "'a@1':")
+    config.write_text(text.replace("tables:", "master_keys: {alias: a@1}\ntables:").replace("pii: [", "alias: ["))
+    with Keytools.from_yaml(config) as keytools:
+        keytools.write_table(pa.table({"name": ["x"]}), tmp_path / "a.parquet")
+    for key in ("alias", "a@1"):
+        done = run("keys", tmp_path / "a.parquet", "--config", config, "--fail-if-uses", key)
+        assert done.exit_code == 1
+        assert f"{key} is still needed by 1 files" in done.stderr
+    assert run("keys", tmp_path / "a.parquet", "--config", config, "--fail-if-uses", "pii").exit_code == 0
+
+
+def test_data_keys_and_plaintext_files(run, tmp_path: Path) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text(
+        "version: 1\ndata_keys: {own: MDEyMzQ1Njc4OTAxMjM0NQ==}\n"
+        "tables: {t: {footer_key: own, unlisted_columns: footer_key}}\n"
+    )
+    data = tmp_path / "data"
+    data.mkdir()
+    with Keytools.from_yaml(config) as keytools:
+        keytools.write_table(pa.table({"a": [1]}), data / "a.parquet")
+    pq.write_table(pa.table({"a": [1]}), data / "b.parquet")
+    done = run("keys", data, "--config", config, "--json")
+    assert done.exit_code == 0
+    document = json.loads(done.stdout)
+    assert [(key["kind"], key["key"]) for key in document["master_keys"]] == [("data key", "own")]
+    assert document["counts"] == {"encrypted": 1, "not_encrypted": 1, "not_all_keys_seen": 0}
+    assert run("keys", data, "--config", config, "--fail-if-uses", "pii").exit_code == 0
+
+
+def test_mistakes(run, keystore_case, tmp_path: Path) -> None:
+    case = keystore_case()
+    # To a name with a typing error nothing would ever answer yes.
+    done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "pi@1")
+    assert done.exit_code == 2
+    assert "the KMS has no master key 'pi'. Did you mean 'pii'?" in done.stderr
+    done = run("keys", tmp_path / "nowhere", "--config", case.config, "--json")
+    assert done.exit_code == 2
+    assert "no such file or folder" in done.stderr
+    assert done.stdout == ""
+    assert run("keys", case.data, "--config", tmp_path / "none.yaml").exit_code == 2
+
+
+def test_it_changes_nothing(run, keystore_case) -> None:
+    case = keystore_case(key_material="external")
+    before = case.digest()
+    assert run("keys", case.data, "--config", case.config).exit_code == 0
+    assert case.digest() == before

@@ -1,0 +1,301 @@
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from parquet_keytools import Keytools
+from parquet_keytools.cli.output import FilesDocument
+from parquet_keytools.rotation import window
+
+JOURNAL = "._parquet_keytools_rotation.journal"
+
+
+def test_the_old_version_is_needed_no_more(run, keystore_case) -> None:
+    case = keystore_case()
+    case.keystore.rotate_key("pii")
+    done = run("rotate", case.data, "--config", case.config, "--json")
+    assert done.exit_code == 0
+    document = json.loads(done.stdout)
+    assert [file["outcome"] for file in document["files"]] == ["rotated", "rotated"]
+    assert [file["path"] for file in document["files"]] == list(map(str, case.files))
+    change = {"master_key_id": "pii", "new_master_key_id": "pii", "version": "1", "new_version": "2"}
+    assert document["keys"] == [{**change, "keys": 2, "files": 2}]
+    assert document["files"][0]["keys"] == [{**change, "keys": 1}]
+    assert document["complete"] and document["counts"] == {"rotated": 2}
+    # Both files have one KEK under pii: it is rewrapped once.
+    assert document["kms_calls"]["rewrap"] == 1
+    assert "2 files: 2 rotated" in done.stderr
+    case.keystore.set_enabled("pii", False, 1)
+    case.read()
+    done = run("rotate", case.data, "--config", case.config)
+    assert done.exit_code == 0
+    assert "2 files: 2 already current" in done.stderr
+
+
+@pytest.mark.parametrize("key_material", ["internal", "external"])
+def test_moves_to_another_master_key(run, keystore_case, key_material: str) -> None:
+    case = keystore_case(key_material=key_material)
+    arguments = ["rotate", case.data, "--config", case.config]
+    done = run(*arguments, "--from", "pii", "--to", "times", "--from", "footer", "--to", "times", "--json")
+    assert done.exit_code == 0
+    found = {(key["master_key_id"], key["new_master_key_id"]) for key in json.loads(done.stdout)["keys"]}
+    assert found == {("pii", "times"), ("footer", "times")}
+    for name in ("pii", "footer"):
+        case.keystore.set_enabled(name, False)
+    case.read()
+
+
+def test_a_single_file(run, keystore_case) -> None:
+    case = keystore_case()
+    case.keystore.rotate_key("footer")
+    assert run("rotate", case.files[0], "--config", case.config).exit_code == 0
+    case.keystore.set_enabled("footer", False, 1)
+    with Keytools.from_yaml(case.config) as keytools:
+        assert keytools.read_table(case.files[0]).equals(case.table)
+
+
+def test_a_dry_run_changes_nothing(run, keystore_case) -> None:
+    case = keystore_case()
+    case.keystore.rotate_key("pii")
+    before = case.digest()
+    done = run("rotate", case.data, "--config", case.config, "--dry-run", "--json")
+    assert done.exit_code == 0
+    assert case.digest() == before
+    document = json.loads(done.stdout)
+    assert document["counts"] == {"would rotate": 2}
+    assert document["expected_kms_calls"]["rewrap"] == 1
+    assert "Nothing was changed. The rotation would ask the KMS to rewrap 1, unwrap 1 keys." in done.stderr
+
+
+def test_selection(run, keystore_case) -> None:
+    case = keystore_case()
+    for name in ("pii", "footer"):
+        case.keystore.rotate_key(name)
+    arguments = ["rotate", case.data, "--config", case.config, "--json"]
+    document = json.loads(run(*arguments, "--only-master-key", "times").stdout)
+    assert document["counts"] == {"nothing to rotate": 2}
+    document = json.loads(run(*arguments, "--older-than", "1").stdout)
+    assert document["counts"] == {"already current": 2}
+    document = json.loads(run(*arguments, "--only-master-key", "pii", "--older-than", "2").stdout)
+    assert [key["master_key_id"] for key in document["keys"]] == ["pii"]
+    document = json.loads(run(*arguments, "--new-keks").stdout)
+    assert [(key["master_key_id"], key["version"]) for key in document["keys"]] == [("footer", "1"), ("pii", "2")]
+    case.read()
+
+
+def test_to_another_kms(run, keystore_case, config: Path) -> None:
+    case = keystore_case()
+    assert run("rotate", case.data, "--config", case.config, "--to-config", config).exit_code == 0
+    for name in ("footer", "pii"):
+        case.keystore.set_enabled(name, False)
+    with Keytools.from_yaml(config) as keytools:
+        for path in case.files:
+            assert keytools.read_table(path).equals(case.table)
+
+
+def test_undo(run, keystore_case) -> None:
+    case = keystore_case()
+    before = case.digest()
+    case.keystore.rotate_key("pii")
+    assert run("rotate", case.data, "--config", case.config, "--keep-old").exit_code == 0
+    assert len(case.names()) == 4
+    done = run("rotate", case.data, "--config", case.config, "--undo", "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["counts"] == {"restored": 2}
+    assert case.digest() == before
+    assert run("rotate", case.data, "--config", case.config, "--keep-old").exit_code == 0
+    done = run("rotate", case.data, "--config", case.config, "--drop-old", "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == {"dropped": 2}
+    assert case.names() == ["a.parquet", "b.parquet"]
+
+
+def test_what_the_configuration_says(run, keystore_case) -> None:
+    case = keystore_case("rotation: {moves: {pii: times}, keep_old: true}\n")
+    case.keystore.rotate_key("footer")
+    arguments = ["rotate", case.data, "--config", case.config, "--json"]
+    document = json.loads(run(*arguments).stdout)
+    assert [(key["master_key_id"], key["new_master_key_id"]) for key in document["keys"]] == [("pii", "times")]
+    assert len(case.names()) == 4
+    assert run("rotate", case.data, "--config", case.config, "--undo").exit_code == 0
+    # Options are stronger.
+    document = json.loads(run(*arguments, "--from", "footer", "--to", "times", "--no-keep-old").stdout)
+    assert [key["master_key_id"] for key in document["keys"]] == ["footer"]
+    assert case.names() == ["a.parquet", "b.parquet"]
+
+
+def test_a_run_that_was_cut_off_goes_on(run, keystore_case, tmp_path: Path, monkeypatch) -> None:
+    case = keystore_case()
+    case.keystore.rotate_key("pii")
+    original, turns = window.Window._finish, []
+
+    def finish(self, work):
+        turns.append(work.location.name)
+        if work.location.name == "b.parquet":
+            raise KeyboardInterrupt
+        return original(self, work)
+
+    journal = tmp_path / "journal"
+    arguments = ["rotate", case.data, "--config", case.config, "--journal", journal, "--json"]
+    monkeypatch.setattr(window.Window, "_finish", finish)
+    done = run(*arguments)
+    assert done.exit_code == 130
+    document = json.loads(done.stdout)
+    assert [file["path"] for file in document["files"]] == [str(case.files[0])]
+    assert document["complete"] is False
+    assert journal.exists()
+    monkeypatch.undo()
+    document = json.loads(run(*arguments).stdout)
+    assert document["counts"] == {"finished before": 1, "rotated": 1}
+    assert not journal.exists()
+    case.keystore.set_enabled("pii", False, 1)
+    case.read()
+
+
+def test_others_in_between_are_reported_and_not_harmed(run, keystore_case, table: pa.Table) -> None:
+    case = keystore_case()
+    case.keystore.rotate_key("pii")
+    pq.write_table(table, case.data / "plain.parquet")
+    (case.data / "broken.parquet").write_bytes(b"PAR1, and no more")
+    before = {path.name: path.read_bytes() for path in case.data.iterdir() if path.is_file()}
+    done = run("rotate", case.data, "--config", case.config, "--json")
+    assert done.exit_code == 1
+    document = json.loads(done.stdout)
+    assert document["counts"] == {"rotated": 2, "nothing to rotate": 1, "failed": 1}
+    (failed,) = [file for file in document["files"] if file["error"]]
+    assert failed["path"].endswith("broken.parquet") and failed["error"] == "ParquetFormatError"
+    assert "1 nothing to rotate, 1 failed (1 not encrypted)" in done.stderr
+    assert "Failed: " in done.stderr and "broken.parquet" in done.stderr
+    assert {path.name: path.read_bytes() for path in case.data.iterdir() if path.is_file()} == before
+
+
+def test_a_kms_that_refuses_is_3(run, keystore_case) -> None:
+    case = keystore_case()
+    case.keystore.rotate_key("pii")
+    case.keystore.set_enabled("pii", False, 1)
+    before = case.digest()
+    done = run("rotate", case.data, "--config", case.config, "--json")
+    assert done.exit_code == 3
+    assert {file["error"] for file in json.loads(done.stdout)["files"]} == {"MasterKeyDisabledError"}
+    assert case.digest() == before
+
+
+def test_a_target_that_is_disabled_is_3_before_any_file_is_touched(run, keystore_case) -> None:
+    case = keystore_case()
+    case.keystore.set_enabled("times", False)
+    before = case.digest()
+    done = run("rotate", case.data, "--config", case.config, "--from", "pii", "--to", "times", "--json")
+    assert done.exit_code == 3
+    assert done.stdout == ""
+    assert case.digest() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--from", "pii"], "each --from needs its --to"),
+        (["--from", "pii", "--to", "times", "--from", "pii", "--to", "footer"], "'pii' comes twice"),
+        (["--from", "pi", "--to", "times"], "Did you mean 'pii'?"),
+        (["--from", "pii", "--to", "tmes"], "no such master key"),
+        (["--from", "pii", "--to", "times", "--from", "times", "--to", "footer"], "is the target of a move"),
+        (["--only-master-key", "pi"], "Did you mean 'pii'?"),
+        (["--undo", "--drop-old"], "--undo and --drop-old contradict each other"),
+        (["--undo", "--from", "pii", "--to", "times"], "--undo and --from contradict each other"),
+        (["--undo", "--dry-run"], "--undo and --dry-run contradict each other"),
+        (["--drop-old", "--new-keks"], "--drop-old and --new-keks contradict each other"),
+        (["--dry-run", "--keep-old"], "--dry-run and --keep-old contradict each other"),
+        (["--dry-run", "--journal", "j"], "--dry-run and --journal contradict each other"),
+        (["--table", "peple"], "Did you mean 'people'?"),
+    ],
+)
+def test_mistakes_change_nothing(run, keystore_case, arguments: list[str], text: str) -> None:
+    case = keystore_case()
+    before = case.digest()
+    done = run("rotate", case.data, "--config", case.config, *arguments)
+    assert done.exit_code in ((3,) if "such" in text else (2,))
+    assert text in " ".join(done.stderr.split())
+    assert case.digest() == before
+
+
+@pytest.mark.parametrize(
+    ("rotation", "text"),
+    [
+        ("{moves: {pi: times}}", "rotation.moves.pi: no key is named 'pi' in"),
+        ("{moves: {pii: tmes}}", "Did you mean 'times'?"),
+        ("{moves: {pii: times, times: footer}}", "is to be moved and is the target of a move"),
+        ("{moves: {pii: pii}}", "both names are the same master key"),
+        ("{moves: {pii: own}}", "'own' is a data key"),
+        ("{move: {pii: times}}", "rotation.move"),
+        ("{keep_old: 1}", "rotation.keep_old"),
+    ],
+)
+def test_mistakes_in_the_configuration_have_their_line(run, keystore_case, rotation: str, text: str) -> None:
+    case = keystore_case()
+    config = case.config.with_name("other.yaml")
+    config.write_text(
+        case.config.read_text() + f"data_keys: {{own: MDEyMzQ1Njc4OTAxMjM0NQ==}}\nrotation: {rotation}\n"
+    )
+    done = run("rotate", case.data, "--config", config)
+    assert done.exit_code == 2
+    assert f"{config}:6: " in done.stderr
+    assert text in done.stderr
+
+
+def test_moves_of_the_configuration_are_not_for_another_kms(run, keystore_case, config: Path) -> None:
+    case = keystore_case("rotation: {moves: {pii: times}}\n")
+    done = run("rotate", case.data, "--config", case.config, "--to-config", config)
+    assert done.exit_code == 2
+    assert "rotation.moves: these moves are within one KMS" in done.stderr
+
+
+def test_a_journal_of_another_rotation_is_2(run, keystore_case, tmp_path: Path) -> None:
+    case = keystore_case()
+    journal = tmp_path / "journal"
+    journal.write_text('{"rotation_journal":1,"parameters":{}}\n')
+    done = run("rotate", case.data, "--config", case.config, "--journal", journal)
+    assert done.exit_code == 2
+    assert "with other parameters" in done.stderr
+
+
+def test_a_folder_without_files(run, keystore_case, tmp_path: Path) -> None:
+    case = keystore_case()
+    (tmp_path / "empty").mkdir()
+    done = run("rotate", tmp_path / "empty", "--config", case.config, "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["files"] == []
+    assert "No Parquet files" in done.stderr
+    assert run("rotate", tmp_path / "nowhere", "--config", case.config).exit_code == 2
+
+
+def test_master_keys_made_anew_in_each_process_are_refused(run, keystore_case, tmp_path: Path) -> None:
+    case = keystore_case()
+    config = tmp_path / "generated.yaml"
+    config.write_text("version: 1\nkms: {type: in_memory, keys: [footer, pii]}\n")
+    for arguments in (["--config", config], ["--config", case.config, "--to-config", config]):
+        done = run("rotate", case.data, *arguments)
+        assert done.exit_code == 2
+        assert "makes these master keys anew in each process" in done.stderr
+
+
+def test_progress_on_a_terminal(on_a_terminal, keystore_case) -> None:
+    case = keystore_case()
+    case.keystore.rotate_key("pii")
+    shown, stdout = on_a_terminal("rotate", case.data, "--config", case.config)
+    assert "2 files: 2 rotated" in shown
+    assert stdout == b""
+
+
+def test_a_document_is_json_whatever_happens(capsys) -> None:
+    with FilesDocument(wanted=True) as document:
+        document.end({"complete": True})
+    assert json.loads(capsys.readouterr().out) == {"files": [], "complete": True}
+    with pytest.raises(ValueError), FilesDocument(wanted=True) as document:
+        document.add({"path": "a"})
+        document.add({"path": "b"})
+        raise ValueError
+    assert json.loads(capsys.readouterr().out) == {"files": [{"path": "a"}, {"path": "b"}], "complete": False}
+    with pytest.raises(ValueError), FilesDocument(wanted=True):
+        raise ValueError
+    assert capsys.readouterr().out == ""

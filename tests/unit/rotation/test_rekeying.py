@@ -1,0 +1,172 @@
+"""Files rekeyed in their place, while others write and rotate."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import fs as pafs
+from rotation_case import TABLE, Case, external_entries, names, read_with_pyarrow
+
+from parquet_keytools import KeytoolsError
+from parquet_keytools.errors import KeyMaterialError, OutputError
+from parquet_keytools.rotation import rekey_check, rekeying
+from parquet_keytools.rotation.claimed_output import claimed_output, remove_leftovers
+from parquet_keytools.storage import FileLocation
+
+KINDS: dict[str, dict[str, Any]] = {
+    "encrypted footer": {},
+    "plaintext footer": {"plaintext_footer": True},
+    "external": {"key_material": "external"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_readers_read_it(tmp_path: Path, kind: str) -> None:
+    case = Case.make(tmp_path, "in_memory", **KINDS[kind])
+    path = case.write()
+    assert case.tools().rekey_in_place(path).succeeded
+    assert read_with_pyarrow(case.kms, path).equals(TABLE)
+
+
+def test_key_material_moves_inside_and_outside(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material="external")
+    path = case.write()
+    assert case.tools(key_material="internal").rekey_in_place(path).succeeded
+    assert names(case.folder) == ["x.parquet"]
+    assert case.tools().rekey_in_place(path).succeeded
+    assert len(external_entries(path)) == 5
+    assert case.tools().read_table(path).equals(TABLE)
+
+
+def test_a_rotation_meanwhile_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file changes while it is rekeyed: it is read again, and what was made of the old one is thrown away."""
+    case = Case.make(tmp_path, "keystore")
+    path = case.write()
+    original, turns = rekeying.check_rekeyed, []
+
+    def check(*arguments: Any, **options: Any) -> None:
+        turns.append(1)
+        if len(turns) == 1:
+            case.write(table=TABLE.slice(0, 10))
+        original(*arguments, **options)
+
+    monkeypatch.setattr(rekeying, "check_rekeyed", check)
+    assert case.tools().rekey_in_place(path).succeeded
+    assert len(turns) == 2
+    assert case.tools().read_table(path).equals(TABLE.slice(0, 10))
+    assert names(case.folder) == ["x.parquet"]
+
+
+def test_a_file_that_is_changed_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.make(tmp_path, "in_memory")
+    path = case.write()
+    original = rekeying.check_rekeyed
+
+    def check(*arguments: Any, **options: Any) -> None:
+        # By somebody who does not mind the lock.
+        path.write_bytes(path.read_bytes())
+        original(*arguments, **options)
+
+    monkeypatch.setattr(rekeying, "check_rekeyed", check)
+    with pytest.raises(OutputError, match="changed by others all the time"):
+        case.tools().rekey_in_place(path)
+    assert names(case.folder) == ["x.parquet"]
+
+
+def test_rotations_and_rekeys_at_the_same_time(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material="external")
+    path = case.write()
+    errors: list[BaseException] = []
+
+    def work(rekeys: bool) -> None:
+        tools = case.tools()
+        try:
+            for _ in range(5):
+                if rekeys:
+                    assert tools.rekey_in_place(case.folder).succeeded
+                else:
+                    assert tools.rotate(case.folder, new_keks=True).succeeded
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number % 2 == 0,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert case.tools().read_table(path).equals(TABLE)
+
+
+def test_a_new_file_that_does_not_open_does_not_take_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.make(tmp_path, "in_memory")
+    path = case.write()
+    before = path.read_bytes()
+    original = rekeying.file_encryptor.encrypt_opened
+
+    def damage(source: Any, sink: Any, *arguments: Any, **options: Any) -> None:
+        original(source, sink, *arguments, **options)
+        sink.write_at(40, b"\0" * 8)
+
+    monkeypatch.setattr(rekeying.file_encryptor, "encrypt_opened", damage)
+    with pytest.raises(KeytoolsError):
+        case.tools().rekey_in_place(path)
+    assert path.read_bytes() == before
+    assert names(case.folder) == ["x.parquet"]
+
+
+def test_a_kms_that_wraps_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.make(tmp_path, "in_memory", double_wrapping=False)
+    path = case.write()
+    before = path.read_bytes()
+    monkeypatch.setattr(
+        rekey_check, "_wrapped_deks", lambda new, found=rekey_check._wrapped_deks: _swapped(list(found(new)))
+    )
+    with pytest.raises(KeyMaterialError, match="does not unwrap to itself"):
+        case.tools().rekey_in_place(path)
+    assert path.read_bytes() == before
+
+
+def _swapped(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    return [(pairs[position - 1][0], material) for position, (_, material) in enumerate(pairs)]
+
+
+def test_what_another_process_writes_is_not_left_over(tmp_path: Path) -> None:
+    target = FileLocation.resolve(tmp_path / "x")
+    target_path = Path(target.path)
+    target_path.write_bytes(b"old")
+    with claimed_output(target) as pending:
+        remove_leftovers(target)
+        with pending.open_sink() as sink:
+            sink.write_at(0, b"new")
+        remove_leftovers(target)
+    assert target_path.read_bytes() == b"new"
+    assert names(tmp_path) == ["x"]
+    with pytest.raises(RuntimeError), claimed_output(target):
+        raise RuntimeError
+    assert names(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_file_system_that_is_not_local(tmp_path: Path, kind: str) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    memory = MemoryFileSystem()
+    folder = f"/rekey-{kind.replace(' ', '-')}"
+    memory.makedirs(folder, exist_ok=True)
+    case = Case.make(tmp_path, "in_memory", **KINDS[kind])
+    filesystem = pafs.PyFileSystem(pafs.FSSpecHandler(memory))
+    tools = case.tools()
+    tools.write_table(TABLE, f"{folder}/x.parquet", filesystem=filesystem)
+    before = memory.cat(f"{folder}/x.parquet")
+    report = tools.rekey_in_place(folder, filesystem=filesystem)
+    assert report.succeeded, report.failures
+    assert memory.cat(f"{folder}/x.parquet") != before
+    assert isinstance(tools.read_table(f"{folder}/x.parquet", filesystem=filesystem), pa.Table)
+    assert len(memory.ls(folder)) == (2 if kind == "external" else 1)
