@@ -92,12 +92,6 @@ class UnsupportedBySparkError(KeytoolsError):
 class SparkJobFailedError(KeytoolsError):
     """A job of Spark failed for a reason that is not one of a file: executors are lost, or out of memory."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"Spark gave the job up: {reason}",
-            hint="What was done is kept; the same call goes on from there. The executors' logs say more.",
-        )
-
 
 def value_or_raise(outcome: T | KeytoolsError) -> T:
     """Return an outcome that is a value, and raise one that is an error."""
