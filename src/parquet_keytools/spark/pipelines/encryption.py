@@ -1,0 +1,360 @@
+"""A plaintext data set to an encrypted one, file by file, by the module encryptor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyarrow import fs as pafs
+
+from parquet_keytools import module_files
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputError, ParquetFormatError
+from parquet_keytools.file_plan import check_target_folder
+from parquet_keytools.spark.carried_configuration import identity
+from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, parameters_hash, state_of
+from parquet_keytools.spark.pipelines.job import Job, configuration_of
+from parquet_keytools.spark.pipelines.places import file_at, is_object_store, location_of, place_of
+from parquet_keytools.spark.pipelines.planned_files import (
+    PlannedFiles,
+    cut,
+    plan_files,
+    rows_of,
+    unpacked,
+)
+from parquet_keytools.spark.pipelines.report import (
+    FAILED,
+    LEFT_OUT,
+    PipelineReport,
+    TaskResult,
+    file_row,
+    task_result,
+)
+from parquet_keytools.spark.pipelines.worker_keys import CarriedKeys, JobKeyService, worker_keys
+from parquet_keytools.storage import FileLocation, PathLike, whole_output, write_whole
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ENCRYPTED = "encrypted"
+FINISHED_BEFORE = "finished before"
+COPIED = "copied"
+
+SUCCESS_FILE = "_SUCCESS"
+RECORDS = "._parquet_keytools_encrypt"
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)
+_COPY_LENGTH = 8 * 1024 * 1024
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What every task of the job is sent."""
+
+    keys: CarriedKeys
+    source: str
+    target: str
+    table_name: str
+    run: str
+
+
+def encrypt(
+    spark: SparkSession,
+    source: PathLike,
+    target: PathLike,
+    configuration: Configuration | PathLike,
+    table_name: str | None = None,
+    *,
+    overwrite: bool = False,
+    copy_others: bool = False,
+    file_on_nodes: str | None = None,
+    max_tasks: int | None = None,
+) -> PipelineReport:
+    """Encrypt the Parquet files of a folder into another one, with the same folders in it.
+
+    A file that fails is in the report, and keeps no other from being encrypted. `_SUCCESS` is written when every
+    file is there. A run that was cut off, or in which files failed, goes on when it is called again in the same
+    way: files that it finished, and that did not change since, are not encrypted again.
+
+    Nothing else is copied: `_metadata` and `_common_metadata` hold statistics of all columns in plaintext, and
+    other files may hold anything. Each has a row that says so.
+
+    Args:
+        spark: A session; its executors need this package, the configuration's KMS, and source and target.
+        source: A path or URI that every node understands.
+        target: Likewise. What is in it stays, except that `overwrite` replaces files of the same names.
+        configuration: The configuration, or its YAML file.
+        table_name: The table in the configuration; None where it has only one.
+        overwrite: Whether the target may hold files.
+        copy_others: Whether files that are not Parquet are copied, as they are; hidden ones and summaries never.
+        file_on_nodes: The YAML file on every node, or the name of one of Spark's files, in place of the
+            configuration, which executors otherwise get without its secrets.
+        max_tasks: How many tasks there may be.
+
+    Raises:
+        ConfigurationError: The configuration is wrong here, or on an executor.
+        FileNotFoundError: There is no source.
+        OutputError: The target is the source or in it, or holds files.
+        ParquetFormatError: The source has no Parquet files.
+        SparkJobFailedError: Spark gave the job up.
+    """
+    source_place, target_place = place_of(source), place_of(target)
+    source_root, target_root = location_of(source_place), location_of(target_place)
+    job = Job(spark, configuration_of(configuration), None, file_on_nodes, max_tasks)
+    try:
+        name, table = job.configuration.select_table(table_name)
+        if table.key_material == "external" and is_object_store(target_root):
+            raise ConfigurationError(
+                "external key material cannot be written to an object store by several tasks: there is no lock "
+                "that keeps two attempts of one file from mixing their keys.",
+                hint="Say `key_material: internal`.",
+            )
+        is_folder = source_root.is_folder()
+        run = {"source": source_place, "configuration": identity(job.configuration), "table": name}
+        records_root = target_root if is_folder else target_root.sibling(f".{target_root.name}")
+        records = RecordFolder(records_root.child(RECORDS), parameters_hash(run))
+        known = _begin(source_root, target_root, records, overwrite=overwrite, is_folder=is_folder)
+        plan = plan_files(source_root, partial(_refuse_target, os.path.realpath(target_root.path), source_root))
+        if not plan.table.num_rows:
+            raise ParquetFormatError("the folder has no Parquet files.", path=str(source_root))
+        records.begin()
+        number = job.number_of_pieces(plan.table.num_rows)
+        work = _Work(job.carried_keys(number), source_place, target_place, name, records.run)
+        pieces = cut(_with_records(plan.table, known), number)
+        rows = [result.rows for result in job.run(f"encrypt {source_root}", partial(_encrypt_piece, work), pieces)]
+        rows.append(_other_files(job, plan, source_root, target_root, copy_others=copy_others))
+        _check_complete(job, plan)
+        if not job.outcomes[FAILED]:
+            _finish(target_root, records, is_folder=is_folder)
+    finally:
+        job.close()
+    return job.report(rows)
+
+
+# --- the driver ---
+
+
+def _begin(
+    source: FileLocation, target: FileLocation, records: RecordFolder, *, overwrite: bool, is_folder: bool
+) -> pa.Table:
+    """Check the target, and return what an earlier run like this one has finished."""
+    if not is_folder:
+        if not source.is_file():
+            raise FileNotFoundError(f"there is no file or folder {source}")
+        kind = target.info().type
+        if kind == pafs.FileType.Directory:
+            raise OutputError(f"{target} is a folder, and the source is a file.", hint="Name a file in it.")
+        if source.is_same_file(target):
+            raise OutputError(f"{target} is the source itself.", hint="Name another file for the output.")
+        if kind != pafs.FileType.NotFound and not overwrite:
+            raise OutputError(f"{target} exists already.", hint="Give --overwrite to replace it.")
+        return records.read()
+    resumes = records.exists()
+    if records.other_runs():
+        if not overwrite:
+            raise OutputError(
+                f"{target} has what another run began and did not finish: of another source, table or "
+                "configuration.",
+                hint="Repeat that run to its end, or give --overwrite.",
+            )
+        # What it finished is not what this run is asked for.
+        records.remove()
+        resumes = False
+    check_target_folder(source, target, overwrite=overwrite or resumes)
+    with contextlib.suppress(FileNotFoundError):
+        # Until all is done, nobody shall take the target for complete.
+        target.filesystem.delete_file(target.child(SUCCESS_FILE).path)
+    return records.read()
+
+
+def _refuse_target(target: str, source: FileLocation, folder: str) -> None:
+    """Refuse a source that leads into the target by a link: its files would be encrypted twice."""
+    if source.is_local and os.path.commonpath([target, os.path.realpath(folder)]) == target:
+        raise OutputError(f"{folder} lies in the target {target}.", hint="Name another folder for the output.")
+
+
+def _with_records(files: pa.Table, records: pa.Table) -> pa.Table:
+    """Give each file the record of an earlier run, if there is one."""
+    # Of several records, any may be the one that fits; the last one written is the likeliest.
+    last = pa.TableGroupBy(records, "path", use_threads=False).aggregate(
+        [(name, "last") for name in records.column_names if name != "path"]
+    )
+    last = last.rename_columns([name.removesuffix("_last") for name in last.column_names])
+    return files.join(last, "path").sort_by("path")
+
+
+def _other_files(
+    job: Job, plan: PlannedFiles, source: FileLocation, target: FileLocation, *, copy_others: bool
+) -> bytes:
+    """Return the rows of all that is no Parquet file, after what is to be copied was."""
+    rows = []
+    for left in rows_of(plan.left_out):
+        path, reason = left["path"], left["reason"]
+        if path == SUCCESS_FILE:
+            # It is written anew, last of all.
+            continue
+        if copy_others and reason == "not a Parquet file":
+            started = time.monotonic()
+            try:
+                size = _copy(source.child(path), target.child(path))
+                seconds = time.monotonic() - started
+                rows.append(file_row(str(source.child(path)), COPIED, size_bytes=size, seconds=seconds))
+            except (KeytoolsError, OSError) as error:
+                rows.append(file_row(str(source.child(path)), FAILED, error=error))
+        else:
+            rows.append(file_row(str(source.child(path)), LEFT_OUT, detail=reason))
+    for name in plan.unreadable:
+        rows.append(file_row(name, FAILED, error=OutputError(f"the name {name} is not valid UTF-8.")))
+    result = task_result(rows, job.kms_keys.__class__())
+    job.outcomes += result.outcomes
+    return result.rows
+
+
+def _copy(source: FileLocation, target: FileLocation) -> int:
+    if not is_object_store(target):
+        target.filesystem.create_dir(target.path.rpartition("/")[0], recursive=True)
+    size = 0
+    with (
+        source.filesystem.open_input_file(source.path) as file,
+        whole_output(target) as pending,
+        pending.open_sink() as sink,
+    ):
+        while data := file.read(_COPY_LENGTH):
+            sink.write_at(size, data)
+            size += len(data)
+    return size
+
+
+def _check_complete(job: Job, plan: PlannedFiles) -> None:
+    """Check that each planned file had its turn; a mistake here would leave one unencrypted in silence."""
+    done = sum(job.outcomes[outcome] for outcome in (ENCRYPTED, FINISHED_BEFORE, FAILED))
+    expected = plan.table.num_rows + len(plan.unreadable)
+    if done < expected:
+        raise OutputError(f"of {expected} files, {expected - done} had no turn.", hint="Call it again.")
+
+
+def _finish(target: FileLocation, records: RecordFolder, *, is_folder: bool) -> None:
+    """Remove what the run needed, and say last of all that the target is complete."""
+    if is_folder:
+        _remove_leftovers(target)
+    records.remove()
+    if is_folder:
+        write_whole(target.child(SUCCESS_FILE), b"")
+    else:
+        with contextlib.suppress(OSError):
+            # Of a single file: the folder of its records has nothing else in it.
+            target.filesystem.delete_dir(records.folder.path.rpartition("/")[0])
+
+
+def _remove_leftovers(target: FileLocation) -> None:
+    """Remove temporary files of attempts that were killed.
+
+    An attempt that is still at work on one fails when it puts it into its place, where the file is already.
+    """
+    for path, name in _all_files(target):
+        if _TEMPORARY.fullmatch(name):
+            with contextlib.suppress(OSError):
+                target.filesystem.delete_file(path)
+
+
+def _all_files(folder: FileLocation) -> Any:
+    """Yield path and name of each file under a folder, with one folder in memory at a time."""
+    if folder.is_local:
+        for parent, _, names in os.walk(folder.path):
+            yield from ((f"{parent}/{name}", name) for name in names)
+        return
+    for info in folder.filesystem.get_file_info(pafs.FileSelector(folder.path, allow_not_found=True)):
+        if info.type == pafs.FileType.Directory:
+            yield from _all_files(FileLocation(folder.filesystem, info.path))
+        else:
+            yield info.path, info.base_name
+
+
+# --- the tasks ---
+
+
+def _encrypt_piece(work: _Work, position: int, attempt: int, piece: bytes) -> TaskResult:
+    """Encrypt the files of a piece. Another attempt may do the same at the same time: both end well."""
+    keys = worker_keys(work.keys, position)
+    before = keys.kms_counts()
+    source_root, target_root = location_of(work.source), location_of(work.target)
+    table = unpacked(piece)
+    is_single = table.num_rows == 1 and table["path"][0].as_py() == ""
+    records_root = target_root.sibling(f".{target_root.name}") if is_single else target_root
+    files = list(rows_of(table))
+    finished = FinishedFiles(
+        RecordFolder(records_root.child(RECORDS), work.run),
+        f"{work.keys.job_id[:12]}-{position}",
+        attempt,
+        {file["path"]: file for file in files if file["source_bytes"] is not None},
+    )
+    rows = []
+    folders: set[str] = set()
+    for file in files:
+        name = file["path"]
+        rows.append(
+            _encrypt_file(
+                keys.keys,
+                file_at(source_root, name),
+                file_at(target_root, name),
+                work.table_name,
+                name,
+                finished,
+                folders,
+            )
+        )
+    # After the last of a run, the records are gone: an attempt that comes too late has nothing to say.
+    with contextlib.suppress(OSError, OutputError):
+        finished.flush()
+    return task_result(rows, keys.kms_counts() - before)
+
+
+def _encrypt_file(
+    keys: JobKeyService,
+    source: FileLocation,
+    target: FileLocation,
+    table_name: str,
+    name: str,
+    finished: FinishedFiles,
+    folders: set[str],
+) -> dict[str, Any]:
+    started = time.monotonic()
+    path = str(source)
+    try:
+        folder = target.path.rpartition("/")[0]
+        if folder not in folders and not is_object_store(target):
+            target.filesystem.create_dir(folder, recursive=True)
+            folders.add(folder)
+        state = state_of(source)
+        if finished.is_finished(name, state, state_of(target)):
+            return file_row(path, FINISHED_BEFORE, size_bytes=0 if state is None else state[0])
+        for turn in range(_TRIES):
+            before = state_of(source)
+            try:
+                result = module_files.encrypt_file(keys, source, target, table_name, threads=1)
+            except OutputError:
+                # Another attempt wrote the key material file of the same target meanwhile.
+                if turn == _TRIES - 1 or target.info().type != pafs.FileType.File:
+                    raise
+                continue
+            after, written = state_of(source), state_of(target)
+            if before == after and after is not None and written is not None:
+                with contextlib.suppress(OSError, OutputError):
+                    finished.add(name, after, written)
+                return file_row(
+                    path,
+                    ENCRYPTED,
+                    keys=keys.take_last_keys(),
+                    size_bytes=result.source_bytes,
+                    seconds=time.monotonic() - started,
+                )
+        raise OutputError(f"{path} is changed by others all the time.", hint="Stop its writers, and try again.")
+    except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
+        return file_row(path, FAILED, seconds=time.monotonic() - started, error=error)

@@ -1,0 +1,219 @@
+"""The files of a job: listed as a stream, kept as columns, cut into pieces, one a task.
+
+A million files are about a hundred megabytes so; as objects of Python they would be a gigabyte.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from parquet_keytools.folder_files import LeftOut, ParquetFile, walk_folder
+from parquet_keytools.storage import FileLocation
+
+_FLUSH_ROWS = 16_384
+_FILE_COST_BYTES = 2_000_000
+"""What a file costs beside its bytes, in bytes: to open it, and to put it in its place."""
+
+_MOST_FILES_A_PIECE = 500
+_PIECES_A_TASK_SLOT = 8
+_COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
+
+
+@dataclass(frozen=True)
+class PlannedFiles:
+    """What lies in a folder.
+
+    Attributes:
+        table: `path` within the folder, and `size_bytes`; a single file has an empty path.
+        left_out: `path` of what else is there, and `reason`.
+        unreadable: Names that are not valid UTF-8, for people.
+    """
+
+    table: pa.Table
+    left_out: pa.Table
+    unreadable: list[str] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return int(pc.sum(self.table["size_bytes"]).as_py() or 0)
+
+
+def plan_files(root: FileLocation, refuse_folder: Callable[[str], None] | None = None) -> PlannedFiles:
+    """List a folder, or take a single file.
+
+    Args:
+        root: The file or folder.
+        refuse_folder: Called once for each folder with files, by its path; raises where it must not be taken.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder.
+    """
+    if root.is_file():
+        table = pa.table({"path": [""], "size_bytes": pa.array([root.info().size or 0], pa.int64())})
+        return PlannedFiles(table, _no_left_out())
+    if not root.is_folder():
+        raise FileNotFoundError(f"there is no file or folder {root}")
+    files, left_out = _Columns("path", "size_bytes"), _Columns("path", "reason")
+    unreadable: list[str] = []
+    start = len(root.path.rstrip("/")) + 1
+    last_folder = None
+    for found in walk_folder(root):
+        name = found.location.path[start:]
+        folder = name.rpartition("/")[0]
+        if folder != last_folder and refuse_folder is not None:
+            refuse_folder(os.path.dirname(found.location.path))  # noqa: PTH120 - for each of a million files
+            last_folder = folder
+        if not _is_utf8(name):
+            unreadable.append(ascii(name))
+        elif isinstance(found, ParquetFile):
+            files.add(name, found.size_bytes)
+        else:
+            left_out.add(name, found.reason)
+    return PlannedFiles(
+        files.table(pa.schema([("path", pa.string()), ("size_bytes", pa.int64())])),
+        left_out.table(_no_left_out().schema),
+        unreadable,
+    )
+
+
+def left_out_of(root: FileLocation, planned: PlannedFiles) -> Iterator[LeftOut]:
+    """Yield what was left out."""
+    for row in rows_of(planned.left_out):
+        yield LeftOut(root.child(row["path"]), row["reason"])
+
+
+def number_of_pieces(files: int, task_slots: int, most_tasks: int | None) -> int:
+    """Return into how many pieces files are cut."""
+    if most_tasks is not None:
+        return max(1, min(files, most_tasks))
+    return max(1, min(files, max(_PIECES_A_TASK_SLOT * task_slots, -(-files // _MOST_FILES_A_PIECE))))
+
+
+def cut(table: pa.Table, pieces: int) -> list[bytes]:
+    """Cut a table into pieces that take about the same time, in the order of its rows."""
+    table = table.combine_chunks()
+    costs = pc.cumulative_sum(pc.add(table["size_bytes"], _FILE_COST_BYTES))
+    total = costs[-1].as_py() if table.num_rows else 0
+    bounds = [0]
+    for number in range(1, pieces):
+        bounds.append(max(bounds[-1], _first_above(costs, total * number // pieces)))
+    bounds.append(table.num_rows)
+    return [packed(table.slice(start, end - start)) for start, end in itertools.pairwise(bounds) if end > start]
+
+
+def cut_by_group(table: pa.Table, pieces: int, most_pieces_a_group: int) -> list[bytes]:
+    """Cut a table with a column `group` so that as few pieces as can be have files of the same group.
+
+    Args:
+        table: The files.
+        pieces: How many pieces there shall be, about.
+        most_pieces_a_group: Into how many a large group may be cut.
+    """
+    table = table.sort_by([("group", "ascending"), ("path", "ascending")]).combine_chunks()
+    if not table.num_rows:
+        return []
+    counts = pa.TableGroupBy(table, "group", use_threads=False).aggregate([([], "count_all")])
+    target = max(1, -(-table.num_rows // pieces))
+    found: list[bytes] = []
+    start = waiting = 0
+    # Groups are in order; small ones share a piece, and large ones are cut.
+    for count in counts["count_all"].to_pylist():
+        if count > target:
+            if waiting:
+                found.append(packed(table.slice(start, waiting)))
+                start, waiting = start + waiting, 0
+            parts = min(most_pieces_a_group, -(-count // target))
+            found += cut(table.slice(start, count), parts)
+            start += count
+            continue
+        if waiting and waiting + count > target:
+            found.append(packed(table.slice(start, waiting)))
+            start, waiting = start + waiting, 0
+        waiting += count
+    if waiting:
+        found.append(packed(table.slice(start, waiting)))
+    return found
+
+
+def packed(table: pa.Table) -> bytes:
+    """Return a table as it goes through Spark."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=_COMPRESSED) as writer:
+        writer.write_table(table)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def unpacked(data: bytes) -> pa.Table:
+    """Return what `packed` took."""
+    return pa.ipc.open_stream(data).read_all()
+
+
+def rows_of(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table, some in memory at a time."""
+    for batch in table.to_batches(max_chunksize=1024):
+        yield from batch.to_pylist()
+
+
+def _first_above(costs: pa.ChunkedArray, wanted: int) -> int:
+    low, high = 0, len(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if costs[middle].as_py() < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _no_left_out() -> pa.Table:
+    return pa.schema([("path", pa.string()), ("reason", pa.string())]).empty_table()
+
+
+class _Columns:
+    """Rows on their way into columns of Arrow, some as objects of Python at a time."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._waiting: list[list[Any]] = [[] for _ in names]
+        self._batches: list[list[pa.Array]] = []
+
+    def add(self, *values: object) -> None:
+        for column, value in zip(self._waiting, values, strict=True):
+            column.append(value)
+        if len(self._waiting[0]) >= _FLUSH_ROWS:
+            self._flush()
+
+    def table(self, schema: pa.Schema) -> pa.Table:
+        self._flush()
+        if not self._batches:
+            return schema.empty_table()
+        return pa.concat_tables(
+            pa.table(batch, names=list(self._names)).cast(schema) for batch in self._batches
+        ).combine_chunks()
+
+    def _flush(self) -> None:
+        if self._waiting[0]:
+            self._batches.append([pa.array(column) for column in self._waiting])
+            self._waiting = [[] for _ in self._names]
+
+
+def concatenated(parts: Sequence[bytes], schema: pa.Schema) -> pa.Table:
+    """Return packed tables as one."""
+    return pa.concat_tables([schema.empty_table(), *(unpacked(part) for part in parts)])

