@@ -5,6 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 FOLDER ?= demo
 VECTORS ?= vectors
+# Two at a time, each file of tests in one process: much of their time is waiting.
+PYTEST_ARGUMENTS ?= --numprocesses=2 --dist=loadfile
 
 # A slow package index is waited for.
 export PIP_DEFAULT_TIMEOUT ?= 120

@@ -20,6 +20,7 @@ from parquet_keytools.config.table_settings import TableSettings
 from parquet_keytools.encryption import file_encryption
 from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
 from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption
+from parquet_keytools.errors import FileChangedError
 from parquet_keytools.keys.file_key_retriever import DataKeys
 from parquet_keytools.keys.kek_cache import Clock
 from parquet_keytools.keys.key_material import KeyMaterial
@@ -31,6 +32,9 @@ from parquet_keytools.kms.registry import make_client
 from parquet_keytools.opened_file import OpenedFile, open_files
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage import FileLocation
+
+_LOOKS = 8
+"""How often files are opened for one read, where others replace them all the time."""
 
 
 @dataclass(frozen=True)
@@ -149,16 +153,25 @@ class KeyService:
         # Of a data set the caller has said the folder: the keys of all its files are asked for together.
         about = audit.about(locations[0]) if len(locations) == 1 else contextlib.nullcontext()
         with about:
-            return open_files(
-                locations,
-                self.kms_keys(),
-                self.data_keys,
-                aad_prefix_of=lambda location, stored: self.expected_aad_prefix(
-                    location, table_name, aad_prefix, stored
-                ),
-                allow_plaintext=self.configuration.reading.plaintext_files == "allow",
-                allow_ctr=self.configuration.reading.ctr_files == "allow",
-            )
+            for _ in range(_LOOKS - 1):
+                # One that is replaced just now may be found with the key material of the other.
+                with contextlib.suppress(FileChangedError):
+                    return self._open_files(locations, table_name, aad_prefix)
+            return self._open_files(locations, table_name, aad_prefix)
+
+    def _open_files(
+        self, locations: Sequence[FileLocation], table_name: str | None, aad_prefix: str | None
+    ) -> list[OpenedFile]:
+        return open_files(
+            locations,
+            self.kms_keys(),
+            self.data_keys,
+            aad_prefix_of=lambda location, stored: self.expected_aad_prefix(
+                location, table_name, aad_prefix, stored
+            ),
+            allow_plaintext=self.configuration.reading.plaintext_files == "allow",
+            allow_ctr=self.configuration.reading.ctr_files == "allow",
+        )
 
     def wrap_keks(self, policy: TablePolicy) -> None:
         """Have the KEKs of a table wrapped, so that its next files need no KMS; does nothing without KEKs.

@@ -367,6 +367,11 @@ class Keytools:
             KeytoolsError: Another subclass says what is wrong with a file or its keys.
         """
         location = FileLocation.resolve(folder, filesystem)
+        for _ in range(_LOOKS - 1):
+            # As `read_table` does, while the schema is read; who then reads a file that was replaced is told.
+            with contextlib.suppress(FileChangedError):
+                files = self._open_dataset_files(location, table_name, aad_prefix)
+                return self._dataset(location, files, columns, filters, partitioning, schema)
         files = self._open_dataset_files(location, table_name, aad_prefix)
         return self._dataset(location, files, columns, filters, partitioning, schema)
 

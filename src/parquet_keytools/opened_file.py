@@ -22,6 +22,7 @@ from parquet_keytools.errors import (
     ColumnAccessDeniedError,
     DecryptionError,
     FileChangedError,
+    KeyMaterialError,
     KeytoolsError,
     NotEncryptedError,
     ParquetFormatError,
@@ -141,6 +142,7 @@ def open_files(
 
     Raises:
         NotEncryptedError: A file is not encrypted.
+        FileChangedError: A file was replaced just now.
         DecryptionError: A file says AES-CTR and must not, or was written with AES-GCM; or a footer does not
             authenticate.
         KeytoolsError: A footer cannot be read; columns that cannot be are in `OpenedFile.denied`.
@@ -164,10 +166,13 @@ def open_files(
             for retriever, (envelope, _) in zip(retrievers, envelopes, strict=True)
             for material in _materials(retriever, [envelope.key_metadata])
         )
-        footers = [
-            _open_footer(envelope, retriever, aad_prefix_of(location, envelope.aad_prefix))
-            for location, retriever, (envelope, _) in zip(locations, retrievers, envelopes, strict=True)
-        ]
+        footers = []
+        for location, retriever, (envelope, tail) in zip(locations, retrievers, envelopes, strict=True):
+            try:
+                footers.append(_open_footer(envelope, retriever, aad_prefix_of(location, envelope.aad_prefix)))
+            except KeyMaterialError:
+                _check_still_there(location, tail)
+                raise
         kms_keys.fetch(
             material
             for retriever, footer in zip(retrievers, footers, strict=True)
@@ -187,6 +192,19 @@ def _read_envelope(location: FileLocation) -> tuple[FooterEnvelope, VerifiedTail
     with open_source(location) as source:
         envelope = read_envelope(source)
         return envelope, VerifiedTail.of(source, envelope.footer_offset)
+
+
+def _check_still_there(location: FileLocation, tail: VerifiedTail) -> None:
+    """Raise `FileChangedError` if a file is another one now: then its key material was found, not that of this."""
+    try:
+        _, now = _read_envelope(location)
+        is_there = now == tail
+    except (KeytoolsError, OSError):
+        is_there = False
+    if not is_there:
+        raise FileChangedError(
+            "the file was replaced while its keys were looked for.", path=str(location), hint="Open it again."
+        )
 
 
 def _materials(retriever: FileKeyRetriever, all_key_metadata: Iterable[bytes | None]) -> Iterator[KeyMaterial]:

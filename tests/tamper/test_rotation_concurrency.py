@@ -87,11 +87,11 @@ def test_eight_rotate_and_four_read(tmp_path: Path) -> None:
     assert names(case.folder) == before
 
 
-def test_rotations_and_a_writer(tmp_path: Path) -> None:
+def test_rotations_readers_and_a_writer(tmp_path: Path) -> None:
     """What was written is never replaced by an older state with newer keys."""
     case = make(tmp_path, 1)
     before = names(case.folder)
-    answers = run(case, ["rotate_all"] * 3 + ["write"], lambda: None)
+    answers = run(case, ["rotate_all"] * 3 + ["write"] + ["read_any"] * 2, lambda: None)
     print(f"\n{[(answer['action'], answer['rounds']) for answer in answers]}")
     assert [answer["failure"] for answer in answers if answer["failure"] is not None] == []
     assert names(case.folder) == before

@@ -20,7 +20,7 @@ from parquet_keytools.errors import OutputError
 from parquet_keytools.storage import FileLocation, PendingOutput, whole_output
 
 _SUFFIX = ".claimed"
-_NAME = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]{{12}}{re.escape(_SUFFIX)}", re.DOTALL)
+_NAME = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(_SUFFIX)}", re.DOTALL)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -55,12 +55,6 @@ def claimed_output(target: FileLocation, *, as_private_as: FileLocation | None =
         os.close(file_descriptor)
 
 
-def remove_leftovers(target: FileLocation) -> None:
-    """Remove what processes left behind that were killed while they wrote a local file."""
-    if target.is_local:
-        _remove(Path(target.path).parent, target.name)
-
-
 def without_leftovers(locations: Iterable[FileLocation]) -> Iterator[FileLocation]:
     """Yield files, and remove what processes left behind that were killed while they wrote in their folders."""
     folders: set[str] = set()
@@ -72,14 +66,14 @@ def without_leftovers(locations: Iterable[FileLocation]) -> Iterator[FileLocatio
                 if folder not in folders:
                     folders.add(folder)
                     with contextlib.suppress(FileNotFoundError):
-                        _remove(Path(folder), None)
+                        _remove_leftovers(Path(folder))
         yield location
 
 
-def _remove(folder: Path, target_name: str | None) -> None:
+def _remove_leftovers(folder: Path) -> None:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if (match := _NAME.fullmatch(entry.name)) and target_name in (None, match["name"]):
+            if _NAME.fullmatch(entry.name):
                 _remove_unless_claimed(entry.path)
 
 

@@ -25,7 +25,7 @@ from parquet_keytools.keys.material_store import (
     serialise_key_materials,
 )
 from parquet_keytools.opened_file import OpenedFile, as_verified
-from parquet_keytools.rotation.claimed_output import claimed_output, remove_leftovers
+from parquet_keytools.rotation.claimed_output import claimed_output, without_leftovers
 from parquet_keytools.rotation.external_material import state_with_material
 from parquet_keytools.rotation.journal import Journal
 from parquet_keytools.rotation.rekey_check import check_rekeyed
@@ -132,7 +132,7 @@ def rekey_data_set(
     report = RekeyReport()
     rekeying = _Rekeying(keys, new_keys, request)
     with _journal(path, request) as journal:
-        for location in rotation_files(path):
+        for location in without_leftovers(rotation_files(path)):
             result = rekeying.rekey(location, journal)
             if not is_folder and result.error is not None:
                 raise result.error
@@ -216,8 +216,6 @@ class _Rekeying:
         )
 
     def _rekey(self, location: FileLocation, target: FileLocation, *, is_locked: bool) -> FileRekeying:
-        remove_leftovers(target)
-        remove_leftovers(key_material_location(location))
         tail, _ = read_tail(location)
         try:
             opened = self._open(location)

@@ -14,7 +14,7 @@ from rotation_case import TABLE, Case, external_entries, names, read_with_pyarro
 from parquet_keytools import KeytoolsError
 from parquet_keytools.errors import KeyMaterialError, OutputError
 from parquet_keytools.rotation import rekey_check, rekeying
-from parquet_keytools.rotation.claimed_output import claimed_output, remove_leftovers
+from parquet_keytools.rotation.claimed_output import claimed_output, without_leftovers
 from parquet_keytools.storage import FileLocation
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -142,10 +142,10 @@ def test_what_another_process_writes_is_not_left_over(tmp_path: Path) -> None:
     target_path = Path(target.path)
     target_path.write_bytes(b"old")
     with claimed_output(target) as pending:
-        remove_leftovers(target)
+        assert list(without_leftovers([target])) == [target]
         with pending.open_sink() as sink:
             sink.write_at(0, b"new")
-        remove_leftovers(target)
+        assert list(without_leftovers([target])) == [target]
     assert target_path.read_bytes() == b"new"
     assert names(tmp_path) == ["x"]
     with pytest.raises(RuntimeError), claimed_output(target):

@@ -14,7 +14,8 @@ import pytest
 from faults import FaultyKms
 from rotation_case import MASTER_KEYS, TABLE, Case, key_material_file, materials, tree_digest
 
-from parquet_keytools.errors import KmsUnavailableError, OutputError
+from parquet_keytools.errors import FileChangedError, KeyMaterialError, KmsUnavailableError, OutputError
+from parquet_keytools.keys import file_key_retriever
 from parquet_keytools.rotation import data_set_rotation, file_keys, file_work, window
 from parquet_keytools.rotation.journal import JOURNAL_NAME, Journal, JournalInUseError
 from parquet_keytools.rotation.report import FileRotation, KmsCalls, Outcome
@@ -411,3 +412,51 @@ def test_caches_of_the_tools_play_no_part(tmp_path: Path) -> None:
         before = {material.wrapped_kek for material in materials(tools, path)}
         assert tools.rotate(path).kms_calls == KmsCalls(rewrap=3, unwrap=3)
         assert not before & {material.wrapped_kek for material in materials(tools, path)}
+
+
+# --- readers ---
+
+
+def test_a_file_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its key material is looked for when that is the new file's, or is gone."""
+    case = Case.make(tmp_path, "in_memory", key_material="external")
+    path = case.write()
+    newer = TABLE.slice(0, 10)
+    read = file_key_retriever.read_key_materials
+    for changes in ({}, {"key_material": "internal"}):
+        turns: list[FileLocation] = []
+
+        def disturbed(location: FileLocation, changes: Any = changes, turns: list[Any] = turns) -> Any:
+            turns.append(location)
+            if len(turns) == 1:
+                case.write(table=newer, tools=case.tools(**changes))
+            return read(location)
+
+        monkeypatch.setattr(file_key_retriever, "read_key_materials", disturbed)
+        assert case.tools().read_table(path).equals(newer)
+        monkeypatch.undo()
+        case.write()
+
+
+def test_somebody_who_replaces_a_file_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material="external")
+    path = case.write()
+    read = file_key_retriever.read_key_materials
+
+    def disturbed(location: FileLocation) -> Any:
+        monkeypatch.setattr(file_key_retriever, "read_key_materials", read)
+        case.write()
+        monkeypatch.setattr(file_key_retriever, "read_key_materials", disturbed)
+        return read(location)
+
+    monkeypatch.setattr(file_key_retriever, "read_key_materials", disturbed)
+    with pytest.raises(FileChangedError, match="Open it again"):
+        case.tools().read_table(path)
+
+
+def test_key_material_that_is_missing_is_said(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material="external")
+    path = case.write()
+    key_material_file(path).write_text("{}")
+    with pytest.raises(KeyMaterialError, match="has no 'footerKey'"):
+        case.tools().read_table(path)
