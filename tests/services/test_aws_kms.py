@@ -436,7 +436,11 @@ def test_each_fault_ends_in_its_class(
         assert kms.unwrap(wrapped_key, key.arn) == CANARY
 
 
-@pytest.mark.parametrize("fault", [refuse("ThrottlingException"), hang_up, html(503), cut], ids=str)
+@pytest.mark.parametrize(
+    "fault",
+    [refuse("ThrottlingException"), hang_up, html(503), cut],
+    ids=["throttled", "hung up", "html", "cut"],
+)
 def test_what_goes_by_is_waited_for(fake: FakeKms, kms: AwsKms, fault: Fault) -> None:
     key = fake.add_key()
     wrapped_key = kms.wrap(CANARY, key.arn)
