@@ -979,6 +979,35 @@ def test_a_file_under_the_key_of_somebody_else_is_refused(fake: FakeKms, url: st
     assert not fake.log
 
 
+@pytest.mark.parametrize("key_material", ["internal", "external"])
+def test_who_names_master_keys_in_a_rotation_trusts_them(
+    fake: FakeKms, url: str, tmp_path: Path, key_material: str
+) -> None:
+    """Neither the old nor the new one needs to be in the configuration."""
+    old, new = fake.add_key("old"), fake.add_key("new")
+    flights = pa.table({"tailnum": ["N14228"]})
+    path = tmp_path / "flights.parquet"
+
+    def tools(footer_key: str) -> Keytools:
+        return Keytools.from_mapping(
+            {
+                "version": 1,
+                "kms": settings(url).model_dump(mode="json", exclude_none=True)
+                | {"secret_access_key": SECRET_KEY, "session_token": SESSION_TOKEN},
+                "master_keys": {"footer": footer_key},
+                "tables": {"flights": {"footer_key": "footer", "key_material": key_material}},
+            }
+        )
+
+    with tools(old.arn) as writer:
+        writer.write_table(flights, path)
+    with tools("alias/none") as rotator:
+        assert not rotator.rotate(path).succeeded
+        assert rotator.rotate(path, moves={old.arn: new.arn}).succeeded
+    with tools(new.arn) as reader:
+        assert reader.read_table(path).equals(flights)
+
+
 POLICIES = re.findall(r"^```json\n(.*?)^```", DOCUMENTATION.read_text(encoding="utf-8"), re.M | re.S)
 ACTIONS = {"Encrypt", "Decrypt", "ReEncryptFrom", "ReEncryptTo", "DescribeKey", "GetKeyRotationStatus"}
 

@@ -166,6 +166,11 @@ class KmsClient(ABC):
         """
         self._trusted = (self._trusted or frozenset()) | frozenset(master_key_ids)
 
+    def trust_also(self, master_key_ids: Iterable[str]) -> None:
+        """Trust more master keys than those of `trust`, because the caller names them; all are without `trust`."""
+        if self._trusted is not None:
+            self.trust(master_key_ids)
+
     # --- public: one key ---
 
     def wrap(self, key: SecretBytes, master_key_id: str) -> str:

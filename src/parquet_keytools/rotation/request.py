@@ -81,6 +81,7 @@ def rotation_context(keys: KeyService, request: RotationRequest) -> RotationCont
         other_kms=new_kms is not kms,
     )
     _check_known(kms, {*plan.moves, *(only or ())})
+    trust_master_keys(plan, kms, new_kms)
     versions = MasterKeyVersions(kms, new_kms)
     for target in sorted(set(plan.moves.values())):
         _check_usable(new_kms, versions, target)
@@ -94,6 +95,12 @@ def rotation_context(keys: KeyService, request: RotationRequest) -> RotationCont
         keep_old=new_rotation_id() if request.keep_old else None,
         dry_run=request.dry_run,
     )
+
+
+def trust_master_keys(plan: RotationPlan, kms: KmsClient, new_kms: KmsClient) -> None:
+    """Trust the master keys that a rotation names: who asks for it says with it that these are theirs."""
+    kms.trust_also({*plan.moves, *(plan.only_master_keys or ())})
+    new_kms.trust_also(plan.moves.values())
 
 
 def list_keys(

@@ -24,7 +24,12 @@ from parquet_keytools.rotation.data_set_rotation import RunOptions, rotate_data_
 from parquet_keytools.rotation.file_keys import FileKeys, read_file_keys
 from parquet_keytools.rotation.new_material import KmsInstance
 from parquet_keytools.rotation.report import FileRotation
-from parquet_keytools.rotation.request import RotationRequest, prefix_of, rotation_context
+from parquet_keytools.rotation.request import (
+    RotationRequest,
+    prefix_of,
+    rotation_context,
+    trust_master_keys,
+)
 from parquet_keytools.rotation.rewrap_task import RewrapTask
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.rotation_plan import RotationPlan
@@ -56,11 +61,11 @@ class _Work:
     place: str
     table_name: str | None
     aad_prefix: str | None
+    plan: RotationPlan
 
 
 @dataclass(frozen=True)
 class _WriteWork(_Work):
-    plan: RotationPlan
     instance: KmsInstance | None
     versions: Mapping[tuple[bool, str], str | None]
     keep_old: str | None
@@ -137,7 +142,7 @@ def rotate(
         hiding = grouped.table.filter(pc.field("hides"))
         if hiding.num_rows:
             pieces = grouped.pieces(job, hiding)
-            work = _Work(job.carried_keys(len(pieces)), place, table_name, aad_prefix)
+            work = _Work(job.carried_keys(len(pieces)), place, table_name, aad_prefix, context.plan)
             for result in job.run(f"open footers of {place}", partial(_collect_piece, work), pieces):
                 distinct |= result.other
         given = {} if new_keks or dry_run else _rewrap(job, context, distinct)
@@ -205,6 +210,7 @@ def _collect_piece(work: _Work, position: int, attempt: int, piece: bytes) -> Ta
     before = worker.kms_counts()
     kms = worker.keys.kms
     assert kms is not None
+    trust_master_keys(work.plan, kms, kms)
     rewrapper = worker.remembered.setdefault("unwrapper", Rewrapper(kms, kms, new_keks=False, only_count=False))
     root = location_of(work.place)
     found: set[KeyOf] = set()
@@ -249,6 +255,7 @@ def _context(work: _WriteWork, worker: WorkerKeys) -> RotationContext:
     kms, new_kms = worker.keys.kms, worker.new_keys.kms
     assert kms is not None
     assert new_kms is not None
+    trust_master_keys(work.plan, kms, new_kms)
     if work.dry_run or work.plan.new_keks:
         rewrapper = Rewrapper(kms, new_kms, new_keks=work.plan.new_keks, only_count=work.dry_run)
     else:
