@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from matrix import SPARK, Matrix
+from matrix import Matrix
 
 if TYPE_CHECKING:
     from engines.spark import Spark
@@ -53,5 +53,5 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 @pytest.fixture(scope="session")
 def matrix_with_spark(matrix: Matrix, spark: Spark) -> Matrix:
     """All engines, and what they wrote so far."""
-    matrix.engines[SPARK] = spark
+    matrix.add_spark(spark)
     return matrix

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 from engines import policy as policies
@@ -23,11 +23,16 @@ from engines.plain_pyarrow import PlainPyarrow
 from engines.polars_engine import Polars
 from engines.policy import EncryptedFile, Policy
 from engines.sample import sample
+from engines.spark_bridge import SPARK_BRIDGE, WRITABLE, SparkBridge
 
 from parquet_keytools.config.settings import ConfigurationWarning
 
+if TYPE_CHECKING:
+    from engines.spark import Spark
+
 PYARROW, SPARK, POLARS, DUCKDB = "pyarrow", "Spark", "Polars", "DuckDB"
-ENGINES = (ARROW_PATH, MODULE_PATH, PYARROW, SPARK, POLARS, DUCKDB)
+ENGINES = (ARROW_PATH, MODULE_PATH, SPARK_BRIDGE, PYARROW, SPARK, POLARS, DUCKDB)
+ON_SPARK = (SPARK_BRIDGE, SPARK)
 
 WRITES: dict[str, tuple[Policy, ...]] = {
     ARROW_PATH: policies.ARROW_CAN,
@@ -38,6 +43,7 @@ WRITES: dict[str, tuple[Policy, ...]] = {
         policies.PREFIX_SUPPLIED,
         *policies.WITHOUT_KMS,
     ),
+    SPARK_BRIDGE: WRITABLE,
     PYARROW: policies.ARROW_CAN,
     SPARK: (*policies.ARROW_CAN, policies.UNLISTED),
     POLARS: policies.WITHOUT_KMS,
@@ -77,6 +83,12 @@ class Limit:
 
 LIMITS = (
     Limit(
+        SPARK_BRIDGE,
+        "takes keys from a KMS only.",
+        lambda file, reader: reader == SPARK_BRIDGE and file.policy.data_keys,
+        "Spark takes no data keys",
+    ),
+    Limit(
         DUCKDB,
         "encrypts without an AAD and writes no `aad_file_unique`, which the specification demands.",
         lambda file, reader: file.writer == DUCKDB and reader != DUCKDB,
@@ -110,7 +122,9 @@ LIMITS = (
         "Spark (parquet-java)",
         "encrypts only the values of V2 data pages: it leaves their levels in plaintext, and expects that of "
         "others, who encrypt a page as a whole.",
-        lambda file, reader: file.policy.data_page_version == 2 and (file.writer == SPARK) != (reader == SPARK),
+        lambda file, reader: (
+            file.policy.data_page_version == 2 and (file.writer in ON_SPARK) != (reader in ON_SPARK)
+        ),
         "overflows int32|its length field says|aws-lc-rs|Tag mismatch",
     ),
     Limit(
@@ -142,6 +156,10 @@ class Matrix:
         self._folder = folder
         self._files: dict[tuple[str, Policy], EncryptedFile] = {}
         self._outcomes: dict[tuple[str, Policy, str], Limit | None] = {}
+
+    def add_spark(self, spark: Spark) -> None:
+        """Let Spark take part, with keys of its own and with ours."""
+        self.engines |= {SPARK: spark, SPARK_BRIDGE: SparkBridge(spark, self._folder)}
 
     def file(self, writer: str, policy: Policy) -> EncryptedFile:
         """Return the file of a row."""
@@ -231,7 +249,7 @@ def main() -> None:
             (Path(folder) / name).mkdir()
         with spark_session(Path(folder) / "spark") as session:
             matrix = Matrix(Path(folder) / "matrix")
-            matrix.engines[SPARK] = Spark(session)
+            matrix.add_spark(Spark(session))
             before, _, after = _page_parts()
             PAGE.write_text(f"{before}{_BEGIN}{tables(matrix)}{_END}{after}")
 

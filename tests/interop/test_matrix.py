@@ -15,15 +15,16 @@ from engines.duckdb_engine import DuckDb
 from engines.ours import ARROW_PATH, DATA_KEYS, MODULE_PATH, keytools
 from engines.policy import Policy
 from engines.sample import BLOOM_FILTERS, FLAT_COLUMNS, TABLE, write_options
-from matrix import DUCKDB, ENGINES, PYARROW, ROWS, SPARK, EncryptedFile, Matrix, tables, tables_of_page
+from matrix import DUCKDB, ENGINES, ON_SPARK, PYARROW, ROWS, EncryptedFile, Matrix, tables, tables_of_page
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.structs import FileCryptoMetaData
 
 
-@pytest.mark.parametrize("reader", [engine for engine in ENGINES if engine != SPARK])
+@pytest.mark.parametrize("reader", [engine for engine in ENGINES if engine not in ON_SPARK])
 @pytest.mark.parametrize(
-    ("writer", "policy"), [pytest.param(*row, id=f"{row[0]}-{row[1].title}") for row in ROWS if row[0] != SPARK]
+    ("writer", "policy"),
+    [pytest.param(*row, id=f"{row[0]}-{row[1].title}") for row in ROWS if row[0] not in ON_SPARK],
 )
 def test_without_spark(matrix: Matrix, writer: str, policy: Policy, reader: str) -> None:
     matrix.outcome(writer, policy, reader)
@@ -31,7 +32,7 @@ def test_without_spark(matrix: Matrix, writer: str, policy: Policy, reader: str)
 
 @pytest.mark.parametrize(("writer", "policy"), [pytest.param(*row, id=f"{row[0]}-{row[1].title}") for row in ROWS])
 def test_with_spark(matrix_with_spark: Matrix, writer: str, policy: Policy) -> None:
-    for reader in ENGINES if writer == SPARK else (SPARK,):
+    for reader in ENGINES if writer in ON_SPARK else ON_SPARK:
         matrix_with_spark.outcome(writer, policy, reader)
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +45,12 @@ class OpenBao:
         folder: For configuration, storage and log.
         tls: Lines of the listener's configuration in place of `tls_disable`.
         in_memory: Keep the storage in memory: faster, and lost with the process.
+        audit: Keep an audit log, for `requests_of_tokens`.
     """
 
-    def __init__(self, folder: Path, *, tls: Sequence[str] = (), in_memory: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, tls: Sequence[str] = (), in_memory: bool = False, audit: bool = False
+    ) -> None:
         self.folder = folder
         self.port = free_port()
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
@@ -63,6 +67,8 @@ class OpenBao:
                 f'storage "raft" {{\n  path = "{folder / "storage"}"\n  node_id = "one"\n'
                 f'  performance_multiplier = 1\n}}\ncluster_addr = "http://127.0.0.1:{free_port()}"'
             )
+        if audit:
+            storage += f'\naudit "file" "file" {{\n  options {{ file_path = "{folder / "audit"}" }}\n}}'
         listener = "\n".join(tls) if tls else "tls_disable = true"
         (folder / "openbao.hcl").write_text(
             f'{storage}\nlistener "tcp" {{\n  address = "127.0.0.1:{self.port}"\n{listener}\n}}\n'
@@ -214,6 +220,15 @@ class OpenBao:
         role_id = self.ask("GET", f"auth/{mount}/role/{role}/role-id").content["data"]["role_id"]
         secret_id = self.ask("POST", f"auth/{mount}/role/{role}/secret-id").content["data"]["secret_id"]
         return role_id, secret_id
+
+    def requests_of_tokens(self) -> Counter[tuple[str, str]]:
+        """Return (display name of a token, path) -> how often it was asked for, since the start."""
+        entries = map(json.loads, (self.folder / "audit").read_text().splitlines())
+        return Counter(
+            (entry["auth"].get("display_name", ""), entry["request"]["path"])
+            for entry in entries
+            if entry["type"] == "request"
+        )
 
     def token_count(self) -> int:
         answer = self.ask("LIST", "auth/token/accessors")

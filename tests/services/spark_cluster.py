@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 JAVA_MISSING = (
     "the tests with Spark need Java 17: install it with `apt-get install openjdk-17-jre-headless`, or leave these "
     "tests out with `make test SPARK=no`"
 )
+HOSTS = ("127.0.0.2", "127.0.0.3")
 _START_SECONDS = 60
 
 
@@ -36,25 +38,33 @@ class SparkCluster:
     Args:
         folder: For logs and work.
         environment: What executors have beyond this process's environment, as an administrator sets it.
+        host_environments: What those of one host have beyond that.
     """
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        environment: dict[str, str],
+        host_environments: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
         self.folder = folder
         self.port = free_port()
         self.url = f"spark://127.0.0.1:{self.port}"
         self._environment = os.environ | environment | {"SPARK_NO_DAEMONIZE": "1"}
+        self._host_environments = host_environments or {}
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
         """Start all and wait until both workers are there; raises where they do not come."""
         self._run("master", "--host", "127.0.0.1", "--port", str(self.port), "--webui-port", "0")
         self._wait_for("master", "I have been elected leader")
-        for host in ("127.0.0.2", "127.0.0.3"):
+        for host in HOSTS:
             arguments = ["--host", host, "--cores", "1", "--memory", "700m", "--webui-port", "0"]
             work = self.folder / "work" / host
             work.mkdir(parents=True)
-            self._run(f"worker-{host}", *arguments, "-d", str(work), self.url)
-        for host in ("127.0.0.2", "127.0.0.3"):
+            of_host = self._host_environments.get(host, {})
+            self._run(f"worker-{host}", *arguments, "-d", str(work), self.url, environment=of_host)
+        for host in HOSTS:
             self._wait_for(f"worker-{host}", "Successfully registered with master")
 
     def stop(self) -> None:
@@ -91,13 +101,15 @@ class SparkCluster:
                 continue
         return found
 
-    def _run(self, name: str, *arguments: str) -> None:
+    def _run(self, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         import pyspark
 
         home = Path(pyspark.__file__).parent
         kind = "master.Master" if name == "master" else "worker.Worker"
         # -XX: a master and a worker do little.
-        environment = self._environment | {
+        environment = {
+            **self._environment,
+            **(environment or {}),
             "SPARK_HOME": str(home),
             "SPARK_DAEMON_MEMORY": "256m",
             "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",

@@ -38,22 +38,7 @@ def keytools(policy: Policy, *, keys_in_file: bool = True) -> Keytools:
     """
     document: dict[str, object] = {
         "version": 1,
-        "tables": {
-            "sample": {
-                "footer_key": "footer",
-                "column_keys": column_keys(policy),
-                "unlisted_columns": "plaintext"
-                if policy.column_keys and not policy.unlisted_with_footer_key
-                else "footer_key",
-                "plaintext_footer": policy.plaintext_footer,
-                "algorithm": policy.algorithm,
-                "data_key_length_bits": policy.length_bits,
-                "double_wrapping": policy.double_wrapping,
-                "key_material": policy.key_material,
-            }
-            | ({} if policy.aad_prefix == "none" else {"aad_prefix": AAD_PREFIX})
-            | ({"store_aad_prefix": False} if policy.aad_prefix == "supplied" else {})
-        },
+        "tables": {"sample": table_settings(policy)},
     }
     if not policy.data_keys:
         document["kms"] = {"type": "in_memory", "keys": base64_keys(MASTER_KEYS)}
@@ -63,6 +48,27 @@ def keytools(policy: Policy, *, keys_in_file: bool = True) -> Keytools:
         columns = {column: name for name, columns in column_keys(policy).items() for column in columns}
         document["reading"] = {"keys_without_metadata": {"footer": "footer", "columns": columns}}
     return Keytools.from_mapping(document)
+
+
+def table_settings(policy: Policy) -> dict[str, object]:
+    """Return a policy as a table of a configuration."""
+    settings: dict[str, object] = {
+        "footer_key": "footer",
+        "column_keys": column_keys(policy),
+        "unlisted_columns": "plaintext"
+        if policy.column_keys and not policy.unlisted_with_footer_key
+        else "footer_key",
+        "plaintext_footer": policy.plaintext_footer,
+        "algorithm": policy.algorithm,
+        "data_key_length_bits": policy.length_bits,
+        "double_wrapping": policy.double_wrapping,
+        "key_material": policy.key_material,
+    }
+    if policy.aad_prefix != "none":
+        settings["aad_prefix"] = AAD_PREFIX
+    if policy.aad_prefix == "supplied":
+        settings["store_aad_prefix"] = False
+    return settings
 
 
 class ArrowPath:

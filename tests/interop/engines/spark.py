@@ -14,6 +14,7 @@ from py4j.protocol import Py4JJavaError
 from engines.ours import base64_keys, deks_of
 from engines.policy import EncryptedFile, Policy
 from engines.sample import MASTER_KEYS, PAGE_ROWS, ROW_GROUP_ROWS, ROWS, column_keys, write_plain
+from parquet_keytools.spark.bridge_jar import cached_jar
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -44,7 +45,7 @@ BLOOM_FILTER_OPTIONS = {
 
 @contextmanager
 def spark_session(folder: Path) -> Iterator[SparkSession]:
-    """Start a small Spark on this machine, with the classes of `InteropKeys.java`.
+    """Start a small Spark on this machine, with the classes of `InteropKeys.java`, and ours.
 
     Args:
         folder: For the compiled classes, and what Spark leaves behind.
@@ -56,7 +57,7 @@ def spark_session(folder: Path) -> Iterator[SparkSession]:
     settings = {
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.host": "127.0.0.1",
-        "spark.driver.extraClassPath": str(classes),
+        "spark.driver.extraClassPath": f"{classes}:{cached_jar()}",
         # Starting takes most of the time: the first compiler is enough for a few hundred rows.
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
         "spark.driver.memory": "512m",
@@ -148,11 +149,18 @@ class Spark:
 
     def write(self, policy: Policy, folder: Path) -> Path:
         """Write the sample."""
-        frame = self.session.read.parquet(str(write_plain(folder / "plain.parquet", policy)))
-        options = LAYOUT_OPTIONS | encryption_options(policy)
-        options["parquet.writer.version"] = f"PARQUET_{policy.data_page_version}_0"
-        options |= {"parquet.page.row.count.limit": str(ROWS)} if policy.flat else BLOOM_FILTER_OPTIONS
-        return self.write_frame(frame, folder / "spark", options)
+        options = self.layout_options(policy) | encryption_options(policy)
+        return self.write_frame(self.plain_frame(policy, folder), folder / "spark", options)
+
+    def plain_frame(self, policy: Policy, folder: Path) -> DataFrame:
+        """Return the sample, from a plaintext file that it is written to."""
+        return self.session.read.parquet(str(write_plain(folder / "plain.parquet", policy)))
+
+    @staticmethod
+    def layout_options(policy: Policy) -> dict[str, str]:
+        """Return the properties that say what files look like, encrypted or not."""
+        options = LAYOUT_OPTIONS | {"parquet.writer.version": f"PARQUET_{policy.data_page_version}_0"}
+        return options | ({"parquet.page.row.count.limit": str(ROWS)} if policy.flat else BLOOM_FILTER_OPTIONS)
 
     @staticmethod
     def write_frame(frame: DataFrame, folder: Path, options: Mapping[str, Any]) -> Path:
@@ -162,14 +170,18 @@ class Spark:
         return path
 
     def read(self, file: EncryptedFile) -> pa.Table:
-        """Read a file, with the CRCs of its pages checked."""
-        options = {"parquet.page.verify-checksum.enabled": "true"} | decryption_options(file)
+        """Read a file."""
+        return self.read_with(file.path, decryption_options(file))
+
+    def read_with(self, path: Path, options: Mapping[str, str]) -> pa.Table:
+        """Read a file with options, and with the CRCs of its pages checked."""
+        options = {"parquet.page.verify-checksum.enabled": "true", **options}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter(
                     "ignore", FutureWarning
                 )  # That it does not know this pandas, which it checks.
-                return self.session.read.options(**options).parquet(str(file.path)).toArrow()
+                return self.session.read.options(**options).parquet(str(path)).toArrow()
         except Py4JJavaError as error:
             cause = error.java_exception
             while cause.getCause() is not None:

