@@ -113,8 +113,9 @@ class Builder:
 def test_configure_adds_to_what_is_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pyspark import SparkContext
 
-    # Another test of this process may have one.
-    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
+    # Another test of this process may have a session, or have left a JVM.
+    for name in ("_active_spark_context", "_gateway", "_jvm"):
+        monkeypatch.setattr(SparkContext, name, None)
     builder = Builder(spark_jars="/other.jar", spark_pyspark_python="/opt/python")
     assert configure(builder, file, jar="/ours.jar") is builder  # type: ignore[arg-type,comparison-overlap]
     assert builder._options["spark.jars"] == "/other.jar,/ours.jar"
