@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import socket
 import threading
@@ -74,6 +75,7 @@ class Key:
     primary: int | None = 1
     purpose: Any = CryptoKey.CryptoKeyPurpose.ENCRYPT_DECRYPT
     protection_level: Any = ProtectionLevel.SOFTWARE
+    rotation_period: datetime.timedelta | None = None
 
     def add_version(self) -> None:
         self.versions.append(Version(len(self.versions) + 1))
@@ -261,7 +263,8 @@ class FakeGcpKms:
     def _GetCryptoKey(self, request: GetCryptoKeyRequest) -> CryptoKey:  # noqa: N802
         key = self._found("GetCryptoKey", request.name)
         primary = key.described(key.versions[key.primary - 1]) if key.primary else None
-        return CryptoKey(name=key.name, purpose=key.purpose, primary=primary)
+        rotation_period = key.rotation_period
+        return CryptoKey(name=key.name, purpose=key.purpose, primary=primary, rotation_period=rotation_period)
 
     def _ListCryptoKeyVersions(  # noqa: N802
         self, request: ListCryptoKeyVersionsRequest

@@ -649,6 +649,10 @@ def test_hints_for_keys_that_are_not_there(fake: FakeKms, kms: AwsKms) -> None:
     key = fake.add_key("pii")
     with pytest.raises(MasterKeyNotFoundError, match="alias/pii"):
         kms.wrap(CANARY, "pii")
+    # It may come from a file.
+    with pytest.raises(MasterKeyNotFoundError) as caught:
+        kms.wrap(CANARY, "pii\n\x1b[31mforged")
+    assert "an alias is written" in str(caught.value) and str(caught.value).isprintable()
     with pytest.raises(MasterKeyNotFoundError, match="It is in us-east-1"):
         kms.wrap(CANARY, key.arn.replace(REGION, "us-east-1"))
 
@@ -782,6 +786,78 @@ def test_no_credentials(fake: FakeKms, url: str) -> None:
     with AwsKms(AwsSettings()) as kms, pytest.raises(KmsConfigurationError, match="Set `region`"):
         kms.wrap(CANARY, "alias/one")
     assert not fake.authorizations
+
+
+def test_a_profile(fake: FakeKms, url: str, tmp_path: Path) -> None:
+    text = f"[profile writer]\naws_access_key_id = AKIAPROFILE\naws_secret_access_key = {SECRET_KEY}\n"
+    (tmp_path / "config").write_text(text, encoding="utf-8")
+    options = {"access_key_id": None, "secret_access_key": None, "session_token": None}
+    with AwsKms(settings(url, **options, profile="writer")) as kms:
+        kms.wrap(CANARY, fake.add_key().arn)
+    assert "AKIAPROFILE" in fake.authorizations[0]
+
+
+@pytest.mark.parametrize("place", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "a profile"])
+def test_an_empty_ca_bundle_does_not_switch_verification_off(
+    fake: FakeKms, certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Some versions of the SDK take it for "verify nothing"."""
+    if place == "a profile":
+        (tmp_path / "config").write_text("[default]\nca_bundle =\n", encoding="utf-8")
+    else:
+        monkeypatch.setenv(place, "")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with (
+        serve(fake, context) as url,
+        AwsKms(settings(url)) as kms,
+        pytest.raises(KmsConfigurationError, match="AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE, or ca_bundle"),
+    ):
+        kms.wrap(CANARY, fake.add_key().arn)
+    assert not fake.authorizations
+
+
+@pytest.mark.parametrize("place", ["settings", "environment"])
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_ca_bundle_that_is_of_no_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, content: str | None
+) -> None:
+    """It is no KMS that cannot be reached."""
+    file = tmp_path / "bundle.pem"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    if place == "environment":
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(file))
+    fields = {"ca_bundle": file.name} if place == "settings" else {}
+    with (
+        AwsKms(settings("https://kms.example.com", **fields), folder=tmp_path) as kms,
+        pytest.raises(KmsConfigurationError, match=re.escape(f"{file} cannot be used")) as caught,
+    ):
+        kms.wrap(CANARY, "alias/one")
+    assert caught.value.tries == 1
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_KMS"])
+def test_an_endpoint_of_the_environment_is_told(
+    fake: FakeKms, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    key = fake.add_key()
+    monkeypatch.setenv(name, url)
+    with AwsKms(settings("", endpoint_url=None)) as kms:
+        kms.wrap(CANARY, key.arn)
+    assert [record.levelname for record in caplog.records if "endpoint of kms" in record.message] == ["WARNING"]
+    caplog.clear()
+    monkeypatch.setenv(name, "http://127.0.0.1:1")
+    with AwsKms(settings(url)) as kms:
+        kms.wrap(CANARY, key.arn)
+    assert "endpoint" not in caplog.text
+
+
+def test_an_endpoint_of_the_environment_is_not_taken_for_fips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", "https://kms.example.com")
+    with AwsKms(settings("", endpoint_url=None, use_fips_endpoint=True)) as kms:
+        client = kms._connection._clients.get()
+        assert client.meta.endpoint_url == f"https://kms-fips.{REGION}.amazonaws.com"
 
 
 def test_an_endpoint_of_the_environment_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import KmsClientContract
 from parquet_keytools.kms.vault import VaultKms
-from parquet_keytools.kms.vault_connection import open_session
+from parquet_keytools.kms.vault_connection import VaultConnection, open_session
 from parquet_keytools.kms.vault_settings import VaultSettings
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -198,6 +198,9 @@ def test_describe_knows_versions_and_origin(kms: VaultKms, openbao: OpenBao) -> 
     assert (description.enabled, description.current_version) == (True, "4")
     assert description.enabled_versions == ("2", "3", "4")
     assert description.origin == "transit"
+    assert description.rotates is False
+    openbao.configure_key(name, auto_rotate_period="24h")
+    assert kms.describe(name).rotates is True
 
 
 def test_a_version_that_is_too_old_is_disabled(kms: VaultKms, openbao: OpenBao) -> None:
@@ -388,7 +391,7 @@ def test_a_given_token_that_has_expired_says_so(openbao: OpenBao) -> None:
         wrapped = kms.wrap(KEY, name)
         time.sleep(1.3)
         for _ in range(2):
-            with pytest.raises(KmsAccessDeniedError, match="the token has expired"):
+            with pytest.raises(KmsConfigurationError, match="the token has expired"):
                 kms.unwrap(wrapped, name)
 
 
@@ -399,7 +402,7 @@ def test_a_given_token_that_was_revoked_says_so(openbao: OpenBao) -> None:
         kms.wrap(KEY, name)
         openbao.revoke_token(token)
         for _ in range(2):
-            with pytest.raises(KmsAccessDeniedError, match="was revoked"):
+            with pytest.raises(KmsConfigurationError, match="was revoked"):
                 kms.wrap(KEY, name)
     with vault_kms(openbao, token="s.never-was") as kms, pytest.raises(KmsAccessDeniedError, match="expired"):
         kms.wrap(KEY, name)
@@ -491,15 +494,17 @@ def test_a_login_works_without_the_default_policy(
         assert len([path for _, path in seen if path.endswith("/login")]) == 1
 
 
-def test_a_login_with_a_wrong_secret_is_denied(openbao: OpenBao, approle: Callable[..., dict[str, Any]]) -> None:
+def test_a_login_with_a_wrong_secret_is_no_denied_key(
+    openbao: OpenBao, approle: Callable[..., dict[str, Any]]
+) -> None:
     login = approle("default")
     login["approle"]["secret_id"] = "CANARY-secret"
     with vault_kms(openbao, **login) as kms:
-        with pytest.raises(KmsAccessDeniedError, match="login with approle was refused") as caught:
+        with pytest.raises(KmsConfigurationError, match="login with approle was refused") as caught:
             kms.wrap(KEY, "any")
         assert "CANARY" not in str(caught.value)
     login["approle"]["mount"] = "no-such-mount"
-    with vault_kms(openbao, **login) as kms, pytest.raises(KmsAccessDeniedError, match="login with approle"):
+    with vault_kms(openbao, **login) as kms, pytest.raises(KmsConfigurationError, match="login with approle"):
         kms.wrap(KEY, "any")
 
 
@@ -596,7 +601,7 @@ def test_jwt(openbao: OpenBao, rsa_key: rsa.RSAPrivateKey, tmp_path: Path) -> No
     bad = json_web_token(rsa_key, sub="ci-job", aud="other")
     with (
         vault_kms(openbao, jwt={"role": "writer", "mount": mount, "jwt": bad}) as kms,
-        pytest.raises(KmsAccessDeniedError, match="login with jwt was refused"),
+        pytest.raises(KmsConfigurationError, match="login with jwt was refused"),
     ):
         kms.wrap(KEY, name)
 
@@ -669,7 +674,7 @@ def test_kubernetes(openbao: OpenBao, rsa_key: rsa.RSAPrivateKey, tmp_path: Path
         (tmp_path / "token").write_text(json_web_token(rsa_key, **claims, jti="another"))
         with (
             vault_kms(openbao, tmp_path, kubernetes=login) as kms,
-            pytest.raises(KmsAccessDeniedError, match="login with kubernetes was refused"),
+            pytest.raises(KmsConfigurationError, match="login with kubernetes was refused"),
         ):
             kms.wrap(KEY, name)
         (tmp_path / "token").unlink()
@@ -798,6 +803,37 @@ def test_tls_with_an_authority_of_ones_own_and_client_certificates(tmp_path: Pat
             assert isinstance(caught.value, KmsConfigurationError), wrong
     finally:
         server.stop()
+
+
+def test_tls_files_that_are_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found before anything is sent: it is no server that cannot be reached, and nobody types a passphrase."""
+    monkeypatch.setattr(VaultConnection, "request", lambda *_: pytest.fail("it was asked"))
+    authority = Authority(tmp_path, "authority")
+    authority.issue("client")
+    authority.issue("other")
+    (tmp_path / "no.pem").write_text("no certificate", encoding="utf-8")
+    key = serialization.load_pem_private_key((tmp_path / "client-key.pem").read_bytes(), None)
+    locked = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"passphrase"),
+    )
+    (tmp_path / "locked-key.pem").write_bytes(locked)
+    (tmp_path / "locked.pem").write_bytes(locked + (tmp_path / "client.pem").read_bytes())
+    good = {"url": "https://vault.example", "token": "t", "ca_file": "authority.pem"}
+    for wrong in (
+        {"ca_file": "no.pem"},
+        {"client_cert": "no.pem"},
+        {"client_cert": "client.pem"},
+        {"client_cert": "client.pem", "client_key": "no.pem"},
+        {"client_cert": "client.pem", "client_key": "other-key.pem"},
+        {"client_cert": "client.pem", "client_key": "locked-key.pem"},
+        {"client_cert": "locked.pem"},
+    ):
+        kms = VaultKms(VaultSettings.model_validate(good | wrong), tmp_path)
+        with pytest.raises(KmsConfigurationError, match="cannot be used") as caught:
+            kms.unwrap("vault:v1:" + "A" * 64, "k")
+        assert str(tmp_path) in str(caught.value) and caught.value.tries == 1
 
 
 # --- settings ---

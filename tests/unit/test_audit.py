@@ -103,6 +103,22 @@ def test_a_rewrap_names_both_master_keys(log: Collected) -> None:
     assert ("rewrap", "old", "new") in log.facts("operation", "master_key_id", "new_master_key_id")
 
 
+def test_what_the_kms_is_not_even_asked_for_is_recorded(log: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KMS's own log cannot show that somebody put a file in place that is under a master key of theirs."""
+    monkeypatch.setattr(InMemoryKms, "_may_be_of_others", lambda self, master_key_id: master_key_id == "theirs")
+    kms = audited(in_memory("ours", "theirs"))
+    kms.trust(["ours"])
+    requests = [UnwrapRequest("QUJD", "theirs"), UnwrapRequest("QUJD", "theirs"), UnwrapRequest("é", "ours")]
+    kms.unwrap_many(requests)
+    kms.rewrap_many([RewrapRequest("QUJD", "theirs", "ours")])
+    assert kms.call_counts == {}
+    assert log.facts("operation", "master_key_id", "new_master_key_id", "outcome") == [
+        ("unwrap", "theirs", None, "MasterKeyNotTrustedError"),
+        ("unwrap", "ours", None, "WrappedKeyInvalidError"),
+        ("rewrap", "theirs", "ours", "MasterKeyNotTrustedError"),
+    ]
+
+
 def test_who(log: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
     kms = audited(in_memory("k"))
     kms.wrap(KEY, "k")

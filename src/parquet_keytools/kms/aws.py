@@ -42,12 +42,10 @@ class AwsMasterKeyDescription(MasterKeyDescription):
             say which one made a wrapped key.
         arn: The key's ARN; that of an alias is resolved.
         state: As AWS names it, such as `Enabled` or `PendingDeletion`.
-        rotates: Whether AWS rotates it by itself, or None where this principal may not know.
     """
 
     arn: str = ""
     state: str = ""
-    rotates: bool | None = None
 
 
 class AwsKms(RemoteKmsClient):

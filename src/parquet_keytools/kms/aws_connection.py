@@ -14,6 +14,7 @@ from typing import Any
 import boto3
 import botocore.session
 from botocore.config import Config
+from botocore.configprovider import ConfiguredEndpointProvider
 from botocore.credentials import (
     AssumeRoleCredentialFetcher,
     CredentialProvider,
@@ -26,6 +27,9 @@ from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.kms.aws_errors import EXPIRED_CREDENTIALS, code_of
 from parquet_keytools.kms.aws_settings import AwsSettings, mistake_in_endpoint
 from parquet_keytools.kms.per_process import PerProcess
+from parquet_keytools.kms.tls_files import check_certificates
+
+_log = logging.getLogger(__name__)
 
 _SHARE_OF_CONNECTING = 0.4
 """Of the time of one try; the rest is for the answer."""
@@ -137,6 +141,7 @@ class AwsConnection:
 
     def _opened(self, make: Callable[..., Any], service: str, endpoint_url: str | None, **credentials: str) -> Any:
         """Return a client of the SDK with our limits."""
+        self._check_sdk_settings(service, endpoint_url)
         options = self._client_options() | credentials
         client = make(service, endpoint_url=endpoint_url, **options)
         if client.meta.endpoint_url.startswith("http:") and not self._settings.allow_http:
@@ -150,7 +155,7 @@ class AwsConnection:
     def _client_options(self) -> dict[str, Any]:
         limits = self._settings
         connect_timeout = limits.call_timeout_seconds * _SHARE_OF_CONNECTING
-        config = Config(
+        config = Config(  # type: ignore[call-arg, unused-ignore]  # the stubs do not have all
             connect_timeout=connect_timeout,
             read_timeout=limits.call_timeout_seconds - connect_timeout,
             max_pool_connections=limits.max_concurrent_calls,
@@ -158,11 +163,42 @@ class AwsConnection:
             retries={"total_max_attempts": 1, "mode": "standard"},
             tcp_keepalive=True,
             use_fips_endpoint=limits.use_fips_endpoint or None,
-            user_agent_extra="parquet-keytools",
+            # The SDK would let an endpoint of the environment win over the FIPS endpoint.
+            ignore_configured_endpoint_urls=limits.use_fips_endpoint or None,
+            # The SDK's own, which CloudTrail records, is put together anew for each call: a tenth of a call's time.
+            user_agent=f"parquet-keytools Boto3/{boto3.__version__} Botocore/{botocore.__version__}",
         )
-        bundle = limits.ca_bundle
-        verify = None if bundle is None else str(self._folder / bundle.expanduser())
-        return {"region_name": limits.region, "verify": verify, "config": config}
+        return {"region_name": limits.region, "verify": self._ca_bundle, "config": config}
+
+    @property
+    def _ca_bundle(self) -> str | None:
+        bundle = self._settings.ca_bundle
+        return None if bundle is None else str(self._folder / bundle.expanduser())
+
+    def _check_sdk_settings(self, service: str, endpoint_url: str | None) -> None:
+        """Look at what the environment and the AWS configuration files say of TLS and the endpoint."""
+        profile = self._settings.profile
+        if self._session is not None and self._session.profile_name != "default":
+            profile = self._session.profile_name
+        sdk = botocore.session.Session(profile=profile)
+        bundles = [self._ca_bundle, sdk.get_config_variable("ca_bundle"), os.environ.get("REQUESTS_CA_BUNDLE")]
+        if "" in bundles:
+            # Some versions of the SDK verify no certificates then.
+            raise KmsConfigurationError(
+                "AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE, or ca_bundle in the AWS configuration files, is empty",
+                backend="aws",
+                operation="connect",
+                hint="Unset it, or name a file of certificates.",
+            )
+        bundle = next(filter(None, bundles), None)
+        if bundle is not None:
+            check_certificates(bundle, backend="aws")
+        if endpoint_url is None and not self._settings.use_fips_endpoint:
+            configured = ConfiguredEndpointProvider(sdk.full_config, sdk.get_scoped_config(), service).provide()
+            if configured is not None and not sdk.get_config_variable("ignore_configured_endpoint_urls"):
+                _log.warning(
+                    "aws: the endpoint of %s is that of the environment or of the AWS configuration files", service
+                )
 
     def _checked(self, client: Any) -> Any:
         """Return a client whose endpoint may be used; it may come from the environment or a profile."""
@@ -236,7 +272,15 @@ def _during_our_calls(record: logging.LogRecord) -> bool:
     return True
 
 
+_loggers_seen = 0
+
+
 def _silence_loggers() -> None:
+    global _loggers_seen
+    # Loggers are never taken out of there. Going over all of them takes as long as signing a request.
+    if len(logging.root.manager.loggerDict) == _loggers_seen:
+        return
+    _loggers_seen = len(logging.root.manager.loggerDict)
     # A filter of a logger does not hold for the loggers below it, so each of them needs it.
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in ("boto3", "botocore"):

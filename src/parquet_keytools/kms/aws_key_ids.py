@@ -91,7 +91,7 @@ def hint_for_missing_key(master_key_id: str, region: str | None) -> str | None:
         and not _KEY_ID.fullmatch(master_key_id)
     ):
         return (
-            f"This is neither a key id, an ARN nor an alias: an alias is written alias/{master_key_id}. "
+            f"This is neither a key id, an ARN nor an alias: an alias is written {f'alias/{master_key_id}'!r}. "
             "Under `master_keys` a name can be given to any of them."
         )
     return None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from parquet_keytools import audit, telemetry
 from parquet_keytools.errors import (
@@ -73,6 +73,7 @@ class MasterKeyDescription:
         current_version: The version that wraps, or None where the KMS has no versions or hides them.
         enabled_versions: The versions that unwrap, or None where the KMS does not tell.
         origin: Where its bytes were made, as the KMS names it.
+        rotates: Whether the KMS makes new versions by itself, or None where it does not tell.
     """
 
     master_key_id: str
@@ -80,6 +81,7 @@ class MasterKeyDescription:
     current_version: str | None = None
     enabled_versions: tuple[str, ...] | None = None
     origin: str | None = None
+    rotates: bool | None = None
 
 
 R = TypeVar("R", WrapRequest, UnwrapRequest, RewrapRequest)
@@ -107,6 +109,25 @@ class KmsSettings(BaseModel):
     telemetry_key_ids: bool = Field(
         default=False, description="Say in OpenTelemetry's spans which master key they are about."
     )
+
+    def __getstate__(self) -> dict[Any, Any]:
+        if _holds_secret(self):
+            raise TypeError("these settings hold a secret, and cannot be pickled: it must not leave the process")
+        return super().__getstate__()
+
+
+def _holds_secret(value: object) -> bool:
+    """Return whether a setting is or holds a secret."""
+    match value:
+        case SecretStr():
+            return True
+        case BaseModel():
+            return any(map(_holds_secret, vars(value).values()))
+        case Mapping():
+            return any(map(_holds_secret, value.values()))
+        case list() | tuple():
+            return any(map(_holds_secret, value))
+    return False
 
 
 class KmsClient(ABC):
@@ -351,16 +372,21 @@ class KmsClient(ABC):
         """Ask for many at once, each distinct request once, and check every answer."""
         outcomes: dict[object, T | KmsError] = {}
         distinct: dict[object, R] = {}
+        refused: dict[object, R] = {}
         for request in requests:
             if not isinstance(request, WrapRequest) and not _may_be_wrapped_key(request.wrapped_key):
                 error = self._wrapped_key_invalid(request.master_key_id, _NOT_A_WRAPPED_KEY)
                 outcomes[_identity(request)] = error
+                refused[_identity(request)] = request
             elif not isinstance(request, WrapRequest) and not self._is_trusted(request.master_key_id):
                 outcomes[_identity(request)] = MasterKeyNotTrustedError(
                     backend=self.backend, operation=operation, master_key_id=request.master_key_id
                 )
+                refused[_identity(request)] = request
             else:
                 distinct[_identity(request)] = request
+        # The KMS does not get to know of these, so its own log cannot show who tries to have them unwrapped.
+        self._audit(operation, list(refused.values()), [_outcome_name(outcomes[key]) for key in refused])
         if distinct:
             self._count(operation, len(distinct))
             asked = list(distinct.values())
@@ -396,7 +422,11 @@ class KmsClient(ABC):
         if failures:
             span.note(keys_failed=sum(counts[outcome] for outcome in failures))
             span.failed(failures[0])
-        if self.audit_log:
+        self._audit(operation, requests, outcomes)
+
+    def _audit(self, operation: str, requests: Sequence[R], outcomes: Sequence[str]) -> None:
+        """Tell the audit log what became of each key."""
+        if self.audit_log and requests:
             principal = self._known_principal()
             for request, outcome in zip(requests, outcomes, strict=True):
                 new = request.new_master_key_id if isinstance(request, RewrapRequest) else None

@@ -172,6 +172,7 @@ class GcpKms(RemoteKmsClient):
             current_version=version_of(primary.name, name) if primary else None,
             enabled_versions=self._enabled_versions(name, master_key_id),
             origin=_origin(key),
+            rotates="rotation_period" in key,
         )
 
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
+from google.api_core.exceptions import Unauthenticated
 from google.cloud.kms_v1 import KeyManagementServiceClient
 from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
 
 from parquet_keytools.kms.gcp_call_gate import GRPC_CALLS
 from parquet_keytools.kms.gcp_credentials import TokenSource, email_of
+from parquet_keytools.kms.gcp_log import quietly
 
 _OPTIONS = [
     # A call to a KMS that comes back must not wait for the two minutes that gRPC would.
@@ -29,15 +29,9 @@ _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
-_LOGGERS = tuple(
-    f"google.cloud.kms_v1.services.key_management_service.transports.{name}"
-    for name in ("grpc", "rest", "rest_base")
-)
-_in_our_call: ContextVar[bool] = ContextVar("parquet_keytools_gcp_call", default=False)
-
 
 class GcpConnection:
-    """Sends calls to Cloud KMS, each once.
+    """Sends calls to Cloud KMS, each once, unless its token is refused.
 
     Args:
         client: Used as it is, but for its retries and timeouts.
@@ -50,8 +44,6 @@ class GcpConnection:
         self.tokens = tokens
         self._owned = owned
         self._url = f"https://{getattr(client, 'api_endpoint', '')}/"
-        for name in _LOGGERS:
-            logging.getLogger(name).addFilter(_not_our_call)
 
     @property
     def email(self) -> str | None:
@@ -66,12 +58,23 @@ class GcpConnection:
         return self.tokens is None or self.tokens.is_fresh
 
     def call(self, method: str, request: Any, seconds: float) -> Any:
-        """Send one request, within so many seconds, those for a new token included."""
+        """Send one request, within so many seconds, those for a new token included.
+
+        One whose token is refused is sent again with another one.
+        """
         deadline = time.monotonic() + seconds
-        metadata = self.authenticate(seconds)
-        with _our_call(), GRPC_CALLS:
+        headers = self.authenticate(seconds)
+        try:
+            return self._send(method, request, headers, deadline)
+        except Unauthenticated:
+            if self.tokens is None or not self.tokens.refused(headers, deadline - time.monotonic()):
+                raise
+        return self._send(method, request, self.authenticate(deadline - time.monotonic()), deadline)
+
+    def _send(self, method: str, request: Any, headers: Sequence[tuple[str, str]], deadline: float) -> Any:
+        with quietly(), GRPC_CALLS:
             left = max(deadline - time.monotonic(), 0.001)
-            return getattr(self.client, method)(request=request, retry=None, timeout=left, metadata=metadata)
+            return getattr(self.client, method)(request=request, retry=None, timeout=left, metadata=headers)
 
     def authenticate(self, seconds: float) -> Sequence[tuple[str, str]]:
         """Return the headers that say who we are."""
@@ -109,17 +112,3 @@ def is_loopback(endpoint: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return False
-
-
-@contextlib.contextmanager
-def _our_call() -> Iterator[None]:
-    token = _in_our_call.set(True)
-    try:
-        yield
-    finally:
-        _in_our_call.reset(token)
-
-
-def _not_our_call(record: logging.LogRecord) -> bool:
-    """Drop what the SDK logs of our calls: at DEBUG it logs requests and answers, and so keys."""
-    return not _in_our_call.get()

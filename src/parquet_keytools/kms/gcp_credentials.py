@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,12 @@ from google.oauth2 import credentials as user_credentials
 from google.oauth2 import service_account
 
 from parquet_keytools.fork_safe_lock import ForkSafeLock
+from parquet_keytools.kms.gcp_log import quietly
 
 _SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)
+_LEAST_SECONDS_BETWEEN_REFUSALS = 30.0
+"""Where every token is refused, there is not one more asked for with each call."""
+
 _KINDS: dict[str, Callable[..., Any]] = {
     "authorized_user": user_credentials.Credentials.from_authorized_user_info,
     "external_account": identity_pool.Credentials.from_info,
@@ -46,7 +50,9 @@ def load_credentials(
         CredentialsFileError: The file is not there, or not of these kinds.
         google.auth.exceptions.GoogleAuthError: There are no application default credentials.
     """
-    credentials = google.auth.default(scopes=_SCOPES)[0] if file is None else _from_file(file)
+    # To find the project, some kinds of credentials are used at once.
+    with quietly():
+        credentials = google.auth.default(scopes=_SCOPES)[0] if file is None else _from_file(file)
     if isinstance(credentials, service_account.Credentials):
         # A token signed here spares a call to Google's token service.
         credentials = credentials.with_always_use_jwt_access(not impersonate)
@@ -86,6 +92,7 @@ class TokenSource:
         self._credentials = credentials
         self._request = request or Request()
         self._lock = ForkSafeLock()
+        self._refused_at = float("-inf")
 
     @property
     def is_fresh(self) -> bool:
@@ -113,17 +120,45 @@ class TokenSource:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TransportError("no time is left")
-            return self._request(*arguments, **{**options, "timeout": min(left, options.get("timeout") or left)})
+            options["timeout"] = min(left, options.get("timeout") or left)
+            # Here, for the library may send it in a thread of its own.
+            with quietly():
+                return self._request(*arguments, **options)
 
         headers: dict[str, str] = {}
+        # One thread renews the token; the others wait for it, each as long as it may.
+        with self._turn(seconds):
+            self._credentials.before_request(request, "POST", url, headers)
+        return [(name.lower(), value) for name, value in headers.items()]
+
+    def refused(self, headers: Sequence[tuple[str, str]], seconds: float) -> bool:
+        """Note that the token in these headers is not valid: it was revoked, or a clock is wrong.
+
+        Args:
+            headers: What was sent.
+            seconds: How long others who get a token are waited for.
+
+        Returns:
+            Whether the next headers may have another one.
+        """
+        with self._turn(seconds):
+            if dict(headers).get("authorization") != f"Bearer {self._credentials.token}":
+                return True
+            now = time.monotonic()
+            if now - self._refused_at < _LEAST_SECONDS_BETWEEN_REFUSALS:
+                return False
+            self._refused_at = now
+            self._credentials.token = None
+            return True
+
+    @contextlib.contextmanager
+    def _turn(self, seconds: float) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            # One thread renews the token; the others wait for it, each as long as it may.
             try:
                 stack.enter_context(self._lock.held_within(seconds))
             except TimeoutError:
                 raise TransportError("others did not get a token in time") from None
-            self._credentials.before_request(request, "POST", url, headers)
-        return [(name.lower(), value) for name, value in headers.items()]
+            yield
 
 
 def email_of(credentials: Any) -> str | None:

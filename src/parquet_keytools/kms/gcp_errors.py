@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from google.api_core.exceptions import GoogleAPICallError
-from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, RefreshError, TransportError
+from google.auth.exceptions import GoogleAuthError, TransportError
 
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
@@ -29,6 +29,8 @@ from parquet_keytools.kms.gcp_names import InvalidKeyNameError
 _BACKEND = "gcp"
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{1,62}")
 
+# Credentials that are wrong say nothing about the right to use a key. As "access denied" they would let a reader
+# that hides denied columns return less than it should.
 _BY_STATUS: dict[str, type[KmsError]] = {
     "ABORTED": KmsUnavailableError,
     "CANCELLED": KmsUnavailableError,
@@ -40,7 +42,7 @@ _BY_STATUS: dict[str, type[KmsError]] = {
     "NOT_FOUND": MasterKeyNotFoundError,
     "PERMISSION_DENIED": KmsAccessDeniedError,
     "RESOURCE_EXHAUSTED": KmsThrottledError,
-    "UNAUTHENTICATED": KmsAccessDeniedError,
+    "UNAUTHENTICATED": KmsConfigurationError,
     "UNAVAILABLE": KmsUnavailableError,
     "UNIMPLEMENTED": KmsConfigurationError,
     "UNKNOWN": KmsUnavailableError,
@@ -101,14 +103,8 @@ def _of_call(error: GoogleAPICallError, operation: str, master_key_id: str | Non
 
 def _of_authentication(error: GoogleAuthError, operation: str, master_key_id: str | None) -> KmsError:
     detail = f"no access token: {type(error).__name__}"
-    if isinstance(error, DefaultCredentialsError):
-        kind: type[KmsError] = KmsConfigurationError
-    elif isinstance(error, TransportError) or error.retryable:
-        kind = KmsUnavailableError
-    elif isinstance(error, RefreshError):
-        kind = KmsAccessDeniedError
-    else:
-        kind = KmsConfigurationError
+    is_passing = isinstance(error, TransportError) or error.retryable
+    kind = KmsUnavailableError if is_passing else KmsConfigurationError
     return _made(kind, detail, operation, master_key_id, hint=_CREDENTIALS_HINT)
 
 

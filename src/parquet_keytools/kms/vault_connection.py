@@ -22,6 +22,7 @@ from urllib3 import Timeout
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from parquet_keytools.errors import KmsConfigurationError
+from parquet_keytools.kms.tls_files import check_certificates, check_client_certificate
 from parquet_keytools.kms.vault_errors import BACKEND, Reason, VaultRefusal, reason_of
 from parquet_keytools.kms.vault_settings import VaultSettings, is_loopback
 
@@ -55,10 +56,12 @@ def open_session(settings: VaultSettings, folder: Path) -> requests.Session:
         session.proxies = {"http": proxy, "https": proxy}
     if settings.ca_file is not None:
         session.verify = _file(folder, settings.ca_file)
+        check_certificates(session.verify, backend=BACKEND)
     if settings.client_cert is not None:
         certificate = _file(folder, settings.client_cert)
-        key = settings.client_key
-        session.cert = certificate if key is None else (certificate, _file(folder, key))
+        key = None if settings.client_key is None else _file(folder, settings.client_key)
+        check_client_certificate(certificate, key, backend=BACKEND)
+        session.cert = certificate if key is None else (certificate, key)
     connections = settings.max_concurrent_calls
     adapter = HTTPAdapter(pool_connections=8, pool_maxsize=connections, max_retries=0, pool_block=False)
     session.mount("https://", adapter)

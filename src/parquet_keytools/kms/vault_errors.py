@@ -148,8 +148,9 @@ def refusal_error(refusal: VaultRefusal, call: CallFacts) -> KmsError:
             detail = "it is sealed"
         return call.error(KmsUnavailableError, detail, wait=refusal.retry_after_seconds)
     if refusal.login and refusal.is_final:
+        # Not "access denied", which is said of master keys: readers may hide the columns under such a key.
         hint = "Check role, secret and mount of the auth method, and whether the secret has expired."
-        return call.error(KmsAccessDeniedError, f"the login with {refusal.login} was refused", hint)
+        return call.error(KmsConfigurationError, f"the login with {refusal.login} was refused", hint)
     if status in (401, 403):
         return call.error(KmsAccessDeniedError)
     if status == 404:
@@ -193,7 +194,7 @@ def _error_of_reason(refusal: VaultRefusal, call: CallFacts) -> KmsError | None:
         case Reason.TOKEN_DEAD:
             detail = "the token has expired, was revoked, or never was valid"
             hint = "Put a fresh token into the configuration, or use a login method, which gets its own."
-            return call.error(KmsAccessDeniedError, detail, hint)
+            return call.error(KmsConfigurationError, detail, hint)
         case Reason.TOKEN_UNKNOWN:
             detail = "the token may not ask whether it is valid, so it may also have expired or be revoked"
             return call.error(KmsAccessDeniedError, detail)

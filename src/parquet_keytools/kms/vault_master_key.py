@@ -26,6 +26,7 @@ class TransitKey:
         min_decryption_version: The oldest version that unwraps.
         soft_deleted: Whether it waits for its deletion.
         imported: Whether its bytes were made elsewhere.
+        rotates: Whether the engine makes new versions by itself; None where it does not say.
     """
 
     name: str
@@ -35,6 +36,7 @@ class TransitKey:
     min_decryption_version: int
     soft_deleted: bool
     imported: bool
+    rotates: bool | None
 
     @classmethod
     def read(cls, name: str, answer: Mapping[str, Any]) -> TransitKey:
@@ -46,6 +48,7 @@ class TransitKey:
         data = answer.get("data")
         if not isinstance(data, Mapping) or data.get("name") != name or not isinstance(data.get("type"), str):
             raise VaultRefusal(200, Reason.NOT_JSON)
+        period = data.get("auto_rotate_period")
         latest, oldest = data.get("latest_version"), data.get("min_decryption_version", 1)
         if type(latest) is not int or type(oldest) is not int or not 0 <= oldest <= latest or latest < 1:
             raise VaultRefusal(200, Reason.NOT_JSON)
@@ -57,6 +60,7 @@ class TransitKey:
             min_decryption_version=max(oldest, 1),
             soft_deleted=data.get("soft_deleted") is True,
             imported=data.get("imported_key") is True,
+            rotates=period > 0 if type(period) is int else None,
         )
 
     def description(self) -> MasterKeyDescription:
@@ -69,6 +73,7 @@ class TransitKey:
             current_version=str(self.latest_version),
             enabled_versions=tuple(map(str, versions)),
             origin="imported" if self.imported else "transit",
+            rotates=self.rotates,
         )
 
     def mistake(self, call: CallFacts, *, with_context: bool) -> KmsError | None:

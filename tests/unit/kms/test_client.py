@@ -1,5 +1,6 @@
 """The guarded door of KmsClient: what goes in, what comes back, and what must not leave."""
 
+import copy
 import io
 import logging
 import pickle
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from pydantic import Field, SecretStr
 
 from parquet_keytools.errors import (
     KmsError,
@@ -341,3 +343,16 @@ def test_settings_do_not_repeat_what_they_refuse() -> None:
         KmsSettings.model_validate({"type": "x", "tokken": SECRET})
     assert "tokken" in str(caught.value)
     assert "canary" not in str(caught.value)
+
+
+class SettingsWithSecrets(KmsSettings):
+    login: dict[str, list[SecretStr]] = Field(default_factory=dict)
+
+
+def test_settings_with_a_secret_do_not_pickle() -> None:
+    settings = SettingsWithSecrets.model_validate({"type": "x", "login": {"a": [SECRET]}})
+    with pytest.raises(TypeError, match="hold a secret"):
+        pickle.dumps(settings)
+    assert copy.deepcopy(settings) == settings
+    without = SettingsWithSecrets(type="x")
+    assert pickle.loads(pickle.dumps(without)) == without
