@@ -15,6 +15,7 @@ from parquet_keytools.conformance.file_keys import MaterialFinder
 from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.inspector import inspect_source
+from parquet_keytools.conformance.part_numbers import PartName, part_ordinals
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import FILE_SCOPES
@@ -195,10 +196,15 @@ def _is_passed_over(folder: FileLocation, file: FileLocation) -> bool:
 
 
 def _should_be_readable(folder: FileLocation, left: LeftOut) -> bool:
-    """Return whether something that is no file, such as a link to nowhere, stands where readers look for one."""
+    """Return whether something that is no Parquet file stands where readers look for one.
+
+    That is no file at all, such as a link to nowhere, or has the name of a part and nothing else of one.
+    """
     if _is_passed_over(folder, left.location):
         return False
-    return left.location.info().type.name in ("NotFound", "Unknown")
+    name = left.location.name
+    is_called_part = ".parquet" in name.lower() or part_ordinals([PartName(None, name)]) != [None]
+    return is_called_part or left.location.info().type.name in ("NotFound", "Unknown")
 
 
 def _surroundings(folder: FileLocation, left_out: Sequence[LeftOut]) -> Surroundings:

@@ -11,6 +11,7 @@ from parquet_keytools.conformance.report import Loss
 from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
 from parquet_keytools.encryption.footer import Footer, FooterColumn, FooterMode, read_footer
 from parquet_keytools.encryption.module_cipher import ModuleCipher
+from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import DecryptionError, NotEncryptedError, OutputError
 from parquet_keytools.file_verification import RetrieverFinder, expected_prefix
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
@@ -82,6 +83,8 @@ def salvage_file(
         if footer.mode is FooterMode.UNENCRYPTED:
             raise NotEncryptedError(f"{source} is not encrypted.")
         deks = column_deks(footer, finder)
+        # Where the algorithm was exchanged no page can be read, and that is not what damage looks like.
+        check_stated_algorithm(opened, footer, deks)
         report, _ = verify_source(opened, finder, Expectation(prefix))
         damage = report.damage
         if damage is None or damage.file_is_lost or (damage.row_groups and not damage.readable_row_groups):

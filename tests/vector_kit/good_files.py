@@ -97,6 +97,8 @@ def good_vectors() -> Iterator[Vector]:
     yield one("crc", "Pages with CRCs", recipe(10), crc=True)
     yield one("ctr-crc", "AES_GCM_CTR_V1 with CRCs", recipe(11, is_ctr=True), broken="ctr", crc=True)
     yield one("ctr-zstd", "AES_GCM_CTR_V1, compressed", recipe(26, is_ctr=True), broken="ctr", compression="zstd")
+    v2_ctr = recipe(27, is_ctr=True)
+    yield one("ctr-v2-pages", "AES_GCM_CTR_V1, data pages V2", v2_ctr, broken="ctr", v2=True, compression="snappy")
     yield one("zstd", "Compressed pages", recipe(12), compression="zstd")
     yield one("no-rows", "No row group", recipe(13), rows=0)
     supplied = recipe(14, store_aad_prefix=False)

@@ -3,6 +3,8 @@
 # Nothing slow is imported here: `--help` has to answer at once.
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,7 +46,8 @@ def run(
     from parquet_keytools.cli.inspect_tree import render_inspection
     from parquet_keytools.cli.output import say
 
-    say(render_inspection(shown))
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    say(render_inspection(shown, width))
 
 
 def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str | None) -> Inspection:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import typer
 
@@ -28,22 +30,38 @@ _MOST_ROW_GROUPS = 12
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
 _SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
+_LEAST_WIDTH = 40
+"""So much of a line is text, however narrow the terminal is."""
+
+_Style = Callable[[str], str]
+_RED: _Style = partial(typer.style, fg="red")
+
 
 @dataclass
 class _Branch:
     text: str
+    style: _Style = str
     children: list[_Branch] = field(default_factory=list)
 
-    def add(self, text: str) -> _Branch:
-        branch = _Branch(text)
+    def add(self, text: str, style: _Style = str) -> _Branch:
+        branch = _Branch(text, style)
         self.children.append(branch)
         return branch
 
-    def lines(self, first: str = "", rest: str = "") -> Iterator[str]:
-        yield f"{first}{self.text}"
+    def lines(self, width: int | None, first: str = "", rest: str = "") -> Iterator[str]:
+        """Yield the lines; where there is a width, longer ones go on below themselves and leave the tree whole."""
+        indent = f"{rest}{'│   ' if self.children else '    '}"
+        lines = [self.text]
+        if width is not None:
+            room = max(_LEAST_WIDTH, width - len(indent))
+            lines = textwrap.wrap(self.text, room, break_on_hyphens=False) or lines
+        yield f"{first}{self.style(lines[0])}"
+        for line in lines[1:]:
+            yield f"{indent}{self.style(line)}"
         for position, child in enumerate(self.children):
             is_last = position == len(self.children) - 1
-            yield from child.lines(f"{rest}{'└─ ' if is_last else '├─ '}", f"{rest}{'   ' if is_last else '│  '}")
+            begin, beside = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
+            yield from child.lines(width, f"{rest}{begin}", f"{rest}{beside}")
 
 
 class _Palette:
@@ -56,27 +74,28 @@ class _Palette:
         self.symbols |= {PLAINTEXT: "-", FOOTER: "#"}
         self.colours |= {PLAINTEXT: "red", FOOTER: "white"}
 
-    def paint(self, name: str, text: str) -> str:
-        return typer.style(text, fg=self.colours.get(name, "white"))
+    def style(self, name: str) -> _Style:
+        return partial(typer.style, fg=self.colours.get(name, "white"))
 
 
-def render_inspection(shown: Inspection) -> str:
-    """Return the tree and the map."""
+def render_inspection(shown: Inspection, width: int | None = None) -> str:
+    """Return the tree and the map, in lines no longer than a width in columns, where there is one."""
     shown = _printable(shown)
-    root = _Branch(typer.style(f"{shown.path}  {size_text(shown.size_bytes)}", bold=True))
+    root = _Branch(f"{shown.path}  {size_text(shown.size_bytes)}", partial(typer.style, bold=True))
     if shown.mode is None:
-        root.add(typer.style("nothing can be read", fg="red"))
+        root.add("nothing can be read", _RED)
     else:
-        palette = _Palette([*shown.bytes_by_key, *(_key_title(column.key) for column in shown.columns)])
+        titles = [column.key_title(shown.footer_key) for column in shown.columns]
+        palette = _Palette([*shown.bytes_by_key, *titles])
         _add_protection(root, shown)
         _add_columns(root, shown, palette)
         _add_row_groups(root, shown, palette)
         _add_shares(root, shown, palette)
     if shown.flaws:
-        flaws = root.add(typer.style("wrong; `verify` tells more", fg="red"))
+        flaws = root.add("wrong; `verify` tells more", _RED)
         for finding in shown.flaws[:10]:
             flaws.add(f"{finding.rule.id}: {finding.message}")
-    lines = list(root.lines())
+    lines = list(root.lines(width))
     if shown.mode is not None:
         lines += ["", *_map(shown, palette)]
     return "\n".join(lines)
@@ -93,6 +112,9 @@ def _printable(shown: Inspection) -> Inspection:
         )
         for column in shown.columns
     )
+    bytes_by_key: Counter[str] = Counter()
+    for name, length in shown.bytes_by_key.items():
+        bytes_by_key[printable(name)] += length
     return replace(
         shown,
         path=printable(shown.path),
@@ -100,7 +122,7 @@ def _printable(shown: Inspection) -> Inspection:
         footer_key=_printable_key(shown.footer_key),
         key_values={printable(key): length for key, length in shown.key_values.items()},
         columns=tuple(columns),
-        bytes_by_key={printable(name): length for name, length in shown.bytes_by_key.items()},
+        bytes_by_key=bytes_by_key,
     )
 
 
@@ -123,15 +145,15 @@ def _add_protection(root: _Branch, shown: Inspection) -> None:
     assert shown.mode is not None
     text = shown.mode.value
     if shown.mode is FooterMode.UNENCRYPTED:
-        root.add(typer.style("not encrypted", fg="red"))
+        root.add("not encrypted", _RED)
     else:
         seen = {None: "not authenticated: no key", True: "authentic", False: "NOT authentic"}
         branch = root.add(f"{text}, {shown.algorithm}, {seen[shown.footer_is_authentic]}")
         if shown.supply_aad_prefix:
             branch.add("AAD prefix: not stored, readers must supply it")
         else:
-            branch.add(f"AAD prefix: {'none' if shown.aad_prefix is None else repr(shown.aad_prefix)}")
-        branch.add(f"file unique: {shown.aad_file_unique or 'none'}")
+            branch.add(f"AAD prefix: {'none' if shown.aad_prefix is None else printable(repr(shown.aad_prefix))}")
+        branch.add(f"file unique: {printable(shown.aad_file_unique or 'none')}")
         if shown.footer_key is not None:
             branch.add(f"key: {_key_text(shown.footer_key)}")
         branch.add(f"at byte {shown.footer_offset:,}, {shown.footer_length:,} bytes")
@@ -147,19 +169,20 @@ def _add_columns(root: _Branch, shown: Inspection, palette: _Palette) -> None:
         return
     branch = root.add(f"{len(shown.columns)} columns")
     for column in shown.columns:
-        leaf = branch.add(f"{column.path}: {_column_text(column, shown, palette)}")
+        style = palette.style(column.key_title(shown.footer_key))
+        leaf = branch.add(f"{column.path}: {_column_text(column)}", style)
         if column.denied is not None:
-            leaf.add(typer.style(f"key not to be had: {column.denied}", fg="red"))
+            leaf.add(f"key not to be had: {column.denied}", _RED)
         if column.shows:
             leaf.add(f"shows: {', '.join(column.shows)}")
 
 
-def _column_text(column: InspectedColumn, shown: Inspection, palette: _Palette) -> str:
+def _column_text(column: InspectedColumn) -> str:
     if column.encryption is ColumnEncryption.PLAINTEXT:
-        return palette.paint(PLAINTEXT, "plaintext")
+        return "plaintext"
     if column.encryption is ColumnEncryption.FOOTER_KEY:
-        return palette.paint(_key_title(shown.footer_key), "footer key")
-    return palette.paint(_key_title(column.key), _key_text(column.key) if column.key else "")
+        return "footer key"
+    return _key_text(column.key) if column.key else ""
 
 
 def _add_row_groups(root: _Branch, shown: Inspection, palette: _Palette) -> None:
@@ -173,8 +196,8 @@ def _add_row_groups(root: _Branch, shown: Inspection, palette: _Palette) -> None
         for chunk in shown.chunks:
             if chunk.row_group_ordinal == row_group.ordinal:
                 column = shown.columns[chunk.column_ordinal]
-                name = _name_of(column, shown)
-                leaf.add(palette.paint(name, f"{column.path}: {_chunk_text(chunk)}"))
+                style = palette.style(column.key_title(shown.footer_key))
+                leaf.add(f"{column.path}: {_chunk_text(chunk)}", style)
     if len(shown.row_groups) > _MOST_ROW_GROUPS:
         branch.add(f"and {len(shown.row_groups) - _MOST_ROW_GROUPS} more; --json shows all")
 
@@ -204,7 +227,7 @@ def _add_shares(root: _Branch, shown: Inspection, palette: _Palette) -> None:
         known += length
         share = 100 * length / shown.size_bytes
         text = f"{palette.symbols.get(name, '?')}  {share:5.1f} %  {size_text(length)}  {name}"
-        branch.add(palette.paint(name, text))
+        branch.add(text, palette.style(name))
     unknown = shown.size_bytes - known
     if unknown > 0:
         text = f".  {100 * unknown / shown.size_bytes:5.1f} %  {size_text(unknown)}  "
@@ -217,7 +240,7 @@ def _map(shown: Inspection, palette: _Palette) -> Iterator[str]:
     cell_bytes = max(1, -(-shown.size_bytes // cells_wanted))
     cells = [""] * -(-shown.size_bytes // cell_bytes)
     ranges = [
-        (module.offset, module.length, _name_of(shown.columns[chunk.column_ordinal], shown))
+        (module.offset, module.length, shown.columns[chunk.column_ordinal].key_title(shown.footer_key))
         for chunk in shown.chunks
         for module in chunk.modules
     ]
@@ -229,27 +252,15 @@ def _map(shown: Inspection, palette: _Palette) -> Iterator[str]:
     yield f"one sign for {size_text(cell_bytes)}"
     for start in range(0, len(cells), _MAP_WIDTH):
         line = cells[start : start + _MAP_WIDTH]
-        yield "".join(palette.paint(name, palette.symbols.get(name, "?")) if name else "." for name in line)
-
-
-def _name_of(column: InspectedColumn, shown: Inspection) -> str:
-    if column.encryption is ColumnEncryption.PLAINTEXT:
-        return PLAINTEXT
-    own = column.encryption is ColumnEncryption.COLUMN_KEY
-    return _key_title(column.key if own else shown.footer_key)
-
-
-def _key_title(key: KeyDescription | None) -> str:
-    if key is None or (key.name is None and key.reference is None):
-        return "a key without key metadata" if key is None or key.kind == "none" else "an unknown key"
-    return key.name or key.reference or ""
+        yield "".join(palette.style(name)(palette.symbols.get(name, "?")) if name else "." for name in line)
 
 
 def _key_text(key: KeyDescription) -> str:
     if key.flaw is not None:
         return f"cannot be told: {key.flaw}"
     if key.kind == "none":
-        return "no key metadata: readers must know it"
+        known = "" if key.name is None else f"; here data key {key.name!r}"
+        return f"no key metadata: readers must know it{known}"
     if key.kind == "data key":
         return f"data key {key.name!r}"
     parts = [f"master key {key.name!r}" if key.name is not None else "key material in the file beside it"]
@@ -260,7 +271,7 @@ def _key_text(key: KeyDescription) -> str:
     if key.dek_length_bits is not None:
         parts.append(f"DEK of {key.dek_length_bits} bits")
     if key.kek_id is not None:
-        parts.append(f"KEK {key.kek_id}")
+        parts.append(f"KEK {printable(key.kek_id)}")
     if key.kms_instance_url not in (None, "DEFAULT", ""):
-        parts.append(f"names the KMS {key.kms_instance_url!r}")
+        parts.append(f"names the KMS {printable(repr(key.kms_instance_url))}")
     return ", ".join(parts)

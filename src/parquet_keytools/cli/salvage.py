@@ -10,6 +10,7 @@ from parquet_keytools.cli.exit_status import ExitStatus
 from parquet_keytools.cli.file_work import convert_files
 from parquet_keytools.cli.output import say
 from parquet_keytools.cli.verify_report import loss_text
+from parquet_keytools.conformance.printable import printable
 from parquet_keytools.keytools import Keytools
 from parquet_keytools.salvage import SalvageResult
 
@@ -48,7 +49,7 @@ def salvage_files(
 def _say_missing(result: SalvageResult) -> None:
     if result.missing_row_groups:
         ordinals = ", ".join(map(str, result.missing_row_groups))
-        say(f"Missing in {result.target}: row groups {ordinals} of {result.row_groups}.")
+        say(f"Missing in {printable(result.target)}: row groups {ordinals} of {result.row_groups}.")
     for loss in result.losses:
         say(f"  lost: {loss_text(loss)}")
     for row_group_ordinal, column_ordinal in result.dropped_indexes:

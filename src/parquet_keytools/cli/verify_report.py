@@ -113,7 +113,7 @@ def _say_modules(tallies: tuple[ModuleTally, ...]) -> None:
 
 def _say_damage(damage: Damage) -> None:
     if damage.file_is_lost:
-        say(f"  {typer.style('lost', fg='red')}: the whole file, for its footer cannot be read")
+        say(f"  {typer.style('lost', fg='red')}: the whole file: its footer cannot be read or is not authentic")
         return
     for loss in damage.losses[:_MOST_LOSSES]:
         say(f"  {typer.style('lost', fg='red')}: {loss_text(loss)}")

@@ -20,7 +20,7 @@ from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, 
 from parquet_keytools.encryption.module_place import ModulePlace
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.structs import ColumnMetaData, PageHeader
+from parquet_keytools.format.structs import ColumnMetaData, PageHeader, Record
 from parquet_keytools.format.thrift_compact import WireType
 
 _MIN_PLAINTEXT_HEADER_WINDOW = 4096
@@ -28,9 +28,11 @@ _MIN_PLAINTEXT_HEADER_WINDOW = 4096
 _FoundHeader = tuple[PageHeader, int, ModulePlace, bytes, bytes]
 """A header, its length with framing, its place, and nonce and end of the tag of its module."""
 
+_REQUIRED_FIELD_IDS = {PageHeader.DATA_PAGE: 4, PageHeader.DICTIONARY_PAGE: 2, PageHeader.DATA_PAGE_V2: 6}
+"""Page type -> the last of the required fields of its own header: all from 1 on, and all of them I32."""
+
 _LEVELS_LENGTH_FIELD_IDS = (5, 6)
 """Of `definition_levels_byte_length` and `repetition_levels_byte_length` in DataPageHeaderV2."""
-
 
 _IS_COMPRESSED_FIELD_ID = 7
 """Of `is_compressed` there; it is true where it is not set."""
@@ -39,23 +41,30 @@ _IS_COMPRESSED_FIELD_ID = 7
 def _inner_facts(header: PageHeader, page_type: int) -> tuple[int, int, bool]:
     """Return number of values, length of levels, and whether what follows these may be compressed.
 
-    The number is -1 for a type of page whose own header is missing.
+    Raises:
+        ParquetFormatError: The header of this type of page is missing, or a required field of it is.
     """
-    if page_type == PageHeader.DATA_PAGE_V2:
-        v2 = header.data_page_header_v2
-        if v2 is None:
-            return -1, 0, True
-        fields = v2.struct.fields
-        levels = (fields.get(field_id, (None, None))[1] for field_id in _LEVELS_LENGTH_FIELD_IDS)
-        is_compressed = fields.get(_IS_COMPRESSED_FIELD_ID, (WireType.TRUE, None))[0] is WireType.TRUE
-        return v2.num_values, sum(value for value in levels if isinstance(value, int)), is_compressed
     if page_type == PageHeader.INDEX_PAGE:
         return 0, 0, True
-    if page_type == PageHeader.DICTIONARY_PAGE:
-        dictionary = header.dictionary_page_header
-        return (-1 if dictionary is None else dictionary.num_values), 0, True
-    data = header.data_page_header if page_type == PageHeader.DATA_PAGE else None
-    return (-1 if data is None else data.num_values), 0, True
+    inner: Record | None = None
+    if page_type == PageHeader.DATA_PAGE:
+        inner = header.data_page_header
+    elif page_type == PageHeader.DICTIONARY_PAGE:
+        inner = header.dictionary_page_header
+    elif page_type == PageHeader.DATA_PAGE_V2:
+        inner = header.data_page_header_v2
+    if inner is None:
+        raise ParquetFormatError(f"there is no header of a page of type {page_type}.")
+    fields = inner.struct.fields
+    for field_id in range(1, _REQUIRED_FIELD_IDS[page_type] + 1):
+        if fields.get(field_id, (None,))[0] is not WireType.I32:
+            raise ParquetFormatError(f"the header of a page of type {page_type} lacks its field {field_id}.")
+    num_values: int = fields[1][1]
+    if page_type != PageHeader.DATA_PAGE_V2:
+        return num_values, 0, True
+    levels = [fields[field_id][1] for field_id in _LEVELS_LENGTH_FIELD_IDS]
+    is_compressed = fields.get(_IS_COMPRESSED_FIELD_ID, (WireType.TRUE, None))[0] is WireType.TRUE
+    return num_values, -1 if min(levels) < 0 else sum(levels), is_compressed
 
 
 def _length_field(module: memoryview) -> int:
@@ -231,21 +240,12 @@ class PageWalk:
         if facts is None:
             return None
         page_type, length = facts.page_type, facts.length
-        is_dictionary = page_type == PageHeader.DICTIONARY_PAGE
-        if chunk.cipher is not None:
-            fits = is_dictionary == (header_place.module_type is ModuleType.DICTIONARY_PAGE_HEADER)
-            fits = fits and page_type != PageHeader.INDEX_PAGE
-        else:
-            fits = not is_dictionary or offset == self._start
-        if not fits:
-            self._broken("page-type", f"the header says page type {page_type}.", header_place, offset)
-            return None
         page_offset = offset + header_length
         if page_offset + length > self._end:
             message = f"a page of {length} bytes goes on after its chunk, which ends at {self._end}."
             self._broken("chunk-size", message, header_place, offset)
             return None
-        if is_dictionary:
+        if page_type == PageHeader.DICTIONARY_PAGE:
             place = chunk.place(ModuleType.DICTIONARY_PAGE)
         else:
             place = chunk.place(ModuleType.DATA_PAGE, self.next_ordinal)
@@ -256,16 +256,27 @@ class PageWalk:
         """Return what a header says, if all that it must have is there and can be."""
         try:
             page_type, length = header.type, header.compressed_page_size
+            if not self._has_its_place(page_type, place, offset):
+                self._broken("page-type", f"the header says page type {page_type}.", place, offset)
+                return None
             uncompressed_length, crc = header.uncompressed_page_size, header.crc
             num_values, levels_length, is_compressed = _inner_facts(header, page_type)
         except ParquetFormatError as error:
             self._broken("page-header", str(error), place, offset)
             return None
-        if uncompressed_length < 0 or num_values < 0 or length < self._chunk.page_framing:
+        least = min(uncompressed_length, num_values, levels_length, length - self._chunk.page_framing)
+        if least < 0 or levels_length > length:
             message = f"type {page_type}, {length} bytes, and what belongs to them, cannot be."
             self._broken("page-header", message, place, offset)
             return None
         return HeaderFacts(page_type, length, uncompressed_length, crc, num_values, levels_length, is_compressed)
+
+    def _has_its_place(self, page_type: int, header_place: ModulePlace, offset: int) -> bool:
+        is_dictionary = page_type == PageHeader.DICTIONARY_PAGE
+        if self._chunk.cipher is None:
+            return not is_dictionary or offset == self._start
+        is_dictionary_header = header_place.module_type is ModuleType.DICTIONARY_PAGE_HEADER
+        return is_dictionary == is_dictionary_header and page_type != PageHeader.INDEX_PAGE
 
     def _plaintext_header(self, offset: int) -> _FoundHeader | None:
         place = self._chunk.place(ModuleType.DATA_PAGE_HEADER, self.next_ordinal)

@@ -80,7 +80,7 @@ class ChunkVerifier:
         self._count = count
         self._lost_pages: set[int] = set()
         self._lost_from: int | None = None
-        self._dictionary_is_lost = False
+        self._is_lost = False
         self._values = 0
         self._is_uncompressed = metadata.codec == _UNCOMPRESSED
 
@@ -111,10 +111,13 @@ class ChunkVerifier:
             return
         place = chunk.place(ModuleType.COLUMN_META_DATA)
         message = f"the pages have {self._values} values, the metadata says {metadata.num_values}."
-        self._book.check("value-count", self._values == metadata.num_values, message, place)
+        has_all = self._book.check("value-count", self._values == metadata.num_values, message, place)
         if chunk.column.is_flat:
             message = f"it has {metadata.num_values} values, and the row group {self.num_rows} rows."
-            self._book.check("value-count", metadata.num_values == self.num_rows, message, place)
+            has_all &= self._book.check("value-count", metadata.num_values == self.num_rows, message, place)
+        if not has_all:
+            # Which values belong to which rows cannot be told any more.
+            self._is_lost = True
         if chunk.cipher is not None and first_data_page is not None:
             message = f"it is {metadata.data_page_offset}, and the first data page is at {first_data_page}."
             self._book.check("data-page-offset", metadata.data_page_offset == first_data_page, message, place)
@@ -136,6 +139,9 @@ class ChunkVerifier:
         plaintext_length = len(stored) - chunk.page_framing
         if chunk.cipher is not None:
             is_good = self._authenticate(chunk.cipher, page, stored, scratch) and is_good
+        else:
+            start = stored[page.facts.levels_length :][:START_LENGTH]
+            is_good = self._check_content(page, self._begins_well(page, start)) and is_good
         if self._is_uncompressed:
             stated = page.facts.uncompressed_length
             if plaintext_length == stated:
@@ -143,6 +149,7 @@ class ChunkVerifier:
             else:
                 message = f"{plaintext_length} bytes without framing, and the header states {stated}."
                 book.broken("page-size", message, page.place)
+                is_good = False
         if not is_good:
             self._lose(page)
 
@@ -165,12 +172,12 @@ class ChunkVerifier:
         if self.chunk.is_ctr:
             # To decrypt it would show nothing: any bytes decrypt to something.
             self._count(place.module_type, name, "unauthenticated", 1)
-            begins_well = self._begins_well(cipher, page, stored, len(whole) - len(stored), scratch)
+            start = self._decrypted_start(cipher, page, stored, len(whole) - len(stored), scratch)
+            begins_well = self._begins_well(page, start)
             is_first = page.is_dictionary or place.page_ordinal == 0
             if (is_first or begins_well is False) and not self._check_algorithm(cipher, page, stored, scratch):
                 return True
-            message = "it does not begin as the output of its codec does."
-            return begins_well is None or self._book.check("page-content", begins_well, message, place)
+            return self._check_content(page, begins_well)
         out = scratch[: len(stored) - GCM_FRAMING]
         rule_id = AUTHENTICITY_RULES[place.module_type]
         try:
@@ -181,7 +188,8 @@ class ChunkVerifier:
             return False
         self._book.holds(rule_id, "module-length")
         self._count(place.module_type, name, "authentic", 1)
-        return True
+        skipped = max(0, page.facts.levels_length - (len(whole) - len(stored)))
+        return self._check_content(page, self._begins_well(page, out[skipped : skipped + START_LENGTH]))
 
     def _check_algorithm(self, cipher: ModuleCipher, page: Page, stored: memoryview, scratch: memoryview) -> bool:
         """Check that a page of a file that states AES-CTR is no module of AES-GCM."""
@@ -197,10 +205,11 @@ class ChunkVerifier:
         self._book.broken("algorithm-of-pages", message, page.place, page.offset)
         return False
 
-    def _begins_well(
-        self, cipher: ModuleCipher, page: Page, stored: memoryview, levels_before: int, scratch: memoryview
-    ) -> bool | None:
-        """Return whether a page without a tag begins as its codec has it; None where that cannot be told.
+    @staticmethod
+    def _decrypted_start(
+        cipher: ModuleCipher, page: Page, stored: memoryview, levels_before: int, scratch: memoryview
+    ) -> memoryview:
+        """Return how what follows the levels begins, in a page without a tag.
 
         Args:
             cipher: Under its DEK.
@@ -209,27 +218,35 @@ class ChunkVerifier:
             levels_before: How many bytes of its levels stand before the module.
             scratch: Memory for the plaintext.
         """
+        skipped = max(0, page.facts.levels_length - levels_before)
+        looked_at = stored[CTR_FRAMING : CTR_FRAMING + skipped + START_LENGTH]
+        out = scratch[: len(looked_at)]
+        cipher.ctr().apply_into(stored[4:16], looked_at, b"", out)
+        return out[skipped:]
+
+    def _begins_well(self, page: Page, start: memoryview) -> bool | None:
+        """Return whether what follows the levels begins as the codec has it; None where that cannot be told."""
         facts, codec = page.facts, self.metadata.codec
         length = facts.uncompressed_length - facts.levels_length
         if not facts.is_compressed or length <= 0 or not can_be_told(codec):
             return None
-        skipped = max(0, facts.levels_length - levels_before)
-        looked_at = stored[CTR_FRAMING : CTR_FRAMING + skipped + START_LENGTH]
-        out = scratch[: len(looked_at)]
-        cipher.ctr().apply_into(stored[4:16], looked_at, b"", out)
-        return begins_as_compressed(codec, bytes(out[skipped:]), length)
+        return begins_as_compressed(codec, bytes(start), length)
+
+    def _check_content(self, page: Page, begins_well: bool | None) -> bool:
+        message = "it does not begin as the output of its codec does."
+        return begins_well is None or self._book.check("page-content", begins_well, message, page.place)
 
     def _lose(self, page: Page) -> None:
         if page.is_dictionary:
-            self._dictionary_is_lost = True
+            self._is_lost = True
         elif page.place.page_ordinal is not None:
             self._lost_pages.add(page.place.page_ordinal)
 
     def loss(self) -> Loss | None:
         """Return what is lost of the chunk, when all its pages were checked."""
-        if not self._dictionary_is_lost and not self._lost_pages and self._lost_from is None:
+        if not self._is_lost and not self._lost_pages and self._lost_from is None:
             return None
-        pages = None if self._dictionary_is_lost else tuple(sorted(self._lost_pages))
+        pages = None if self._is_lost else tuple(sorted(self._lost_pages))
         column = self.chunk.column
         return Loss(self.chunk.row_group_ordinal, column.ordinal, column.name, pages, self._lost_from)
 

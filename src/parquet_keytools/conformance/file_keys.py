@@ -17,6 +17,9 @@ from parquet_keytools.secret_bytes import SecretBytes
 
 _AES_KEY_LENGTHS = (128, 192, 256)
 
+_KEY_MATERIAL = b'"keyMaterialType"'
+"""What is in all key metadata that is to be key material, or a reference to it."""
+
 
 class _Fingerprints:
     key = secrets.token_bytes(32)
@@ -125,7 +128,7 @@ class FileKeys:
     def _take(self, user: KeyUser, outcome: SecretBytes | KeytoolsError, material: KeyMaterial | None) -> bool:
         """Check what was answered; returns whether it is a key that can be used."""
         if isinstance(outcome, KeytoolsError):
-            self._refused(user, outcome)
+            self._refused(user, outcome, material)
             return False
         if outcome.length_bits not in _AES_KEY_LENGTHS:
             self.book.broken("key-wrap", f"{title_of(user)}: the key has {outcome.length_bits} bits.")
@@ -142,9 +145,9 @@ class FileKeys:
         try:
             parsed = parse_key_metadata(key_metadata)
         except KeyMaterialError as error:
-            if key_metadata is not None and key_metadata.lstrip().startswith(b"{"):
+            if key_metadata is not None and _KEY_MATERIAL in key_metadata:
                 self.book.broken("key-material", f"{title_of(user)}: {error}")
-            # Bytes of any other kind are legal (spec 4.3), and of no use here.
+            # Bytes of any other kind, also JSON, are legal (spec 4.3), and of no use here.
             self.denied[user] = f"its key metadata: {error}"
             return False
         if isinstance(parsed, KeyMaterial):
@@ -172,7 +175,13 @@ class FileKeys:
 
     def _material(self, user: KeyUser, key_metadata: bytes | None) -> tuple[KeyMaterial | None, bool]:
         """Return the key material, also from the key material file, and whether the key can be asked for."""
+        parsed = parse_key_metadata(key_metadata)
         if self.finder is None:
+            if isinstance(parsed, KeyReference):
+                self.book.not_checked("key-material-file", f"{title_of(user)}: no keys are given")
+            if isinstance(parsed, KeyReference | KeyMaterial):
+                material = parsed if isinstance(parsed, KeyMaterial) else None
+                self._not_unwrapped(user, material, "no keys are given")
             return None, False
         try:
             material = self.finder.material(key_metadata)
@@ -180,16 +189,23 @@ class FileKeys:
             self.book.broken("key-material-file", f"{title_of(user)}: {error}")
             self.denied[user] = str(error)
             return None, False
-        if material is not None and isinstance(parse_key_metadata(key_metadata), KeyReference):
+        if material is not None and isinstance(parsed, KeyReference):
             self.book.holds("key-material-file")
             self._check_material(user, material)
         return material, True
 
-    def _refused(self, user: KeyUser, error: KeytoolsError) -> None:
+    def _refused(self, user: KeyUser, error: KeytoolsError, material: KeyMaterial | None) -> None:
         # Our own retriever refuses key material of the wrong kind too.
         if isinstance(error, KeyMaterialError | WrappedKeyInvalidError) and user not in self._of_wrong_kind:
             self.book.broken("key-wrap", f"{title_of(user)}: {error}")
+        elif material is not None:
+            self._not_unwrapped(user, material, str(error))
         self.denied[user] = str(error)
+
+    def _not_unwrapped(self, user: KeyUser, material: KeyMaterial | None, reason: str) -> None:
+        self.book.not_checked("key-wrap", f"{title_of(user)}: {reason}")
+        if material is None or material.double_wrapping:
+            self.book.not_checked("kek-length", f"{title_of(user)}: {reason}")
 
     def _check_kek(self, user: KeyUser, material: KeyMaterial, dek: SecretBytes) -> None:
         assert self.finder is not None

@@ -41,6 +41,8 @@ from parquet_keytools.format.structs import ColumnMetaData
 ChunkKey = tuple[int, int]
 """Row group ordinal and column ordinal."""
 
+_FILE_IS_LOST = Damage(file_is_lost=True)
+
 
 @dataclass(frozen=True)
 class FileFacts:
@@ -111,16 +113,17 @@ class _FileVerifier:
 
     def run(self) -> tuple[FileReport, FileFacts]:
         envelope = read_envelope(self._source, self._book)
-        row_groups = None
+        damage: Damage | None = _FILE_IS_LOST
         if envelope is None:
             self._nothing_behind("what is visible of the footer cannot be read")
         elif envelope.mode is FooterMode.UNENCRYPTED:
-            row_groups = self._unencrypted(envelope)
+            damage = self._unencrypted(envelope)
         else:
             self._facts = FileFacts(
                 envelope.aad_prefix or self._expectation.aad_prefix, envelope.aad_file_unique, mode=envelope.mode
             )
-            row_groups = self._encrypted(envelope)
+            damage = self._encrypted(envelope)
+        has_all_keys = self._keys.finder is not None and not self._keys.denied
         self._ledger.check(self._book, self._expectation.invocation_limit)
         report = FileReport(
             self._source.path,
@@ -132,7 +135,7 @@ class _FileVerifier:
                 )
                 for key in sorted(self._counts, key=lambda key: (key[0], key[1] or ""))
             ),
-            self._damage(row_groups),
+            damage if has_all_keys else None,
             self._keys.denied_by_title(),
             frozenset() if self._expectation.aad_prefix is None else frozenset({"prefix-expected"}),
         )
@@ -144,7 +147,7 @@ class _FileVerifier:
         )
         return report, facts
 
-    def _unencrypted(self, envelope: Envelope) -> int | None:
+    def _unencrypted(self, envelope: Envelope) -> Damage | None:
         assert envelope.plaintext is not None
         self._facts = replace(self._facts, mode=envelope.mode)
         footer = check_footer(envelope, envelope.plaintext, self._book)
@@ -152,31 +155,34 @@ class _FileVerifier:
             self._book.broken("encrypted", "the file is a plaintext Parquet file.")
         if footer is None:
             self._nothing_behind("the footer cannot be read")
-            return None
+            return _FILE_IS_LOST
         self._facts = replace(self._facts, column_paths=tuple(column.path for column in footer.columns))
-        if self._expectation.allow_plaintext:
-            # Readers may take plaintext files, and what is expected of this one is still not there.
-            if self._expectation.aad_prefix is not None:
-                self._book.broken("prefix-expected", "the file is in plaintext, and has none.")
-            self._columns(envelope, footer, None)
-            check_configuration(self._expectation, envelope, footer, self._keys, self._book)
-        return len(footer.row_groups)
+        if not self._expectation.allow_plaintext:
+            return None
+        # Readers may take plaintext files, and what is expected of this one is still not there.
+        if self._expectation.aad_prefix is not None:
+            self._book.broken("prefix-expected", "the file is in plaintext, and has none.")
+        self._columns(envelope, footer, None)
+        check_configuration(self._expectation, envelope, footer, self._keys, self._book)
+        return self._damage(len(footer.row_groups))
 
-    def _encrypted(self, envelope: Envelope) -> int | None:
+    def _encrypted(self, envelope: Envelope) -> Damage | None:
         opened = FooterOpener(envelope, self._expectation, self._keys, self._ledger).open()
         if opened is None:
             self._nothing_behind("the footer cannot be read")
-            return None
+            is_prefix_missing = envelope.supply_aad_prefix and self._expectation.aad_prefix is None
+            return None if is_prefix_missing and envelope.aad_prefix is None else _FILE_IS_LOST
         if opened.cipher is not None:
             outcome = "authentic" if opened.is_authentic else "broken"
             self._count(ModuleType.FOOTER, None, outcome, 1)
         footer = check_footer(envelope, opened.metadata, self._book)
         if footer is None:
             self._nothing_behind("the footer cannot be read")
-            return None
+            return _FILE_IS_LOST
         self._columns(envelope, footer, opened)
         check_configuration(self._expectation, envelope, footer, self._keys, self._book)
-        return len(footer.row_groups)
+        # What a footer says that is not authentic is of no use to readers.
+        return self._damage(len(footer.row_groups)) if opened.is_authentic else _FILE_IS_LOST
 
     def _nothing_behind(self, reason: str) -> None:
         for scope in (Scope.FOOTER, Scope.COLUMN):
@@ -264,6 +270,9 @@ class _FileVerifier:
         usable: set[ChunkRegion],
     ) -> None:
         verifiers: dict[ChunkKey, ChunkVerifier] = {}
+        elsewhere = walkable.keys() - {(region.row_group_ordinal, region.column_ordinal) for region in regions}
+        for key in sorted(elsewhere):
+            self._lose_chunk(walkable[key])
         for region in regions:
             key = (region.row_group_ordinal, region.column_ordinal)
             if region.kind is not RegionKind.PAGES or key not in walkable:
@@ -337,11 +346,7 @@ class _FileVerifier:
         column = chunk.column
         self._losses.append(Loss(chunk.row_group_ordinal, column.ordinal, column.name, None))
 
-    def _damage(self, row_groups: int | None) -> Damage | None:
-        if self._keys.finder is None or self._keys.denied:
-            return None
-        if row_groups is None:
-            return Damage(file_is_lost=True)
+    def _damage(self, row_groups: int) -> Damage:
         lost = {loss.row_group_ordinal for loss in self._losses}
         return Damage(
             losses=tuple(sorted(self._losses, key=lambda loss: (loss.row_group_ordinal, loss.column_ordinal))),

@@ -34,6 +34,7 @@ class Column:
         encryption: What it is encrypted with.
         key_metadata: Of its own key.
         is_flat: Whether it has one value, or null, for each row: neither it nor a group around it repeats.
+        type: Its physical type, as the schema has it.
     """
 
     path: tuple[str, ...]
@@ -41,6 +42,7 @@ class Column:
     encryption: ColumnEncryption
     key_metadata: bytes | None
     is_flat: bool = False
+    type: int | None = None
 
     @property
     def name(self) -> str:
@@ -98,7 +100,11 @@ def check_footer(envelope: Envelope, metadata: FileMetaData, book: RuleBook) -> 
     book.holds("schema")
     _check_row_groups(metadata, row_groups, is_encrypted, book)
     columns, unusable = _columns(leaves, chunks, envelope, book)
-    columns = [replace(column, is_flat=flat) for column, flat in zip(columns, _flatness(schema), strict=True)]
+    types = [element.type for element in schema[1:] if element.type is not None]
+    columns = [
+        replace(column, is_flat=is_flat, type=physical_type)
+        for column, is_flat, physical_type in zip(columns, _flatness(schema), types, strict=True)
+    ]
     if is_encrypted and row_groups and columns:
         has_encrypted = any(column.encryption is not ColumnEncryption.PLAINTEXT for column in columns)
         book.check("columns-encrypted", has_encrypted, "all columns are in plaintext.", FOOTER_PLACE)

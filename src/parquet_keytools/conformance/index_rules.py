@@ -16,10 +16,14 @@ from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import BloomFilterHeader, OffsetIndex
-from parquet_keytools.format.thrift_compact import ThriftList, read_struct
+from parquet_keytools.format.thrift_compact import ThriftList, WireType, read_struct
 
 _COLUMN_INDEX_LISTS = (1, 2, 3, 5)
 _REQUIRED_LISTS = (1, 2, 3)
+_BOUNDARY_ORDER = (4, WireType.I32)
+_BLOOM_FILTER_UNIONS = (2, 3, 4)
+"""Algorithm, hash and compression of a Bloom filter."""
+
 _MAX_BLOOM_FILTER_HEADER = 1024
 
 
@@ -137,6 +141,8 @@ class IndexVerifier:
                 lengths[field_id] = len(value.elements)
         if any(field_id not in lengths for field_id in _REQUIRED_LISTS) or len(set(lengths.values())) != 1:
             self._broken("column-index", f"its lists have lengths {lengths}.", *where)
+        elif column_index.fields.get(_BOUNDARY_ORDER[0], (None,))[0] is not _BOUNDARY_ORDER[1]:
+            self._broken("column-index", "its boundary_order is missing.", *where)
         elif found is None or not found.is_whole:
             self._book.not_checked("column-index", "the pages of a chunk could not all be walked")
         elif lengths[1] != len(found.pages.offsets):
@@ -153,7 +159,19 @@ class IndexVerifier:
     # --- Bloom filters -------------------------------------------------------------------------------------
 
     def check_bloom_filter(self, region: ChunkRegion) -> int | None:
-        """Check a Bloom filter; returns its length in bytes, or None where that is not known.
+        """Check a Bloom filter; returns its length in bytes, or None where that is not known."""
+        lengths = self.bloom_filter_lengths(region)
+        if lengths is None:
+            return None
+        header_length, bitset_length = lengths
+        if self._chunk.cipher is not None:
+            offset = region.offset + header_length
+            bitset = memoryview(self._source.read_at(offset, bitset_length))
+            self._plaintext(bitset, ModuleType.BLOOM_FILTER_BITSET, offset)
+        return header_length + bitset_length
+
+    def bloom_filter_lengths(self, region: ChunkRegion) -> tuple[int, int] | None:
+        """Check the header of a Bloom filter; returns its length and that of the bitset, None where it is damaged.
 
         One whose length is not stated may reach to the limit: many that overlap would else be read many times.
         """
@@ -174,6 +192,9 @@ class IndexVerifier:
         try:
             header, end = BloomFilterHeader.read(data)
             num_bytes = header.num_bytes
+            kinds = [header.struct.fields.get(field_id, (None,))[0] for field_id in _BLOOM_FILTER_UNIONS]
+            if kinds != [WireType.STRUCT] * len(kinds):
+                raise ParquetFormatError("its algorithm, hash or compression is missing.")
         except ParquetFormatError as error:
             self._broken("bloom-filter", str(error), *where)
             return None
@@ -190,11 +211,7 @@ class IndexVerifier:
             self._broken("bloom-filter", message, *where)
             return None
         self._book.holds("bloom-filter")
-        if is_encrypted:
-            offset = region.offset + header_length
-            bitset = memoryview(self._source.read_at(offset, bitset_length))
-            self._plaintext(bitset, ModuleType.BLOOM_FILTER_BITSET, offset)
-        return length
+        return header_length, bitset_length
 
 
 def _some(values: list[int]) -> str:

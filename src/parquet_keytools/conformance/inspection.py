@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from parquet_keytools.conformance.file_keys import MaterialFinder
 
 PLAINTEXT = "plaintext"
+"""What stands for bytes under no key."""
 FOOTER = "footer"
+"""What stands for the bytes of the footer."""
 
 _WRAPPING_OVERHEAD = 28
 
@@ -30,7 +32,8 @@ class KeyDescription:
     """What key metadata says, decoded.
 
     Attributes:
-        kind: `none`, `data key`, `internal` or `external` key material, `unknown`.
+        kind: `none`, `data key`, `internal` or `external` key material, `unknown`; with `none`, a configuration
+            may still know the name.
         name: Identifier of the master key, or id of the data key; None where it is not known.
         double_wrapping: Whether a KEK stands in between; None where that is not known.
         kek_id: Of the KEK, in hexadecimal.
@@ -50,6 +53,14 @@ class KeyDescription:
     kms_instance_id: str | None = None
     kms_instance_url: str | None = None
     flaw: str | None = None
+
+    @property
+    def title(self) -> str:
+        """What its bytes are counted under: its name, which is told apart from what is no key."""
+        name = self.name or self.reference
+        if name is None:
+            return "a key without key metadata" if self.kind == "none" else "an unknown key"
+        return f"key {name}" if name in (PLAINTEXT, FOOTER) else name
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,13 @@ class InspectedColumn:
     key: KeyDescription | None = None
     shows: tuple[str, ...] = ()
     denied: str | None = None
+
+    def key_title(self, footer_key: KeyDescription | None) -> str:
+        """Return what its bytes are counted under."""
+        if self.encryption is ColumnEncryption.PLAINTEXT:
+            return PLAINTEXT
+        key = self.key if self.encryption is ColumnEncryption.COLUMN_KEY else footer_key
+        return (key or KeyDescription("none")).title
 
 
 class InspectedModule(NamedTuple):
@@ -138,7 +156,7 @@ class Inspection:
         columns: The leaf columns.
         row_groups: The row groups.
         chunks: The column chunks, as far as their metadata can be read.
-        bytes_by_key: Key name, `plaintext` or `footer` -> bytes under it, as far as that is known.
+        bytes_by_key: `KeyDescription.title`, `plaintext` or `footer` -> bytes under it, as far as that is known.
         flaws: What was found to be wrong on the way; `verify` looks for all of it.
     """
 
@@ -163,12 +181,21 @@ class Inspection:
     flaws: tuple[Finding, ...] = ()
 
 
-def describe_key(key_metadata: bytes | None, finder: MaterialFinder | None = None) -> KeyDescription:
-    """Decode key metadata; external key material only where `finder` can get it."""
+def describe_key(
+    key_metadata: bytes | None, user: tuple[str, ...], finder: MaterialFinder | None = None
+) -> KeyDescription:
+    """Decode key metadata; external key material, and what the caller knows, only where `finder` can get it.
+
+    Args:
+        key_metadata: As the file carries it.
+        user: Path of the column, empty for the footer.
+        finder: Where keys come from.
+    """
     try:
         parsed = parse_key_metadata(key_metadata)
         if parsed is None:
-            return KeyDescription("none")
+            known = None if finder is None else finder.name_without_metadata(user or None)
+            return KeyDescription("none", known)
         if isinstance(parsed, DataKeyId):
             return KeyDescription("data key", parsed.name)
         if isinstance(parsed, KeyMaterial):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,7 +12,6 @@ from parquet_keytools.conformance.findings import Finding
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, check_footer, chunk_place
 from parquet_keytools.conformance.inspection import (
     FOOTER,
-    PLAINTEXT,
     InspectedChunk,
     InspectedColumn,
     InspectedModule,
@@ -41,6 +41,8 @@ _REGION_TYPES = {
     RegionKind.COLUMN_INDEX: ModuleType.COLUMN_INDEX,
     RegionKind.OFFSET_INDEX: ModuleType.OFFSET_INDEX,
 }
+
+_BLOOM_FILTER = (ModuleType.BLOOM_FILTER_HEADER, ModuleType.BLOOM_FILTER_BITSET)
 
 _FIELD_NAMES = {
     1: "type",
@@ -106,7 +108,7 @@ class _Inspector:
             supply_aad_prefix=envelope.supply_aad_prefix,
             footer_offset=envelope.footer_offset,
             footer_length=envelope.footer_length,
-            footer_key=describe_key(envelope.key_metadata, self._keys) if is_encrypted else None,
+            footer_key=describe_key(envelope.key_metadata, (), self._keys) if is_encrypted else None,
             footer_is_authentic=self._is_authentic,
         )
         if footer is not None:
@@ -180,7 +182,7 @@ class _Inspector:
             column.name,
             column.ordinal,
             column.encryption,
-            describe_key(column.key_metadata, self._keys) if own else None,
+            describe_key(column.key_metadata, column.path, self._keys) if own else None,
             shows,
             denied,
         )
@@ -208,13 +210,17 @@ class _Inspector:
                     self._book.broken("metadata-path", str(error), chunk_place(*place))
                     continue
                 found.append((row_group_ordinal, column, metadata, regions))
-        every = (region for _, _, _, regions in found for region in regions)
+        every = [region for _, _, _, regions in found for region in regions]
         usable = check_layout(every, envelope.footer_offset, self._book)
+        starts = sorted({region.offset for region in every if region.length != 0} | {envelope.footer_offset})
         for row_group_ordinal, column, metadata, regions in found:
             kept = [region for region in regions if region in usable]
-            name = _key_name(column, columns[column.ordinal], footer_key)
-            self._add(name, sum(region.length or 0 for region in kept))
-            yield self._chunk(row_group_ordinal, column, metadata, kept)
+            chunk = self._chunk(row_group_ordinal, column, metadata, kept, starts)
+            size = sum(region.length or 0 for region in kept)
+            if any(region.length is None for region in kept):
+                size += sum(module.length for module in chunk.modules if module.module_type in _BLOOM_FILTER)
+            self._add(columns[column.ordinal].key_title(footer_key), size)
+            yield chunk
 
     def _metadata(self, row_group_ordinal: int, column: Column, footer: OpenFooter) -> ColumnMetaData | None:
         stored = footer.chunks[row_group_ordinal][column.ordinal]
@@ -224,27 +230,25 @@ class _Inspector:
         return self._finder.chunk_metadata(row_group_ordinal, column, hidden) or stored.meta_data
 
     def _chunk(
-        self, row_group_ordinal: int, column: Column, metadata: ColumnMetaData, regions: list[ChunkRegion]
+        self,
+        row_group_ordinal: int,
+        column: Column,
+        metadata: ColumnMetaData,
+        regions: list[ChunkRegion],
+        starts: list[int],
     ) -> InspectedChunk:
         modules: list[InspectedModule] = []
         is_whole = True
         for region in regions:
-            pages = None
+            found: list[InspectedModule] | None = None
             if region.kind is RegionKind.PAGES and self._finder is not None:
                 pages = self._finder.pages(row_group_ordinal, column, metadata, region)
-            if pages is None:
-                module_type = _REGION_TYPES[region.kind]
-                modules.append(InspectedModule(module_type, region.offset, region.length or 0))
-            else:
-                modules += pages[0]
-                is_whole = pages[1]
+                if pages is not None:
+                    found, is_whole = pages
+            elif region.kind is RegionKind.BLOOM_FILTER and self._finder is not None:
+                limit = starts[bisect_right(starts, region.offset)]
+                found = self._finder.bloom_filter(row_group_ordinal, column, region, limit)
+            if found is None:
+                found = [InspectedModule(_REGION_TYPES[region.kind], region.offset, region.length or 0)]
+            modules += found
         return InspectedChunk(row_group_ordinal, column.ordinal, metadata.num_values, tuple(modules), is_whole)
-
-
-def _key_name(column: Column, inspected: InspectedColumn, footer_key: KeyDescription | None) -> str:
-    if column.encryption is ColumnEncryption.PLAINTEXT:
-        return PLAINTEXT
-    key = inspected.key if column.encryption is ColumnEncryption.COLUMN_KEY else footer_key
-    if key is None:
-        return "a key without key metadata"
-    return key.name or key.reference or ("a key without key metadata" if key.kind == "none" else "an unknown key")

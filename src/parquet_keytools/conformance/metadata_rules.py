@@ -22,6 +22,9 @@ from parquet_keytools.format.structs import ColumnMetaData
 
 _MOST_LEFT_BYTES = 64 * 1024
 
+_ENCODINGS_FIELD_ID = 2
+"""Of `encodings` in ColumnMetaData, which is required and of no use here."""
+
 
 class MetadataReader:
     """Reads the metadata of chunks, and checks the rules about it."""
@@ -141,5 +144,9 @@ def _check_metadata(metadata: ColumnMetaData, column: Column) -> None:
     _ = metadata.type, metadata.codec, metadata.num_values, metadata.total_uncompressed_size
     _ = metadata.total_compressed_size, metadata.data_page_offset, metadata.dictionary_page_offset
     _ = metadata.index_page_offset, metadata.bloom_filter_offset, metadata.bloom_filter_length
+    if _ENCODINGS_FIELD_ID not in metadata.struct.fields:
+        raise ParquetFormatError("ColumnMetaData.encodings: is missing")
+    if metadata.type != column.type:
+        raise ParquetFormatError(f"its type is {metadata.type}, and that of its column {column.type}.")
     if tuple(metadata.path_in_schema) != column.path:
         raise ParquetFormatError(f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}.")

@@ -7,6 +7,7 @@ from parquet_keytools.conformance.envelope import Envelope
 from parquet_keytools.conformance.expectation import Expectation
 from parquet_keytools.conformance.file_keys import FileKeys, MaterialFinder
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, chunk_place
+from parquet_keytools.conformance.index_rules import IndexVerifier
 from parquet_keytools.conformance.inspection import InspectedModule
 from parquet_keytools.conformance.layout_rules import ChunkRegion
 from parquet_keytools.conformance.module_check import check_module
@@ -85,11 +86,9 @@ class ModuleFinder:
         self, row_group_ordinal: int, column: Column, metadata: ColumnMetaData, region: ChunkRegion
     ) -> tuple[list[InspectedModule], bool] | None:
         """Return the pages of a chunk and their headers, and whether all were found; None without its key."""
-        cipher = self._ciphers.get(column.ordinal)
-        if cipher is None and column.encryption is not ColumnEncryption.PLAINTEXT:
+        chunk = self._chunk(row_group_ordinal, column)
+        if chunk is None:
             return None
-        is_ctr = self._envelope.algorithm is Algorithm.AES_GCM_CTR_V1
-        chunk = ChunkCiphers(column, row_group_ordinal, cipher, is_ctr, b"")
         end = region.offset + (region.length or 0)
         window = Window(self._source, end, _HEADER_STEP)
         walk = PageWalk(window, chunk, metadata, region.offset, end, self._book)
@@ -101,3 +100,34 @@ class ModuleFinder:
             modules.append(InspectedModule(header_type, page.header_offset, header_length, ordinal))
             modules.append(InspectedModule(page.place.module_type, page.offset, page.length, ordinal))
         return modules, not walk.stopped
+
+    def bloom_filter(
+        self, row_group_ordinal: int, column: Column, region: ChunkRegion, limit: int
+    ) -> list[InspectedModule] | None:
+        """Return header and bitset of a Bloom filter; None without its key, or where the header is damaged.
+
+        Args:
+            row_group_ordinal: Of its chunk.
+            column: Its column.
+            region: Where it lies.
+            limit: Where what comes next begins.
+        """
+        chunk = self._chunk(row_group_ordinal, column)
+        if chunk is None:
+            return None
+        index = IndexVerifier(self._source, chunk, limit, self._book, NonceLedger(), lambda *_: None)
+        lengths = index.bloom_filter_lengths(region)
+        if lengths is None:
+            return None
+        return [
+            InspectedModule(ModuleType.BLOOM_FILTER_HEADER, region.offset, lengths[0]),
+            InspectedModule(ModuleType.BLOOM_FILTER_BITSET, region.offset + lengths[0], lengths[1]),
+        ]
+
+    def _chunk(self, row_group_ordinal: int, column: Column) -> ChunkCiphers | None:
+        """Return how a chunk is decrypted; None without its key."""
+        cipher = self._ciphers.get(column.ordinal)
+        if cipher is None and column.encryption is not ColumnEncryption.PLAINTEXT:
+            return None
+        is_ctr = self._envelope.algorithm is Algorithm.AES_GCM_CTR_V1
+        return ChunkCiphers(column, row_group_ordinal, cipher, is_ctr, b"")

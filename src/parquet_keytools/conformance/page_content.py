@@ -1,7 +1,8 @@
-"""Whether a decrypted page begins as its codec lets pages begin.
+"""Whether a page begins as its codec lets pages begin.
 
 A page of AES_GCM_CTR_V1 has no tag: any bytes decrypt to something (spec 4.2.2). What another key, or a counter
-that begins elsewhere, makes of it shows here; a few altered values do not.
+that begins elsewhere, makes of it shows here; a few altered values do not. In other pages it shows where the
+codec, or with Snappy the length in the header, is not that of the content.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Damage:
     """What is lost, and what can still be read.
 
     Attributes:
-        file_is_lost: The footer cannot be read.
+        file_is_lost: The footer cannot be read, or is not authentic.
         losses: What is lost of which chunk.
         row_groups: How many there are.
         readable_row_groups: Ordinals of those that are whole.
@@ -101,7 +101,8 @@ class FileReport:
         with_keys: Whether keys were looked for; without them nothing is authenticated.
         rules: What became of each rule of a file.
         modules: What became of its modules.
-        damage: What is lost; None where no key was looked for, or not all could be had.
+        damage: What is lost; None where no key was looked for, not all could be had, or the AAD prefix is missing,
+            and of a plaintext file that is not wanted.
         denied: Dotted column path, or `footer` -> why its key cannot be had. A column of that name is
             `column footer`.
         asked_for: Ids of rules that must be answered also where no keys are given: somebody asked for them.

@@ -126,7 +126,7 @@ RULES: tuple[Rule, ...] = (
         (
             "key-material",
             "4.3, PKMT1",
-            "Key metadata that is JSON is key material of type PKMT1, or a reference to it, with all its fields.",
+            "Key metadata with a keyMaterialType is PKMT1 key material, or a reference to it, with all fields.",
             "The key cannot be found; readers that are less strict may take another one.",
         ),
         (
@@ -373,7 +373,7 @@ RULES: tuple[Rule, ...] = (
         (
             "metadata-path",
             "5.3, parquet.thrift",
-            "The metadata of a chunk is valid, and its path_in_schema is that of its column.",
+            "The metadata of a chunk has all required fields; type and path_in_schema are those of its column.",
             "Readers find columns by different names: values of one column are read as another's.",
         ),
         (
@@ -410,7 +410,7 @@ RULES: tuple[Rule, ...] = (
         (
             "page-header",
             "parquet.thrift",
-            "Each page header is a Thrift structure with its required fields and sizes that can be.",
+            "Each page header is a Thrift structure with all required fields and sizes that can be.",
             "The rest of the chunk is lost.",
         ),
         (
@@ -459,9 +459,9 @@ RULES: tuple[Rule, ...] = (
         (
             "page-content",
             "4.1.3, 4.2.2",
-            "With AES_GCM_CTR_V1, and a counter that begins at 1, pages compressed with Snappy, gzip or Zstandard "
-            "decrypt to what begins as the output of that codec; for Snappy that is the length in the header.",
-            "Readers get garbage: another counter or key was used, or the page was altered.",
+            "Pages compressed with Snappy, gzip or Zstandard begin as the output of that codec, for Snappy with "
+            "the length in the header; those of AES_GCM_CTR_V1 when they are decrypted with a counter from 1 on.",
+            "Readers get garbage: another codec, counter or key was used, or a page without a tag was altered.",
         ),
         (
             "value-count",
@@ -486,13 +486,14 @@ RULES: tuple[Rule, ...] = (
         (
             "column-index",
             "parquet.thrift",
-            "The column index has one entry for each data page in each of its lists.",
+            "The column index has all required fields, and one entry for each data page in each of its lists.",
             "Filters leave out pages that hold matching rows.",
         ),
         (
             "bloom-filter",
             "parquet.thrift",
-            "Header and bitset of a Bloom filter fill the length stated for it.",
+            "The header of a Bloom filter has all required fields; header and bitset fill the length stated for "
+            "them.",
             "Readers take other bytes for the filter and leave out chunks that hold matching rows.",
         ),
         (

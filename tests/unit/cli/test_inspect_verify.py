@@ -1,11 +1,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click import unstyle
+from vector_kit.vector import SealedFile, as_metadata, data_key, key_material, recipe
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli.inspect_tree import render_inspection
@@ -77,6 +80,43 @@ def test_what_stands_in_a_file_does_not_steer_the_terminal(tmp_path: Path) -> No
     assert "\x1b[2K" not in shown
     assert "\x07" not in shown
     assert "\r" not in shown
+
+
+def test_long_texts_in_a_file_do_not_fill_the_terminal(tmp_path: Path) -> None:
+    url, prefix = "https://" + "k" * 20_000, b"p" * 100_000
+    material = as_metadata(key_material(1, data_key("kf"), is_footer_key=True, kmsInstanceURL=url))
+    made = recipe(1, footer_key_metadata=material, aad_prefix=prefix, file_unique_length=50_000)
+    path = tmp_path / "long.parquet"
+    path.write_bytes(SealedFile(made).make())
+    shown = render_inspection(inspect_file(path))
+    assert "names the KMS 'https://kkk" in shown
+    assert len(shown) < 10_000
+
+
+def test_inspect_fits_into_the_terminal(config: Path, encrypted: Path) -> None:
+    with Keytools.from_yaml(config) as keytools:
+        shown = replace(keytools.inspect_file(encrypted), path="e.parquet")
+
+    def tree(width: int | None) -> list[str]:
+        return unstyle(render_inspection(shown, width)).split("\n\n")[0].splitlines()
+
+    def words(width: int | None) -> list[str]:
+        return [word for line in tree(width) for word in line.split() if word not in ("│", "├─", "└─")]
+
+    assert max(map(len, tree(None))) > 80
+    for width in (80, 60):
+        assert max(map(len, tree(width))) <= width
+        assert words(width) == words(None)
+    # What goes on below itself leaves the lines of the tree whole.
+    assert any(line.startswith("│  │      ") for line in tree(80))
+
+
+def test_inspect_on_a_terminal_knows_its_width(on_a_terminal, tmp_path: Path) -> None:
+    names = {f"key {number}": "value" for number in range(50)}
+    pq.write_table(pa.table({"id": [1]}).replace_schema_metadata(names), tmp_path / "plain.parquet")
+    shown, _ = on_a_terminal("inspect", tmp_path / "plain.parquet")
+    assert "\x1b[31m" in shown
+    assert 190 < max(len(unstyle(line)) for line in shown.splitlines()) <= 200
 
 
 def test_inspect_without_keys_imports_no_pyarrow(encrypted: Path) -> None:
@@ -165,6 +205,21 @@ def test_a_folder_without_keys_is_not_said_to_be_authentic(run, encrypted: Path)
 def test_verify_what_is_not_there(run, config: Path, tmp_path: Path) -> None:
     assert run("verify", tmp_path / "missing").exit_code == 2
     assert run("verify", config, "--config", config, "--table", "peeple").exit_code == 2
+
+
+def test_the_name_of_what_is_salvaged_does_not_steer_the_terminal(run, config: Path, tmp_path: Path) -> None:
+    table = pa.table({"id": range(100), "name": [f"name {number}" for number in range(100)]})
+    pq.write_table(table, tmp_path / "plain.parquet", row_group_size=50)
+    encrypted = tmp_path / "e.parquet"
+    with Keytools.from_yaml(config) as keytools:
+        keytools.encrypt_file(tmp_path / "plain.parquet", encrypted)
+        page = keytools.inspect_file(encrypted).chunks[1].modules[-1]
+    data = bytearray(encrypted.read_bytes())
+    data[page.offset + 20] ^= 1
+    encrypted.write_bytes(data)
+    done = run("decrypt", encrypted, tmp_path / "\x1b[2Krest.parquet", "--config", config, "--salvage")
+    missing = next(line for line in done.stderr.splitlines() if line.startswith("Missing in"))
+    assert missing.endswith("\\x1b[2Krest.parquet: row groups 0 of 2.")
 
 
 def test_salvage(run, config: Path, tmp_path: Path) -> None:

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import base64
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from memory_files import MemorySource
 from vector_kit.plain_file import plain_bytes
-from vector_kit.sealed_file import DATA_PAGE, Place
-from vector_kit.vector import MASTER_KEYS, SealedFile, recipe
+from vector_kit.sealed_file import (
+    BLOOM_FILTER_HEADER,
+    COLUMN_INDEX,
+    COLUMN_META_DATA,
+    DATA_PAGE,
+    DATA_PAGE_HEADER,
+    DICTIONARY_PAGE_HEADER,
+    Module,
+    Place,
+)
+from vector_kit.vector import (
+    MASTER_KEYS,
+    SealedFile,
+    as_metadata,
+    base_columns,
+    data_key,
+    key_material,
+    recipe,
+)
 from vector_kit.write_kit import data_keys
 
 from parquet_keytools import Keytools
 from parquet_keytools.conformance.expectation import Expectation
 from parquet_keytools.conformance.file_verifier import verify_source
 from parquet_keytools.conformance.inspector import inspect_source
-from parquet_keytools.conformance.report import FileReport, Outcome
+from parquet_keytools.conformance.report import FileReport, Loss, Outcome, Verdict
 from parquet_keytools.file_verification import finder_of
 from parquet_keytools.format.file_layout import read_footer_bytes
 from parquet_keytools.format.structs import (
@@ -29,7 +47,7 @@ from parquet_keytools.format.structs import (
     RowGroup,
     SchemaElement,
 )
-from parquet_keytools.format.thrift_compact import ThriftList, WireType
+from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, read_struct, write_struct
 from parquet_keytools.storage import BufferSource, FileLocation
 
 _PRICE = 2
@@ -79,6 +97,7 @@ def bloom_filters_in_each_other(columns: int, body_bytes: int) -> bytes:
     for column in range(columns):
         header = BloomFilterHeader()
         header.num_bytes = body_bytes
+        header.struct.fields |= {field_id: (WireType.STRUCT, Struct()) for field_id in (2, 3, 4)}
         leaf, chunk, metadata = SchemaElement(), ColumnChunk(), ColumnMetaData()
         leaf.type, leaf.name = 1, f"c{column}"
         metadata.struct.fields[2] = (WireType.LIST, ThriftList(WireType.I32, [0]))
@@ -184,3 +203,116 @@ def test_a_page_of_ctr_whose_beginning_was_altered_shows_where_it_is_compressed(
     assert broken(report) == {"ctr", "page-content"}
     assert report.damage is not None
     assert report.damage.losses[0].pages == (0,)
+
+
+# --- Required fields ---------------------------------------------------------------------------------------
+
+
+def _without(wanted: Place, *path: int) -> Callable[[Module], None]:
+    """Return a hook that drops a field of the structure that a module holds."""
+
+    def module(module: Module) -> None:
+        if module.place == wanted:
+            root, _ = read_struct(module.plaintext)
+            holder = root
+            for field_id in path[:-1]:
+                holder = holder.fields[field_id][1]
+            del holder.fields[path[-1]]
+            module.plaintext = write_struct(root)
+
+    return module
+
+
+@pytest.mark.parametrize(
+    ("place", "field_ids", "rule"),
+    [
+        *(((DATA_PAGE_HEADER, 0, 0, 1), (5, field_id), "page-header") for field_id in (1, 2, 3, 4)),
+        *(((DICTIONARY_PAGE_HEADER, 0, 1), (7, field_id), "page-header") for field_id in (1, 2)),
+        ((COLUMN_META_DATA, 0, 0), (2,), "metadata-path"),
+        ((COLUMN_INDEX, 0, 0), (4,), "column-index"),
+        *(((BLOOM_FILTER_HEADER, 0, 1), (field_id,), "bloom-filter") for field_id in (2, 3, 4)),
+    ],
+)
+def test_a_required_field_that_is_missing(place: Place, field_ids: tuple[int, ...], rule: str) -> None:
+    """Other readers refuse such structures, so they are no pass, however authentic they are."""
+    data = SealedFile(recipe(1, module=_without(place, *field_ids))).make()
+    assert broken(verified(data)) == {rule}
+
+
+@pytest.mark.parametrize("field_id", range(1, 7))
+def test_a_required_field_of_a_page_v2_that_is_missing(field_id: int) -> None:
+    hook = _without((DATA_PAGE_HEADER, 0, 0, 1), 8, field_id)
+    assert broken(verified(SealedFile(recipe(1, module=hook), {"v2": True}).make())) == {"page-header"}
+
+
+@pytest.mark.parametrize("length", [-1, -(2**31), 2**31 - 1])
+def test_levels_that_are_no_part_of_their_page(length: int) -> None:
+    def page_header(place: Place, header: PageHeader) -> None:
+        if place == (DATA_PAGE, 0, _PRICE, 1):
+            inner = header.data_page_header_v2
+            assert inner is not None
+            inner.struct.fields[_DEFINITION_LEVELS_LENGTH] = (WireType.I32, length)
+
+    data = SealedFile(recipe(1, page_header=page_header), {"v2": True}).make()
+    assert broken(verified(data)) == {"page-header"}
+
+
+# --- Metadata that is authentic and not true ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [("codec", 1, "page-content"), ("codec", 6, "page-content"), ("type", 5, "metadata-path")],
+)
+def test_metadata_that_says_what_its_pages_are_not(name: str, value: int, rule: str) -> None:
+    def metadata(row_group: int, column: int, record: ColumnMetaData) -> None:
+        if (row_group, column) == (0, 0):
+            setattr(record, name, value)
+
+    report = verified(SealedFile(recipe(1, metadata=metadata)).make())
+    assert broken(report) == {rule}
+    assert report.damage is not None
+    assert report.damage.readable_row_groups == (1,)
+
+
+def test_pages_that_are_smaller_than_their_headers_say() -> None:
+    def page_header(place: Place, header: PageHeader) -> None:
+        if place == (DATA_PAGE, 0, 0, 1):
+            header.uncompressed_page_size += 1
+
+    for plain in ({"compression": "snappy"}, {"compression": "snappy", "v2": True}):
+        assert broken(verified(SealedFile(recipe(1, page_header=page_header), plain).make())) == {"page-content"}
+
+
+def test_a_chunk_in_another_file_is_lost() -> None:
+    def chunk(row_group: int, column: int, record: ColumnChunk) -> None:
+        if (row_group, column) == (0, 0):
+            record.file_path = "other.parquet"
+
+    report = verified(SealedFile(recipe(1, chunk=chunk)).make())
+    assert "layout-range" in broken(report)
+    assert report.damage is not None
+    assert report.damage.losses == (Loss(0, 0, "id", None),)
+    assert report.damage.readable_row_groups == (1,)
+
+
+# --- Key metadata of other key managers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key_metadata",
+    [b"\x00\xff\xfe binary", b'{"keyId": "k1"}', b'{"version": 2, "dek": ["a"]}', b"{not JSON", b"[]"],
+)
+def test_key_metadata_of_any_kind_is_legal_and_no_pass(key_metadata: bytes) -> None:
+    """The specification leaves it to the writer (4.3)."""
+    columns = base_columns() | {0: (data_key("k1"), key_metadata)}
+    report = verified(SealedFile(recipe(1, columns=columns)).make())
+    assert not broken(report)
+    assert report.verdict is Verdict.INCOMPLETE
+    assert list(report.denied) == ["id"]
+
+
+def test_key_material_of_another_type_is_named() -> None:
+    material = key_material(1, data_key("k1"), is_footer_key=False, keyMaterialType="PKMT2")
+    columns = base_columns() | {0: (data_key("k1"), as_metadata(material))}
+    assert broken(verified(SealedFile(recipe(1, columns=columns)).make())) == {"key-material"}

@@ -13,18 +13,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs as pafs
+from vector_kit.vector import FOOTER_KEY, SealedFile, recipe
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance.report import DataSetReport, FileReport, Loss, Outcome, Verdict
+from parquet_keytools.conformance.report import Damage, DataSetReport, FileReport, Loss, Outcome, Verdict
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
     DecryptionError,
+    FooterSignatureError,
     NotEncryptedError,
     OutputError,
     ParquetFormatError,
 )
 from parquet_keytools.file_verification import verify_file, verify_folder
+from parquet_keytools.format.structs import PageHeader
 from parquet_keytools.storage import FileLocation, open_source
 
 MASTER_KEYS = {name: base64.b64encode((name[:1] * 16).encode()).decode() for name in ("footer", "pii", "other")}
@@ -53,7 +56,9 @@ def keytools(**changes: Any) -> Keytools:
 def make(tmp_path: Path) -> Callable[..., Path]:
     """Writes an encrypted file of three row groups of three pages."""
 
-    def write(name: str = "file.parquet", *, table: pa.Table = TABLE, **changes: Any) -> Path:
+    def write(
+        name: str = "file.parquet", *, table: pa.Table = TABLE, compression: str = "snappy", **changes: Any
+    ) -> Path:
         plain = tmp_path / f"{name}.plain"
         pq.write_table(
             table,
@@ -62,6 +67,7 @@ def make(tmp_path: Path) -> Callable[..., Path]:
             max_rows_per_page=10,
             write_batch_size=10,
             use_dictionary=["name"],
+            compression=compression,
             write_page_index=True,
             bloom_filter_options={"name": {"ndv": 4, "fpp": 0.1}},
         )
@@ -131,6 +137,22 @@ def test_a_refused_column_key_is_never_a_pass(make) -> None:
     assert "'name'" in result.reasons[0]
     assert {tally.column for tally in report.modules} == {None, "id", "price"}
     assert report.damage is None
+    # The footer's DEK unwraps, that of `name` was not tried.
+    assert report.result("key-wrap").outcome is Outcome.NOT_CHECKED
+    assert report.result("kek-length").outcome is Outcome.NOT_CHECKED
+
+
+def test_keys_that_nobody_unwrapped_are_not_checked(make) -> None:
+    for key_material in ("internal", "external"):
+        report = verify_file(
+            None, FileLocation.resolve(make(f"{key_material}.parquet", key_material=key_material))
+        )
+        assert report.conforms
+        assert report.result("key-wrap").outcome is Outcome.NOT_CHECKED
+    assert report.result("key-material-file").outcome is Outcome.NOT_CHECKED
+    single = verify_file(None, FileLocation.resolve(make(double_wrapping=False)))
+    assert single.result("key-wrap").outcome is Outcome.NOT_CHECKED
+    assert single.result("kek-length").outcome is Outcome.NOT_APPLICABLE
 
 
 def test_a_refused_footer_key_is_never_a_pass(make) -> None:
@@ -323,6 +345,71 @@ def test_a_damaged_index_costs_no_row(make, tmp_path: Path, module_type: ModuleT
     assert pq.read_table(tmp_path / "rest.parquet").equals(TABLE)
 
 
+@pytest.fixture
+def alter_header(make) -> Callable[..., Path]:
+    """Writes a file with a plaintext column `price`, and changes the header of a page of it, length as before."""
+
+    def write(compression: str, change: Callable[[PageHeader], None]) -> Path:
+        path = make(compression=compression, unlisted_columns="plaintext")
+        with keytools() as reader:
+            chunks = reader.inspect_file(path).chunks
+        modules = next(c for c in chunks if (c.row_group_ordinal, c.column_ordinal) == (1, 2)).modules
+        found = next(m for m in modules if m.module_type is ModuleType.DATA_PAGE_HEADER and m.page_ordinal == 1)
+        data = bytearray(path.read_bytes())
+        header, end = PageHeader.read(bytes(data), found.offset)
+        change(header)
+        assert len(header.serialise()) == end - found.offset
+        data[found.offset : end] = header.serialise()
+        path.write_bytes(data)
+        return path
+
+    return write
+
+
+def _more_bytes(header: PageHeader) -> None:
+    header.uncompressed_page_size += 1
+
+
+def _fewer_values(header: PageHeader) -> None:
+    assert header.data_page_header is not None
+    header.data_page_header.num_values -= 1
+
+
+@pytest.mark.parametrize(
+    ("compression", "change", "rule", "loss"),
+    [
+        ("none", _more_bytes, "page-size", Loss(1, 2, "price", (1,))),
+        ("snappy", _more_bytes, "page-content", Loss(1, 2, "price", (1,))),
+        ("zstd", _fewer_values, "value-count", Loss(1, 2, "price", None)),
+    ],
+)
+def test_plaintext_pages_that_cannot_be_read_are_not_salvaged(
+    alter_header, tmp_path: Path, compression: str, change: Callable[[PageHeader], None], rule: str, loss: Loss
+) -> None:
+    path = alter_header(compression, change)
+    with keytools(unlisted_columns="plaintext") as reader:
+        report = reader.verify_file(path)
+        assert broken(report) - {"offset-index-rows"} == {rule}
+        assert report.damage is not None
+        assert report.damage.losses == (loss,)
+        result = reader.salvage_file(path, tmp_path / "rest.parquet")
+    assert result.missing_row_groups == (1,)
+    rest = pq.read_table(tmp_path / "rest.parquet")
+    assert rest.equals(pa.concat_tables([TABLE.slice(0, 30), TABLE.slice(60)]))
+
+
+@pytest.mark.parametrize("compression", ["snappy", "gzip", "zstd"])
+def test_a_plaintext_page_that_is_not_its_codecs_is_named(make, compression: str) -> None:
+    path = make(compression=compression, unlisted_columns="plaintext")
+    with keytools(unlisted_columns="plaintext") as reader:
+        chunk = next(c for c in reader.inspect_file(path).chunks if c.column_ordinal == 2)
+        page = next(module for module in chunk.modules if module.module_type is ModuleType.DATA_PAGE)
+        data = bytearray(path.read_bytes())
+        data[page.offset] ^= 1
+        path.write_bytes(data)
+        assert broken(reader.verify_file(path)) == {"page-content"}
+
+
 def test_a_whole_file_is_salvaged_whole(make, tmp_path: Path) -> None:
     with keytools() as reader:
         result = reader.salvage_file(make(), tmp_path / "rest.parquet")
@@ -362,6 +449,33 @@ def test_a_lost_footer_loses_the_file(make) -> None:
     assert broken(report) == {"footer-authentic"}
     assert report.damage is not None
     assert report.damage.file_is_lost
+
+
+def test_what_a_forged_footer_says_is_not_salvaged(make, tmp_path: Path) -> None:
+    path = make(plaintext_footer=True)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"parquet-cpp-arrow")
+    data[at] ^= 1
+    path.write_bytes(data)
+    with keytools(plaintext_footer=True) as reader:
+        report = reader.verify_file(path)
+        assert "signature-valid" in broken(report)
+        assert report.damage == Damage(file_is_lost=True)
+        with pytest.raises(FooterSignatureError):
+            reader.salvage_file(path, tmp_path / "rest.parquet")
+    assert not (tmp_path / "rest.parquet").exists()
+
+
+def test_what_was_not_looked_at_is_neither_lost_nor_whole(make, tmp_path: Path) -> None:
+    path = make(store_aad_prefix=False)
+    kms = {"type": "in_memory", "keys": MASTER_KEYS}
+    with Keytools.from_mapping({"version": 1, "kms": kms}) as without_prefix:
+        report = without_prefix.verify_file(path)
+        assert report.verdict is Verdict.INCOMPLETE
+        assert not broken(report)
+        assert report.damage is None
+        pq.write_table(TABLE, tmp_path / "plain.parquet")
+        assert without_prefix.verify_file(tmp_path / "plain.parquet").damage is None
 
 
 # --- Data sets ---------------------------------------------------------------------------------------------
@@ -428,6 +542,18 @@ def test_what_is_no_file_where_readers_look_for_one_is_no_pass(make) -> None:
     (folder / "part-2.parquet").rename(folder / "_pipe")
     (folder / "loop").symlink_to(folder)
     assert keytools().verify_folder(folder).conforms
+
+
+@pytest.mark.parametrize("name", ["part-1", "PART-1.PARQUET", "part-00001.gz"])
+def test_what_is_called_a_part_and_is_none_is_no_pass(make, name: str) -> None:
+    folder = make("part-0.parquet").parent
+    (folder / "notes.txt").write_text("Parts of the shop.")
+    (folder / "_part-2").write_bytes(bytes(100))
+    assert keytools().verify_folder(folder).conforms
+    (folder / name).write_bytes(bytes(100))
+    report = keytools().verify_folder(folder)
+    assert report.verdict is Verdict.INCOMPLETE
+    assert [file.path for file in report.files if not file.conforms] == [str(folder / name)]
 
 
 def test_a_file_that_cannot_be_read_hides_nothing(make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,6 +684,57 @@ def test_inspection_with_keys_shows_every_module(make) -> None:
     assert [page.page_ordinal for page in pages] == [0, 1, 2]
     assert shown.columns[1].key is not None
     assert (shown.columns[1].key.name, shown.columns[1].key.double_wrapping) == ("pii", True)
+
+
+def test_inspection_shows_both_modules_of_a_bloom_filter(make) -> None:
+    path = make()
+    with keytools() as reader:
+        shown = reader.inspect_file(path)
+        chunk = next(c for c in shown.chunks if (c.row_group_ordinal, c.column_ordinal) == (1, 1))
+        header, bitset = (
+            next(module for module in chunk.modules if module.module_type is module_type)
+            for module_type in (ModuleType.BLOOM_FILTER_HEADER, ModuleType.BLOOM_FILTER_BITSET)
+        )
+        assert bitset.offset == header.offset + header.length
+        flip(path, ModuleType.BLOOM_FILTER_BITSET, 1, 1)
+        assert broken(reader.verify_file(path)) == {"bloom-filter-bitset-authentic"}
+        flip(path, ModuleType.BLOOM_FILTER_HEADER, 1, 1)
+        damaged = reader.inspect_file(path)
+    assert sum(damaged.bytes_by_key.values()) == path.stat().st_size - 4
+    assert [finding.rule.id for finding in damaged.flaws] == ["bloom-filter-header-authentic"]
+
+
+def test_bytes_under_a_key_are_those_under_no_other(tmp_path: Path) -> None:
+    """Not those of the footer, nor those in plaintext, whatever the key is called."""
+    plain, path = tmp_path / "plain.parquet", tmp_path / "file.parquet"
+    pq.write_table(TABLE, plain)
+    keys = {name: base64.b64encode(bytes([n] * 16)).decode() for n, name in enumerate(("footer", "plaintext"))}
+    table = {"footer_key": "footer", "column_keys": {"footer": ["id"], "plaintext": ["name"]}}
+    with Keytools.from_mapping({"version": 1, "data_keys": keys, "tables": {"shop": table}}) as reader:
+        reader.encrypt_file(plain, path)
+        shown = reader.inspect_file(path)
+    sizes = [sum(module.length for module in chunk.modules) for chunk in shown.chunks]
+    assert shown.footer_length is not None
+    assert shown.bytes_by_key == {
+        "footer": shown.footer_length + 8,
+        "key footer": sizes[0],
+        "key plaintext": sizes[1],
+        "plaintext": sizes[2],
+    }
+
+
+def test_keys_that_only_the_configuration_names_are_told_apart(tmp_path: Path) -> None:
+    names = {"footer": "f", "columns": {"id": "a", "name": "b"}}
+    keys = {name: base64.b64encode(name.encode() * 16).decode() for name in ("f", "a", "b")}
+    columns = {0: (b"a" * 16, None), 1: (b"b" * 16, None), 2: FOOTER_KEY}
+    made = recipe(1, footer_key=b"f" * 16, footer_key_metadata=None, columns=columns)
+    path = tmp_path / "file.parquet"
+    path.write_bytes(SealedFile(made).make())
+    reading = {"keys_without_metadata": names}
+    with Keytools.from_mapping({"version": 1, "data_keys": keys, "reading": reading}) as reader:
+        shown = reader.inspect_file(path)
+        assert set(shown.bytes_by_key) == {"footer", "f", "a", "b"}
+        assert set(reader.inspect_file(path, with_keys=False).bytes_by_key) == {"footer"}
 
 
 def test_inspection_says_which_key_is_refused(make) -> None:
