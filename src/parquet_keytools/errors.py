@@ -198,6 +198,10 @@ class WrappedKeyInvalidError(KmsError):
     default_hint = "Check that the file was written with this KMS, and restore it if it was altered."
 
 
+KEY_REFUSALS = (KmsAccessDeniedError, MasterKeyDisabledError, MasterKeyNotFoundError)
+"""How a KMS says that this reader is not to have a key; all else may be another answer tomorrow, or an attack."""
+
+
 class KmsThrottledError(KmsError):
     """The KMS asked for fewer calls."""
 

@@ -19,10 +19,12 @@ from parquet_keytools.encryption.footer import (
 )
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import (
+    KEY_REFUSALS,
     ColumnAccessDeniedError,
     DecryptionError,
     FileChangedError,
     KeyMaterialError,
+    KeyNotAvailableError,
     KeytoolsError,
     NotEncryptedError,
     ParquetFormatError,
@@ -38,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 _CONCURRENT_FILES = 16
 """How many footers are read at a time; each takes two reads, which on an object store is mostly waiting."""
+
+_NOT_FOR_THIS_READER = (*KEY_REFUSALS, KeyNotAvailableError)
 
 
 @dataclass(frozen=True)
@@ -100,14 +104,27 @@ class OpenedFile:
             if name == column.path[0] or f"{'.'.join(column.path)}.".startswith(f"{name}.")
         ]
 
-    def refuse_denied(self, names: Sequence[str] | None, *, hint: str = "") -> None:
-        """Raise `ColumnAccessDeniedError` if one of these columns cannot be read; None means all."""
+    def refuse_denied(self, names: Sequence[str] | None, *, hint: str = "", hides_refused: bool = False) -> None:
+        """Raise `ColumnAccessDeniedError` if one of these columns cannot be read; None means all.
+
+        Args:
+            names: Of columns, as in a projection.
+            hint: For the error.
+            hides_refused: Whether columns whose keys this reader is not to have are left out, and no error. A
+                KMS that is down, or a key that was altered, is one nevertheless: a result would lack columns
+                today that it had yesterday.
+        """
         wanted = (
             list(self.footer.columns)
             if names is None
             else [column for name in names for column in self.columns_named(name)]
         )
-        denied = [column.path for column in wanted if column.path in self.denied]
+        denied = [
+            column.path
+            for column in wanted
+            if column.path in self.denied
+            and not (hides_refused and isinstance(self.denied[column.path], _NOT_FOR_THIS_READER))
+        ]
         if denied:
             raise ColumnAccessDeniedError(
                 [".".join(path) for path in denied], [self.denied[path] for path in denied], hint=hint

@@ -597,6 +597,26 @@ def test_hidden_columns(tmp_path: Path) -> None:
             read()
 
 
+@pytest.mark.parametrize("failure", ["timeout", "foreign", "wrong_key"])
+def test_only_a_refusal_hides_columns(tmp_path: Path, failure: str) -> None:
+    """A result must not lack a column because the KMS was down, or somebody altered a wrapped key."""
+    kms = FaultyKms(MASTER_KEYS)
+    tools = keytools(kms, reading={"denied_columns": "hide"})
+    tools.write_table(TABLE, tmp_path / "x.parquet")
+    kms.fail(failure, "ka")
+    for read in (
+        lambda: tools.read_table(tmp_path / "x.parquet"),
+        lambda: tools.read_table(tmp_path / "x.parquet", columns=["a", "b"]),
+        lambda: tools.read_table(tmp_path),
+        lambda: tools.dataset(tmp_path),
+    ):
+        tools.clear_caches()
+        with pytest.raises(ColumnAccessDeniedError) as caught:
+            read()
+        assert caught.value.columns == ("a",)
+    assert tools.read_table(tmp_path, columns=["plain", "b"]).equals(TABLE.select(["plain", "b"]))
+
+
 def test_hidden_columns_of_some_files(tmp_path: Path) -> None:
     """One column has two master keys, one of them refused: it is hidden in all of the data set."""
     kms = FaultyKms(MASTER_KEYS)

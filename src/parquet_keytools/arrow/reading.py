@@ -43,7 +43,7 @@ def read_table(
         decrypt: For a file that Arrow cannot decrypt.
         columns: Names to read, or None for all.
         filters: As pyarrow takes them.
-        hide_denied: Whether columns that cannot be read are left out instead of refused.
+        hide_denied: Whether columns whose keys are refused are left out.
         options: Further arguments of `pyarrow.parquet.read_table`.
 
     Raises:
@@ -52,6 +52,7 @@ def read_table(
     """
     refuse_denied_filter(opened, filters)
     if hide_denied and opened.denied:
+        opened.refuse_denied(columns, hides_refused=True)
         columns = _without_denied(opened, columns)
     opened.refuse_denied(columns)
     limits = arrow_read_limits(opened) if opened.is_encrypted else []
@@ -127,10 +128,8 @@ def open_dataset(
     """
     for opened in files:
         refuse_denied_filter(opened, filters)
-        if not hide_denied:
-            opened.refuse_denied(
-                columns, hint="Name the columns that you need, or say `denied_columns: hide` under `reading`."
-            )
+        hint = "Name the columns that you need, or say `denied_columns: hide` under `reading`."
+        opened.refuse_denied(columns, hint="" if hide_denied else hint, hides_refused=hide_denied)
     handler = VerifiedHandler(folder.filesystem, files, decrypt, columns if filters is None else None)
     filesystem = pafs.PyFileSystem(handler)
     formats = [_file_format(opened) for opened in files]

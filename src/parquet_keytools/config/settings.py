@@ -66,7 +66,8 @@ class ReadingSettings(Settings):
         description="What happens to files of AES_GCM_CTR_V1, whose page data is not authenticated.",
     )
     denied_columns: Literal["error", "hide"] = Field(
-        default="error", description="What happens to columns whose keys the KMS refuses."
+        default="error",
+        description="What happens to columns whose keys the KMS refuses. Whatever else fails is always an error.",
     )
     cache_lifetime_seconds: Seconds = Field(
         default=600, description="How long unwrapped KEKs are kept for reading, in seconds; 0 keeps none."

@@ -22,12 +22,10 @@ from typing import BinaryIO, TypeVar
 from parquet_keytools.config.key_names import check_key_names, configured_master_key_ids
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import (
+    KEY_REFUSALS,
     ConfigurationError,
     KeytoolsError,
-    KmsAccessDeniedError,
     KmsError,
-    MasterKeyDisabledError,
-    MasterKeyNotFoundError,
 )
 from parquet_keytools.keys.key_unwrapper import decode_master_key_id
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, UnwrapRequest, WrapRequest
@@ -48,9 +46,6 @@ from parquet_keytools.spark.waiting_requests import WaitingRequests
 
 THREADS = 4
 """So many calls to the KMS at a time; what comes meanwhile waits, and goes together in the next one."""
-
-# What parquet-java takes for "not this reader": it then reads the other columns.
-_DENIED = (KmsAccessDeniedError, MasterKeyDisabledError, MasterKeyNotFoundError)
 
 _COUNTS = ("wrap calls", "wrap keys", "unwrap calls", "unwrap keys")
 
@@ -203,7 +198,8 @@ class KmsWorker:
         self.statistics.add(operation, len(requests))
         for (frame, _), outcome in zip(requests, outcomes, strict=True):
             if isinstance(outcome, KmsError):
-                status = Status.DENIED if isinstance(outcome, _DENIED) else Status.FAILED
+                # parquet-java reads the other columns then.
+                status = Status.DENIED if isinstance(outcome, KEY_REFUSALS) else Status.FAILED
                 self._answer(frame, status, str(outcome).encode(errors="replace"))
             else:
                 self._answer(frame, Status.OK, content(outcome))
