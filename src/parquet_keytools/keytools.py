@@ -40,7 +40,8 @@ from parquet_keytools.rotation.data_set_rotation import OnFile
 from parquet_keytools.rotation.inventory import FileKeyUses
 from parquet_keytools.rotation.inventory_without_kms import InventoryWithoutKms
 from parquet_keytools.rotation.report import RotationReport
-from parquet_keytools.rotation.request import RotationRequest, list_keys, master_key_id, run_rotation
+from parquet_keytools.rotation.request import RotationRequest, list_keys, master_key_id, prefix_of, run_rotation
+from parquet_keytools.rotation.restored_check import RestoredCheck
 from parquet_keytools.storage import FileLocation, PathLike
 
 if TYPE_CHECKING:
@@ -731,7 +732,8 @@ class Keytools:
                 the configuration says.
             dry_run: Change nothing; the report says what would change and what the KMS would be asked for.
             journal: A local path for the journal; local folders keep their own if it is not given.
-            to: Another KMS, or the tools of another configuration, whose master keys wrap from now on.
+            to: Another KMS, or the tools of another configuration, whose master keys wrap from now on. A journal
+                tells configurations apart, and not KMS clients without one.
             table_name: Table of the files, for an AAD prefix that they do not store.
             aad_prefix: The AAD prefix that they must have.
             filesystem: A `pyarrow.fs` or fsspec file system.
@@ -770,19 +772,30 @@ class Keytools:
             check_moves(self.configuration, self.kms.master_key_ids())
         return moves
 
-    def undo_rotation(self, path: PathLike | FileLocation, *, filesystem: Any = None) -> RotationReport:
+    def undo_rotation(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+    ) -> RotationReport:
         """Put back the keys that `rotate` kept of a file, or of all files under a folder.
 
-        A file that changed since is left as it is, and reported. Several rotations are undone one a call.
+        A file that changed since is left as it is, and reported; so is one whose old keys the KMS does not unwrap.
+        Several rotations are undone one a call.
 
         Args:
             path: A path or URI of a file or a folder.
+            table_name: Table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that they must have.
             filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             FileNotFoundError: There is no such file or folder.
         """
-        return restoring.restore_data_set(FileLocation.resolve(path, filesystem))
+        check = RestoredCheck.make(self._keys, prefix_of(self._keys, table_name, aad_prefix))
+        return restoring.restore_data_set(FileLocation.resolve(path, filesystem), check)
 
     def drop_old_keys(self, path: PathLike | FileLocation, *, filesystem: Any = None) -> int:
         """Remove the keys that `rotate` kept of a file, or of all files under a folder.

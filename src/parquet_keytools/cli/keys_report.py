@@ -36,14 +36,22 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
     """Return the master key that `KEY[@VERSION]` means.
 
     Raises:
-        ConfigurationError: The KMS has no such master key: nothing would seem to need a misspelt one.
+        ConfigurationError: The KMS has no such master key, or it is a data key, or the version is left out after
+            the `@`: nothing would seem to need it.
     """
     names = keytools.configuration.master_keys
     known = None if keytools.kms is None else keytools.kms.master_key_ids()
     key, at, version = text.rpartition("@")
     is_whole = not at or text in names or text in (known or ())
     name = text if is_whole else key
+    if not is_whole and not version:
+        # Such as of a variable that is not set.
+        raise ConfigurationError(f"{text!r} names no version.", hint="Leave out the `@` to mean all versions.")
     master_key_id = names.get(name, name)
+    if name in keytools.configuration.data_keys and name not in names:
+        raise ConfigurationError(
+            f"{name!r} is a data key, and no master key.", hint="`keys` without it shows which files have it."
+        )
     if known is not None and master_key_id not in known:
         hint = did_you_mean(name, {*known, *names}) or one_of(known)
         raise ConfigurationError(f"the KMS has no master key {master_key_id!r}.", hint=hint)

@@ -106,7 +106,7 @@ def run(
         if table is not None:
             keytools.configuration.select_table(table)
         if undo:
-            _undo(keytools, location, as_json=as_json)
+            _undo(keytools, location, table, aad_prefix, as_json=as_json)
             return
         if drop_old:
             _drop_old(keytools, location, as_json=as_json)
@@ -172,11 +172,13 @@ def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any],
     exit_with(report)
 
 
-def _undo(keytools: Keytools, location: FileLocation, *, as_json: bool) -> None:
+def _undo(
+    keytools: Keytools, location: FileLocation, table: str | None, aad_prefix: str | None, *, as_json: bool
+) -> None:
     from parquet_keytools.cli.output import FilesDocument
     from parquet_keytools.cli.rotation_report import RotationTally, exit_with, file_document
 
-    report = keytools.undo_rotation(location)
+    report = keytools.undo_rotation(location, table_name=table, aad_prefix=aad_prefix)
     tally = RotationTally()
     with FilesDocument(wanted=as_json) as document:
         for file in report.files:

@@ -68,7 +68,9 @@ def rotate_data_set(path: FileLocation, context: RotationContext, options: RunOp
         raise
     finally:
         report.kms_calls = context.rewrapper.calls + context.versions.calls
-        report.expected_kms_calls = context.rewrapper.expected_calls
+        if context.dry_run:
+            # To describe master keys changes nothing, so it was done.
+            report.expected_kms_calls = context.rewrapper.expected_calls + context.versions.calls
     if journal is not None:
         journal.close(remove=report.stopped_by is None)
         report.journal = str(journal.path) if report.stopped_by is not None else None
@@ -83,7 +85,12 @@ def _open_journal(
         place = Path(path.path) / JOURNAL_NAME
     if place is None or context.dry_run:
         return None
-    parameters = {"path": str(path), **context.plan.parameters(), "keep_old": context.keep_old is not None}
+    parameters = {
+        "path": str(path),
+        **context.plan.parameters(),
+        "keep_old": context.keep_old is not None,
+        "kms": context.kms_digest,
+    }
     try:
         journal = Journal(place, parameters)
     except JournalInUseError:
@@ -176,8 +183,10 @@ class _Run:
         if self._journal is None:
             return
         for key in result.keys:
-            version = self._context.versions.current_new(key.new_master_key_id)
-            self._journal.add_version(key.new_master_key_id, version)
+            self._context.versions.current_new(key.new_master_key_id)
+        # Also those of keys that stay, because they are current: with a newer version they are not any more.
+        for master_key_id, version in self._context.versions.known_new.items():
+            self._journal.add_version(master_key_id, version)
         try:
             state = state_with_material(location)
         except OSError:

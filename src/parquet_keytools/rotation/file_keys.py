@@ -133,6 +133,13 @@ class FileKeys:
         self.add(column.key_metadata for column in own_key_columns(footer))
 
 
+def stated_aad_prefix(envelope: FooterEnvelope) -> bytes | None:
+    """Return the AAD prefix of a file, empty where it has none; None where it has one that it does not store."""
+    if envelope.aad_prefix is None and not envelope.supply_aad_prefix:
+        return b""
+    return envelope.aad_prefix
+
+
 def own_key_columns(footer: Footer) -> list[FooterColumn]:
     """Return the columns that have a key of their own."""
     return [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]

@@ -73,6 +73,9 @@ class FileWork:
         if isinstance(self.failure, ChangedMeanwhileError):
             return self.failure
         if isinstance(self.failure, FileNotFoundError):
+            if self.location.is_file():
+                # Not there for a moment, or its key material: somebody replaces it just now.
+                return ChangedMeanwhileError(f"{self.location} changed while its keys were rotated.")
             return FileRotation(str(self.location), Outcome.NOTHING_TO_ROTATE, how="removed meanwhile")
         return FileRotation.failed(str(self.location), self.failure)
 

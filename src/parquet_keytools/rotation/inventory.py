@@ -14,13 +14,14 @@ from parquet_keytools.keys.file_key_retriever import DataKeys
 from parquet_keytools.keys.kek import Kek
 from parquet_keytools.keys.key_metadata import DataKeyId, parse_key_metadata
 from parquet_keytools.rotation.data_set_rotation import CONCURRENT_FILES
-from parquet_keytools.rotation.file_keys import FileKeys, own_key_columns
+from parquet_keytools.rotation.file_keys import FileKeys, own_key_columns, stated_aad_prefix
 from parquet_keytools.rotation.file_work import FileWork, read_window
 from parquet_keytools.rotation.held_key import HeldKey
 from parquet_keytools.rotation.master_key_versions import MasterKeyVersions
 from parquet_keytools.rotation.rewrap_task import WrappedKey
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.rotation_files import rotation_files
+from parquet_keytools.rotation.rotation_plan import is_same_version
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage import FileLocation
 from parquet_keytools.strict_base64 import encode
@@ -72,7 +73,7 @@ class FileKeyUses:
         uncertain = self.unknown is not None
         for use in self.uses:
             if use.master_key_id == master_key_id:
-                if version is None or use.version == version:
+                if version is None or (use.version is not None and is_same_version(use.version, version)):
                     return True
                 uncertain |= use.version is None
         return None if uncertain else False
@@ -140,7 +141,7 @@ class Inventory:
             key = value_or_raise(unwrapped[held.wrapped_key])
             kek_id = held.material.kek_id
             dek = key if kek_id is None else Kek(kek_id, key).unwrap_dek(held.material.wrapped_dek)
-        prefix = self._aad_prefix_of(keys.location, keys.envelope.aad_prefix)
+        prefix = self._aad_prefix_of(keys.location, stated_aad_prefix(keys.envelope))
         keys.take_footer(keys.envelope.open(dek, prefix))
 
     def _uses(self, keys: FileKeys) -> Iterator[KeyUse]:

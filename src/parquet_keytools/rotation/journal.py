@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import OutputError
 from parquet_keytools.rotation.report import FileRotation, Outcome
 
@@ -23,6 +24,16 @@ JOURNAL_NAME = "._parquet_keytools_rotation.journal"
 _SYNC_SECONDS = 2.0
 _FORMAT = 1
 _NOT_FINISHED = (Outcome.FAILED, Outcome.WOULD_ROTATE, Outcome.FINISHED_BEFORE)
+
+
+def kms_digest(*configurations: Configuration | None) -> str:
+    """Return what tells the KMSs of configurations apart, for the parameters of a journal.
+
+    What a run moved to one KMS is not finished for a run that moves to another one.
+    """
+    # The text of settings shows no secrets, and so not those that differ from run to run.
+    said = [(str(found.folder), repr(found.kms)) for found in configurations if found is not None]
+    return hashlib.blake2b(repr(said).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 class JournalInUseError(OutputError):

@@ -75,8 +75,11 @@ def keep(
         new: What takes their place.
         rotation_id: Of this rotation; later ones sort after it.
     """
-    location = parquet_file.sibling(f".{parquet_file.name}.{rotation_id}.{kind}{SUFFIX}")
-    head = {"keptKeys": 1, "kind": kind, "offset": offset, "oldSHA256": _sha256(old), "newSHA256": _sha256(new)}
+    new_sha256 = _sha256(new)
+    # A rotation may come to one file twice, by way of links: what it kept first must not be lost then.
+    change_id = f"{rotation_id}{new_sha256[:8]}"
+    location = parquet_file.sibling(f".{parquet_file.name}.{change_id}.{kind}{SUFFIX}")
+    head = {"keptKeys": 1, "kind": kind, "offset": offset, "oldSHA256": _sha256(old), "newSHA256": new_sha256}
     with claimed_output(location, as_private_as=replaced) as pending, sink_like(pending, replaced) as sink:
         line = json.dumps(head).encode() + b"\n"
         sink.write_at(0, line)

@@ -30,10 +30,11 @@ class MasterKeyVersions:
         return KmsCalls(describe=len(self._current))
 
     @property
-    def known(self) -> dict[str, str | None]:
-        """Master key -> its newest version, as far as it was asked for."""
+    def known_new(self) -> dict[str, str | None]:
+        """Master key of the new KMS -> its newest version, as far as it was asked for."""
+        is_new = self._new_kms is not self._kms
         with self._lock:
-            return {master_key_id: version for (_, master_key_id), version in self._current.items()}
+            return {key: version for (is_of_new, key), version in self._current.items() if is_of_new == is_new}
 
     def of(self, key: WrappedKey) -> str | None:
         """Return the version that wrapped a key, or None where nobody can tell."""
@@ -51,20 +52,31 @@ class MasterKeyVersions:
         """Return the same of a master key of the new KMS."""
         return self._described(self._new_kms, master_key_id)
 
-    def describe_new(self, master_key_id: str) -> MasterKeyDescription | None:
-        """Return what the new KMS says of a master key; None where it does not tell.
+    def describe(self, master_key_id: str) -> MasterKeyDescription | None:
+        """Return what the KMS says of a master key; None where it does not tell.
 
         Raises:
             MasterKeyNotFoundError: There is no such master key.
         """
+        return self._describe(self._kms, master_key_id)
+
+    def describe_new(self, master_key_id: str) -> MasterKeyDescription | None:
+        """Return the same of a master key of the new KMS.
+
+        Raises:
+            MasterKeyNotFoundError: There is no such master key.
+        """
+        return self._describe(self._new_kms, master_key_id)
+
+    def _describe(self, kms: KmsClient, master_key_id: str) -> MasterKeyDescription | None:
         try:
-            description = self._new_kms.describe(master_key_id)
+            description = kms.describe(master_key_id)
         except MasterKeyNotFoundError:
             raise
         except KmsError:
             description = None
         with self._lock:
-            key = (self._new_kms is not self._kms, master_key_id)
+            key = (kms is not self._kms, master_key_id)
             self._current[key] = description.current_version if description is not None else None
         return description
 

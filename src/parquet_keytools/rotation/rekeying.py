@@ -12,12 +12,14 @@ from pathlib import Path
 
 from parquet_keytools import audit
 from parquet_keytools.encryption import file_encryptor
-from parquet_keytools.encryption.file_encryption import FileEncryption
+from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.footer import ColumnEncryption, Footer, FooterMode
+from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.errors import KeytoolsError, KmsUnavailableError, NotEncryptedError, OutputError
 from parquet_keytools.format.byte_ranges import ByteSink
 from parquet_keytools.key_service import KeyService, NewFileKeys, new_reference_suffix
 from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.key_metadata import DataKeyId, parse_key_metadata
 from parquet_keytools.keys.material_store import (
     key_material_location,
     read_key_materials,
@@ -27,7 +29,7 @@ from parquet_keytools.keys.material_store import (
 from parquet_keytools.opened_file import OpenedFile, as_verified
 from parquet_keytools.rotation.claimed_output import claimed_output, without_leftovers
 from parquet_keytools.rotation.external_material import state_with_material
-from parquet_keytools.rotation.journal import Journal
+from parquet_keytools.rotation.journal import Journal, kms_digest
 from parquet_keytools.rotation.rekey_check import check_rekeyed
 from parquet_keytools.rotation.replacement import real_location, sink_like
 from parquet_keytools.rotation.report import FileRotation, Outcome
@@ -131,7 +133,7 @@ def rekey_data_set(
     new_keys.clear_caches()
     report = RekeyReport()
     rekeying = _Rekeying(keys, new_keys, request)
-    with _journal(path, request) as journal:
+    with _journal(path, keys, new_keys, request) as journal:
         for location in without_leftovers(rotation_files(path)):
             result = rekeying.rekey(location, journal)
             if not is_folder and result.error is not None:
@@ -155,7 +157,9 @@ def rekey_data_set(
 
 
 @contextlib.contextmanager
-def _journal(path: FileLocation, request: RekeyRequest) -> Iterator[Journal | None]:
+def _journal(
+    path: FileLocation, keys: KeyService, new_keys: KeyService, request: RekeyRequest
+) -> Iterator[Journal | None]:
     """Open the journal, if one is wanted; it stays unless the run removes it.
 
     Only where one is named: a run after another leak must not pass over what an earlier one finished.
@@ -168,6 +172,7 @@ def _journal(path: FileLocation, request: RekeyRequest) -> Iterator[Journal | No
         "rekey": True,
         "table": request.table_name,
         "to_table": request.new_table_name,
+        "kms": kms_digest(keys.configuration, new_keys.configuration),
     }
     journal = Journal(request.journal, parameters)
     try:
@@ -258,6 +263,7 @@ class _Rekeying:
         _refuse_two_names(opened, new)
         if not self._request.as_before:
             return new
+        _refuse_same_keys(opened, new.encryption)
         _refuse_less_protection(location, footer, new.encryption, policy.table_name)
         stored = footer.envelope.aad_prefix
         prefix = self._keys.expected_aad_prefix(
@@ -330,6 +336,22 @@ def _refuse_two_names(opened: OpenedFile, new: NewFileKeys) -> None:
             f"{location} is a link: its key material or AAD prefix belong to one of its names.",
             hint=f"Rekey the file that it leads to: {real}",
         )
+
+
+def _refuse_same_keys(opened: OpenedFile, new: FileEncryption) -> None:
+    """Refuse data keys that the file has already: after a leak it would pass for done."""
+    keys = [(new.footer_dek, new.footer_key_metadata)]
+    keys += [(key.dek, key.key_metadata) for key in new.columns.values() if isinstance(key, ColumnKey)]
+    for dek, key_metadata in keys:
+        parsed = parse_key_metadata(key_metadata)
+        is_old = dek in opened.deks.values() or opened.footer.envelope.is_sealed_by(
+            ModuleCipher(dek, opened.footer.file_aad)
+        )
+        if isinstance(parsed, DataKeyId) and is_old:
+            raise OutputError(
+                f"{opened.location} has the data key {parsed.name!r} already, and would keep it.",
+                hint="Name a configuration that has another data key in its place, with --to-config.",
+            )
 
 
 def _refuse_less_protection(location: FileLocation, old: Footer, new: FileEncryption, table_name: str) -> None:

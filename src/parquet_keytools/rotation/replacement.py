@@ -61,8 +61,12 @@ def sink_like(pending: PendingOutput, location: FileLocation) -> Iterator[ByteSi
 def _take_attributes(file_descriptor: int, path: str) -> None:
     """Copy owner and extended attributes, as far as this user may; the times are those of the new file."""
     found = os.stat(path)  # noqa: PTH116
-    with contextlib.suppress(OSError):
+    try:
         os.fchown(file_descriptor, found.st_uid, found.st_gid)
+    except OSError:
+        # Who may not give files away may still give them to a group of his own, whose members read them.
+        with contextlib.suppress(OSError):
+            os.fchown(file_descriptor, -1, found.st_gid)
     with contextlib.suppress(OSError):
         for name in os.listxattr(path):
             # Among them access lists; what the system guards for itself cannot be set.

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from parquet_keytools.config.mistakes import did_you_mean, one_of
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError
+from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError, MasterKeyNotFoundError
 from parquet_keytools.key_service import KeyService
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation.data_set_rotation import OnFile, RunOptions, rotate_data_set
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
+from parquet_keytools.rotation.journal import kms_digest
 from parquet_keytools.rotation.kept_keys import new_rotation_id
 from parquet_keytools.rotation.master_key_versions import MasterKeyVersions
 from parquet_keytools.rotation.new_material import KmsInstance
@@ -65,24 +66,33 @@ def rotation_context(keys: KeyService, request: RotationRequest) -> RotationCont
         KmsError: A master key to move to cannot be used.
     """
     kms = _kms_of(keys)
+    if request.new_configuration is not None and request.new_kms is None:
+        # Else the rotation would stay within the KMS that is to be left.
+        raise ConfigurationError(
+            "there are no master keys to move to: the other configuration has no KMS.",
+            hint="Add a `kms:` section to it.",
+        )
     new_kms = request.new_kms or kms
     new_configuration = request.new_configuration or (keys.configuration if new_kms is kms else None)
     only = None
     if request.only_master_keys is not None:
         only = frozenset(master_key_id(keys.configuration, key) for key in request.only_master_keys)
+    moves = {
+        master_key_id(keys.configuration, old): master_key_id(new_configuration, new)
+        for old, new in request.moves.items()
+    }
+    if len(moves) < len(request.moves):
+        raise ConfigurationError("two names of master keys to be moved mean the same one.", hint="Name it once.")
     plan = RotationPlan(
-        moves={
-            master_key_id(keys.configuration, old): master_key_id(new_configuration, new)
-            for old, new in request.moves.items()
-        },
+        moves=moves,
         only_master_keys=only,
         older_than=request.older_than,
         new_keks=request.new_keks,
         other_kms=new_kms is not kms,
     )
-    _check_known(kms, {*plan.moves, *(only or ())})
     trust_master_keys(plan, kms, new_kms)
     versions = MasterKeyVersions(kms, new_kms)
+    _check_known(kms, versions, {*plan.moves, *(only or ())})
     for target in sorted(set(plan.moves.values())):
         _check_usable(new_kms, versions, target)
     return RotationContext(
@@ -92,6 +102,7 @@ def rotation_context(keys: KeyService, request: RotationRequest) -> RotationCont
         data_keys=keys.data_keys,
         aad_prefix_of=prefix_of(keys, request.table_name, request.aad_prefix),
         instance=_instance_of(new_configuration) if new_kms is not kms else None,
+        kms_digest=kms_digest(keys.configuration, new_configuration),
         keep_old=new_rotation_id() if request.keep_old else None,
         dry_run=request.dry_run,
     )
@@ -142,13 +153,18 @@ def _kms_of(keys: KeyService) -> KmsClient:
     return keys.kms
 
 
-def _check_known(kms: KmsClient, master_key_ids: Collection[str]) -> None:
+def _check_known(kms: KmsClient, versions: MasterKeyVersions, master_key_ids: Collection[str]) -> None:
     """Refuse master keys that the KMS does not have: a name with a typing error would rotate nothing."""
     known = kms.master_key_ids()
     for wanted in sorted(master_key_ids):
         if known is not None and wanted not in known:
             hint = did_you_mean(wanted, known) or one_of(known)
             raise ConfigurationError(f"the KMS has no master key {wanted!r}.", hint=hint)
+        if known is None:
+            try:
+                versions.describe(wanted)
+            except MasterKeyNotFoundError as error:
+                raise ConfigurationError(str(error)) from None
 
 
 def _check_usable(kms: KmsClient, versions: MasterKeyVersions, target: str) -> None:
@@ -167,11 +183,12 @@ def _instance_of(configuration: Configuration | None) -> KmsInstance:
 
 
 def prefix_of(keys: KeyService, table_name: str | None, aad_prefix: str | None) -> PrefixOf:
-    """Return what tells the AAD prefix that a file must have, given what it stores."""
+    """Return what tells the AAD prefix that a file must have, given what it stores, or that it has none."""
 
     def expected(location: FileLocation, stored: bytes | None) -> bytes | None:
         if stored is not None and aad_prefix is None:
-            # A rotation shows no data and changes no AAD; a file under another prefix must not be left behind.
+            # A rotation shows no data and changes no AAD; a file under another prefix, or under none, must not be
+            # left behind.
             return None
         return keys.expected_aad_prefix(location, table_name, aad_prefix, stored)
 

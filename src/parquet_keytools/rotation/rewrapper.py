@@ -44,6 +44,7 @@ class Rewrapper:
         self._rewrapped: Remembered[RewrapTask, Rewrapped] = Remembered()
         self._unwrapped: Remembered[WrappedKey, SecretBytes] = Remembered()
         self._counted: Remembered[RewrapTask, None] = Remembered()
+        self._counted_staying: Remembered[WrappedKey, None] = Remembered()
         self._counted_keks: set[str] = set()
         self._fresh_keks: dict[tuple[str, int], tuple[Kek, str, SecretBytes]] = {}
         self._calls: Counter[str] = Counter()
@@ -76,6 +77,12 @@ class Rewrapper:
             if not isinstance(outcome, KmsError):
                 self._unwrapped.remember(key, outcome)
         return found
+
+    def expect_unwraps(self, wanted: Iterable[WrappedKey]) -> None:
+        """Count keys that stay as they are, and that the rotation itself would have to unwrap all the same."""
+        for key in self._counted_staying.split(wanted, {}):
+            self._counted_staying.remember(key, None)
+            self._expected.update(unwrap=1)
 
     def rewrap(self, wanted: Iterable[RewrapTask]) -> dict[RewrapTask, Rewrapped | KmsError]:
         """Return what wrapped keys became; the KMS is asked for all that are new together."""
@@ -194,11 +201,10 @@ class Rewrapper:
             for task, key in zip(tasks, old_keys, strict=True)
             if isinstance(key, WrappedKeyInvalidError | MasterKeyNotFoundError)
         ]
-        keys = self._unwrap(
-            self._new_kms, [WrappedKey(task.new_master_key_id, task.old.wrapped_key) for task in unknown]
-        )
+        # What was moved says where it is, which in the KMS that it came from may be the name of another key.
+        keys = self._unwrap(self._new_kms, [task.old for task in unknown])
         return {
-            task: Rewrapped(task.old.wrapped_key, task.new_master_key_id, key, None, key, was_there=True)
+            task: Rewrapped(task.old.wrapped_key, task.old.master_key_id, key, None, key, was_there=True)
             for task, key in zip(unknown, keys, strict=True)
             if not isinstance(key, KmsError)
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 
 from parquet_keytools.folder_files import walk_parquet_files
@@ -13,9 +14,14 @@ def rotation_files(path: FileLocation) -> Iterator[FileLocation]:
 
     Raises:
         FileNotFoundError: There is no such file or folder.
+        OSError: A name is not valid UTF-8, as Arrow needs it; the files of other folders may have come before.
     """
     if path.is_folder():
-        yield from walk_parquet_files(path)
+        try:
+            yield from walk_parquet_files(path)
+        except UnicodeDecodeError as error:
+            name = bytes(error.object).decode("utf-8", "backslashreplace")
+            raise OSError(errno.EILSEQ, "this name is not valid UTF-8: rename the file", name) from None
     elif path.is_file():
         yield path
     else:

@@ -38,6 +38,10 @@ class RotationPlan:
                 f"the master key {chained[0]!r} is to be moved and is the target of a move.",
                 hint="Do these moves in rotations of their own, one after the other.",
             )
+        ambiguous = sorted(new for old, new in self.moves.items() if "%" in new)
+        if ambiguous:
+            # Readers decode what key material says: they would look for another master key, and not find it.
+            raise ConfigurationError(f"the identifier {ambiguous[0]!r} of a master key must not contain `%`.")
 
     def concerns(self, master_key_id: str) -> bool:
         """Whether keys under this master key may change at all."""
@@ -82,9 +86,19 @@ class RotationPlan:
         }
 
 
+def is_same_version(version: str, other: str) -> bool:
+    """Return whether two names mean the same version: `v2` is 2."""
+    return _version(version) == _version(other)
+
+
 def _is_older(version: str, than: str) -> bool:
     """Compare versions; names that are no numbers have no order, so that any other one counts as older."""
-    numbers = _NUMBER.fullmatch(version), _NUMBER.fullmatch(than)
-    if numbers[0] and numbers[1]:
-        return int(numbers[0][1]) < int(numbers[1][1])
+    numbers = _version(version), _version(than)
+    if isinstance(numbers[0], int) and isinstance(numbers[1], int):
+        return numbers[0] < numbers[1]
     return version != than
+
+
+def _version(name: str) -> int | str:
+    number = _NUMBER.fullmatch(name)
+    return int(number[1]) if number else name

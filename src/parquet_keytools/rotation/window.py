@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from parquet_keytools.errors import KmsError, value_or_raise
+from parquet_keytools.errors import KmsError, OutputError, value_or_raise
 from parquet_keytools.keys.file_key_retriever import DataKeys
 from parquet_keytools.keys.kek import Kek
 from parquet_keytools.rotation.external_material import replace_external_material
-from parquet_keytools.rotation.file_keys import FileKeys
+from parquet_keytools.rotation.file_keys import FileKeys, stated_aad_prefix
 from parquet_keytools.rotation.file_work import FileWork, RotatedOrChanged, step, step_each
 from parquet_keytools.rotation.held_key import HeldKey
 from parquet_keytools.rotation.kept_keys import Kind, keep, may_be_in_place
@@ -37,8 +37,10 @@ class RotationContext:
         rewrapper: Asks the KMS.
         versions: Of master keys and wrapped keys.
         data_keys: The data keys that the caller manages.
-        aad_prefix_of: Returns the AAD prefix of a file that does not store it; None where it stores it.
+        aad_prefix_of: Returns the AAD prefix of a file that does not store it, given what `stated_aad_prefix`
+            says; None for another one.
         instance: What footer key material says of the KMS from now on; None leaves that as it is.
+        kms_digest: What tells the KMSs from others; for the journal.
         keep_old: The id of this rotation if old key material is to be kept; else None.
         dry_run: Whether nothing is to be changed.
     """
@@ -49,6 +51,7 @@ class RotationContext:
     data_keys: DataKeys
     aad_prefix_of: Callable[[FileLocation, bytes | None], bytes | None]
     instance: KmsInstance | None = None
+    kms_digest: str = ""
     keep_old: str | None = None
     dry_run: bool = False
 
@@ -106,27 +109,33 @@ class Window:
 
     def _ask_footer_keys(self, works: Sequence[FileWork]) -> None:
         """Unwrap the footer keys that stay as they are, where the footer has to be opened."""
-        wanted = []
+        dry_run = self._context.dry_run
+        wanted, staying = [], []
         for work in works:
             held = work.read_keys.footer_key
-            stays = held is not None and (self._context.dry_run or id(held) not in work.tasks)
-            if held is not None and stays and self._must_open(work):
+            if held is None:
+                continue
+            if self._must_open(work, dry_run=False) and id(held) not in work.tasks:
+                staying.append(held.wrapped_key)
+            if self._must_open(work, dry_run=True):
                 wanted.append(held.wrapped_key)
-        self._unwrapped = self._context.rewrapper.unwrap(wanted)
+        if dry_run:
+            self._context.rewrapper.expect_unwraps(staying)
+        self._unwrapped = self._context.rewrapper.unwrap(wanted if dry_run else staying)
 
-    def _must_open(self, work: FileWork) -> bool:
+    def _must_open(self, work: FileWork, *, dry_run: bool) -> bool:
         """Whether the footer is needed: to see the keys of columns, or to be encrypted or signed anew."""
         if not work.read_keys.is_encrypted:
             return False
         changes_tail = any(held.reference is None for held, _ in work.tasks.values())
-        return work.read_keys.hides_columns or (changes_tail and not self._context.dry_run)
+        return work.read_keys.hides_columns or (changes_tail and not dry_run)
 
     def _open(self, work: FileWork) -> None:
         keys = work.read_keys
-        if not self._must_open(work):
+        if not self._must_open(work, dry_run=self._context.dry_run):
             return
         # What is wrong with the AAD is told before what is wrong with the keys.
-        work.aad_prefix = self._context.aad_prefix_of(keys.location, keys.envelope.aad_prefix)
+        work.aad_prefix = self._context.aad_prefix_of(keys.location, stated_aad_prefix(keys.envelope))
         keys.envelope.file_aad(work.aad_prefix)
         work.footer_dek = self._footer_dek(work)
         keys.take_footer(keys.envelope.open(work.footer_dek, work.aad_prefix))
@@ -153,12 +162,18 @@ class Window:
 
     def _finish(self, work: FileWork) -> None:
         """Replace what shall be replaced: all keys of a file or none."""
-        self._leave_moved_before(work)
         path, keys = str(work.location), work.read_keys
+        staying = len(keys.held) > len(work.tasks)
+        self._leave_moved_before(work)
         if (reason := self._nothing_to_rotate(keys)) is not None:
             work.result = FileRotation(path, Outcome.NOTHING_TO_ROTATE, how=reason)
         elif not work.tasks:
             work.result = FileRotation(path, Outcome.ALREADY_CURRENT)
+        elif self._context.plan.other_kms and staying:
+            raise OutputError(
+                f"{path}: some of its keys would move to the other KMS, and some stay: nobody could read it.",
+                hint="Leave out what selects some keys.",
+            )
         elif self._context.dry_run:
             work.result = FileRotation(path, Outcome.WOULD_ROTATE, self._changes(work))
         else:

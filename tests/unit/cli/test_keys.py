@@ -139,6 +139,9 @@ def test_data_keys_and_plaintext_files(run, tmp_path: Path) -> None:
     assert [(key["kind"], key["key"]) for key in document["master_keys"]] == [("data key", "own")]
     assert document["counts"] == {"encrypted": 1, "not_encrypted": 1, "not_all_keys_seen": 0}
     assert run("keys", data, "--config", config, "--fail-if-uses", "pii").exit_code == 0
+    done = run("keys", data, "--config", config, "--fail-if-uses", "own")
+    assert done.exit_code == 2
+    assert "'own' is a data key, and no master key." in done.stderr
 
 
 def test_mistakes(run, keystore_case, tmp_path: Path) -> None:
@@ -147,6 +150,11 @@ def test_mistakes(run, keystore_case, tmp_path: Path) -> None:
     done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "pi@1")
     assert done.exit_code == 2
     assert "the KMS has no master key 'pi'. Did you mean 'pii'?" in done.stderr
+    # Nor to a version that a variable holds which is not set.
+    done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "pii@")
+    assert done.exit_code == 2
+    assert "'pii@' names no version." in done.stderr
+    assert run("keys", case.data, "--config", case.config, "--fail-if-uses", "pii@v1").exit_code == 1
     done = run("keys", tmp_path / "nowhere", "--config", case.config, "--json")
     assert done.exit_code == 2
     assert "no such file or folder" in done.stderr

@@ -183,6 +183,43 @@ def test_with_a_journal_it_goes_on(run, keystore_case, tmp_path: Path, monkeypat
     assert json.loads(run(*arguments).stdout)["counts"] == {"rekeyed": 2}
 
 
+def test_a_journal_is_of_one_kms(run, keystore_case, config: Path, tmp_path: Path, monkeypatch) -> None:
+    case = keystore_case()
+    journal = tmp_path / "journal"
+    original = rekeying._Rekeying._rekey
+
+    def rekey(self, location, target, *, is_locked):
+        if location.name == "b.parquet":
+            raise KeyboardInterrupt
+        return original(self, location, target, is_locked=is_locked)
+
+    arguments = ["rekey", case.data, "--config", case.config, "--in-place", "--journal", journal]
+    monkeypatch.setattr(rekeying._Rekeying, "_rekey", rekey)
+    assert run(*arguments).exit_code == 130
+    monkeypatch.undo()
+    done = run(*arguments, "--to-config", config)
+    assert done.exit_code == 2
+    assert "with other parameters" in done.stderr
+
+
+def test_a_data_key_that_stays_is_told(run, table: pa.Table, tmp_path: Path) -> None:
+    old = "data_keys: {own: MDEyMzQ1Njc4OTAxMjM0NQ==}\n"
+    tables = "tables: {t: {footer_key: own, column_keys: {own: [name]}}}\n"
+    config, new_config, path = tmp_path / "old.yaml", tmp_path / "new.yaml", tmp_path / "x.parquet"
+    config.write_text(f"version: 1\n{old}{tables}")
+    new_config.write_text(f"version: 1\n{old}{tables}".replace("own", "new").replace("MDEy", "NDU2"))
+    with Keytools.from_yaml(config) as keytools:
+        keytools.write_table(table, path)
+    before = path.read_bytes()
+    done = run("rekey", path, "--config", config, "--in-place")
+    assert done.exit_code == 2
+    assert "has the data key 'own' already, and would keep it." in " ".join(done.stderr.split())
+    assert path.read_bytes() == before
+    assert run("rekey", path, "--config", config, "--to-config", new_config, "--in-place").exit_code == 0
+    with Keytools.from_yaml(new_config) as keytools:
+        assert keytools.read_table(path).equals(table)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -66,7 +66,10 @@ def test_a_dry_run_changes_nothing(run, keystore_case) -> None:
     document = json.loads(done.stdout)
     assert document["counts"] == {"would rotate": 2}
     assert document["expected_kms_calls"]["rewrap"] == 1
-    assert "Nothing was changed. The rotation would ask the KMS to rewrap 1, unwrap 1 keys." in done.stderr
+    calls = "to rewrap 1, unwrap 2, describe 2 keys."
+    assert f"Nothing was changed. The rotation would ask the KMS {calls}" in done.stderr
+    done = run("rotate", case.data, "--config", case.config)
+    assert f"The KMS was asked {calls}" in done.stderr
 
 
 def test_selection(run, keystore_case) -> None:
@@ -110,6 +113,28 @@ def test_undo(run, keystore_case) -> None:
     assert done.exit_code == 0
     assert json.loads(done.stdout) == {"dropped": 2}
     assert case.names() == ["a.parquet", "b.parquet"]
+
+
+def test_undo_with_an_aad_prefix(run, keystore_case) -> None:
+    case = keystore_case(aad_prefix="place", store_aad_prefix=False)
+    before = case.digest()
+    config = case.config.with_name("without.yaml")
+    config.write_text(case.config.read_text().replace(', "aad_prefix": "place", "store_aad_prefix": false', ""))
+    prefix = ["--aad-prefix", "place"]
+    arguments = ["rotate", case.data, "--config", config]
+    assert run(*arguments, "--from", "pii", "--to", "times", "--keep-old", *prefix).exit_code == 0
+    assert run(*arguments, "--undo").exit_code == 1
+    assert run(*arguments, "--undo", *prefix).exit_code == 0
+    assert case.digest() == before
+
+
+def test_undo_needs_the_old_master_key(run, keystore_case) -> None:
+    case = keystore_case()
+    arguments = ["rotate", case.data, "--config", case.config]
+    assert run(*arguments, "--from", "pii", "--to", "times", "--keep-old").exit_code == 0
+    case.keystore.set_enabled("pii", False)
+    assert run(*arguments, "--undo").exit_code == 3
+    case.read()
 
 
 def test_what_the_configuration_says(run, keystore_case) -> None:

@@ -10,6 +10,7 @@ import pytest
 from rotation_case import TABLE, Case, key_material_file, names, read_with_pyarrow, tree_digest
 
 from parquet_keytools import storage
+from parquet_keytools.errors import MasterKeyDisabledError
 from parquet_keytools.rotation import restoring, window
 from parquet_keytools.rotation.kept_keys import keep
 from parquet_keytools.rotation.report import Outcome
@@ -42,6 +43,45 @@ def test_undo(tmp_path: Path, key_material: str, plaintext_footer: bool) -> None
 
 
 @every_key_material
+@every_footer
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("moved", ["kf", "ka"])
+def test_old_keys_that_nobody_can_unwrap_do_not_replace_the_new_ones(
+    tmp_path: Path, key_material: str, plaintext_footer: bool, double: bool, moved: str
+) -> None:
+    settings = {"key_material": key_material, "plaintext_footer": plaintext_footer, "double_wrapping": double}
+    case = Case.make(tmp_path, "keystore", **settings)
+    path, tools = case.write(), case.tools()
+    before = tree_digest(case.folder)
+    assert tools.rotate(path, moves={moved: "new"}, keep_old=True).succeeded
+    # What this process has unwrapped before proves nothing.
+    tools.read_table(path)
+    rotated = tree_digest(case.folder)
+    case.disable(None, moved)
+    (file,) = tools.undo_rotation(case.folder).files
+    assert file.outcome is Outcome.FAILED and isinstance(file.error, MasterKeyDisabledError)
+    assert tree_digest(case.folder) == rotated
+    assert case.tools().read_table(path).equals(TABLE)
+    case.keystore.set_enabled(moved, True)  # type: ignore[union-attr]
+    # Keys that the rotation left alone need not be there for its undoing.
+    case.disable(None, "kb")
+    report = tools.undo_rotation(case.folder)
+    assert report.counts == Counter({Outcome.RESTORED: 1}) and report.kms_calls.unwrap
+    assert tree_digest(case.folder) == before
+
+
+def test_undo_with_an_aad_prefix_that_is_not_stored(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "keystore")
+    path = case.write(tools=case.tools(aad_prefix="secret", store_aad_prefix=False))
+    before = tree_digest(case.folder)
+    assert case.tools().rotate(path, moves={"kf": "new"}, aad_prefix="secret", keep_old=True).succeeded
+    (file,) = case.tools().undo_rotation(path).files
+    assert file.error_class == "AadPrefixError"
+    assert case.tools().undo_rotation(path, aad_prefix="secret").succeeded
+    assert tree_digest(case.folder) == before
+
+
+@every_key_material
 def test_several_rotations_are_undone_one_by_one(tmp_path: Path, key_material: str) -> None:
     case = Case.make(tmp_path, "in_memory", key_material=key_material)
     path, tools = case.write(), case.tools()
@@ -54,6 +94,22 @@ def test_several_rotations_are_undone_one_by_one(tmp_path: Path, key_material: s
         assert tools.undo_rotation(path).succeeded
         assert changing.read_bytes() == content
     assert kept(case.folder) == []
+
+
+@every_key_material
+@pytest.mark.parametrize(("kind", "rotations"), [("in_memory", 2), ("keystore", 1)])
+def test_a_folder_that_is_there_twice(tmp_path: Path, key_material: str, kind: str, rotations: int) -> None:
+    case = Case.make(tmp_path, kind, key_material=key_material)
+    path, tools = case.write("p=1/x.parquet"), case.tools()
+    (case.folder / "p=2").symlink_to(path.parent)
+    before = tree_digest(path.parent)
+    case.add_version()
+    report = tools.rotate(case.folder, keep_old=True)
+    # Where versions show, the second look finds that there is nothing left to do.
+    assert report.succeeded and report.counts[Outcome.ROTATED] == rotations
+    for _ in range(rotations):
+        assert tools.undo_rotation(path).counts == Counter({Outcome.RESTORED: 1})
+    assert tree_digest(path.parent) == before
 
 
 @every_key_material

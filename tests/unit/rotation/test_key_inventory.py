@@ -68,6 +68,7 @@ def test_dependence() -> None:
         return FileKeyUses("x", True, found, unknown)
 
     assert uses("1").depends_on("k") and uses("1").depends_on("k", "1")
+    assert uses("1").depends_on("k", "v1") and uses("1").depends_on("k", "v2") is False
     assert uses("1").depends_on("other") is False and uses("1").depends_on("k", "2") is False
     assert uses(None).depends_on("k") and uses(None).depends_on("k", "2") is None
     assert uses("1", unknown=KeytoolsError("?")).depends_on("other") is None

@@ -220,6 +220,8 @@ def test_names_of_the_configuration(tmp_path: Path) -> None:
     tools.write_table(TABLE, path)
     (file,) = tools.rotate(path, moves={"old": "new"}).files
     assert file.keys == (KeyChange("arn:aws:kms:eu:1:key/a", "arn:aws:kms:eu:1:key/b", None, None, 1),)
+    with pytest.raises(ConfigurationError, match="mean the same one"):
+        tools.rotate(path, moves={"old": "new", "arn:aws:kms:eu:1:key/a": "arn:aws:kms:eu:1:key/c"})
     assert materials(tools, path)[0].master_key_id in (
         "arn:aws:kms:eu:1:key/b",
         "arn%3Aaws%3Akms%3Aeu%3A1%3Akey/b",
@@ -248,7 +250,7 @@ def test_encoded_master_key_ids_stay_encoded(tmp_path: Path, key_material: str) 
     assert tools.read_table(path).equals(TABLE) and read_with_pyarrow(case.kms, path).equals(TABLE)
 
 
-def test_moves_that_are_not_possible(tmp_path: Path) -> None:
+def test_moves_that_are_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.make(tmp_path, "keystore")
     case.write()
     before = tree_digest(case.folder)
@@ -258,6 +260,11 @@ def test_moves_that_are_not_possible(tmp_path: Path) -> None:
         case.tools().rotate(case.folder, moves={"kf": "nope"})
     for mistyped in ({"moves": {"kg": "new"}}, {"only_master_keys": ["kg"]}):
         with pytest.raises(ConfigurationError, match="no master key 'kg'"):
+            case.tools().rotate(case.folder, **mistyped)
+    # Where the KMS does not list its master keys, it is asked for each.
+    monkeypatch.setattr(type(case.kms), "master_key_ids", lambda _: None)
+    for mistyped in ({"moves": {"kg": "new"}}, {"only_master_keys": ["kg"]}):
+        with pytest.raises(ConfigurationError, match="'kg': no such master key"):
             case.tools().rotate(case.folder, **mistyped)
     case.disable(None, "new")
     with pytest.raises(MasterKeyDisabledError):
@@ -286,6 +293,47 @@ def test_to_another_kms(tmp_path: Path, key_material: str, double: bool) -> None
     assert tools.rotate(path, to=new_tools, moves={"kb": "cb"}).counts == Counter({Outcome.ALREADY_CURRENT: 1})
     assert tree_digest(case.folder) == before
     assert tools.rotate(case.write("y.parquet"), to=other, moves={"kb": "cb"}).succeeded
+
+
+@every_key_material
+def test_names_that_change_their_meaning_in_another_kms(tmp_path: Path, key_material: str) -> None:
+    case = Case.make(tmp_path, "keystore", key_material=key_material)
+    path = case.write()
+    other = InMemoryKms(dict.fromkeys(MASTER_KEYS))
+    moves = {"ka": "kb", "kb": "ka"}
+    assert case.tools().rotate(path, to=other, moves=moves).succeeded
+    before = tree_digest(case.folder)
+    assert case.tools().rotate(path, to=other, moves=moves).counts == Counter({Outcome.ALREADY_CURRENT: 1})
+    assert tree_digest(case.folder) == before
+    assert case.tools(other).read_table(path).equals(TABLE)
+
+
+@every_key_material
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_no_file_comes_to_need_two_kms(tmp_path: Path, key_material: str, dry_run: bool) -> None:
+    case = Case.make(tmp_path, "keystore", key_material=key_material)
+    path = case.write()
+    uniform = case.write("uniform.parquet", tools=case.tools(footer_key="ka", **UNIFORM))
+    other = InMemoryKms(dict.fromkeys(MASTER_KEYS))
+    before = tree_digest(case.folder)
+    report = case.tools().rotate(case.folder, to=other, only_master_keys=["ka"], dry_run=dry_run)
+    fates = {Path(file.path): file for file in report.files}
+    assert fates[path].outcome is Outcome.FAILED and "the other KMS" in str(fates[path].error)
+    assert fates[uniform].outcome is (Outcome.WOULD_ROTATE if dry_run else Outcome.ROTATED)
+    changed = {name for name, digest in tree_digest(case.folder).items() if before[name] != digest}
+    assert all("uniform" in name for name in changed) and bool(changed) != dry_run
+    assert case.tools().read_table(path).equals(TABLE)
+
+
+def test_another_configuration_without_a_kms(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "keystore")
+    path = case.write()
+    case.add_version()
+    before = tree_digest(case.folder)
+    document = {"version": 1, "data_keys": {"dk": "MDEyMzQ1Njc4OTAxMjM0NQ=="}}
+    with pytest.raises(ConfigurationError, match="the other configuration has no KMS"):
+        case.tools().rotate(path, to=Keytools.from_mapping(document))
+    assert tree_digest(case.folder) == before
 
 
 @every_kms
@@ -366,6 +414,22 @@ def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
     assert [file.keys for file in done.files] == [file.keys for file in report.files]
 
 
+@pytest.mark.parametrize("plaintext_footer", [True, False])
+@every_key_material
+@pytest.mark.parametrize("moves", [{"ka": "new"}, {"kf": "new"}, {}])
+def test_a_dry_run_foresees_every_call(
+    tmp_path: Path, plaintext_footer: bool, key_material: str, moves: dict[str, str]
+) -> None:
+    case = Case.make(tmp_path, "keystore", key_material=key_material, plaintext_footer=plaintext_footer)
+    tools = case.tools()
+    for i in range(2):
+        case.write(f"{i}.parquet", tools=tools)
+    case.write("3.parquet", tools=case.tools(double_wrapping=False))
+    case.add_version("kb")
+    foreseen = tools.rotate(case.folder, moves=moves, dry_run=True).expected_kms_calls
+    assert tools.rotate(case.folder, moves=moves).kms_calls == foreseen
+
+
 @pytest.mark.parametrize("new_keks", [True, False])
 def test_a_dry_run_foresees_moves_to_another_kms(tmp_path: Path, new_keks: bool) -> None:
     case = Case.make(tmp_path, "keystore", key_material="external")
@@ -430,7 +494,53 @@ def test_mode_owner_attributes_and_links(tmp_path: Path, key_material: str) -> N
     assert sorted(file.name for file in elsewhere.iterdir()) == [real.name]
 
 
+@every_key_material
+def test_who_may_not_give_files_away_leaves_them_to_their_group(
+    tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.make(tmp_path, "keystore", key_material=key_material)
+    path = case.write()
+    found = path.stat()
+    given: list[tuple[int, int]] = []
+
+    def only_groups(file_descriptor: int, owner: int, group: int) -> None:
+        if owner != -1:
+            raise PermissionError(1, "not permitted")
+        given.append((owner, group))
+
+    monkeypatch.setattr(os, "fchown", only_groups)
+    case.add_version()
+    assert case.tools().rotate(path).succeeded
+    assert given == [(-1, found.st_gid)]
+
+
+def test_a_name_that_is_not_utf8_is_told(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "keystore")
+    path = case.write()
+    os.rename(path, os.fsencode(case.folder) + b"/caf\xe9.parquet")  # noqa: PTH104 - a path of bytes
+    for ask in (case.tools().rotate, lambda folder: list(case.tools().key_inventory(folder))):
+        with pytest.raises(OSError, match="not valid UTF-8") as caught:
+            ask(case.folder)
+        assert str(caught.value.filename).endswith("caf\\xe9.parquet")
+
+
 # --- AAD prefixes ---
+
+
+@pytest.mark.parametrize("plaintext_footer", [True, False])
+def test_a_file_without_a_prefix_is_not_left_behind(tmp_path: Path, plaintext_footer: bool) -> None:
+    case = Case.make(tmp_path, "keystore", plaintext_footer=plaintext_footer)
+    path = case.write()
+    case.add_version()
+    tools = case.tools(aad_prefix="t/{file_name}")
+    # Where one is asked for, it must have that.
+    assert tools.rotate(path, aad_prefix="t/x.parquet").files[0].error_class == "AadPrefixError"
+    assert [file.unknown for file in tools.key_inventory(path)] == [None]
+    assert tools.rotate(path, keep_old=True).counts == Counter({Outcome.ROTATED: 1})
+    assert tools.undo_rotation(path).counts == Counter({Outcome.RESTORED: 1})
+    assert tools.rotate(path).counts == Counter({Outcome.ROTATED: 1})
+    case.disable(1)
+    assert case.tools().read_table(path).equals(TABLE)
 
 
 @pytest.mark.parametrize("plaintext_footer", [True, False])
@@ -532,7 +642,12 @@ def test_file_systems_that_are_not_local(tmp_path: Path) -> None:
     case.disable(1)
     tools = case.tools()
     assert all(tools.read_table(path).equals(TABLE) for path in paths)
+    assert tools.undo_rotation(case.folder, filesystem=filesystem).counts == Counter({Outcome.FAILED: 2})
+    assert all(tools.read_table(path).equals(TABLE) for path in paths)
+    for name in MASTER_KEYS:
+        case.keystore.set_enabled(name, True, 1)  # type: ignore[union-attr]
     assert tools.undo_rotation(case.folder, filesystem=filesystem).counts == Counter({Outcome.RESTORED: 2})
+    assert all(tools.read_table(path).equals(TABLE) for path in paths)
 
 
 def test_partitions_and_hidden_files(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.rotation.rotation_plan import RotationPlan
+from parquet_keytools.rotation.rotation_plan import RotationPlan, is_same_version
 
 
 def target(plan: RotationPlan, key: str, version: str | None, current: str | None, *, has_kek: bool = True) -> Any:
@@ -62,6 +62,13 @@ def test_older_than(version: str | None, expected: str | None) -> None:
     assert target(RotationPlan(older_than="10"), "k", version, "99") == expected
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"), [("2", "v2", True), ("v2", "v2", True), ("1", "v2", False), ("main", "main", True)]
+)
+def test_names_of_versions(one: str, other: str, same: bool) -> None:
+    assert is_same_version(one, other) == is_same_version(other, one) == same
+
+
 def test_new_keks_are_for_keks() -> None:
     plan = RotationPlan(new_keks=True)
     assert target(plan, "k", "2", "2", has_kek=True) == "k"
@@ -72,3 +79,8 @@ def test_new_keks_are_for_keks() -> None:
 def test_chains_are_refused(moves: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match="target of a move"):
         RotationPlan(moves=moves)
+
+
+def test_identifiers_that_readers_would_decode_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="must not contain `%`"):
+        RotationPlan(moves={"a": "my%20key"})

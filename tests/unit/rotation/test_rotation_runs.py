@@ -14,6 +14,7 @@ import pytest
 from faults import FaultyKms
 from rotation_case import MASTER_KEYS, TABLE, Case, key_material_file, materials, tree_digest
 
+from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import FileChangedError, KeyMaterialError, KmsUnavailableError, OutputError
 from parquet_keytools.keys import file_key_retriever
 from parquet_keytools.rotation import data_set_rotation, file_keys, file_work, window
@@ -97,6 +98,36 @@ def test_a_new_version_begins_anew(tmp_path: Path) -> None:
     case.disable(1)
     case.disable(2)
     assert case.tools().dataset(case.folder).to_table().num_rows == 4 * TABLE.num_rows
+
+
+@pytest.mark.parametrize("rotated_before", [[], ["kb"]])
+def test_a_new_version_of_what_was_current_begins_anew(tmp_path: Path, rotated_before: list[str]) -> None:
+    case = make(tmp_path, 3)
+    for name in rotated_before:
+        case.add_version(name)
+    with pytest.raises(CutOffError):
+        case.tools().rotate(case.folder, on_file=cut_off_after(2))
+    case.add_version("ka")
+    assert case.tools().rotate(case.folder).counts == Counter({Outcome.ROTATED: 3})
+    case.disable(1, "ka")
+    assert case.tools().dataset(case.folder).to_table().num_rows == 3 * TABLE.num_rows
+
+
+def test_what_was_moved_to_one_kms_is_not_finished_for_another_one(tmp_path: Path) -> None:
+    case = make(tmp_path, 3)
+
+    def other_tools(name: str) -> Keytools:
+        kms = {"type": "in_memory", "keys": list(MASTER_KEYS), "instance_id": name}
+        tables = {"t": {"footer_key": "kf", **case.settings}}
+        return Keytools(parse_configuration({"version": 1, "kms": kms, "tables": tables}))
+
+    one, another = other_tools("one"), other_tools("another")
+    with pytest.raises(CutOffError):
+        case.tools().rotate(case.folder, to=one, on_file=cut_off_after(2))
+    with pytest.raises(OutputError, match="other parameters"):
+        case.tools().rotate(case.folder, to=another)
+    assert case.tools().rotate(case.folder, to=one).succeeded
+    assert one.dataset(case.folder).to_table().num_rows == 3 * TABLE.num_rows
 
 
 def test_failed_files_get_another_turn(tmp_path: Path) -> None:
@@ -349,6 +380,32 @@ def test_a_file_that_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(file_work, "read_file_keys", remove_first)
     report = case.tools().rotate(case.folder)
     assert report.counts == Counter({Outcome.NOTHING_TO_ROTATE: 1, Outcome.ROTATED: 1}) and report.succeeded
+
+
+@every_key_material
+def test_a_file_that_is_away_for_a_moment_is_not_passed_over(
+    tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make(tmp_path, 1, key_material=key_material)
+    path = case.folder / "000.parquet"
+    case.add_version()
+    finish, away = window.Window._finish, []
+
+    def finish_without(self: window.Window, work: file_work.FileWork) -> None:
+        replaced = path if key_material == "internal" else key_material_file(path)
+        if not away:
+            away.append(replaced.rename(tmp_path / "away"))
+            try:
+                finish(self, work)
+            finally:
+                away[0].rename(replaced)
+        else:
+            finish(self, work)
+
+    monkeypatch.setattr(window.Window, "_finish", finish_without)
+    assert case.tools().rotate(case.folder).counts == Counter({Outcome.ROTATED: 1})
+    case.disable(1)
+    assert case.tools().read_table(path).equals(TABLE)
 
 
 # --- the KMS ---
