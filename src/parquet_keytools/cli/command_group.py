@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from parquet_keytools.cli.exit_status import ExitStatus
+from parquet_keytools.cli.output import say
 
 
 class CommandGroup(TyperGroup):
@@ -48,7 +49,7 @@ class CommandGroup(TyperGroup):
             if ctx.params.get("debug"):
                 typer.echo(traceback.format_exc(), err=True, nl=False)
             else:
-                typer.echo(f"Error: {error_text(error)}", err=True)
+                say(f"Error: {error_text(error)}")
             raise typer.Exit(status_of(error)) from None
 
 
@@ -64,7 +65,7 @@ def _warnings_on_stderr() -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        typer.echo(f"Warning: {message}", err=True)
+        say(f"Warning: {message}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show

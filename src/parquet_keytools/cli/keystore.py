@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from parquet_keytools.cli.output import print_json, print_table, say
 
 if TYPE_CHECKING:
     from parquet_keytools.kms.keystore_file import Keystore, PassphraseSource
@@ -53,7 +55,7 @@ def create(
 
     path, source = _located(path, config, passphrase_file, confirm=True)
     Keystore.create(path, source)
-    _say(f"Created the keystore {path}.")
+    say(f"Created the keystore {path}.")
 
 
 @app.command("create-key")
@@ -70,11 +72,11 @@ def create_key(
     path, source = _located(path, config, passphrase_file, confirm=True)
     if identity(path) is None:
         keystore = Keystore.create(path, source, exist_ok=True)
-        _say(f"Created the keystore {path}.")
+        say(f"Created the keystore {path}.")
     else:
         keystore = Keystore(path, source)
     keystore.create_key(name)
-    _say(f"Created the master key {name!r}.")
+    say(f"Created the master key {name!r}.")
 
 
 @app.command("rotate-key")
@@ -86,7 +88,7 @@ def rotate_key(
 ) -> None:
     """Give a master key a new version, which wraps from now on. Older versions still unwrap."""
     version = _keystore(path, config, passphrase_file).rotate_key(name)
-    _say(f"Version {version} of the master key {name!r} wraps from now on.")
+    say(f"Version {version} of the master key {name!r} wraps from now on.")
 
 
 @app.command()
@@ -99,7 +101,7 @@ def disable(
 ) -> None:
     """Disable a master key, or one version of it: it neither wraps nor unwraps."""
     _keystore(path, config, passphrase_file).set_enabled(name, False, key_version)
-    _say(f"Disabled {_what(name, key_version)}.")
+    say(f"Disabled {_what(name, key_version)}.")
 
 
 @app.command()
@@ -112,7 +114,7 @@ def enable(
 ) -> None:
     """Enable a master key, or one version of it, again."""
     _keystore(path, config, passphrase_file).set_enabled(name, True, key_version)
-    _say(f"Enabled {_what(name, key_version)}.")
+    say(f"Enabled {_what(name, key_version)}.")
 
 
 @app.command("list")
@@ -136,19 +138,17 @@ def list_keys(
         for version in master_key.versions
     ]
     if as_json:
-        import json
-
-        typer.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
-    table = Table("master key", "version", "created", "state", title=escape(str(path or config)))
-    for row in rows:
-        state = ("enabled" if row["enabled"] else "disabled") + (", wraps" if row["current"] else "")
-        table.add_row(escape(str(row["name"])), str(row["version"]), str(row["created"]), state)
-    Console(stderr=True).print(table)
+    def state_of(row: dict[str, Any]) -> str:
+        return ("enabled" if row["enabled"] else "disabled") + (", wraps" if row["current"] else "")
+
+    print_table(
+        str(path or config),
+        ["master key", "version", "created", "state"],
+        [(str(row["name"]), str(row["version"]), str(row["created"]), state_of(row)) for row in rows],
+    )
 
 
 @app.command("change-passphrase")
@@ -171,7 +171,7 @@ def change_passphrase(
     keystore.change_passphrase(
         _passphrase_source(new_passphrase_file, variable=NEW_ENVIRONMENT_VARIABLE, confirm=True)
     )
-    _say(f"Changed the passphrase of {path or config}.")
+    say(f"Changed the passphrase of {path or config}.")
 
 
 def _keystore(path: Path | None, config: Path | None, passphrase_file: Path | None) -> Keystore:
@@ -233,7 +233,3 @@ def _passphrase(file: Path | None, variable: str, confirm: bool) -> SecretBytes:
 
 def _what(name: str, key_version: int | None) -> str:
     return f"the master key {name!r}" if key_version is None else f"version {key_version} of {name!r}"
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)

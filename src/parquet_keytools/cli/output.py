@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import typer
+
+_STYLES = re.compile(r"(\x1b\[(?:0|1|3[1-7])m)")
+"""What `typer.style` puts around text: bold, colours, and the end of them."""
 
 _WIDTH_WITHOUT_TERMINAL = 160
 """In columns; what is longer is broken, never cut."""
 
 
 def say(text: str) -> None:
-    """Tell people something."""
-    typer.echo(text, err=True)
+    """Tell people something.
+
+    Names of files, columns and keys are anyone's: control characters in them must not steer the terminal.
+    """
+    parts = _STYLES.split(text)
+    parts[::2] = map(without_controls, parts[::2])
+    typer.echo("".join(parts), err=True)
+
+
+def without_controls(text: str) -> str:
+    """Return a text of lines with escapes for what is not printable."""
+    return "".join(
+        character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def print_json(document: Any) -> None:
@@ -77,7 +94,7 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     columns = [Column(heading, overflow="fold") for heading in headings]
     table = Table(*columns, title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     for row in rows:
-        table.add_row(*(Text(cell or "") for cell in row))
+        table.add_row(*(Text(without_controls(cell or "")) for cell in row))
     console = Console(stderr=True)
     console.print(table, width=None if console.is_terminal else _WIDTH_WITHOUT_TERMINAL)
 

@@ -165,7 +165,7 @@ class AwsConnection:
             use_fips_endpoint=limits.use_fips_endpoint or None,
             # The SDK would let an endpoint of the environment win over the FIPS endpoint.
             ignore_configured_endpoint_urls=limits.use_fips_endpoint or None,
-            # The SDK's own, which CloudTrail records, is put together anew for each call: a tenth of a call's time.
+            # For CloudTrail. The SDK would put its own together anew for each call: a tenth of its time.
             user_agent=f"parquet-keytools Boto3/{boto3.__version__} Botocore/{botocore.__version__}",
         )
         return {"region_name": limits.region, "verify": self._ca_bundle, "config": config}

@@ -166,6 +166,7 @@ def failing(error: BaseException) -> typer.Typer:
         (OSError(errno.ENOSPC, "No space left on device"), "Error: No space left on device.\n"),
         (OSError("no room"), "Error: no room\n"),
         (OSError(), "Error: OSError\n"),
+        (errors.OutputError("\x1b[2Kx\r\x9b1m\u202e", hint="a\nb"), "Error: \\x1b[2Kx\\r\\x9b1m\\u202e"),
     ],
 )
 def test_an_error_goes_to_stderr_without_a_traceback(error: Exception, text: str) -> None:
