@@ -114,6 +114,7 @@ def _walked_entries(root: FileLocation, folder: FileLocation, above: frozenset[s
                 flaw = None if info.type == pafs.FileType.File else _NO_REGULAR_FILE
                 yield _Entry(location, info.size or 0, flaw)
         return
+    # Links may lead in circles, which Arrow would follow many times.
     real = os.path.realpath(folder.path)
     if real in above:
         yield _Entry(folder, 0, _LINK_LOOP)
@@ -139,27 +140,13 @@ class _Entry:
 def _entries(folder: FileLocation) -> Iterator[_Entry]:
     """Yield all that is under a folder, except folders."""
     if folder.is_local:
-        yield from _local_entries(folder, Path(folder.path), frozenset())
+        yield from _walked_entries(folder, folder, frozenset())
         return
+    # All at once: Arrow looks into many folders of an object store at a time.
     for info in folder.filesystem.get_file_info(pafs.FileSelector(folder.path, recursive=True)):
         if info.type != pafs.FileType.Directory:
             flaw = None if info.type == pafs.FileType.File else _NO_REGULAR_FILE
             yield _Entry(FileLocation(folder.filesystem, info.path), info.size or 0, flaw)
-
-
-def _local_entries(root: FileLocation, folder: Path, above: frozenset[Path]) -> Iterator[_Entry]:
-    """Yield the same on this machine, where links may lead in circles, which Arrow would follow many times."""
-    real = folder.resolve()
-    if real in above:
-        yield _Entry(FileLocation(root.filesystem, str(folder)), 0, _LINK_LOOP)
-        return
-    for path in folder.iterdir():
-        if path.is_dir():
-            yield from _local_entries(root, path, above | {real})
-            continue
-        is_file = path.is_file()
-        location = FileLocation(root.filesystem, str(path))
-        yield _Entry(location, path.stat().st_size if is_file else 0, None if is_file else _NO_REGULAR_FILE)
 
 
 def _reason_to_leave_out(folder: FileLocation, entry: _Entry) -> str | None:
