@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from parquet_keytools import audit
@@ -20,7 +21,7 @@ from parquet_keytools.config.table_settings import TableSettings
 from parquet_keytools.encryption import file_encryption
 from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
 from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption
-from parquet_keytools.errors import FileChangedError
+from parquet_keytools.errors import ConfigurationError, FileChangedError
 from parquet_keytools.keys.file_key_retriever import DataKeys
 from parquet_keytools.keys.kek_cache import Clock
 from parquet_keytools.keys.key_material import KeyMaterial
@@ -52,6 +53,29 @@ class TablePolicy:
     table: TableSettings
     columns: Mapping[ColumnPath, ColumnKey]
     master_key_ids: Mapping[str, str]
+
+    def check_partition_columns(self, names: Collection[str]) -> None:
+        """Refuse to put values of columns under a key into the names of folders, where everyone reads them.
+
+        Those under the footer key, which nobody named, only get a warning.
+
+        Args:
+            names: Of the columns that a data set is partitioned by.
+
+        Raises:
+            ConfigurationError: One of them is under a key of its own.
+        """
+        for path, key in self.columns.items():
+            if path[0] not in names or key.kind == "plaintext":
+                continue
+            message = f"the values of column {path[0]!r} would stand in the names of folders, in plaintext"
+            if key.kind == "column_key":
+                raise ConfigurationError(
+                    f"{message}, and the table {self.table_name!r} has it under the key {key.key_name!r}.",
+                    hint="Partition by another column, or take this one out of column_keys.",
+                )
+            # Shown at the call of `Keytools`.
+            warnings.warn(f"{message}, for the data set is partitioned by it", UserWarning, stacklevel=4)
 
 
 @dataclass(frozen=True)

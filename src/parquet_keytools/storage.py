@@ -401,7 +401,21 @@ def whole_output(target: FileLocation, *, as_private_as: FileLocation | None = N
         OutputError: The folder does not exist, the target is a folder, or there is no space for it.
     """
     _check_target(target)
-    pending = PendingOutput.beside(target, as_private_as)
+    with committed(PendingOutput.beside(target, as_private_as), target) as pending:
+        yield pending
+
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What only writing can fail with."""
+
+
+@contextlib.contextmanager
+def committed(pending: PendingOutput, target: FileLocation) -> Iterator[PendingOutput]:
+    """Commit an output when the block ends, and discard it if that fails.
+
+    Raises:
+        OutputError: There is no space for it.
+    """
     try:
         yield pending
         pending.commit()
@@ -413,10 +427,6 @@ def whole_output(target: FileLocation, *, as_private_as: FileLocation | None = N
                 f"{target} cannot be written: {reason}.", hint="Make space, then try again."
             ) from None
         raise
-
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What only writing can fail with."""
 
 
 def _move(location: FileLocation, target: FileLocation) -> None:

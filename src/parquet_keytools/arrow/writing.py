@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,7 +20,6 @@ from parquet_keytools.arrow.encryption_properties import (
     encryption_configuration,
 )
 from parquet_keytools.arrow.output_filesystem import Encrypt, Finish, PendingHandler
-from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.key_service import TablePolicy
 from parquet_keytools.keys.material_store import remove_key_materials, write_key_materials
 from parquet_keytools.storage import BufferSource, FileLocation, exclusive_folder, whole_output, written_meanwhile
@@ -119,7 +117,8 @@ def write_dataset(
     partitioning, partition_names = _partitioning(partitioning, partitioning_flavor, schema)
     if "file_visitor" in options:
         raise TypeError("file_visitor is not taken: it would give away the statistics of encrypted columns")
-    _check_partition_columns(policy_of(schema) if partition_names else None, partition_names)
+    if partition_names:
+        policy_of(schema).check_partition_columns(partition_names)
     policy = policy_of(pa.schema([field for field in schema if field.name not in partition_names]))
     reasons = arrow_limits(policy, write_options)
     if policy.table.plaintext_footer:
@@ -157,22 +156,6 @@ def write_dataset(
     except BaseException:
         handler.discard()
         raise
-
-
-def _check_partition_columns(policy: TablePolicy | None, names: frozenset[str]) -> None:
-    """Refuse to put values of columns under a key into the names of folders, where everyone reads them."""
-    if policy is None:
-        return
-    for path, key in policy.columns.items():
-        if path[0] not in names or key.kind == "plaintext":
-            continue
-        message = f"the values of column {path[0]!r} would stand in the names of folders, in plaintext"
-        if key.kind == "column_key":
-            raise ConfigurationError(
-                f"{message}, and the table {policy.table_name!r} has it under the key {key.key_name!r}.",
-                hint="Partition by another column, or take this one out of column_keys.",
-            )
-        warnings.warn(f"{message}, for the data set is partitioned by it", UserWarning, stacklevel=4)
 
 
 def _partitioning(

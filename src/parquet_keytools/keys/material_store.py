@@ -61,16 +61,25 @@ def read_key_materials(parquet_file: FileLocation) -> dict[str, KeyMaterial]:
     Raises:
         KeyMaterialError: There is no key material file, or it is not valid.
     """
+    content = read_key_material_file(parquet_file)
+    return parse_key_materials(content, str(key_material_location(parquet_file)))
+
+
+def read_key_material_file(parquet_file: FileLocation) -> bytes:
+    """Read the key material file of a Parquet file, as it is.
+
+    Raises:
+        KeyMaterialError: There is none.
+    """
     location = key_material_location(parquet_file)
     try:
-        content = read_whole(location, MAX_FILE_BYTES)
+        return read_whole(location, MAX_FILE_BYTES)
     except FileNotFoundError:
         raise KeyMaterialError(
             f"the key material file {location.name!r} is missing",
             path=str(parquet_file),
             hint="It lies beside the Parquet file and must be copied, moved and kept with it.",
         ) from None
-    return parse_key_materials(content, str(location))
 
 
 def write_key_materials(parquet_file: FileLocation, materials: Mapping[str, KeyMaterial]) -> None:

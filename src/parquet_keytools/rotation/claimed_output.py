@@ -8,7 +8,6 @@ writes: a process loses its locks when it ends, in whatever way.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -16,12 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from parquet_keytools.errors import OutputError
-from parquet_keytools.storage import FileLocation, PendingOutput, whole_output
+from parquet_keytools.storage import FileLocation, PendingOutput, committed, whole_output
 
 _SUFFIX = ".claimed"
 _NAME = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(_SUFFIX)}", re.DOTALL)
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -41,16 +38,8 @@ def claimed_output(target: FileLocation, *, as_private_as: FileLocation | None =
         return
     pending, file_descriptor = _claim(target, as_private_as)
     try:
-        yield pending
-        pending.commit()
-    except BaseException as error:
-        pending.discard()
-        if isinstance(error, OSError) and error.errno in _NO_SPACE:
-            reason = os.strerror(error.errno).lower()
-            raise OutputError(
-                f"{target} cannot be written: {reason}.", hint="Make space, then try again."
-            ) from None
-        raise
+        with committed(pending, target):
+            yield pending
     finally:
         os.close(file_descriptor)
 

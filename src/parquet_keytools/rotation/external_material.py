@@ -6,8 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parquet_keytools.errors import KeyMaterialError, OutputError
-from parquet_keytools.keys.material_store import MAX_FILE_BYTES, key_material_location, parse_key_materials
+from parquet_keytools.errors import OutputError
+from parquet_keytools.keys.material_store import (
+    MAX_FILE_BYTES,
+    key_material_location,
+    parse_key_materials,
+    read_key_material_file,
+)
 from parquet_keytools.rotation.held_key import HeldKey
 from parquet_keytools.rotation.replacement import replacement, sink_like
 from parquet_keytools.rotation.tail import ChangedMeanwhileError, file_state
@@ -46,15 +51,7 @@ def read_external_material(parquet_file: FileLocation) -> ExternalMaterial:
     Raises:
         KeyMaterialError: There is none, or it is not valid.
     """
-    location = key_material_location(parquet_file)
-    try:
-        content = read_whole(location, MAX_FILE_BYTES)
-    except FileNotFoundError:
-        raise KeyMaterialError(
-            f"the key material file {location.name!r} is missing",
-            path=str(parquet_file),
-            hint="It lies beside the Parquet file and must be copied, moved and kept with it.",
-        ) from None
+    location, content = key_material_location(parquet_file), read_key_material_file(parquet_file)
     materials = parse_key_materials(content, str(location))
     texts: dict[str, str] = json.loads(content)
     held = {reference: HeldKey(material, texts[reference], reference) for reference, material in materials.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from urllib.parse import quote_plus
 
@@ -28,7 +27,11 @@ def table_options(
         leaves: All leaf columns, those of partition columns too.
         partition_by: Names of the columns whose values become names of folders.
     """
-    _check_partition_columns(keys.policy(table_name, leaves) if partition_by else None, frozenset(partition_by))
+    if partition_by:
+        unknown = set(partition_by) - {path[0] for path in leaves}
+        if unknown:
+            raise ConfigurationError(f"the frame has no columns {', '.join(map(repr, sorted(unknown)))}.")
+        keys.policy(table_name, leaves).check_partition_columns(partition_by)
     written = [path for path in leaves if path[0] not in partition_by]
     policy = keys.policy(table_name, written)
     reasons = spark_limits(policy)
@@ -99,25 +102,6 @@ def _other_options(
     if table.double_wrapping:
         options["parquet.encryption.kek.length.bits"] = str(table.effective_kek_length_bits)
     return options
-
-
-def _check_partition_columns(policy: TablePolicy | None, names: frozenset[str]) -> None:
-    """Refuse to put values of columns under a key into the names of folders, where everyone reads them."""
-    if policy is None:
-        return
-    unknown = names - {path[0] for path in policy.columns}
-    if unknown:
-        raise ConfigurationError(f"the frame has no columns {', '.join(map(repr, sorted(unknown)))}.")
-    for path, key in policy.columns.items():
-        if path[0] not in names or key.kind == "plaintext":
-            continue
-        message = f"the values of column {path[0]!r} would stand in the names of folders, in plaintext"
-        if key.kind == "column_key":
-            raise ConfigurationError(
-                f"{message}, and the table {policy.table_name!r} has it under the key {key.key_name!r}.",
-                hint="Partition by another column, or take this one out of column_keys.",
-            )
-        warnings.warn(f"{message}, for the data set is partitioned by it", UserWarning, stacklevel=4)
 
 
 def _listed_id(master_key_id: str) -> str:
