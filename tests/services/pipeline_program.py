@@ -6,13 +6,17 @@ python pipeline_program.py '{"master": "local[2]", "calls": [["encrypt", ["from"
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.spark import pipelines
+from parquet_keytools.spark.pipelines import encryption, rotation
 
 SETTINGS = {
     "spark.driver.bindAddress": "127.0.0.1",
@@ -57,13 +61,43 @@ def result_of(session: Any, name: str, arguments: list[Any], options: dict[str, 
     return found
 
 
+def make_slow(notes: Path) -> None:
+    """Let the first attempt of a job's first task begin later than anybody waits.
+
+    Args:
+        notes: A folder where each attempt of this task leaves a file, with its process id.
+    """
+    for module, name in ((encryption, "_encrypt_piece"), (rotation, "_rotate_piece")):
+        setattr(module, name, slow(getattr(module, name), notes))
+
+
+def slow(work: Callable[..., Any], notes: Path) -> Callable[..., Any]:
+    """Return what a task does instead."""
+
+    def slow_work(state: Any, position: int, attempt: int, piece: bytes) -> Any:
+        if position == 0:
+            (notes / f"{work.__name__} {attempt}").write_text(str(os.getpid()))
+            time.sleep(0 if attempt else 100)
+        return work(state, position, attempt, piece)
+
+    return slow_work
+
+
+def at_work(notes: Path) -> list[str]:
+    """Return the slow attempts whose processes are there; on a cluster of this machine."""
+    return [note.name for note in notes.glob("* 0") if Path(f"/proc/{note.read_text()}").exists()]
+
+
 def main(arguments: dict[str, Any]) -> None:
     """Make the calls one after the other."""
     warnings.simplefilter("ignore")  # Spark's, that it does not know this pandas.
     session = make_session(arguments["master"], Path(arguments["folder"]), arguments.get("settings", {}))
     session.sparkContext.setLogLevel("ERROR")
+    notes = Path(arguments.get("slow", "/nowhere"))
+    if "slow" in arguments:
+        make_slow(notes)
     try:
-        results = [result_of(session, *call) for call in arguments["calls"]]
+        results = [result_of(session, *call) | {"at_work": at_work(notes)} for call in arguments["calls"]]
     finally:
         session.stop()
     print(json.dumps(results, default=str))

@@ -184,6 +184,104 @@ def many_requests(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any
     return {"rows": reader.count(), "tailnums": reader.select("tailnum").distinct().count()}
 
 
+def ways_to_write(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
+    """Write in all ways that Spark has, and nested columns, and names that are not plain."""
+    frame = plain_flights(spark, folder).where("day = 15").select("flight", "tailnum", "month").cache()
+    rows = frame.count()
+    options = keytools.spark_options("few", frame.schema)
+    by_month = keytools.spark_options("few", frame.schema, partition_by=["month"])
+    path = {
+        name: str(folder / "ways" / name)
+        for name in ("partitions", "merged", "stream", "batches", "nested", "odd")
+    }
+    results: dict[str, Any] = {}
+
+    frame.write.partitionBy("month").options(**by_month).parquet(path["partitions"])
+    some = frame.where("month = 1").limit(7)
+    overwrite = some.write.mode("overwrite").option("partitionOverwriteMode", "dynamic")
+    overwrite.partitionBy("month").options(**by_month).parquet(path["partitions"])
+    results["partitions"] = [
+        frame.where("month != 1").count() + 7,
+        spark.read.parquet(path["partitions"]).count(),
+    ]
+
+    wider = frame.selectExpr("*", "1 AS more")
+    wider.write.options(**keytools.spark_options("few", wider.schema)).parquet(f"{path['merged']}/part=1")
+    frame.write.options(**options).parquet(f"{path['merged']}/part=2")
+    merged = spark.read.option("mergeSchema", "true").parquet(path["merged"])
+    results["merged"] = [[2 * rows, rows], list(merged.selectExpr("count(*)", "sum(more)").collect()[0])]
+
+    frame.write.options(**options).saveAsTable("saved")
+    frame.limit(3).write.insertInto("saved")
+    spark.sql("INSERT INTO saved SELECT * FROM saved LIMIT 4")
+    frame.write.bucketBy(2, "tailnum").sortBy("tailnum").options(**options).saveAsTable("bucketed")
+    results["tables"] = [[rows + 7, rows], [spark.table("saved").count(), spark.table("bucketed").count()]]
+    spark.sql("ALTER TABLE saved ADD COLUMNS (ssn STRING)")
+    results["a new column of a table"] = error_of(
+        lambda: spark.sql("INSERT INTO saved SELECT flight, tailnum, month, tailnum FROM bucketed")
+    )
+    results["a table without options"] = error_of(
+        lambda: spark.sql("CREATE TABLE bare USING parquet AS SELECT * FROM bucketed")
+    )
+
+    frame.write.options(**PLAINTEXT_FILES).parquet(str(folder / "stream-plain"))
+    stream = spark.readStream.schema(frame.schema).options(**PLAINTEXT_FILES).parquet(str(folder / "stream-plain"))
+
+    def run(writer: Any) -> None:
+        started = writer.trigger(availableNow=True).start()
+        started.awaitTermination()
+
+    def write_batch(batch: Any, _: int) -> None:
+        batch.write.mode("append").options(**options).parquet(path["batches"])
+
+    checkpoints = folder / "checkpoints"
+    sink = stream.writeStream.format("parquet").option("path", path["stream"])
+    run(sink.options(**options).option("checkpointLocation", str(checkpoints / "1")))
+    run(stream.writeStream.foreachBatch(write_batch).option("checkpointLocation", str(checkpoints / "2")))
+    bare = stream.writeStream.format("parquet").option("path", str(folder / "ways" / "bare"))
+    results["a stream without options"] = error_of(
+        lambda: run(bare.option("checkpointLocation", str(checkpoints / "3")))
+    )
+    results["streams"] = [[rows, rows], [spark.read.parquet(path[name]).count() for name in ("stream", "batches")]]
+
+    nested = frame.selectExpr(
+        "flight",
+        "array(tailnum) AS tags",
+        "map('k', tailnum) AS m",
+        "struct(tailnum AS a, flight AS b) AS s",
+        "array(struct(tailnum AS x, flight AS y)) AS l",
+    )
+    nested.write.options(**keytools.spark_options("nested", nested.schema)).parquet(path["nested"])
+    back = spark.read.parquet(path["nested"])
+    results["nested"] = [frame.join(back, frame.tailnum == back.s.a).count() > 0, True]
+    odd = frame.selectExpr("tailnum AS `a b`", "tailnum AS `größe 大`", "flight AS `x.y`", "flight AS `c,d:e;f`")
+    odd.write.options(**keytools.spark_options("odd", odd.schema)).parquet(path["odd"])
+    results["odd"] = [rows, spark.read.parquet(path["odd"]).count()]
+
+    results["summary"] = error_of(
+        lambda: (
+            frame.write.options(**options)
+            .option("parquet.summary.metadata.level", "ALL")
+            .parquet(str(folder / "ways" / "summary"))
+        )
+    )
+    for name in ("ignoreCorruptFiles", "spark.sql.files.ignoreCorruptFiles"):
+        results[name] = error_of(lambda name=name: count_ignoring(spark, name, path["stream"]))
+    frame.unpersist()
+    return results
+
+
+def count_ignoring(spark: Any, name: str, path: str) -> int:
+    """Count rows with a setting, of the session or of the read, that passes over files."""
+    if "." not in name:
+        return int(spark.read.option(name, "true").schema("flight BIGINT").parquet(path).count())
+    spark.conf.set(name, "true")
+    try:
+        return int(spark.read.parquet(path).count())
+    finally:
+        spark.conf.unset(name)
+
+
 def error_of(call: Callable[[], object]) -> str:
     """Return class and text of the first cause of an error."""
     try:
@@ -207,6 +305,7 @@ PARTS: dict[str, Callable[[Any, Keytools, Path], dict[str, Any]]] = {
     "plaintext": plaintext,
     "refused_columns": refused_columns,
     "many_requests": many_requests,
+    "ways_to_write": ways_to_write,
 }
 
 

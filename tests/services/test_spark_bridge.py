@@ -55,6 +55,17 @@ tables:
     footer_key: footer
     column_keys: {pii: [tailnum], times: ["*dep_time", "*arr_time", "time_hour"]}
     double_wrapping: false
+  # They share the KEKs of flights.
+  few: {footer_key: footer, column_keys: {pii: [tailnum]}, unlisted_columns: footer_key, data_key_length_bits: 256}
+  nested:
+    footer_key: footer
+    column_keys: {pii: [tags, m.key_value.value, s.a], times: [l.list.element.x]}
+    data_key_length_bits: 256
+  odd:
+    footer_key: footer
+    column_keys: {pii: ["a b", "größe 大"]}
+    unlisted_columns: footer_key
+    data_key_length_bits: 256
   ctr: {footer_key: footer, column_keys: {pii: [tailnum]}, algorithm: AES_GCM_CTR_V1}
   ctr_signed: {footer_key: footer, column_keys: {pii: [tailnum]}, algorithm: AES_GCM_CTR_V1,
     plaintext_footer: true}
@@ -170,7 +181,17 @@ def place(
 @pytest.fixture(scope="module")
 def results(place: Place) -> dict[str, Any]:
     """What one session did."""
-    return place.run("write", "read", "refused_writes", "plaintext")
+    # Once is enough for what does not depend on where tasks run.
+    more = () if place.cluster else ("ways_to_write",)
+    return place.run("write", "read", "refused_writes", "plaintext", *more)
+
+
+def assert_same_rows(keytools: Keytools, folder: Path, table_name: str, flights: pa.Table) -> None:
+    """Every row is there once, with all its values."""
+    found = keytools.read_table(folder, table_name=table_name)
+    order = [(name, "ascending") for name in ("time_hour", "carrier", "flight")]
+    back = found.select(flights.column_names).sort_by(order)
+    assert back.equals(flights.sort_by(order).cast(back.schema))
 
 
 def expected_rows(flights: pa.Table) -> list[list[Any]]:
@@ -202,11 +223,7 @@ def test_filters_and_projection_reach_the_reader(results: dict[str, Any]) -> Non
 def test_keytools_reads_what_spark_wrote(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
     folder = place.folder / "spark"
     assert {path.name for path in folder.glob("month=*")} == {f"month={month}" for month in range(1, 13)}
-    table = place.keytools.read_table(folder, table_name="flights")
-    keys = [("time_hour", "ascending"), ("carrier", "ascending"), ("flight", "ascending")]
-    names = [name for name in flights.column_names if name != "month"]
-    back = table.sort_by(keys).select(names)
-    assert back.equals(flights.sort_by(keys).select(names).cast(back.schema))
+    assert_same_rows(place.keytools, folder, "flights", flights)
     dataset = place.keytools.dataset(folder, columns=["flight", "tailnum"], table_name="flights")
     rows = dataset.to_table(columns=["flight", "tailnum"], filter=pc.field("month") == 3)
     assert rows.num_rows == pc.sum(pc.equal(flights["month"], 3)).as_py()
@@ -247,6 +264,44 @@ def test_nothing_is_written_in_plaintext_in_silence(
 ) -> None:
     assert text in results["refused_writes"][attempt]
     assert not list((place.folder / "refused").rglob("part-*.parquet"))
+
+
+@IN_ONE_JVM
+def test_all_of_sparks_ways_to_write_encrypt(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
+    found = results["ways_to_write"]
+    for name in ("partitions", "merged", "tables", "streams", "nested", "odd"):
+        expected, there = found[name]
+        assert there == expected, name
+    written = [
+        *(place.folder / "ways").rglob("part-*.parquet"),
+        *(place.folder / "warehouse").rglob("part-*.parquet"),
+    ]
+    assert len(written) > 20
+    assert {path.read_bytes()[:4] for path in written} == {b"PARE"}
+    for table_name in ("nested", "odd"):
+        report = place.keytools.verify_folder(place.folder / "ways" / table_name, table_name=table_name)
+        assert report.conforms, report
+    # In plaintext, and in no other form, values would show in the files, and in what lies beside them.
+    values = {value.encode() for value in flights.filter(pc.field("day") == 15)["tailnum"].to_pylist() if value}
+    beside = [path for name in ("ways", "warehouse", "checkpoints") for path in (place.folder / name).rglob("*")]
+    content = b"".join(path.read_bytes() for path in beside if path.is_file())
+    assert not [value for value in values if value in content]
+
+
+@IN_ONE_JVM
+@pytest.mark.parametrize(
+    ("attempt", "text"),
+    [
+        ("a new column of a table", "new are [ssn]"),
+        ("a table without options", "would be written in plaintext"),
+        ("a stream without options", "would be written in plaintext"),
+        ("summary", "A summary file would show the statistics of encrypted columns in plaintext"),
+        ("ignoreCorruptFiles", "would leave out, in silence, files that somebody changed"),
+        ("spark.sql.files.ignoreCorruptFiles", "would leave out, in silence, files that somebody changed"),
+    ],
+)
+def test_what_spark_would_do_in_silence_fails(results: dict[str, Any], attempt: str, text: str) -> None:
+    assert text in results["ways_to_write"][attempt]
 
 
 def test_plaintext_files_are_read_where_they_are_meant(results: dict[str, Any]) -> None:
@@ -374,6 +429,8 @@ def test_a_worker_that_is_killed_is_replaced(place: Place, flights: pa.Table) ->
     assert len(killed) >= 2
     assert found["rows"] == 6 * flights.num_rows
     assert found["tailnums"] == len(set(flights["tailnum"].to_pylist()))
+    for number in range(6):
+        assert_same_rows(place.keytools, place.folder / f"single-{number}", "single", flights)
     logs = "".join(place.cluster.executor_logs().values())
     assert all(f"The KMS worker process {worker} ended with exit status 137" in logs for worker in killed)
 
@@ -394,6 +451,8 @@ def test_a_worker_that_fails_or_hangs_fails_the_task_which_is_tried_again(
         shutil.rmtree(place.folder / f"single-{number}", ignore_errors=True)
     found = place.run("many_requests", python=str(python), timeout_seconds=10)["many_requests"]
     assert found["rows"] == 6 * flights.num_rows
+    for number in range(6):
+        assert_same_rows(place.keytools, place.folder / f"single-{number}", "single", flights)
     assert len(list(marks.iterdir())) == 3
     assert "Lost task" in "".join(place.output[before:])
     assert "ended with exit status 3" in "".join(place.output[before:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +24,10 @@ import pytest
 from spark_cluster import JAVA_MISSING, SparkCluster, has_java
 
 from parquet_keytools import Keytools
+from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_text
+from parquet_keytools.rotation.report import Outcome
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("SPARK") == "no", reason="SPARK=no leaves the tests with Spark out"),
@@ -83,13 +86,15 @@ class Place:
         write_plain(flights, self.plain)
         self.output: list[str] = []
 
-    def call(self, *calls: Any, settings: dict[str, str] | None = None) -> list[dict[str, Any]]:
+    def call(self, *calls: Any, **arguments: Any) -> list[dict[str, Any]]:
         """Make calls, `(name, arguments, options)`, in a session of their own."""
-        return self.result(self.start(*calls, settings=settings))
+        return self.result(self.start(*calls, **arguments))
 
-    def start(self, *calls: Any, settings: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *calls: Any, settings: dict[str, str] | None = None, **arguments: Any
+    ) -> subprocess.Popen[str]:
         master = self.cluster.url if self.cluster else "local[2]"
-        arguments = {"master": master, "folder": str(self.folder), "calls": calls, "settings": settings or {}}
+        arguments |= {"master": master, "folder": str(self.folder), "calls": calls, "settings": settings or {}}
         return subprocess.Popen(
             [sys.executable, PROGRAM, json.dumps(arguments, default=str)],
             stdout=subprocess.PIPE,
@@ -146,9 +151,8 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.parquet"))
 
 
-def sorted_rows(table: pa.Table, names: list[str]) -> pa.Table:
-    order = [(name, "ascending") for name in ("time_hour", "carrier", "flight")]
-    return table.select(names).sort_by(order)
+def sorted_rows(table: pa.Table) -> pa.Table:
+    return table.sort_by([(name, "ascending") for name in ("time_hour", "carrier", "flight")])
 
 
 def assert_same(keytools: Keytools, folder: Path, flights: pa.Table) -> None:
@@ -158,12 +162,9 @@ def assert_same(keytools: Keytools, folder: Path, flights: pa.Table) -> None:
 
 
 def assert_same_rows(keytools: Keytools, folder: Path, flights: pa.Table) -> None:
-    """Every row is there once, and no file is in plaintext."""
-    names = [name for name in flights.column_names if name != "month"]
-    found = keytools.read_table(folder, table_name="flights")
-    assert sorted_rows(found, names).equals(
-        sorted_rows(flights, names).cast(pa.schema([found.schema.field(name) for name in names]))
-    )
+    """Every row is there once, with all its values, in the folder of its month; and no file is in plaintext."""
+    found = keytools.read_table(folder, table_name="flights").select(flights.column_names)
+    assert sorted_rows(found).equals(sorted_rows(flights).cast(found.schema))
     assert all(path.read_bytes()[:4] == b"PARE" for path in files_of(folder))
 
 
@@ -191,6 +192,8 @@ def test_encrypt_mirrors_the_folder(place: Place, results: dict[str, Any], fligh
     number = len(files_of(place.plain))
     assert number > 30
     assert found["outcomes"] == {"encrypted": number, "left out": 2}
+    # Eight for each of two task slots, though it was called as soon as there was a session.
+    assert found["tasks"] > 8
     assert {path.relative_to(target) for path in files_of(target)} == {
         path.relative_to(place.plain) for path in files_of(place.plain)
     }
@@ -308,6 +311,67 @@ spark.stop()
 def test_nothing_secret_comes_out(place: Place, results: dict[str, Any]) -> None:
     logs = [path.read_bytes().decode("latin-1") for path in place.folder.glob("cluster/**/*") if path.is_file()]
     assert not [text for text in (*place.output, *logs) if PASSPHRASE in text]
+
+
+@IN_ONE_JVM
+def test_master_keys_move_in_every_way(place: Place, flights: pa.Table, tmp_path: Path) -> None:
+    some = flights.slice(0, 6000)
+    write_plain(some, tmp_path / "source")
+    base = tmp_path / "base"
+    for path in files_of(tmp_path / "source"):
+        there = base / path.relative_to(tmp_path / "source")
+        there.parent.mkdir(parents=True, exist_ok=True)
+        place.keytools.encrypt_file(path, there)
+    number = len(files_of(base))
+    theirs = Keystore.create(tmp_path / "theirs.json", lambda: passphrase_from_text(PASSPHRASE))
+    for name in ("footer", "times", "elsewhere"):
+        theirs.create_key(name)
+    other = tmp_path / "other.yaml"
+    other.write_text(KEYSTORE.replace("keystore.json", "theirs.json").replace("pii:", "elsewhere:"))
+    config = place.configuration
+    to_other = {"to": other, "moves": {"pii": "elsewhere"}}
+    ways: dict[str, dict[str, Any]] = {
+        "moved": {"moves": {"pii": "new", "footer": "times"}, "keep_old": True},
+        "fresh": {"moves": {"pii": "new"}, "only_master_keys": ["pii"], "new_keks": True, "keep_old": True},
+        "other": to_other | {"keep_old": True},
+        "other, fresh": to_other | {"new_keks": True, "keep_old": True},
+    }
+    for way in ways:
+        shutil.copytree(base, tmp_path / way)
+    calls = {way: ("rotate", [tmp_path / way, config], options) for way, options in ways.items()}
+    # Once more: all is in its place.
+    again = ("rotate", [tmp_path / "other", config], to_other)
+    *rotated, other_again = place.call(*calls.values(), again)
+    found = dict(zip(calls, rotated, strict=True))
+    assert all(result.get("outcomes") == {"rotated": number} for result in found.values()), found
+    assert other_again["outcomes"] == {"already current": number}, other_again
+    # A KEK for each of three master keys, however many files there are.
+    assert found["other"]["kms_keys"]["wrap"] == 3
+    tools = dict.fromkeys(ways, place.keytools)
+    tools["other"] = tools["other, fresh"] = Keytools.from_yaml(other)
+    uses = {way: list(tools[way].key_inventory(tmp_path / way)) for way in ways}
+    names = {way: {use.master_key_id for file in files for use in file.uses} for way, files in uses.items()}
+    assert names == {
+        "moved": {"new", "times"},
+        "fresh": {"footer", "new", "times"},
+        "other": {"footer", "elsewhere", "times"},
+        "other, fresh": {"footer", "elsewhere", "times"},
+    }
+    before = {use.kek_id for file in place.keytools.key_inventory(base) for use in file.uses}
+    keks = {way: {use.kek_id for file in files for use in file.uses} for way, files in uses.items()}
+    assert keks["moved"] == keks["other"] == before
+    assert len(keks["fresh"] & before) == 2 and not keks["other, fresh"] & before
+    for way in ways:
+        assert_same_rows(tools[way], tmp_path / way, some)
+        if way.startswith("other"):
+            with pytest.raises(KeytoolsError):
+                place.keytools.read_table(tmp_path / way, table_name="flights")
+        assert place.keytools.undo_rotation(tmp_path / way).succeeded
+        assert_same(place.keytools, tmp_path / way, some)
+        assert all(
+            path.read_bytes() == (base / path.relative_to(tmp_path / way)).read_bytes()
+            for path in files_of(tmp_path / way)
+        )
 
 
 @IN_ONE_JVM
@@ -432,6 +496,46 @@ def at_work(place: Place, victim: str, target: Path, before: dict[Path, bytes] |
     else:
         begun = any(path.read_bytes() != data for path, data in list(before.items())[::7])
     return children(place, victim) if begun else set()
+
+
+@ON_THE_CLUSTER
+def test_copies_of_a_slow_task_lose_and_double_nothing(place: Place, flights: pa.Table, tmp_path: Path) -> None:
+    some = flights.slice(0, 12000)
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_plain(some, source)
+    number = len(files_of(source))
+    settings = {
+        "spark.speculation": "true",
+        "spark.speculation.interval": "50ms",
+        "spark.speculation.multiplier": "1.1",
+        "spark.speculation.quantile": "0.3",
+        "spark.locality.wait": "0s",
+    }
+    config = place.configuration
+    encrypted, rotated = place.call(
+        ("encrypt", [source, target, config], {}),
+        ("rotate", [target, config], {"moves": {"pii": "new"}, "keep_old": True}),
+        settings=settings,
+        slow=str(tmp_path),
+    )
+    # Both tasks had a copy that was faster; and who goes on from there meets none that is late.
+    assert encrypted["at_work"] == rotated["at_work"] == []
+    attempts = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert {f"_{name}_piece {attempt}" for name in ("encrypt", "rotate") for attempt in (0, 1)} <= attempts
+    assert encrypted["outcomes"] == {"encrypted": number, "left out": 2}, encrypted
+    assert rotated["outcomes"] == {"rotated": number}, rotated
+    for found, folder in ((encrypted, source), (rotated, target)):
+        rows = Counter(row["path"] for row in found["rows"] if row["outcome"] != "left out")
+        assert rows == Counter(str(path) for path in files_of(folder))
+    assert len(files_of(target)) == number
+    assert_same_rows(place.keytools, target, some)
+    used = {use.master_key_id for file in place.keytools.key_inventory(target) for use in file.uses}
+    assert used == {"footer", "new", "times"}
+    undone = place.keytools.undo_rotation(target)
+    assert undone.succeeded and undone.counts[Outcome.RESTORED] == number
+    assert_same(place.keytools, target, some)
+    used = {use.master_key_id for file in place.keytools.key_inventory(target) for use in file.uses}
+    assert used == {"footer", "pii", "times"}
 
 
 @pytest.fixture

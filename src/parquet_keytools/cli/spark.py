@@ -25,6 +25,7 @@ from parquet_keytools.cli.options import (
 from parquet_keytools.cli.rotate import (
     DryRunOption,
     FromOption,
+    KeepOldOption,
     NewKeksOption,
     OlderThanOption,
     OnlyOption,
@@ -121,7 +122,7 @@ def rotate(
     only_master_keys: OnlyOption = None,
     older_than: OlderThanOption = None,
     new_keks: NewKeksOption = False,
-    keep_old: Annotated[bool, typer.Option("--keep-old", help="Keep the old keys beside the files.")] = False,
+    keep_old: KeepOldOption = None,
     dry_run: DryRunOption = False,
     table: TableOption = None,
     aad_prefix: AadPrefixOption = None,
@@ -143,7 +144,7 @@ def rotate(
             session,
             path,
             config,
-            moves=moves,
+            moves=moves or None,
             only_master_keys=only_master_keys or None,
             older_than=older_than,
             new_keks=new_keks,
@@ -254,7 +255,7 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
     """Start a session, and stop it; what Spark itself prints is cut down to errors.
 
     Raises:
-        ConfigurationError: There is no pyspark, or no Java.
+        ConfigurationError: There is no pyspark, or no Java, or Spark does not start.
     """
     from parquet_keytools.errors import ConfigurationError
 
@@ -279,7 +280,14 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
         builder = builder.master(master)
     for name, value in ({"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()} | pairs).items():
         builder = builder.config(name, value)
-    session = builder.getOrCreate()
+    try:
+        session = builder.getOrCreate()
+    except Exception as error:
+        # A traceback would end with the status that means that something was checked, and is not in order.
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigurationError(
+            f"Spark does not start: {reason}", hint="Check --master and --conf; what Spark itself says is above."
+        ) from None
     session.sparkContext.setLogLevel("ERROR")
     try:
         yield session

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
+from fake_spark import FakeSpark
+from typer.testing import CliRunner, Result
 
-from parquet_keytools.cli import app
+from parquet_keytools.cli import app, spark
 
 COMMANDS = {
     "encrypt": ["source", "target"],
@@ -36,7 +44,89 @@ def test_without_pyspark_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     assert "pip install 'parquet-keytools[spark]'" in result.stderr
 
 
+def test_a_spark_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Builder:
+        def __getattr__(self, name: str) -> Callable[..., Builder]:
+            return lambda *_: self
+
+        def getOrCreate(self) -> None:  # noqa: N802 - Spark's name
+            raise RuntimeError("[JAVA_GATEWAY_EXITED] Java gateway process exited.\n  at java")
+
+    pyspark_sql = SimpleNamespace(SparkSession=SimpleNamespace(builder=Builder()))
+    monkeypatch.setitem(sys.modules, "pyspark.sql", pyspark_sql)
+    monkeypatch.setattr(spark.shutil, "which", lambda *_, **__: "java")
+    result = CliRunner().invoke(app, ["spark", "verify", "path", "--config", "c", "--master", "bogus"])
+    assert result.exit_code == 2
+    assert "Spark does not start: [JAVA_GATEWAY_EXITED]" in result.stderr and "at java" not in result.stderr
+
+
 def test_settings_of_spark_have_a_form() -> None:
     result = CliRunner().invoke(app, ["spark", "keys", "path", "--config", "c", "--conf", "spark.executor.cores"])
     assert result.exit_code == 2
     assert "NAME=VALUE" in result.stderr
+
+
+KEYS = {
+    name: base64.b64encode(bytes([number]) * 32).decode() for number, name in enumerate(("footer", "pii", "new"))
+}
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Calls a command where there are a configuration, the folder `plain`, and a session that is no Spark."""
+    (tmp_path / "c.yaml").write_text(
+        f"version: 1\nkms: {{type: in_memory, keys: {KEYS}}}\n"
+        "tables: {t: {footer_key: footer, column_keys: {pii: [a]}}}\n"
+    )
+    (tmp_path / "plain").mkdir()
+    pq.write_table(pa.table({"a": [1, 2], "b": [3, 4]}), tmp_path / "plain" / "part-0.parquet")
+
+    @contextlib.contextmanager
+    def session(*_: object) -> Iterator[FakeSpark]:
+        yield FakeSpark([1], spark_master="local[1]")
+
+    monkeypatch.setattr(spark, "_session", session)
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, ["spark", *arguments, "--config", "c.yaml"])
+
+
+def test_master_keys_are_moved(call: Callable[..., Result], tmp_path: Path) -> None:
+    assert call("encrypt", "plain", "data").exit_code == 0
+    before = (tmp_path / "data" / "part-0.parquet").read_bytes()
+    result = call("rotate", "data", "--from", "pii", "--to", "new", "--new-keks", "--keep-old", "--json")
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert document["outcomes"] == {"rotated": 1}
+    assert [(key["master_key"], key["new_master_key"]) for key in document["files"][0]["keys"]] == [("pii", "new")]
+    assert call("verify", "data").exit_code == 1  # The table still says pii.
+    undone = CliRunner().invoke(app, ["rotate", "data", "--undo", "--config", "c.yaml"])
+    assert undone.exit_code == 0
+    assert (tmp_path / "data" / "part-0.parquet").read_bytes() == before
+
+
+def test_what_the_configuration_says_is_done_where_nothing_else_is_said(
+    call: Callable[..., Result], tmp_path: Path
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(config.read_text() + "rotation: {moves: {pii: new}, keep_old: true}\n")
+    call("encrypt", "plain", "data")
+    assert call("rotate", "data", "--no-keep-old").exit_code == 0
+    assert "new" in call("keys", "data").stderr
+    assert [path.name for path in (tmp_path / "data").glob(".*old_keys")] == []
+
+
+def test_exit_status(call: Callable[..., Result], tmp_path: Path) -> None:
+    assert call("encrypt", "plain", "data").exit_code == 0
+    assert call("encrypt", "plain", "data").exit_code == 2
+    assert call("verify", "data").exit_code == 0
+    (tmp_path / "plain" / "zero.parquet").touch()
+    failed = call("encrypt", "plain", "data", "--overwrite")
+    assert failed.exit_code == 1 and "0 bytes are too few" in failed.stderr
+    assert not (tmp_path / "data" / "_SUCCESS").exists()
+    (tmp_path / "empty").mkdir()
+    assert call("verify", "empty").exit_code == 1
+    assert call("rotate", "data", "--from", "pii", "--to", "nowhere").exit_code == 3
+    # Whoever holds a client from before does not use it where the file has another secret now.
+    config = tmp_path / "c.yaml"
+    config.write_text(config.read_text().replace(KEYS["footer"], KEYS["new"]))
+    assert call("rekey", "data").exit_code == 3

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from fake_spark import FakeSpark
 
-from parquet_keytools import parse_configuration
-from parquet_keytools.errors import ConfigurationError
+from parquet_keytools import Keytools, parse_configuration
+from parquet_keytools.errors import ConfigurationError, OutputError, ParquetFormatError
 from parquet_keytools.kms.keystore import KeystoreSettings
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
+from parquet_keytools.spark import pipelines
+from parquet_keytools.spark.pipelines import encryption, kms_share, rekeying, rotation, worker_keys
 from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, state_of
-from parquet_keytools.spark.pipelines.kms_share import first_pause_seconds, most_tasks_of, shared_settings
+from parquet_keytools.spark.pipelines.footer_groups import group_files
+from parquet_keytools.spark.pipelines.job import Job
+from parquet_keytools.spark.pipelines.kms_share import (
+    first_pause_seconds,
+    most_tasks_of,
+    shared_settings,
+    task_slots,
+)
 from parquet_keytools.spark.pipelines.places import location_of, place_of
 from parquet_keytools.spark.pipelines.planned_files import (
     cut,
     cut_by_group,
     number_of_pieces,
+    packed,
     plan_files,
     unpacked,
 )
+from parquet_keytools.spark.pipelines.report import TaskResult
 from parquet_keytools.storage import FileLocation
 
 EMPTY_KEY_MATERIAL = "_KEY_MATERIAL_FOR_a.parquet.json"
@@ -131,6 +148,234 @@ def test_an_explicit_limit_of_calls_at_a_time_limits_tasks() -> None:
     assert most_tasks_of(configuration(), None) is None  # type: ignore[arg-type]
     limited = [configuration(max_concurrent_calls=number) for number in (7, 5)]
     assert most_tasks_of(*limited) == 5  # type: ignore[arg-type]
+
+
+AWS = {
+    "version": 1,
+    "kms": {"type": "aws", "region": "eu-west-1", "max_concurrent_calls": 4},
+}
+
+
+@pytest.mark.parametrize(("speculation", "tasks"), [("false", 4), ("TRUE", 2)])
+def test_a_job_has_no_more_tasks_than_calls_at_a_time(speculation: str, tasks: int) -> None:
+    spark: Any = FakeSpark([8], spark_speculation=speculation, spark_master="local[8]")
+    job = Job(spark, parse_configuration(AWS))
+    groups = cut_by_group(table_of({str(number): 1 for number in range(20)}, [1] * 11 + [2] * 9), 4, 4)
+    # Groups are cut a little finer than asked for.
+    assert len(groups) > 4
+    seen: list[int] = []
+
+    def work(position: int, attempt: int, piece: bytes) -> TaskResult:
+        seen.append(unpacked(piece).num_rows)
+        return TaskResult()
+
+    results = list(job.run("count", work, groups))
+    assert sum(seen) == 20 and len(results) == len(groups)
+    assert spark.partitions == [tasks] and job.tasks == tasks
+    # Copies of tasks have their share of the limits too.
+    assert job.carried_keys(len(groups)).tasks == 4
+
+
+def test_the_executors_of_a_new_session_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(time=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(kms_share, "time", clock)
+    cluster = "spark://host:7077"
+    assert task_slots(FakeSpark([0, 0, 0, 16, 16, 32, 32, 48], spark_master=cluster)) == 48
+    assert 1 < now[0] < 5
+    # None comes: Spark itself waits for the first one.
+    assert task_slots(FakeSpark([0], spark_master=cluster)) == 1
+    now[0] = 1000.0
+    assert task_slots(FakeSpark([16, 32], spark_master=cluster)) == 16
+    assert now[0] == 1000.0
+
+
+def test_an_executor_with_all_cores_of_its_host_has_no_known_number_of_them() -> None:
+    settings = {"spark_dynamicAllocation_enabled": "true", "spark_dynamicAllocation_maxExecutors": "10"}
+    assert task_slots(FakeSpark([16], spark_master="spark://host:7077", **settings)) is None
+    cores = {"spark_executor_cores": "4"}
+    assert task_slots(FakeSpark([16], spark_master="spark://host:7077", **settings, **cores)) == 40
+    assert task_slots(FakeSpark([16], spark_master="yarn", **settings)) == 16
+
+
+KEYS = {
+    name: base64.b64encode(bytes([number]) * 32).decode() for number, name in enumerate(("footer", "pii", "new"))
+}
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path) -> tuple[Keytools, Path]:
+    """A configuration from a file, and a folder with an encrypted file."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"version: 1\nkms: {{type: in_memory, keys: {KEYS}}}\n"
+        "tables: {t: {footer_key: footer, column_keys: {pii: [a]}}}\n"
+    )
+    keytools = Keytools.from_yaml(config)
+    (tmp_path / "data").mkdir()
+    keytools.write_table(pa.table({"a": [1, 2, 3], "b": [4, 5, 6]}), tmp_path / "data" / "part-0.parquet")
+    return keytools, tmp_path / "data"
+
+
+def piece_of(folder: Path) -> bytes:
+    return packed(plan_files(FileLocation.resolve(folder)).table)
+
+
+def test_later_tasks_of_a_job_have_a_share_of_their_own(encrypted: tuple[Keytools, Path]) -> None:
+    spark: Any = FakeSpark([8], spark_master="local[8]")
+    job = Job(spark, encrypted[0].configuration)
+    first, second = (worker_keys.worker_keys(job.carried_keys(pieces)) for pieces in (1, 5))
+    assert first is not second
+    assert worker_keys.worker_keys(job.carried_keys(5)) is second
+
+
+def test_attempts_of_one_task_do_not_take_each_others_old_keys(
+    encrypted: tuple[Keytools, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from parquet_keytools.rotation import window
+    from parquet_keytools.rotation.kept_keys import keep
+    from parquet_keytools.rotation.request import RotationRequest, rotation_context
+
+    keytools, folder = encrypted
+    before = next(folder.glob("*.parquet")).read_bytes()
+    spark: Any = FakeSpark([2], spark_master="local[2]")
+    job = Job(spark, keytools.configuration)
+    context = rotation_context(job.keys, RotationRequest(moves={"pii": "new"}))
+    given = rotation._rewrap(
+        job,
+        context,
+        group_files(job, str(folder), plan_files(location_of(str(folder))).table, with_keys=True).visible,
+    )
+    broadcast: Any = SimpleNamespace(value=given)
+    work = rotation._WriteWork(
+        job.carried_keys(1), str(folder), None, None, context.plan, None, {}, True, False, broadcast
+    )
+    attempts: list[TaskResult] = []
+
+    def attempt(number: int) -> TaskResult:
+        # Each is a process of its own.
+        monkeypatch.setattr(worker_keys._Held, "job", None)
+        return rotation._rotate_piece(work, 0, number, piece_of(folder))
+
+    def keep_while_another_attempt_works(*arguments: Any) -> FileLocation:
+        kept = keep(*arguments)
+        if not attempts:
+            attempts.append(TaskResult())
+            attempts.append(attempt(1))
+        return kept
+
+    monkeypatch.setattr(window, "keep", keep_while_another_attempt_works)
+    attempts.append(attempt(0))
+    assert [sum(found.outcomes.values()) for found in attempts[1:]] == [1, 1]
+    assert all(not found.outcomes["failed"] for found in attempts)
+    assert {use.master_key_id for file in keytools.key_inventory(folder) for use in file.uses} == {"footer", "new"}
+    assert keytools.undo_rotation(folder).succeeded
+    assert next(folder.glob("*.parquet")).read_bytes() == before
+    assert [path.name for path in folder.iterdir()] == ["part-0.parquet"]
+
+
+def test_a_move_to_another_kms_goes_on_where_names_are_swapped(encrypted: tuple[Keytools, Path]) -> None:
+    keytools, folder = encrypted
+    keytools.write_table(pa.table({"a": [7], "b": [8]}), folder / "part-1.parquet")
+    keytools.write_table(pa.table({"a": [9], "b": [9]}), folder / "part-2.parquet")
+    theirs = folder.with_name("theirs.yaml")
+    other_keys = {name: base64.b64encode(name.encode().ljust(32)).decode() for name in KEYS}
+    text = folder.with_name("config.yaml").read_text()
+    theirs.write_text(text.replace(str(KEYS), str(other_keys)).replace("footer_key: footer", "footer_key: pii"))
+    theirs.write_text(theirs.read_text().replace("{pii: [a]}", "{footer: [a]}"))
+    spark: Any = FakeSpark([2], spark_master="local[2]")
+    options: Any = {"moves": {"footer": "pii", "pii": "footer"}, "to": theirs}
+    config = folder.with_name("config.yaml")
+    assert rotation.rotate(spark, folder / "part-1.parquet", config, **options).outcomes == {"rotated": 1}
+    # As after a run that was cut off.
+    report = rotation.rotate(spark, folder, config, **options)
+    assert report.outcomes == {"rotated": 2, "already current": 1}
+    table = Keytools.from_yaml(theirs).read_table(folder)
+    assert sorted(table["a"].to_pylist()) == [1, 2, 3, 7, 9]
+    assert rotation.rotate(spark, folder, config, **options).outcomes == {"already current": 3}
+
+
+@pytest.mark.parametrize("name", ["rotate", "rekey", "keys", "verify"])
+def test_a_file_that_no_task_can_be_told_of_is_not_passed_over(
+    encrypted: tuple[Keytools, Path], name: str
+) -> None:
+    _, folder = encrypted
+    os.link(os.fsencode(folder) + b"/part-0.parquet", os.fsencode(folder) + b"/\xff.parquet")
+    spark: Any = FakeSpark([2], spark_master="local[2]")
+    report = getattr(pipelines, name)(spark, folder, folder.with_name("config.yaml"))
+    assert not report.succeeded
+    (row,) = [row for row in report.rows() if row["error"] is not None]
+    assert "is not valid UTF-8" in row["error"]
+    assert sum(report.outcomes.values()) == 2
+
+
+def test_a_plaintext_file_in_a_folder_is_not_rekeyed(encrypted: tuple[Keytools, Path]) -> None:
+    keytools, folder = encrypted
+    pq.write_table(pa.table({"a": [1]}), folder / "plain.parquet")
+    spark: Any = FakeSpark([2], spark_master="local[2]")
+    job = Job(spark, keytools.configuration)
+    work = rekeying._Work(job.carried_keys(1), str(folder), None, "t", None)
+    assert rekeying._rekey_piece(work, 0, 0, piece_of(folder)).outcomes == {"rekeyed": 1, "not encrypted": 1}
+    alone = rekeying._Work(job.carried_keys(1), str(folder / "plain.parquet"), None, "t", None)
+    assert rekeying._rekey_piece(alone, 0, 0, piece_of(folder / "plain.parquet")).outcomes == {"failed": 1}
+
+
+def write_plain(folder: Path, name: str = "part-0.parquet") -> Path:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"a": [1, 2, 3], "ab": [4, 5, 6]}), folder / name)
+    return folder
+
+
+def test_what_the_configuration_says_of_rotations_holds(encrypted: tuple[Keytools, Path]) -> None:
+    keytools, folder = encrypted
+    before = next(folder.glob("*.parquet")).read_bytes()
+    config = folder.with_name("config.yaml")
+    config.write_text(config.read_text() + "rotation: {moves: {pii: new}, keep_old: true}\n")
+    spark: Any = FakeSpark([2], spark_master="local[2]")
+    (row,) = rotation.rotate(spark, folder, config).rows()
+    assert [(key["master_key"], key["new_master_key"]) for key in row["keys"]] == [("pii", "new")]
+    assert keytools.undo_rotation(folder).succeeded
+    assert next(folder.glob("*.parquet")).read_bytes() == before
+    with pytest.raises(ConfigurationError, match="these moves are within one KMS, and another one is named"):
+        rotation.rotate(spark, folder, config, to=config)
+    # What a caller says is stronger.
+    (row,) = rotation.rotate(spark, folder, config, moves={"footer": "new"}, keep_old=False).rows()
+    assert [(key["master_key"], key["new_master_key"]) for key in row["keys"]] == [("footer", "new")]
+    assert [path.name for path in folder.iterdir()] == ["part-0.parquet"]
+    config.write_text(config.read_text().replace("pii: new", "pii: nwe"))
+    with pytest.raises(ConfigurationError, match=r"rotation\.moves\.pii"):
+        rotation.rotate(spark, folder, config)
+
+
+def test_a_call_that_is_refused_leaves_a_complete_target_complete(
+    encrypted: tuple[Keytools, Path], tmp_path: Path
+) -> None:
+    spark: Any = FakeSpark([2], spark_master="local[2]")
+    target, empty = tmp_path / "target", tmp_path / "empty"
+    assert encryption.encrypt(spark, write_plain(tmp_path / "source"), target, tmp_path / "config.yaml").succeeded
+    empty.mkdir()
+    with pytest.raises(ParquetFormatError, match="no Parquet files"):
+        encryption.encrypt(spark, empty, target, tmp_path / "config.yaml", overwrite=True)
+    within = write_plain(target / "source")
+    with pytest.raises(OutputError, match="lies in the target"):
+        encryption.encrypt(spark, within, target, tmp_path / "config.yaml", overwrite=True)
+    assert {path.name for path in target.iterdir()} == {"_SUCCESS", "part-0.parquet", "source"}
+
+
+def test_values_of_a_column_with_a_key_do_not_stay_in_the_names_of_folders(
+    encrypted: tuple[Keytools, Path], tmp_path: Path
+) -> None:
+    spark: Any = FakeSpark([2], spark_master="local[2]")
+    source = write_plain(tmp_path / "source", "x=1/a%20c=canary/part-0.parquet")
+    config = tmp_path / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("[a]", '["a*"]'))
+    with pytest.raises(ConfigurationError, match=r"'a c' stand in the names of folders.*under the key 'pii'"):
+        encryption.encrypt(spark, source, tmp_path / "target", config)
+    assert not (tmp_path / "target").exists()
+    config.write_text(text.replace("[a]}", "[a]}, unlisted_columns: footer_key"))
+    with pytest.warns(UserWarning, match="stand in the names of folders"):
+        assert encryption.encrypt(spark, source, tmp_path / "target", config).succeeded
 
 
 def test_places_are_the_same_on_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

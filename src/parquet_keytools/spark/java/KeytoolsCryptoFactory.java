@@ -17,6 +17,7 @@ import org.apache.parquet.crypto.ParquetCryptoRuntimeException;
 import org.apache.parquet.crypto.keytools.PropertiesDrivenCryptoFactory;
 import org.apache.parquet.format.EncryptionAlgorithm;
 import org.apache.parquet.format.Util;
+import org.apache.parquet.hadoop.ParquetOutputFormat;
 import org.apache.parquet.hadoop.api.WriteSupport;
 
 /**
@@ -57,6 +58,11 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
       throw new ParquetCryptoRuntimeException(
           "External key material may be left behind when a committer moves files. Leave key material internal.");
     }
+    if (ParquetOutputFormat.getJobSummaryLevel(configuration) != ParquetOutputFormat.JobSummaryLevel.NONE) {
+      throw new ParquetCryptoRuntimeException(
+          "A summary file would show the statistics of encrypted columns in plaintext. "
+              + "Leave parquet.summary.metadata.level at NONE.");
+    }
     checkColumns(configuration, context);
     FileEncryptionProperties properties = super.getFileEncryptionProperties(configuration, path, context);
     if (properties == null) {
@@ -66,6 +72,15 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
   }
 
   public FileDecryptionProperties getFileDecryptionProperties(Configuration configuration, Path path) {
+    // As a setting of the session, and as an option of the read, whose names Spark changes to lower case.
+    if (configuration.getBoolean("spark.sql.files.ignoreCorruptFiles", false)
+        || configuration.getBoolean("ignoreCorruptFiles", false)
+        || configuration.getBoolean("ignorecorruptfiles", false)) {
+      // An Error: what is less, Spark takes for a corrupt file.
+      throw new Error(
+          "ignoreCorruptFiles would leave out, in silence, files that somebody changed or whose keys are refused. "
+              + "Leave spark.sql.files.ignoreCorruptFiles at false.");
+    }
     FileDecryptionProperties properties = super.getFileDecryptionProperties(configuration, path);
     FileDecryptionProperties.Builder builder =
         FileDecryptionProperties.builder().withKeyRetriever(properties.getKeyRetriever());

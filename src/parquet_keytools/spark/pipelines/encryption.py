@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import re
 import time
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import fs as pafs
 
 from parquet_keytools import module_files
 from parquet_keytools.config.settings import Configuration
+from parquet_keytools.config.table_settings import TableSettings
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputError, ParquetFormatError
 from parquet_keytools.file_plan import check_target_folder
 from parquet_keytools.spark.carried_configuration import identity
@@ -99,7 +104,8 @@ def encrypt(
         max_tasks: How many tasks there may be.
 
     Raises:
-        ConfigurationError: The configuration is wrong here, or on an executor.
+        ConfigurationError: The configuration is wrong here, or on an executor; or values of a column that has a
+            key are in the names of folders.
         FileNotFoundError: There is no source.
         OutputError: The target is the source or in it, or holds files.
         ParquetFormatError: The source has no Parquet files.
@@ -120,16 +126,18 @@ def encrypt(
         run = {"source": source_place, "configuration": identity(job.configuration), "table": name}
         records_root = target_root if is_folder else target_root.sibling(f".{target_root.name}")
         records = RecordFolder(records_root.child(RECORDS), parameters_hash(run))
-        known = _begin(source_root, target_root, records, overwrite=overwrite, is_folder=is_folder)
+        _check_target(source_root, target_root, records, overwrite=overwrite, is_folder=is_folder)
         plan = plan_files(source_root, partial(_refuse_target, os.path.realpath(target_root.path), source_root))
         if not plan.table.num_rows:
             raise ParquetFormatError("the folder has no Parquet files.", path=str(source_root))
-        records.begin()
+        _check_folder_names(plan, name, table)
+        known = _begin(target_root, records, is_folder=is_folder)
         number = job.number_of_pieces(plan.table.num_rows)
         work = _Work(job.carried_keys(number), source_place, target_place, name, records.run)
         pieces = cut(_with_records(plan.table, known), number)
         rows = [result.rows for result in job.run(f"encrypt {source_root}", partial(_encrypt_piece, work), pieces)]
         rows.append(_other_files(job, plan, source_root, target_root, copy_others=copy_others))
+        rows.append(job.unreadable(plan))
         _check_complete(job, plan)
         if not job.outcomes[FAILED]:
             _finish(target_root, records, is_folder=is_folder)
@@ -141,43 +149,67 @@ def encrypt(
 # --- the driver ---
 
 
-def _begin(
+def _check_target(
     source: FileLocation, target: FileLocation, records: RecordFolder, *, overwrite: bool, is_folder: bool
-) -> pa.Table:
-    """Check the target, and return what an earlier run like this one has finished."""
-    if not is_folder:
-        if not source.is_file():
-            raise FileNotFoundError(f"there is no file or folder {source}")
-        kind = target.info().type
-        if kind == pafs.FileType.Directory:
-            raise OutputError(f"{target} is a folder, and the source is a file.", hint="Name a file in it.")
-        if source.is_same_file(target):
-            raise OutputError(f"{target} is the source itself.", hint="Name another file for the output.")
-        if kind != pafs.FileType.NotFound and not overwrite:
-            raise OutputError(f"{target} exists already.", hint="Give --overwrite to replace it.")
-        return records.read()
-    resumes = records.exists()
-    if records.other_runs():
-        if not overwrite:
+) -> None:
+    """Refuse what must not be written to; nothing is changed."""
+    if is_folder:
+        if records.other_runs() and not overwrite:
             raise OutputError(
                 f"{target} has what another run began and did not finish: of another source, table or "
                 "configuration.",
                 hint="Repeat that run to its end, or give --overwrite.",
             )
-        # What it finished is not what this run is asked for.
+        check_target_folder(source, target, overwrite=overwrite or records.exists())
+        return
+    if not source.is_file():
+        raise FileNotFoundError(f"there is no file or folder {source}")
+    kind = target.info().type
+    if kind == pafs.FileType.Directory:
+        raise OutputError(f"{target} is a folder, and the source is a file.", hint="Name a file in it.")
+    if source.is_same_file(target):
+        raise OutputError(f"{target} is the source itself.", hint="Name another file for the output.")
+    if kind != pafs.FileType.NotFound and not overwrite:
+        raise OutputError(f"{target} exists already.", hint="Give --overwrite to replace it.")
+
+
+def _begin(target: FileLocation, records: RecordFolder, *, is_folder: bool) -> pa.Table:
+    """Write that the run has begun, and return what an earlier one like it has finished."""
+    if records.other_runs():
+        # What they finished is not what this run is asked for.
         records.remove()
-        resumes = False
-    check_target_folder(source, target, overwrite=overwrite or resumes)
-    with contextlib.suppress(FileNotFoundError):
-        # Until all is done, nobody shall take the target for complete.
-        target.filesystem.delete_file(target.child(SUCCESS_FILE).path)
-    return records.read()
+    if is_folder:
+        with contextlib.suppress(FileNotFoundError):
+            # Until all is done, nobody shall take the target for complete.
+            target.filesystem.delete_file(target.child(SUCCESS_FILE).path)
+    known = records.read()
+    records.begin()
+    return known
 
 
 def _refuse_target(target: str, source: FileLocation, folder: str) -> None:
     """Refuse a source that leads into the target by a link: its files would be encrypted twice."""
     if source.is_local and os.path.commonpath([target, os.path.realpath(folder)]) == target:
         raise OutputError(f"{folder} lies in the target {target}.", hint="Name another folder for the output.")
+
+
+def _check_folder_names(plan: PlannedFiles, table_name: str, table: TableSettings) -> None:
+    """Refuse to leave values of columns under a key in the names of folders, where everyone reads them.
+
+    A column that is named letter by letter is missed in the files; a glob may still fit others.
+    """
+    folders = pc.unique(pc.replace_substring_regex(plan.table["path"], "[^/]*$", "")).to_pylist()
+    parts = {part for folder in folders for part in folder.split("/") if "=" in part}
+    for column in sorted({unquote(part.partition("=")[0]) for part in parts}):
+        message = f"the values of column {column!r} stand in the names of folders, in plaintext"
+        for key_name, patterns in table.column_keys.items():
+            if any(fnmatch.fnmatchcase(column, pattern.replace("[", "[[]")) for pattern in patterns):
+                raise ConfigurationError(
+                    f"{message}, and the table {table_name!r} has it under the key {key_name!r}.",
+                    hint="Partition the source by another column, or take this one out of column_keys.",
+                )
+        if table.unlisted_columns == "footer_key":
+            warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _with_records(files: pa.Table, records: pa.Table) -> pa.Table:
@@ -210,8 +242,6 @@ def _other_files(
                 rows.append(file_row(str(source.child(path)), FAILED, error=error))
         else:
             rows.append(file_row(str(source.child(path)), LEFT_OUT, detail=reason))
-    for name in plan.unreadable:
-        rows.append(file_row(name, FAILED, error=OutputError(f"the name {name} is not valid UTF-8.")))
     result = task_result(rows, job.kms_keys.__class__())
     job.outcomes += result.outcomes
     return result.rows

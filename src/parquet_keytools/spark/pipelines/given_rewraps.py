@@ -62,8 +62,8 @@ def _move(
             found[task] = key
             if isinstance(key, WrappedKeyInvalidError | MasterKeyNotFoundError):
                 unknown.append(task)
-    # An earlier run that was cut off may have moved some.
-    there = new_kms.unwrap_many([UnwrapRequest(task.old.wrapped_key, task.new_master_key_id) for task in unknown])
+    # An earlier run that was cut off may have moved some: these say where they are.
+    there = new_kms.unwrap_many([UnwrapRequest(t.old.wrapped_key, t.old.master_key_id) for t in unknown])
     for task, key in zip(unknown, there, strict=True):
         if not isinstance(key, KmsError):
             found[task] = GivenKey(task.old.wrapped_key, was_there=True)
@@ -92,31 +92,32 @@ class GivenRewrapper(Rewrapper):
         """Return what wrapped keys became; see `Rewrapper.rewrap`."""
         found: dict[RewrapTask, Rewrapped | KmsError] = {}
         missing = self._rewrapped.split(wanted, found)
-        given = [task for task in missing if task in self._given]
-        found.update(super().rewrap([task for task in missing if task not in self._given]))
-        news = [self._given[task] for task in given]
-        wrapped = [new if isinstance(new, KmsError) else new.wrapped_key for new in news]
-        keys = self._unwrap_new(self._new_kms, given, wrapped)
+        given = {task: self._given[task] for task in missing if task in self._given}
+        found.update(super().rewrap([task for task in missing if task not in given]))
+        there = [task for task, new in given.items() if isinstance(new, GivenKey) and new.was_there]
+        for task, there_key in zip(there, self._unwrap(self._new_kms, [task.old for task in there]), strict=True):
+            found[task] = (
+                there_key
+                if isinstance(there_key, KmsError)
+                else Rewrapped(
+                    task.old.wrapped_key, task.old.master_key_id, there_key, None, there_key, was_there=True
+                )
+            )
+            del given[task]
+        news = [new if isinstance(new, KmsError) else new.wrapped_key for new in given.values()]
+        keys = self._unwrap_new(self._new_kms, list(given), news)
         # A KEK is proven by the DEKs that it unwraps; a DEK only by the old one.
-        compared = [
-            task
-            for task, new in zip(given, news, strict=True)
-            if not task.is_kek and isinstance(new, GivenKey) and not new.was_there
-        ]
+        compared = [task for task, new in given.items() if not task.is_kek and isinstance(new, GivenKey)]
         old_keys = dict(zip(compared, self._unwrap(self._kms, [task.old for task in compared]), strict=True))
-        for task, new, key in zip(given, news, keys, strict=True):
+        for task, wrapped_key, key in zip(given, news, keys, strict=True):
             old_key = old_keys.get(task, key)
-            if isinstance(new, KmsError):
-                found[task] = new
-            elif isinstance(key, KmsError):
+            if isinstance(key, KmsError):
                 found[task] = key
             elif isinstance(old_key, KmsError):
                 found[task] = old_key
             else:
-                outcome = self._proven(task, new.wrapped_key, key, old_key)
-                if isinstance(outcome, Rewrapped) and new.was_there:
-                    outcome = Rewrapped(new.wrapped_key, task.new_master_key_id, key, None, key, was_there=True)
-                found[task] = outcome
+                found[task] = self._proven(task, wrapped_key, key, old_key)
+        for task in missing:
             proven = found[task]
             if isinstance(proven, Rewrapped):
                 self._rewrapped.remember(task, proven)

@@ -69,7 +69,8 @@ def keys(
         plan = plan_files(location_of(place))
         pieces = group_files(job, place, plan.table).pieces(job)
         work = _Work(job.carried_keys(len(pieces)), place, table_name, aad_prefix)
-        rows = [result.rows for result in job.run(f"list the keys of {place}", partial(_list_piece, work), pieces)]
+        results = job.run(f"list the keys of {place}", partial(_list_piece, work), pieces)
+        rows = [*(result.rows for result in results), job.unreadable(plan)]
     finally:
         job.close()
     return job.report(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections import Counter
@@ -12,17 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import ConfigurationError, KeytoolsError, SparkJobFailedError
+from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputError, SparkJobFailedError
 from parquet_keytools.key_service import KeyService
 from parquet_keytools.spark.carried_configuration import carried, carried_file
 from parquet_keytools.spark.pipelines.kms_share import most_tasks_of, task_slots
-from parquet_keytools.spark.pipelines.planned_files import number_of_pieces
-from parquet_keytools.spark.pipelines.report import PipelineReport, TaskResult
+from parquet_keytools.spark.pipelines.planned_files import PlannedFiles, number_of_pieces
+from parquet_keytools.spark.pipelines.report import FAILED, PipelineReport, TaskResult, file_row, task_result
 from parquet_keytools.spark.pipelines.worker_keys import CarriedKeys
 from parquet_keytools.storage import PathLike
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+_MOST_SECONDS_TO_END = 60.0
+"""So long, at most, Spark is waited for to end tasks that nobody needs any more."""
 
 Work = Callable[[int, int, bytes], TaskResult]
 """Takes the position of the task, the number of its attempt from 0, and its piece."""
@@ -69,7 +73,13 @@ class Job:
         self.kms_keys: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.tasks = 0
-        limits = [self.max_tasks, most_tasks_of(self.configuration, self.new_configuration)]
+        # A speculative copy of a task asks the KMS too.
+        speculates = self.spark.sparkContext.getConf().get("spark.speculation", "false").lower() == "true"
+        self._attempts_at_a_time = 2 if speculates else 1
+        most_calls = most_tasks_of(self.configuration, self.new_configuration)
+        if most_calls is not None:
+            most_calls = max(1, most_calls // self._attempts_at_a_time)
+        limits = [self.max_tasks, most_calls]
         self._most_tasks = min((limit for limit in limits if limit is not None), default=None)
         self._slots = task_slots(self.spark)
 
@@ -88,13 +98,15 @@ class Job:
         new = None if self.new_configuration is None else carried(self.new_configuration)
         return CarriedKeys(self.job_id, text, self._tasks_at_a_time(pieces), new)
 
+    def _tasks_of(self, pieces: int) -> int:
+        return pieces if self._most_tasks is None else min(pieces, self._most_tasks)
+
     def _tasks_at_a_time(self, pieces: int) -> int:
-        copies = self.spark.sparkContext.getConf().get("spark.speculation", "false") == "true"
-        most = pieces * (2 if copies else 1)
+        most = self._tasks_of(pieces) * self._attempts_at_a_time
         return most if self._slots is None else min(most, self._slots)
 
     def run(self, what: str, work: Work, pieces: Sequence[bytes]) -> Iterator[TaskResult]:
-        """Run a task for each piece, and yield their results when all have ended.
+        """Run a task for each piece, or fewer where their number is limited; yield results when all have ended.
 
         Args:
             what: For people, in Spark's web UI.
@@ -108,9 +120,12 @@ class Job:
         if not pieces:
             return
         context = self.spark.sparkContext
+        tag = f"parquet-keytools-{uuid.uuid4().hex}"
         context.setJobDescription(f"parquet-keytools: {what}")
+        context.addJobTag(tag)
         try:
-            data = context.parallelize(list(pieces), len(pieces))
+            tasks = self._tasks_of(len(pieces))
+            data = context.parallelize(list(pieces), tasks)
             results: list[TaskResult] = data.mapPartitionsWithIndex(partial(_run, work)).collect()
         except Exception as error:
             raise SparkJobFailedError(
@@ -119,7 +134,12 @@ class Job:
             ) from None
         finally:
             context.setJobDescription("")
-        self.tasks += len(results)
+            context.removeJobTag(tag)
+            if self._attempts_at_a_time > 1:
+                # Where Spark is gone, so are its tasks.
+                with contextlib.suppress(Exception):
+                    _wait_for_attempts(context, tag)
+        self.tasks += tasks
         for result in results:
             if result.error is not None:
                 raise result.error
@@ -127,6 +147,16 @@ class Job:
             self.kms_keys += result.kms_keys
             self.outcomes += result.outcomes
             yield result
+
+    def unreadable(self, plan: PlannedFiles, outcome: str = FAILED) -> bytes:
+        """Return rows of the files that no task can be told of, for their names are not valid UTF-8."""
+        rows = [
+            file_row(name, outcome, error=OutputError(f"the name {name} is not valid UTF-8."))
+            for name in plan.unreadable
+        ]
+        result = task_result(rows, Counter())
+        self.outcomes += result.outcomes
+        return result.rows
 
     def report(self, packed_files: Sequence[bytes]) -> PipelineReport:
         """Return what came of it."""
@@ -146,6 +176,22 @@ class Job:
             if service.kms is not None:
                 self.kms_keys += service.kms.call_counts
                 service.kms.close()
+
+
+def _wait_for_attempts(context: Any, tag: str) -> None:
+    """Wait for the copies of tasks that came too late: until Spark has ended them, they write.
+
+    What is done with the files next could be undone by one of them.
+    """
+    tracker = context.statusTracker()
+    end = time.monotonic() + _MOST_SECONDS_TO_END
+    jobs = [tracker.getJobInfo(job) for job in context._jsc.sc().statusTracker().getJobIdsForTag(tag)]
+    for stage_id in [stage for job in jobs if job is not None for stage in job.stageIds]:
+        while time.monotonic() < end:
+            stage = tracker.getStageInfo(stage_id)
+            if stage is None or not stage.numActiveTasks:
+                break
+            time.sleep(0.1)
 
 
 def configuration_of(configuration: Configuration | PathLike) -> Configuration:

@@ -6,6 +6,7 @@ at least one call. Where the configuration itself sets `max_concurrent_calls`, a
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from parquet_keytools.config.settings import Configuration
@@ -17,25 +18,49 @@ _CALLS_TO_WAIT_FOR = 20
 
 _MOST_SECONDS = 3600.0
 
+_SETTLING_SECONDS = 15.0
+"""Until so long after the start of a session, its executors are waited for."""
+
+_SETTLED_SECONDS = 1.0
+"""When no other one came for so long, those that are there are all."""
+
 
 def task_slots(spark: Any) -> int | None:
     """Return how many tasks run at a time at most, as far as that can be told; None where nothing limits it.
 
     These are the task slots of the executors that are there, or that the settings allow, if that is more.
     """
-    context = spark.sparkContext
-    jvm = context._jsc.sc()
-    settings = context.getConf()
-    now = max(1, int(jvm.maxNumConcurrentTasks(jvm.resourceProfileManager().defaultResourceProfile())))
-    if str(settings.get("spark.master", "")).startswith("local"):
-        return now
-    cores = int(settings.get("spark.executor.cores", "1"))
-    slots = max(1, cores // int(settings.get("spark.task.cpus", "1")))
+    settings = spark.sparkContext.getConf()
+    master = str(settings.get("spark.master", ""))
+    if master == "local" or master.startswith("local["):
+        return max(1, _slots_now(spark))
+    now = _settled_slots(spark)
+    given_cores = settings.get("spark.executor.cores")
+    slots = max(1, int(given_cores or "1") // int(settings.get("spark.task.cpus", "1")))
     if settings.get("spark.dynamicAllocation.enabled", "false") == "true":
         most = settings.get("spark.dynamicAllocation.maxExecutors")
-        return None if most is None else max(now, int(most) * slots)
+        # An executor of a standalone cluster takes all cores of its host.
+        is_open = most is None or (given_cores is None and master.startswith("spark:"))
+        return None if is_open else max(now, int(most) * slots)
     instances = int(settings.get("spark.executor.instances", "0"))
     return max(now, instances * slots, int(settings.get("spark.cores.max", "0")))
+
+
+def _slots_now(spark: Any) -> int:
+    context = spark.sparkContext._jsc.sc()
+    return int(context.maxNumConcurrentTasks(context.resourceProfileManager().defaultResourceProfile()))
+
+
+def _settled_slots(spark: Any) -> int:
+    """Return how many task slots there are; the executors of a new session come one after the other."""
+    end = spark.sparkContext.startTime / 1000 + _SETTLING_SECONDS
+    now, since = _slots_now(spark), time.time()
+    while time.time() < end and (not now or time.time() < since + _SETTLED_SECONDS):
+        time.sleep(0.1)
+        found = _slots_now(spark)
+        if found != now:
+            now, since = found, time.time()
+    return max(1, now)
 
 
 def most_tasks_of(*configurations: Configuration | None) -> int | None:

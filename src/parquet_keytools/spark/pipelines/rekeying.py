@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import KeytoolsError
+from parquet_keytools.errors import KeytoolsError, NotEncryptedError
 from parquet_keytools.rotation.rekeying import RekeyOutcome, RekeyRequest, rekey_data_set
 from parquet_keytools.spark.pipelines.footer_groups import group_files
 from parquet_keytools.spark.pipelines.job import Job, configuration_of
@@ -67,9 +67,8 @@ def rekey(
         plan = plan_files(location_of(place))
         pieces = group_files(job, place, plan.table).pieces(job, whole_files=True)
         work = _Work(job.carried_keys(len(pieces)), place, table_name, new_table_name, aad_prefix)
-        rows = [
-            result.rows for result in job.run(f"rekey {location_of(place)}", partial(_rekey_piece, work), pieces)
-        ]
+        results = job.run(f"rekey {location_of(place)}", partial(_rekey_piece, work), pieces)
+        rows = [*(result.rows for result in results), job.unreadable(plan)]
     finally:
         job.close()
     return job.report(rows)
@@ -80,13 +79,15 @@ def _rekey_piece(work: _Work, position: int, attempt: int, piece: bytes) -> Task
     before = worker.kms_counts()
     root = location_of(work.place)
     rows = [
-        _rekey_file(worker, work, file_at(root, file["path"]), file["size_bytes"])
+        _rekey_file(worker, work, file_at(root, file["path"]), file["size_bytes"], is_alone=not file["path"])
         for file in rows_of(unpacked(piece))
     ]
     return task_result(rows, worker.kms_counts() - before)
 
 
-def _rekey_file(worker: WorkerKeys, work: _Work, location: FileLocation, size_bytes: int) -> dict[str, Any]:
+def _rekey_file(
+    worker: WorkerKeys, work: _Work, location: FileLocation, size_bytes: int, *, is_alone: bool
+) -> dict[str, Any]:
     started = time.monotonic()
     request = RekeyRequest(
         table_name=work.table_name, new_table_name=work.new_table_name, aad_prefix=work.aad_prefix
@@ -94,6 +95,16 @@ def _rekey_file(worker: WorkerKeys, work: _Work, location: FileLocation, size_by
     worker.keys.take_last_keys()
     try:
         report = rekey_data_set(worker.keys, worker.keys, location, request)
+    except NotEncryptedError as error:
+        # As on one machine: in a folder there is nothing to do for it.
+        outcome = FAILED if is_alone else RekeyOutcome.NOT_ENCRYPTED.value
+        return file_row(
+            str(location),
+            outcome,
+            size_bytes=size_bytes,
+            seconds=time.monotonic() - started,
+            error=error if is_alone else None,
+        )
     except (KeytoolsError, OSError) as error:
         return file_row(str(location), FAILED, seconds=time.monotonic() - started, error=error)
     (result,) = report.files

@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
+from parquet_keytools.config.key_names import check_moves
+from parquet_keytools.config.mistakes import Mistake
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import KeytoolsError, KmsUnavailableError, value_or_raise
 from parquet_keytools.keys.kek import Kek
 from parquet_keytools.rotation.data_set_rotation import RunOptions, rotate_data_set
 from parquet_keytools.rotation.file_keys import FileKeys, read_file_keys
+from parquet_keytools.rotation.kept_keys import new_rotation_id
 from parquet_keytools.rotation.new_material import KmsInstance
 from parquet_keytools.rotation.report import FileRotation
 from parquet_keytools.rotation.request import (
@@ -68,7 +71,7 @@ class _Work:
 class _WriteWork(_Work):
     instance: KmsInstance | None
     versions: Mapping[tuple[bool, str], str | None]
-    keep_old: str | None
+    keep_old: bool
     dry_run: bool
     given: Broadcast[Any]
 
@@ -82,7 +85,7 @@ def rotate(
     only_master_keys: list[str] | None = None,
     older_than: str | None = None,
     new_keks: bool = False,
-    keep_old: bool = False,
+    keep_old: bool | None = None,
     dry_run: bool = False,
     to: Configuration | PathLike | None = None,
     table_name: str | None = None,
@@ -101,11 +104,13 @@ def rotate(
         spark: A session.
         path: A path or URI that every node understands.
         configuration: The configuration, or its YAML file.
-        moves: Old master key -> the one that takes its place; names of the configuration, or identifiers.
+        moves: Old master key -> the one that takes its place; names of the configuration, or identifiers. None
+            takes those of the configuration.
         only_master_keys: The master keys that are rotated.
         older_than: Only keys that an older version wrapped, or one that nobody can tell.
         new_keks: Make fresh KEKs, as after a leak of one.
-        keep_old: Keep the old keys beside the files, for `Keytools.undo_rotation`.
+        keep_old: Keep the old keys beside the files, for `Keytools.undo_rotation`; None does as the configuration
+            says.
         dry_run: Change nothing; the rows say what would change.
         to: The configuration of another KMS, whose master keys wrap from now on.
         table_name: Table of the files, for an AAD prefix that they do not store.
@@ -123,12 +128,13 @@ def rotate(
     new_configuration = None if to is None else configuration_of(to)
     job = Job(spark, configuration_of(configuration), new_configuration, file_on_nodes, max_tasks)
     try:
+        if keep_old is None:
+            keep_old = job.configuration.rotation.keep_old
         request = RotationRequest(
-            moves=moves or {},
+            moves=_configured_moves(job) if moves is None else moves,
             only_master_keys=only_master_keys,
             older_than=older_than,
             new_keks=new_keks,
-            keep_old=keep_old,
             dry_run=dry_run,
             new_kms=job.new_keys.kms if to is not None else None,
             new_configuration=new_configuration,
@@ -159,12 +165,12 @@ def rotate(
             context.plan,
             context.instance,
             all_known(context.versions),
-            context.keep_old,
+            keep_old,
             dry_run,
             broadcast,
         )
         results = job.run(f"rotate the keys of {place}", partial(_rotate_piece, writing), pieces)
-        rows = [result.rows for result in results]
+        rows = [*(result.rows for result in results), job.unreadable(plan)]
         broadcast.destroy()
     finally:
         job.close()
@@ -172,6 +178,17 @@ def rotate(
 
 
 # --- the driver ---
+
+
+def _configured_moves(job: Job) -> Mapping[str, str]:
+    configuration = job.configuration
+    moves = configuration.rotation.moves
+    if moves and job.new_configuration is not None:
+        mistake = Mistake(("rotation", "moves"), "these moves are within one KMS, and another one is named.")
+        raise configuration.error_for([mistake])
+    if moves and job.keys.kms is not None:
+        check_moves(configuration, job.keys.kms.master_key_ids())
+    return moves
 
 
 def _tasks(context: RotationContext, distinct: set[KeyOf]) -> list[RewrapTask]:
@@ -267,7 +284,8 @@ def _context(work: _WriteWork, worker: WorkerKeys) -> RotationContext:
         data_keys=worker.keys.data_keys,
         aad_prefix_of=prefix_of(worker.keys, work.table_name, work.aad_prefix),
         instance=work.instance,
-        keep_old=work.keep_old,
+        # Of this process alone: two attempts of a task must not take what the other one keeps for their own.
+        keep_old=new_rotation_id() if work.keep_old else None,
         dry_run=work.dry_run,
     )
 

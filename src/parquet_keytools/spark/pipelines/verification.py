@@ -171,11 +171,11 @@ def verify(
             job.outcomes += extra.outcomes
             rows.append(extra.rows)
             verdicts[verdict_of(data_set.rules, with_keys=True)] += 1
+        rows.append(job.unreadable(plan, Verdict.INCOMPLETE.value))
+        verdicts[Verdict.INCOMPLETE] += len(plan.unreadable)
         verdict = Verdict.CONFORMS if found else Verdict.INCOMPLETE
         for worse in (Verdict.INCOMPLETE, Verdict.VIOLATED):
             verdict = worse if verdicts[worse] else verdict
-        if plan.unreadable and verdict is Verdict.CONFORMS:
-            verdict = Verdict.INCOMPLETE
     finally:
         job.close()
     return VerificationReport(**vars(job.report(rows)), packed_rules=tuple(rules), verdict=verdict)
@@ -193,7 +193,7 @@ def _shared_nonces(job: Job, work: _Work, found: list[_Found], files: pa.Table) 
         names = [file.name for file in found if not shared.isdisjoint(file.fingerprints)]
         again = files.filter(pc.is_in(files["path"], pa.array(names, pa.string())))
         pieces = [packed(again.slice(at, 64)) for at in range(0, again.num_rows, 64)]
-        second = replace(work, shared=shared)
+        second = replace(work, keys=job.carried_keys(len(pieces)), shared=shared)
         for result in job.run("compare nonces of files that share a DEK", partial(_nonces_piece, second), pieces):
             nonces |= result.other
     collected = SharedNonces()

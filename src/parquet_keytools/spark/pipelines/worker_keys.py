@@ -15,9 +15,9 @@ from parquet_keytools.key_service import KeyService, NewFileKeys, TablePolicy
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_metadata import KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_unwrapper import decode_master_key_id
-from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.client import KmsClient, KmsSettings
 from parquet_keytools.kms.registry import make_client
-from parquet_keytools.spark.carried_configuration import identity, unpacked
+from parquet_keytools.spark.carried_configuration import unpacked
 from parquet_keytools.spark.pipelines.kms_share import first_pause_seconds, shared_settings
 from parquet_keytools.storage import FileLocation
 
@@ -117,9 +117,9 @@ class WorkerKeys:
 
 class _Held:
     lock = threading.Lock()
-    job_id: str | None = None
+    job: tuple[str, int] | None = None
     keys: WorkerKeys | None = None
-    clients: OrderedDict[tuple[str, int], KmsClient] = OrderedDict()  # noqa: RUF012
+    clients: OrderedDict[tuple[str, int], tuple[KmsSettings, KmsClient]] = OrderedDict()  # noqa: RUF012
 
 
 def worker_keys(carried: CarriedKeys, position: int = 0) -> WorkerKeys:
@@ -133,10 +133,11 @@ def worker_keys(carried: CarriedKeys, position: int = 0) -> WorkerKeys:
         ConfigurationError: What the configuration needs is not on this node.
     """
     with _Held.lock:
-        if _Held.job_id != carried.job_id or _Held.keys is None:
+        # The next tasks of the same job may be more, and each have a smaller share of the limits.
+        if _Held.job != (carried.job_id, carried.tasks) or _Held.keys is None:
             _Held.keys = None
             _Held.keys = WorkerKeys(carried, position)
-            _Held.job_id = carried.job_id
+            _Held.job = carried.job_id, carried.tasks
         return _Held.keys
 
 
@@ -156,13 +157,16 @@ def _client(configuration: Configuration, text: str, tasks: int) -> KmsClient | 
     """Return a KMS client; it outlives a job: to open a keystore, or to log in, takes longer than many files."""
     if configuration.kms is None:
         return None
-    # A file that is loaded here may say something else now.
-    key = (f"{text} {identity(configuration)}", tasks)
-    client = _Held.clients.pop(key, None)
+    key = (text, tasks)
+    settings, client = _Held.clients.pop(key, (None, None))
+    # A file that is loaded here may say something else now, or hold another secret.
+    if client is not None and settings != configuration.kms:
+        client.close()
+        client = None
     if client is None:
         client = make_client(shared_settings(configuration.kms, tasks), configuration.folder)
-    _Held.clients[key] = client
+    _Held.clients[key] = configuration.kms, client
     while len(_Held.clients) > _MOST_CLIENTS:
-        _, oldest = _Held.clients.popitem(last=False)
+        _, (_, oldest) = _Held.clients.popitem(last=False)
         oldest.close()
     return client
