@@ -281,6 +281,8 @@ class DecryptionError(KeytoolsError):
     """Bytes do not authenticate, or cannot be decrypted.
 
     Attributes:
+        path: The file, or None where only bytes are known.
+        column: Dotted path of the column, or None.
         module_type: Name of the module type (spec 4.4.2), or None where no module is concerned.
         row_group_ordinal: From 0, or None.
         column_ordinal: From 0, or None.
@@ -297,18 +299,26 @@ class DecryptionError(KeytoolsError):
         page_ordinal: int | None = None,
         hint: str = "",
     ) -> None:
-        facts = (
-            (module_type, "{}"),
-            (row_group_ordinal, "row group {}"),
-            (column_ordinal, "column {}"),
-            (page_ordinal, "page {}"),
-        )
-        place = ", ".join(text.format(fact) for fact, text in facts if fact is not None)
-        super().__init__(f"{place}: {message}" if place else message, hint=hint)
+        super().__init__(message, hint=hint)
+        self.path: str | None = None
+        self.column: str | None = None
         self.module_type = module_type
         self.row_group_ordinal = row_group_ordinal
         self.column_ordinal = column_ordinal
         self.page_ordinal = page_ordinal
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        facts = (
+            (self.module_type, "{}"),
+            (self.row_group_ordinal, "row group {}"),
+            (self.column_ordinal, "column {}" if self.column is None else f"column {{}} ({self.column!r})"),
+            (self.page_ordinal, "page {}"),
+        )
+        place = ", ".join(form.format(fact) for fact, form in facts if fact is not None)
+        # Some texts begin with the file.
+        path = self.path if self.path is not None and not text.startswith(self.path) else None
+        return ": ".join(filter(None, [path, place, text]))
 
 
 class FooterSignatureError(DecryptionError):

@@ -23,7 +23,7 @@ from parquet_keytools.keys.material_store import (
     remove_key_materials,
     write_key_materials,
 )
-from parquet_keytools.opened_file import OpenedFile, as_verified
+from parquet_keytools.opened_file import OpenedFile, as_verified, naming_place
 from parquet_keytools.storage import (
     BufferSink,
     FileLocation,
@@ -98,7 +98,7 @@ def decrypt_file(
     opened.refuse_denied(None)
     with open_source(source) as opened_source, whole_output(target, as_private_as=source) as pending:
         data = as_verified(opened, opened_source)
-        with pending.open_sink() as sink:
+        with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
             file_decryptor.decrypt_columns(data, sink, opened.footer, opened.deks, on_progress=on_progress)
     remove_key_materials(target)
     return FileResult(str(source), str(target), opened.tail.size_bytes, target.info().size)
@@ -125,7 +125,7 @@ def rekey_file(
         finish: Finish
         with whole_output(target) as pending:
             new_file = _NewFile(new_keys, policy, pending)
-            with pending.open_sink() as sink:
+            with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
                 file_encryptor.encrypt_opened(
                     data, sink, opened.footer, opened.deks, new_file.encryption, on_progress=on_progress
                 )
@@ -223,7 +223,7 @@ def decrypted_buffer(opened: OpenedFile, names: Sequence[str] | None) -> pa.Buff
         if column.path[0] not in opened.denied_top_level and (wanted is None or column.path[0] in wanted)
     }
     sink = BufferSink()
-    with open_source(opened.location) as source:
+    with open_source(opened.location) as source, naming_place(opened.location, opened.footer.columns):
         file_decryptor.decrypt_columns(
             as_verified(opened, source),
             sink,

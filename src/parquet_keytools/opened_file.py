@@ -136,6 +136,18 @@ class OpenedFile:
         return frozenset(path[0] for path in self.denied)
 
 
+@contextlib.contextmanager
+def naming_place(location: FileLocation, columns: Sequence[FooterColumn] = ()) -> Iterator[None]:
+    """Say in errors which file does not decrypt, and the name of the column; those below know ordinals only."""
+    try:
+        yield
+    except DecryptionError as error:
+        error.path = str(location)
+        if error.column_ordinal is not None and error.column_ordinal < len(columns):
+            error.column = ".".join(columns[error.column_ordinal].path)
+        raise
+
+
 def open_files(
     locations: Sequence[FileLocation],
     kms_keys: KmsKeys,
@@ -186,7 +198,8 @@ def open_files(
         footers = []
         for location, retriever, (envelope, tail) in zip(locations, retrievers, envelopes, strict=True):
             try:
-                footers.append(_open_footer(envelope, retriever, aad_prefix_of(location, envelope.aad_prefix)))
+                with naming_place(location):
+                    footers.append(_open_footer(envelope, retriever, aad_prefix_of(location, envelope.aad_prefix)))
             except KeyMaterialError:
                 _check_still_there(location, tail)
                 raise
@@ -267,9 +280,10 @@ def _open_columns(
         if column.path in opened.denied:
             continue
         try:
-            cipher = footer.cipher_of(column, opened.deks.get(column.path))
-            for row_group_ordinal in range(len(footer.row_groups)):
-                footer.chunk_metadata(row_group_ordinal, column, cipher)
+            with naming_place(location, footer.columns):
+                cipher = footer.cipher_of(column, opened.deks.get(column.path))
+                for row_group_ordinal in range(len(footer.row_groups)):
+                    footer.chunk_metadata(row_group_ordinal, column, cipher)
         except KeytoolsError as error:
             opened.denied[column.path] = error
             opened.deks.pop(column.path, None)
@@ -279,7 +293,7 @@ def _open_columns(
 def _check_algorithm(opened: OpenedFile) -> None:
     """Refuse a file that says AES-CTR and was written with AES-GCM; pyarrow would believe it."""
     if opened.footer.algorithm is Algorithm.AES_GCM_CTR_V1:
-        with open_source(opened.location) as source:
+        with open_source(opened.location) as source, naming_place(opened.location, opened.footer.columns):
             check_stated_algorithm(source, opened.footer, opened.deks)
 
 

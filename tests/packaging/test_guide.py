@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,10 @@ def test_every_field_is_there_with_its_default(class_name: str) -> None:
         if field in expected:
             documented |= rows_under(heading)
     assert documented | rows_under(SECTIONS[class_name]) == expected
+
+
+def test_python_blocks_run(tmp_path: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```$", GUIDE, re.M | re.S):
+        command = [sys.executable, "-c", block]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr

@@ -344,6 +344,23 @@ def test_errors_say_what_is_wrong(path: Path) -> None:
     with pytest.raises(DecryptionError, match="does not authenticate") as caught:
         tools.read_table(path)
     assert caught.value.module_type is not None
+    assert caught.value.path == str(path) and str(caught.value).startswith(f"{path}: footer: ")
+    tools.write_table(TABLE, path)
+    data = bytearray(path.read_bytes())
+    page = next(chunk for chunk in tools.inspect_file(path).chunks if chunk.column_ordinal == 1).modules[-1]
+    data[page.offset + 20] ^= 1
+    path.write_bytes(data)
+    for read in (
+        lambda: tools.read_table(path),
+        lambda: tools.read_table(path.parent),
+        lambda: tools.decrypt_file(path, path.parent / "plain"),
+        lambda: tools.rekey_file(path, path.parent / "new"),
+    ):
+        with pytest.raises(DecryptionError) as caught:
+            read()
+        name = TABLE.column_names[1]
+        assert (caught.value.path, caught.value.column) == (str(path), name)
+        assert f"{path}: data page, row group 0, column 1 ({name!r}), page 0: " in str(caught.value)
     keytools(plaintext_footer=True).write_table(TABLE, path)
     data = bytearray(path.read_bytes())
     data[-20] ^= 1

@@ -105,6 +105,11 @@ def test_configuration_error_says_where() -> None:
 def test_decryption_error_names_ordinal_zero() -> None:
     error = DecryptionError("wrong", module_type="DATA_PAGE", row_group_ordinal=0, page_ordinal=0)
     assert str(error) == "DATA_PAGE, row group 0, page 0: wrong"
+    error.path = "/data/x.parquet"
+    assert str(error) == "/data/x.parquet: DATA_PAGE, row group 0, page 0: wrong"
+    named = DecryptionError("/data/x.parquet says wrong", column_ordinal=0, hint="Look.")
+    named.path, named.column = "/data/x.parquet", "a.b"
+    assert str(named) == "column 0 ('a.b'): /data/x.parquet says wrong Look."
 
 
 def test_one_reason_for_many_columns_is_given_once() -> None:

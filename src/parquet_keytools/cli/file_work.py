@@ -80,7 +80,8 @@ def convert_files(
 ) -> None:
     """Convert a file, or all Parquet files of a folder.
 
-    In a folder a file that fails does not keep the others from being converted; a wrong configuration does.
+    In a folder a file that fails does not keep the others from being converted, unless it is the first and fails
+    for a mistake in the configuration: then all would.
 
     Args:
         source: A path or URI.
@@ -92,7 +93,7 @@ def convert_files(
 
     Raises:
         typer.Exit: Some files of a folder failed.
-        KeytoolsError: The plan is not possible, the one file failed, or the configuration is wrong.
+        KeytoolsError: The plan is not possible, the one file failed, or the configuration fits none.
     """
     started = time.monotonic()
     plan = plan_files(location_of(source, "SRC"), location_of(target, "DST"), overwrite=overwrite)
@@ -101,9 +102,12 @@ def convert_files(
     with progress_bar(plan.size_bytes) as progress:
         try:
             _convert_all(plan, convert, progress, results, failures)
-        except (ConfigurationError, KeyboardInterrupt):
+        except KeyboardInterrupt:
             if plan.source_is_folder:
-                say(f"{len(results)} of {len(plan.files)} files were {participle} before this.")
+                say(
+                    f"{len(results)} of {len(plan.files)} files were {participle} before this. To do all of them "
+                    "again, say --overwrite."
+                )
             raise
     if as_json:
         print_json(_document(plan, results, failures))
@@ -134,10 +138,11 @@ def _convert_all(
                     on_progress=progress.advance,
                 )
             )
-        except ConfigurationError:
-            raise
         except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
             if not plan.source_is_folder:
+                raise
+            if isinstance(error, ConfigurationError) and not done_bytes:
+                say(f"Stopped at the first of {len(plan.files)} files, {file.source}.")
                 raise
             failures.append(Failure(file, error))
         done_bytes += file.size_bytes

@@ -32,7 +32,7 @@ def run(
     """Show how a Parquet file is protected.
 
     Without keys, what anyone can see of it; with those of a configuration, every module of it. Only the footer is
-    read, and with keys the headers of pages.
+    read, and with keys the headers of pages. Exits 1 if nothing can be read.
     """
     if table is not None and config is None:
         raise typer.BadParameter("the table is one of a configuration: give --config, too.")
@@ -42,12 +42,16 @@ def run(
         from parquet_keytools.conformance.report_document import document_of
 
         print_json(document_of(shown))
-        return
-    from parquet_keytools.cli.inspect_tree import render_inspection
-    from parquet_keytools.cli.output import say
+    else:
+        from parquet_keytools.cli.inspect_tree import render_inspection
+        from parquet_keytools.cli.output import say
 
-    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-    say(render_inspection(shown, width))
+        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+        say(render_inspection(shown, width))
+    if shown.mode is None:
+        from parquet_keytools.cli.exit_status import ExitStatus
+
+        raise typer.Exit(ExitStatus.NO)
 
 
 def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str | None) -> Inspection:

@@ -120,6 +120,7 @@ def _printable(shown: Inspection) -> Inspection:
         path=printable(shown.path),
         created_by=_printable_text(shown.created_by),
         footer_key=_printable_key(shown.footer_key),
+        footer_denied=_printable_text(shown.footer_denied),
         key_values={printable(key): length for key, length in shown.key_values.items()},
         columns=tuple(columns),
         bytes_by_key=bytes_by_key,
@@ -156,6 +157,8 @@ def _add_protection(root: _Branch, shown: Inspection) -> None:
         branch.add(f"file unique: {printable(shown.aad_file_unique or 'none')}")
         if shown.footer_key is not None:
             branch.add(f"key: {_key_text(shown.footer_key)}")
+        if shown.footer_denied is not None:
+            branch.add(f"key not to be had: {shown.footer_denied}", _RED)
         branch.add(f"at byte {shown.footer_offset:,}, {shown.footer_length:,} bytes")
     if shown.num_rows is not None:
         root.add(f"{shown.num_rows:,} rows, written by {shown.created_by or 'an unnamed writer'}")

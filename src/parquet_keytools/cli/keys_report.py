@@ -11,6 +11,7 @@ from parquet_keytools.config.mistakes import did_you_mean, one_of
 from parquet_keytools.errors import ConfigurationError, KmsError, MasterKeyNotFoundError
 from parquet_keytools.keytools import Keytools
 from parquet_keytools.rotation.inventory import FileKeyUses, KeyUse
+from parquet_keytools.rotation.rotation_plan import check_version
 
 _MOST_COLUMNS_KEPT = 10_000
 _MOST_COLUMNS_SHOWN = 8
@@ -36,8 +37,8 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
     """Return the master key that `KEY[@VERSION]` means.
 
     Raises:
-        ConfigurationError: The KMS has no such master key, or it is a data key, or the version is left out after
-            the `@`: nothing would seem to need it.
+        ConfigurationError: The KMS has no such master key or version, or it is a data key, or the version is left
+            out after the `@`: nothing would seem to need it.
     """
     names = keytools.configuration.master_keys
     known = None if keytools.kms is None else keytools.kms.master_key_ids()
@@ -55,15 +56,19 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
     if known is not None and master_key_id not in known:
         hint = did_you_mean(name, {*known, *names}) or one_of(known)
         raise ConfigurationError(f"the KMS has no master key {master_key_id!r}.", hint=hint)
-    if known is None and keytools.kms is not None:
+    wanted_version = None if is_whole else version
+    if keytools.kms is not None and (known is None or wanted_version is not None):
+        newest = None
         try:
-            keytools.kms.describe(master_key_id)
+            newest = keytools.kms.describe(master_key_id).current_version
         except MasterKeyNotFoundError as error:
             raise ConfigurationError(str(error)) from None
         except KmsError:
             # Who may not describe it may well ask; what files say of it is compared in any case.
             pass
-    return WantedKey(text, master_key_id, None if is_whole else version)
+        if wanted_version is not None:
+            check_version(name, wanted_version, newest)
+    return WantedKey(text, master_key_id, wanted_version)
 
 
 def file_document(file: FileKeyUses) -> dict[str, Any]:

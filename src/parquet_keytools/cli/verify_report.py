@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import typer
 
@@ -18,10 +19,11 @@ from parquet_keytools.conformance.report import (
     RuleResult,
     Verdict,
 )
-from parquet_keytools.conformance.rules import Severity
+from parquet_keytools.conformance.rules import Rule, Severity
 
 _MOST_FINDINGS = 5
 _MOST_LOSSES = 20
+_MOST_CONFORMING = 20
 
 _COLOURS = {Severity.VIOLATION: "red", Severity.WEAKNESS: "yellow", Severity.NOTE: "cyan"}
 _VERDICTS = {
@@ -46,9 +48,11 @@ def say_file(report: FileReport) -> None:
 
 
 def say_data_set(report: DataSetReport) -> None:
-    """Tell what was found in the files of a folder."""
+    """Tell what was found in the files of a folder: all of those that do not conform, a summary of the others."""
     for file in report.files:
-        say_file(file)
+        if file.verdict is not Verdict.CONFORMS:
+            say_file(file)
+    _say_conforming([file for file in report.files if file.verdict is Verdict.CONFORMS])
     for path, reason in report.left_out.items():
         say(f"Left out: {printable(path)}: {reason}.")
     say(typer.style(f"{printable(report.path)}: {len(report.files)} files as a data set", bold=True))
@@ -62,11 +66,34 @@ def say_data_set(report: DataSetReport) -> None:
     _say_verdict(report.verdict, with_keys=all(file.with_keys for file in report.files))
 
 
+def _say_conforming(files: Sequence[FileReport]) -> None:
+    """Tell once what is broken in many files: they mostly come from one writer."""
+    for file in files[:_MOST_CONFORMING]:
+        say(f"{printable(file.path)}: {_verdict_text(file.verdict, with_keys=file.with_keys)}")
+    if len(files) > _MOST_CONFORMING:
+        say(f"{len(files) - _MOST_CONFORMING:,} more conform; --json lists all.")
+    broken: dict[Rule, int] = Counter(
+        result.rule for file in files for result in file.rules if result.outcome is Outcome.BROKEN
+    )
+    for rule in sorted(broken, key=lambda rule: list(Severity).index(rule.severity)):
+        say(f"  {_heading(rule)} in {broken[rule]:,} of them: {rule.holds}")
+        say(f"    {rule.gain}")
+
+
+def _heading(rule: Rule) -> str:
+    label = typer.style(rule.severity.value, fg=_COLOURS[rule.severity], bold=True)
+    return f"{label} {rule.id} (section {rule.section}) is broken"
+
+
 def _say_verdict(verdict: Verdict, *, with_keys: bool) -> None:
+    say(f"  {_verdict_text(verdict, with_keys=with_keys)}")
+
+
+def _verdict_text(verdict: Verdict, *, with_keys: bool) -> str:
     text, colour = _VERDICTS[verdict]
     if not with_keys:
         text += " as far as can be seen without keys; nothing was authenticated"
-    say(f"  {typer.style(text, fg=colour, bold=True)}")
+    return typer.style(text, fg=colour, bold=True)
 
 
 def _worst_first(results: tuple[RuleResult, ...]) -> list[RuleResult]:
@@ -78,8 +105,7 @@ def _say_broken(result: RuleResult) -> None:
     if result.outcome is not Outcome.BROKEN:
         return
     rule = result.rule
-    label = typer.style(rule.severity.value, fg=_COLOURS[rule.severity], bold=True)
-    say(f"  {label} {rule.id} (section {rule.section}): {rule.holds}")
+    say(f"  {_heading(rule)}: {rule.holds}")
     for finding in result.findings[:_MOST_FINDINGS]:
         say(f"    {finding.where}: {finding.message}" if finding.where else f"    {finding.message}")
     if result.breaches > _MOST_FINDINGS:

@@ -150,6 +150,7 @@ class Inspection:
         footer_length: Of footer and crypto metadata or signature.
         footer_key: The footer's key.
         footer_is_authentic: Whether the footer was authenticated; None without its key.
+        footer_denied: Why its key cannot be had, where keys were looked for.
         created_by: The writer.
         num_rows: How many rows there are.
         key_values: The application's own metadata: key -> length of the value in bytes.
@@ -171,6 +172,7 @@ class Inspection:
     footer_length: int | None = None
     footer_key: KeyDescription | None = None
     footer_is_authentic: bool | None = None
+    footer_denied: str | None = None
     created_by: str | None = None
     num_rows: int | None = None
     key_values: Mapping[str, int] = field(default_factory=dict)

@@ -110,6 +110,7 @@ class _Inspector:
             footer_length=envelope.footer_length,
             footer_key=describe_key(envelope.key_metadata, (), self._keys) if is_encrypted else None,
             footer_is_authentic=self._is_authentic,
+            footer_denied=self._finder.denied.get(()) if is_encrypted and self._finder is not None else None,
         )
         if footer is not None:
             shown = self._with_footer(shown, envelope, footer)

@@ -64,6 +64,9 @@ class RotationPlan:
             version: Its version that wraps the key; None where nobody can tell.
             current_version: Returns the newest version of a master key; called only where it matters.
             has_kek: Whether what is wrapped is a KEK.
+
+        Raises:
+            ConfigurationError: `older_than` is no number, and the versions of the KMS are.
         """
         if not self.concerns(master_key_id):
             return None
@@ -91,11 +94,26 @@ def is_same_version(version: str, other: str) -> bool:
     return _version(version) == _version(other)
 
 
+def check_version(master_key_id: str, version: str, newest: str | None) -> None:
+    """Refuse a version that a master key cannot have; nothing would seem to need it.
+
+    Raises:
+        ConfigurationError: The KMS counts versions, and this is none up to the newest.
+    """
+    number, newest_number = _version(version), _version(newest or "")
+    if isinstance(newest_number, int) and not (isinstance(number, int) and number <= newest_number):
+        raise ConfigurationError(
+            f"the master key {master_key_id!r} has no version {version!r}: its newest is {newest}."
+        )
+
+
 def _is_older(version: str, than: str) -> bool:
     """Compare versions; names that are no numbers have no order, so that any other one counts as older."""
-    numbers = _version(version), _version(than)
-    if isinstance(numbers[0], int) and isinstance(numbers[1], int):
-        return numbers[0] < numbers[1]
+    number, than_number = _version(version), _version(than)
+    if isinstance(number, int) and isinstance(than_number, int):
+        return number < than_number
+    if isinstance(number, int):
+        raise ConfigurationError(f"{than!r} is no version of this KMS, which counts them: {version} is one.")
     return version != than
 
 

@@ -163,6 +163,20 @@ def test_a_file_that_fails_does_not_keep_the_others(run, config: Path, folder: P
     assert names(target) == PARTS[1:]
 
 
+def test_a_file_that_the_configuration_does_not_fit(run, config: Path, folder: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1]}), folder / "z.parquet")
+    done = run("encrypt", folder, tmp_path / "out", "--config", config, "--json")
+    assert done.exit_code == 1
+    assert f"Failed: {folder / 'z.parquet'}: {config}" in done.stderr
+    (failure,) = json.loads(done.stdout)["failures"]
+    assert failure["error"] == "ConfigurationError"
+    assert len(json.loads(done.stdout)["files"]) == 3
+    (folder / "0.parquet").write_bytes((folder / "z.parquet").read_bytes())
+    done = run("encrypt", folder, tmp_path / "other", "--config", config)
+    assert done.exit_code == 2
+    assert f"Stopped at the first of 5 files, {folder / '0.parquet'}." in done.stderr
+
+
 def test_a_kms_that_refuses_is_3(run, config: Path, folder: Path, plain: Path, tmp_path: Path, deny) -> None:
     encrypted = tmp_path / "encrypted"
     assert run("encrypt", folder, encrypted, "--config", config).exit_code == 0
@@ -271,7 +285,9 @@ def test_an_interruption_leaves_nothing_partial(
         assert done.stderr == "Interrupted.\n"
         assert names(target.parent) == []
     else:
-        assert done.stderr == "2 of 3 files were encrypted before this.\nInterrupted.\n"
+        assert done.stderr == (
+            "2 of 3 files were encrypted before this. To do all of them again, say --overwrite.\nInterrupted.\n"
+        )
         assert names(target) == PARTS[:2]
 
 

@@ -53,6 +53,16 @@ def test_inspect_shows_a_tree_and_a_map(run, config: Path, encrypted: Path) -> N
     assert "one sign for" in opened.stderr
 
 
+def test_inspect_says_why_a_footer_is_not_opened(run, config: Path, encrypted: Path, deny) -> None:
+    deny("footer")
+    assert (
+        "key not to be had: in_memory: unwrap with master key 'footer'"
+        in run("inspect", encrypted, "--config", config).stderr
+    )
+    document = json.loads(run("inspect", encrypted, "--config", config, "--json").stdout)
+    assert "access denied" in document["footer_denied"]
+
+
 def test_inspect_gives_json(run, config: Path, encrypted: Path) -> None:
     document = json.loads(run("inspect", encrypted, "--config", config, "--json").stdout)
     assert document["mode"] == "encrypted footer"
@@ -65,7 +75,9 @@ def test_inspect_takes_any_file(run, plain: Path, tmp_path: Path) -> None:
     assert "not encrypted" in run("inspect", plain).stderr
     assert "12" not in run("inspect", plain).stdout
     (tmp_path / "garbage").write_bytes(b"x" * 100)
-    assert "nothing can be read" in run("inspect", tmp_path / "garbage").stderr
+    garbage = run("inspect", tmp_path / "garbage")
+    assert garbage.exit_code == 1
+    assert "nothing can be read" in garbage.stderr
     missing = run("inspect", tmp_path / "missing")
     assert missing.exit_code == 2
     assert "No such file" in missing.stderr
@@ -179,6 +191,19 @@ def test_verify_a_folder(run, config: Path, encrypted: Path, plain: Path) -> Non
     assert done.exit_code == 1
     assert "as a data set" in done.stderr
     assert run("verify", encrypted.parent, "--config", config, "--parts", 2).exit_code == 1
+
+
+def test_verify_of_a_folder_tells_once_what_many_files_have(run, config: Path, encrypted: Path) -> None:
+    for number in range(24):
+        (encrypted.parent / f"copy {number:02}.parquet").write_bytes(encrypted.read_bytes())
+    done = run("verify", encrypted.parent, "--config", config)
+    assert done.exit_code == 1  # one part many times
+    lines = done.stderr.splitlines()
+    assert sum(line.endswith(": conforms") for line in lines) == 20
+    assert "5 more conform; --json lists all." in lines
+    assert sum("weakness no-prefix (section 4.4.1) is broken in 25 of them" in line for line in lines) == 1
+    done = run("verify", encrypted.parent)
+    assert all("nothing was authenticated" in line for line in done.stderr.splitlines() if ": conforms" in line)
 
 
 def test_verify_of_a_folder_shows_progress_on_a_terminal_only(

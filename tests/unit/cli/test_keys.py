@@ -155,6 +155,10 @@ def test_mistakes(run, keystore_case, tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "'pii@' names no version." in done.stderr
     assert run("keys", case.data, "--config", case.config, "--fail-if-uses", "pii@v1").exit_code == 1
+    for version in ("2", "x", "1.0"):
+        done = run("keys", case.data, "--config", case.config, "--fail-if-uses", f"pii@{version}")
+        assert done.exit_code == 2
+        assert f"the master key 'pii' has no version '{version}': its newest is 1." in done.stderr
     done = run("keys", tmp_path / "nowhere", "--config", case.config, "--json")
     assert done.exit_code == 2
     assert "no such file or folder" in done.stderr

@@ -62,6 +62,13 @@ def test_older_than(version: str | None, expected: str | None) -> None:
     assert target(RotationPlan(older_than="10"), "k", version, "99") == expected
 
 
+def test_older_than_what_is_no_version() -> None:
+    """It would count as older than everything, and everything would be wrapped anew."""
+    with pytest.raises(ConfigurationError, match="'x' is no version of this KMS"):
+        target(RotationPlan(older_than="x"), "k", "9", "99")
+    assert target(RotationPlan(older_than="x"), "k", "y", "z") == "k"
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"), [("2", "v2", True), ("v2", "v2", True), ("1", "v2", False), ("main", "main", True)]
 )
