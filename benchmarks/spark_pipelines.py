@@ -97,7 +97,8 @@ def main() -> None:
             command = [sys.executable, __file__, "--folder", str(folder), f"--cores={cores}", *settings]
             if shutil.which("taskset"):
                 command = ["taskset", "--cpu-list", f"0-{cores - 1}", *command]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            environment = {"PYSPARK_PYTHON": sys.executable, **os.environ}
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
             seconds = json.loads(done.stdout.splitlines()[-1])
             ratio = statistics.median(a / b for a, b in zip(seconds["spark"], seconds["pipeline"], strict=True))
             times = ", ".join(f"{name} {statistics.median(found):.2f} s" for name, found in seconds.items())

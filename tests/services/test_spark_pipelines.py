@@ -416,7 +416,7 @@ def killer_of(
 
     def kill() -> None:
         seen: dict[int, float] = {}
-        while not over.wait(0.02):
+        while not over.wait(0.1):
             for process in victim() - killed:
                 if time.monotonic() - seen.setdefault(process, time.monotonic()) > 0.3 and len(killed) < most:
                     try:

@@ -28,8 +28,12 @@ _MIN_PLAINTEXT_HEADER_WINDOW = 4096
 _FoundHeader = tuple[PageHeader, int, ModulePlace, bytes, bytes]
 """A header, its length with framing, its place, and nonce and end of the tag of its module."""
 
-_REQUIRED_FIELD_IDS = {PageHeader.DATA_PAGE: 4, PageHeader.DICTIONARY_PAGE: 2, PageHeader.DATA_PAGE_V2: 6}
-"""Page type -> the last of the required fields of its own header: all from 1 on, and all of them I32."""
+_REQUIRED_FIELD_IDS = {
+    PageHeader.DATA_PAGE: (1, 2, 3, 4),
+    PageHeader.DICTIONARY_PAGE: (1, 2),
+    PageHeader.DATA_PAGE_V2: (1, 2, 3, 4, 5, 6),
+}
+"""Page type -> the required fields of its own header, all of them I32."""
 
 _LEVELS_LENGTH_FIELD_IDS = (5, 6)
 """Of `definition_levels_byte_length` and `repetition_levels_byte_length` in DataPageHeaderV2."""
@@ -56,8 +60,8 @@ def _inner_facts(header: PageHeader, page_type: int) -> tuple[int, int, bool]:
     if inner is None:
         raise ParquetFormatError(f"there is no header of a page of type {page_type}.")
     fields = inner.struct.fields
-    for field_id in range(1, _REQUIRED_FIELD_IDS[page_type] + 1):
-        if fields.get(field_id, (None,))[0] is not WireType.I32:
+    for field_id in _REQUIRED_FIELD_IDS[page_type]:
+        if field_id not in fields or fields[field_id][0] is not WireType.I32:
             raise ParquetFormatError(f"the header of a page of type {page_type} lacks its field {field_id}.")
     num_values: int = fields[1][1]
     if page_type != PageHeader.DATA_PAGE_V2:
