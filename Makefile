@@ -5,9 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 FOLDER ?= demo
 VECTORS ?= vectors
-# Four at a time on two cores, each file of tests in one process: much of their time is waiting. In the order of
-# folders, so that the long ones come before the many short ones, and no core is idle at the end.
-PYTEST_ARGUMENTS ?= --numprocesses=4 --dist=loadfile --no-loadscope-reorder
+# Two at a time, each file of tests in one process: much of their time is waiting. In the order of folders, so that the
+# long ones come before the many short ones, and no core is idle at the end.
+PYTEST_ARGUMENTS ?= --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 # A slow package index is waited for.
 export PIP_DEFAULT_TIMEOUT ?= 120

@@ -386,10 +386,10 @@ def test_a_token_is_renewed_in_time(openbao: OpenBao) -> None:
 
 def test_a_given_token_that_has_expired_says_so(openbao: OpenBao) -> None:
     name = openbao.create_key()
-    token = openbao.create_token(openbao.write_policy(rules(ALL, name)), ttl="1s", renewable=False)
+    token = openbao.create_token(openbao.write_policy(rules(ALL, name)), ttl="4s", renewable=False)
     with vault_kms(openbao, token=token) as kms:
         wrapped = kms.wrap(KEY, name)
-        time.sleep(1.3)
+        time.sleep(4.3)
         for _ in range(2):
             with pytest.raises(KmsConfigurationError, match="the token has expired"):
                 kms.unwrap(wrapped, name)

@@ -12,11 +12,14 @@ import os
 import time
 import weakref
 
-_WAIT_SECONDS = 1.0
+_WAIT_SECONDS = 2.0
 """The longest that the end of a process is put off."""
 
-_QUIET_SECONDS = 0.05
-"""What has been there for so long is held by the program, not by a thread that is about to drop it."""
+_QUIET_SECONDS = 0.2
+"""What has been there for so long is held by the program, not by a thread that is about to drop it.
+
+On a machine with more to do than it can, such a thread was late by more than a twentieth of a second.
+"""
 
 _shared: weakref.WeakSet[object] = weakref.WeakSet()
 
