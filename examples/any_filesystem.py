@@ -1,4 +1,4 @@
-"""Paths are on any pyarrow.fs or fsspec file system, or URIs; key material goes to the same place."""
+"""Read and write on any pyarrow.fs or fsspec file system, or with URIs; key material goes to the same place."""
 
 import tempfile
 from pathlib import Path
@@ -18,7 +18,7 @@ keytools = Keytools.from_mapping(
 table = pa.table({"flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", "N619AA"]})
 
 with tempfile.TemporaryDirectory() as folder:
-    # A file system whose root is a folder. `pyarrow.fs.S3FileSystem` and others are used in the same way.
+    # A file system whose root is a folder. Use `pyarrow.fs.S3FileSystem` and others in the same way.
     filesystem = fs.SubTreeFileSystem(folder, fs.LocalFileSystem())
     keytools.write_table(table, "flights.parquet", filesystem=filesystem)
     assert keytools.read_table("flights.parquet", filesystem=filesystem).equals(table)

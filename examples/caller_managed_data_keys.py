@@ -1,4 +1,4 @@
-"""Data keys that the caller manages: no KMS, the file carries only the ids of its keys."""
+"""Use data keys of your own, without a KMS: the file contains only the ids of its keys."""
 
 import base64
 import os
@@ -10,7 +10,7 @@ import pyarrow as pa
 from parquet_keytools import Keytools
 from parquet_keytools.errors import ColumnAccessDeniedError
 
-# Each data key encrypts all files that name it, so change it from time to time and keep the old ones to read.
+# A data key encrypts all files that name it: replace it from time to time, and keep old ones for reading.
 data_keys = {name: base64.b64encode(os.urandom(16)).decode() for name in ("kf-2026", "kc-2026")}
 document = {
     "version": 1,

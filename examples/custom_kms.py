@@ -1,4 +1,4 @@
-"""A KMS client of one's own: four methods. Here it is passed in; a package offers it as a plug-in.
+"""Write a KMS client of your own, with four methods. Here it is passed in; a package can offer it as a plug-in.
 
     [project.entry-points."parquet_keytools.kms"]
     acme = "acme_kms:AcmeKms"

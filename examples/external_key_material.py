@@ -1,4 +1,4 @@
-"""Key material in a JSON file beside each Parquet file, so that it can be rewrapped without touching the data."""
+"""Keep key material in a JSON file beside each Parquet file."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ with tempfile.TemporaryDirectory() as name:
         material = json.loads(text)
         print(f"{material_path.name}: {reference} is wrapped under {material['masterKeyID']}")
 
-    # The two files belong together: whoever copies one copies the other.
+    # The two files belong together: copy, move and delete both.
     copy = Path(name) / "copy.parquet"
     shutil.copyfile(path, copy)
     try:

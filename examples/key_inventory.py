@@ -1,4 +1,4 @@
-"""Which files and columns depend on a master key: the question before it is disabled or destroyed."""
+"""List which files and columns depend on a master key, before you disable or destroy it."""
 
 import tempfile
 from collections import defaultdict
@@ -33,6 +33,6 @@ with tempfile.TemporaryDirectory() as name:
     for master_key_id, what in sorted(depends.items()):
         print(f"{master_key_id}: {', '.join(sorted(what))}")
 
-    # A file of which it cannot be told is among them, too.
+    # Files for which this is unknown are included, too.
     needing = [Path(file.path).name for file in keytools.files_using("pii", folder)]
     print(f"these need pii: {', '.join(needing)}")

@@ -1,4 +1,4 @@
-"""Master keys in a keystore file: create, rotate, disable. The command line does the same."""
+"""Create, rotate and disable master keys in a keystore file. The command line does the same."""
 
 import secrets
 import tempfile

@@ -1,4 +1,4 @@
-"""pandas passes encryption and decryption properties on to pyarrow."""
+"""Read and write with pandas, which passes encryption and decryption properties to pyarrow."""
 
 import tempfile
 from pathlib import Path

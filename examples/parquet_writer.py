@@ -1,4 +1,4 @@
-"""pyarrow.parquet.ParquetWriter writes batch by batch, with our properties."""
+"""Write batch by batch with pyarrow.parquet.ParquetWriter and encryption properties."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""pyarrow.parquet writes and reads; parquet-keytools only makes the properties."""
+"""Write and read with pyarrow.parquet; parquet-keytools only makes the properties."""
 
 import tempfile
 from pathlib import Path
@@ -20,7 +20,7 @@ table = pa.table({"flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "flights.parquet"
 
-    # Encryption properties serve one file; for another file make others.
+    # Encryption properties are for one file: make new ones for each file.
     properties = keytools.encryption_properties("flights", table.schema, path)
     pq.write_table(table, path, encryption_properties=properties)
 

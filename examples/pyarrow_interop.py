@@ -1,4 +1,4 @@
-"""pyarrow's own CryptoFactory reads what we write, and the other way round, over the same master keys."""
+"""Exchange files with pyarrow's own CryptoFactory, in both directions, with the same master keys."""
 
 import base64
 import os

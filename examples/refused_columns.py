@@ -1,4 +1,4 @@
-"""A reader who is refused a master key: one clear error, or the table without its columns."""
+"""Read without permission for a master key: get one clear error, or the table without its columns."""
 
 import tempfile
 from pathlib import Path
@@ -30,7 +30,7 @@ with tempfile.TemporaryDirectory() as folder:
         print(f"{type(error).__name__} for {', '.join(error.columns)}: {error}")
     print(f"what may be read is read: {reader.read_table(path, columns=['flight']).column_names}")
 
-    # With plain pyarrow, say in `columns` what will be read.
+    # With plain pyarrow, name in `columns` what you will read.
     properties = reader.decryption_properties(path, columns=["flight"])
     found = pq.read_table(path, columns=["flight"], decryption_properties=properties)
     assert found.equals(table.select(["flight"]))

@@ -1,4 +1,4 @@
-"""A master key gets a new version: the keys in files are wrapped with it, and the old version is disabled."""
+"""Rotate a master key: re-wrap the keys of files under its new version, and disable the old version."""
 
 import secrets
 import tempfile

@@ -1,4 +1,4 @@
-"""Spark's own Parquet writer and reader, with master keys in a keystore, in one JVM on this machine."""
+"""Use Spark's own Parquet writer and reader, with master keys in a keystore, in one JVM on this machine."""
 
 import os
 import secrets
@@ -39,12 +39,12 @@ with tempfile.TemporaryDirectory() as name:
         spark = configure(builder, configuration).getOrCreate()
     frame = spark.createDataFrame([(1545, "N14228"), (1714, "N24211")], ["flight", "tailnum"])
 
-    # With the options of a table Spark encrypts as the table says; without them the write fails.
+    # With the options of a table, Spark encrypts as the table says; without them the write fails.
     keytools = Keytools.from_yaml(configuration)
     options = keytools.spark_options("flights", frame.schema)
     frame.write.options(**options).parquet(str(folder / "flights"))
 
-    # Reading needs nothing else; Keytools reads the same files.
+    # Reading needs no options; Keytools reads the same files.
     print(spark.read.parquet(str(folder / "flights")).filter("flight = 1714").collect())
     print(keytools.read_table(folder / "flights").num_rows, "rows")
     spark.stop()

@@ -1,4 +1,4 @@
-"""A Keytools is pickled to worker processes: its configuration goes there, no key and no passphrase."""
+"""Pickle a Keytools to worker processes: they get its configuration, but no keys and no passphrase."""
 
 import multiprocessing
 import pickle

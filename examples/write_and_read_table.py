@@ -1,4 +1,4 @@
-"""write_table and read_table do everything that a table asks for, also what pyarrow alone cannot do."""
+"""Use write_table and read_table, which also support settings that pyarrow alone does not."""
 
 import tempfile
 from pathlib import Path
@@ -15,7 +15,7 @@ keytools = Keytools.from_mapping(
         "kms": {"type": "in_memory", "keys": ["footer", "pii"]},
         "tables": {
             "flights": base,
-            # An AAD prefix ties a file to its name. pyarrow has none together with KMS keys.
+            # An AAD prefix binds a file to its name. pyarrow does not support it together with KMS keys.
             "named_flights": base | {"aad_prefix": "{table_name}/{file_name}", "data_key_length_bits": 256},
         },
     }
@@ -29,5 +29,7 @@ with tempfile.TemporaryDirectory() as folder:
         because = f" (pyarrow: {'; '.join(result.reasons)})" if result.reasons else ""
         print(f"{table_name}: {result.size_bytes:,} bytes, encrypted by {result.engine}{because}")
 
-    found = keytools.read_table(path, columns=["flight"], filters=[("tailnum", "=", "N24211")])
+    found = keytools.read_table(
+        path, table_name=table_name, columns=["flight"], filters=[("tailnum", "=", "N24211")]
+    )
     print(f"the flight of N24211 is {found.column('flight')[0]}")

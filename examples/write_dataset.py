@@ -1,4 +1,4 @@
-"""A partitioned data set of encrypted files: written, filtered, and read in batches."""
+"""Write a partitioned data set of encrypted files, filter it, and read it in batches."""
 
 import tempfile
 from pathlib import Path

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from parquet_keytools.encryption.file_decryptor import decrypt_file
+from parquet_keytools.encryption.file_decryptor import decrypt_source
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_file
+from parquet_keytools.encryption.file_encryptor import encrypt_source
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, ParquetFormatError
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -80,12 +80,12 @@ class NamedKeys:
 def encrypted(data: bytes, encryption: FileEncryption) -> bytes:
     """Return a file encrypted."""
     sink = MemorySink()
-    encrypt_file(MemorySource(data), sink, encryption)
+    encrypt_source(MemorySource(data), sink, encryption)
     return sink.contents()
 
 
 def decrypted(data: bytes, keys: NamedKeys, aad_prefix: bytes | None = None) -> bytes:
     """Return a file decrypted."""
     sink = MemorySink()
-    decrypt_file(MemorySource(data), sink, keys, aad_prefix)
+    decrypt_source(MemorySource(data), sink, keys, aad_prefix)
     return sink.contents()

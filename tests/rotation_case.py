@@ -19,10 +19,11 @@ from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.kms.keystore import KeystoreKms
-from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.keystore.client import KeystoreKms
+from parquet_keytools.kms.keystore.file import Keystore
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage import FileLocation, open_source
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import open_source
 
 MASTER_KEYS = ("kf", "ka", "kb", "new")
 TABLE = pa.table(
@@ -33,8 +34,8 @@ TABLE = pa.table(
         "plain": pa.array([i / 7 for i in range(500)]),
     }
 )
-COLUMNS = {"column_keys": {"ka": ["a", "nested"], "kb": ["b"]}}
-UNIFORM = {"column_keys": {}, "unlisted_columns": "footer_key"}
+COLUMNS: dict[str, Any] = {"column_keys": {"ka": ["a", "nested"], "kb": ["b"]}}
+UNIFORM: dict[str, Any] = {"column_keys": {}, "unlisted_columns": "footer_key"}
 
 
 def passphrase() -> SecretBytes:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from parquet_keytools.config.column_policy import resolve_columns
 from parquet_keytools.config.key_names import MasterKeyReference, resolve_key
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.encryption.footer import FooterEnvelope, FooterMode, read_envelope, read_footer
+from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix, expected_aad_prefix
+from parquet_keytools.encryption.footer import FooterEnvelope, read_envelope, read_footer
+from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import KeyNotAvailableError, KmsError, KmsResponseInvalidError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.keys.file_key_retriever import DataKeys, FileKeyRetriever
-from parquet_keytools.keys.key_unwrapper import KeyUnwrapper, KmsKeys
+from parquet_keytools.keys.key_wrapping import KeyUnwrapper, KmsKeys
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage import FileLocation, open_source
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import open_source
 
 _THROW_AWAY_KEY_LENGTH_BITS = 128
 
@@ -99,7 +102,7 @@ def _outcome(
     if isinstance(unwrapped, KmsError):
         return version, unwrapped
     if unwrapped != key:
-        detail = "it unwrapped another key than the one that it had wrapped"
+        detail = "it unwrapped a different key than it wrapped"
         return version, KmsResponseInvalidError(
             detail, backend=kms.backend, operation="unwrap", master_key_id=master_key_id
         )
@@ -152,7 +155,7 @@ def _leaves(
     assert envelope.mode is FooterMode.ENCRYPTED_FOOTER
     if kms is None and configuration.kms is not None:
         raise KeyNotAvailableError(
-            f"the footer of {file} is encrypted, and the KMS is not asked for its key.",
+            f"the footer of {file} is encrypted, and its key was not fetched.",
             hint="Leave out --offline.",
         )
     without_metadata = configuration.reading.keys_without_metadata
@@ -167,9 +170,13 @@ def _prefix(
     file: FileLocation,
     table_name: str,
     aad_prefix: str | None,
-) -> bytes | None:
+) -> ExpectedAadPrefix | None:
     """Return the AAD prefix that is expected; the file may be of another table than the one it is held against."""
-    if aad_prefix is None and envelope.supply_aad_prefix:
-        table = configuration.tables[table_name]
-        aad_prefix = table.rendered_aad_prefix(table_name=table_name, file_name=file.name)
-    return None if aad_prefix is None else aad_prefix.encode()
+    rendered = configuration.tables[table_name].rendered_aad_prefix(table_name=table_name, file_name=file.name)
+    if aad_prefix is None and not envelope.supply_aad_prefix:
+        return None
+    return expected_aad_prefix(
+        aad_prefix,
+        [] if rendered is None else [rendered],
+        any_file_unique=configuration.reading.file_unique_lengths == "any",
+    )

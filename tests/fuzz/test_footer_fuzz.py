@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_files import MemorySink, MemorySource, NamedKeys, encrypted
 
-from parquet_keytools.encryption.file_decryptor import decrypt_file
+from parquet_keytools.encryption.file_decryptor import decrypt_source
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_file
+from parquet_keytools.encryption.file_encryptor import encrypt_source
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError
 from parquet_keytools.secret_bytes import SecretBytes
@@ -72,8 +72,8 @@ def test_mutants_end_in_our_errors(data: bytes) -> None:
     except ParquetFormatError:
         pass
     for work in (
-        lambda: decrypt_file(MemorySource(data), MemorySink(), _KEYS),
-        lambda: encrypt_file(MemorySource(data), MemorySink(), FileEncryption(_KEYS.deks[b"kf"])),
+        lambda: decrypt_source(MemorySource(data), MemorySink(), _KEYS),
+        lambda: encrypt_source(MemorySource(data), MemorySink(), FileEncryption(_KEYS.deks[b"kf"])),
     ):
         try:
             work()

@@ -1,14 +1,13 @@
 """Mutants of valid files go through inspect, verify and decrypt.
 
 None is taken for the file that it was, none ends in anything but our errors, none takes long or much memory. The
-environment variable MUTANTS says how many there are; `make mutants` takes 100,000. Some more are made by a writer
+environment variable MUTANTS says how many there are; `make soak` takes 100,000. Some more are made by a writer
 that has the keys: all of their modules are authentic, and anything may stand in them.
 """
 
 from __future__ import annotations
 
 import base64
-import os
 import random
 import resource
 import struct
@@ -16,9 +15,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from memory_files import MemorySink, MemorySource
+from soak import how_many
 from vector_kit.good_files import good_vectors
 from vector_kit.sealed_file import Module, Place
 from vector_kit.vector import MASTER_KEYS, SealedFile, recipe
@@ -26,19 +27,18 @@ from vector_kit.write_kit import data_keys
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli.inspect_tree import render_inspection
-from parquet_keytools.conformance.expectation import Expectation
 from parquet_keytools.conformance.file_keys import MaterialFinder
 from parquet_keytools.conformance.file_verifier import verify_source
-from parquet_keytools.conformance.findings import Outcome
 from parquet_keytools.conformance.inspector import inspect_source
-from parquet_keytools.conformance.report import FileReport, Verdict
-from parquet_keytools.encryption.file_decryptor import decrypt_file
+from parquet_keytools.conformance.opening import Expectation
+from parquet_keytools.conformance.report import FileReport, Outcome, Verdict
+from parquet_keytools.conformance.verification import finder_of
+from parquet_keytools.encryption.file_decryptor import decrypt_source
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError
-from parquet_keytools.file_verification import finder_of
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, read_struct, write_struct
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.storage.locations import FileLocation
 
-MUTANTS = int(os.environ.get("MUTANTS", "3000"))
+MUTANTS = how_many(3000, 100_000)
 BASES = ("column-keys", "uniform", "plaintext-footer", "v2-pages", "nested", "zstd", "double-wrapping", "ctr-crc")
 """Every byte of these is authenticated, or covered by a CRC, or stands where the rules look at it."""
 
@@ -64,7 +64,7 @@ def finder(keytools: Keytools) -> MaterialFinder:
 
 def decrypted(data: bytes, keytools: Keytools) -> bytes:
     sink = MemorySink()
-    decrypt_file(MemorySource(data), sink, finder(keytools), threads=1)
+    decrypt_source(MemorySource(data), sink, finder(keytools), threads=1)
     return sink.contents()
 
 
@@ -205,14 +205,16 @@ class HostileWriter:
 
     def file(self) -> bytes:
         generator = self.generator
-        hooks = {
+        hooks: dict[str, Any] = {
             "module": self.module,
             "footer": lambda footer: self.where == "footer" and self.change(footer.struct),
             "crypto": lambda crypto: self.where == "crypto" and self.change(crypto.struct),
             "page_header": self.page_header,
             "sealed": self.sealed,
         }
-        kind = generator.choice(({}, {"plaintext_footer": True}, {"is_ctr": True}, {"columns": {}}))
+        kind: dict[str, Any] = generator.choice(
+            ({}, {"plaintext_footer": True}, {"is_ctr": True}, {"columns": {}})
+        )
         plain = generator.choice(({}, {"v2": True}, {"v2": True, "compression": "snappy"}, {"nested": True}))
         return SealedFile(recipe(1, **hooks, **kind), plain).make()
 

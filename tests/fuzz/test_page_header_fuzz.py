@@ -9,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_files import MemorySource
 
-from parquet_keytools.encryption.chunk_cipher import ChunkCipher
-from parquet_keytools.encryption.footer import Algorithm
-from parquet_keytools.encryption.module_cipher import ModuleCipher
+from parquet_keytools.encryption.module_cipher import ChunkCipher, ModuleCipher
 from parquet_keytools.encryption.page_walk import walk_chunk
+from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
-from parquet_keytools.format.offset_index import move_pages
-from parquet_keytools.format.page_headers import read_page_header, with_sizes
+from parquet_keytools.format.pages import move_pages, read_page_header, with_sizes
 from parquet_keytools.format.structs import PageHeader
 from parquet_keytools.secret_bytes import SecretBytes
 

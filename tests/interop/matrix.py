@@ -86,7 +86,7 @@ LIMITS = (
         SPARK_BRIDGE,
         "takes keys from a KMS only.",
         lambda file, reader: reader == SPARK_BRIDGE and file.policy.data_keys,
-        "Spark takes no data keys",
+        "Spark does not support data keys",
     ),
     Limit(
         DUCKDB,

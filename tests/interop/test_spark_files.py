@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pyarrow.parquet as pq
 import pytest
@@ -30,6 +29,7 @@ pytestmark = [
 EXPECTED = TABLE.to_pylist()
 CODECS = ("uncompressed", "snappy", "gzip", "zstd", "lz4_raw", "lz4")
 
+PLACES: tuple[Literal["internal"], Literal["external"]] = ("internal", "external")
 KEY_MATERIAL = [
     Policy(
         f"{length_bits} bits, {'double' if double_wrapping else 'single'} wrapping, {key_material}",
@@ -37,9 +37,9 @@ KEY_MATERIAL = [
         double_wrapping=double_wrapping,
         key_material=key_material,
     )
-    for length_bits, double_wrapping, key_material in itertools.product(
-        (128, 256), (True, False), ("internal", "external")
-    )
+    for length_bits in (128, 256)
+    for double_wrapping in (True, False)
+    for key_material in PLACES
 ]
 MODES = [
     *KEY_MATERIAL,
@@ -163,6 +163,7 @@ def test_spark_splits_a_file_between_row_groups(spark: Spark, all_encrypted: Pat
 
     name = "spark.sql.files.maxPartitionBytes"
     before = spark.session.conf.get(name)
+    assert before is not None
     spark.session.conf.set(name, all_encrypted.stat().st_size // 8)
     try:
         frame = spark.session.read.options(**KMS_OPTIONS).parquet(str(all_encrypted))

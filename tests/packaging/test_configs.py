@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from parquet_keytools import Keytools, load_configuration
-from parquet_keytools.config.json_schema import configuration_json_schema
+from parquet_keytools.config.settings import configuration_json_schema
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -46,4 +46,4 @@ def test_there_are_configs() -> None:
 def test_in_memory_needs_nothing_else() -> None:
     with Keytools.from_yaml(ROOT / "configs" / "in_memory.yaml") as keytools:
         assert keytools.kms is not None
-        assert keytools.kms.master_key_ids() == {"footer", "pii", "times"}
+        assert set(keytools.kms.master_key_ids() or ()) == {"footer", "pii", "times"}

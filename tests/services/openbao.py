@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ class OpenBao:
         self,
         method: str,
         path: str,
-        content: object = None,
+        content: Any = None,
         *,
         token: str | None = None,
         namespace: str | None = None,
@@ -188,7 +188,7 @@ class OpenBao:
     def has_key(self, name: str) -> bool:
         return self.ask("GET", f"transit/keys/{name}", may_fail=True).status == 200
 
-    def write_policy(self, rules: dict[str, Sequence[str]], name: str | None = None) -> str:
+    def write_policy(self, rules: Mapping[str, Sequence[str]], name: str | None = None) -> str:
         """Write a policy of paths and what is allowed there."""
         name = name or self.new_name("policy")
         text = "\n".join(

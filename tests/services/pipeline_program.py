@@ -1,28 +1,30 @@
-"""A program of Spark for the tests of pipelines; prints what came of each call as JSON.
+"""A program of Spark for the tests of pipelines. A job names settings and calls, and returns what came of each:
 
-python pipeline_program.py '{"master": "local[2]", "calls": [["encrypt", ["from", "to", "flights.yaml"], {}]]}'
+{"master": "local[2]", "folder": ..., "settings": {}, "calls": [["encrypt", ["from", "to", "flights.yaml"], {}]]}
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from spark_driver import JVM_SETTINGS, serve, start_jvm
 
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.spark import pipelines
 from parquet_keytools.spark.pipelines import encryption, rotation
+from parquet_keytools.spark.pipelines.job import Job, Work
+from parquet_keytools.spark.pipelines.report import TaskResult
 
 SETTINGS = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
-    "spark.driver.memory": "700m",
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    **JVM_SETTINGS,
     "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.executor.memory": "500m",
     "spark.ui.enabled": "false",
@@ -61,24 +63,34 @@ def result_of(session: Any, name: str, arguments: list[Any], options: dict[str, 
     return found
 
 
-def make_slow(notes: Path) -> None:
+@contextlib.contextmanager
+def slow_tasks(notes: Path) -> Iterator[None]:
     """Let the first attempt of a job's first task begin later than anybody waits.
 
     Args:
         notes: A folder where each attempt of this task leaves a file, with its process id.
     """
-    for module, name in ((encryption, "_encrypt_piece"), (rotation, "_rotate_piece")):
-        setattr(module, name, slow(getattr(module, name), notes))
+    run = Job.run
+
+    def run_slowly(job: Job, what: str, work: Work, pieces: Sequence[bytes]) -> Iterator[TaskResult]:
+        is_writing = isinstance(work, (encryption.EncryptionTask, rotation.WritingTask))
+        return run(job, what, slow(work, notes) if is_writing else work, pieces)
+
+    Job.run = run_slowly  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Job.run = run  # type: ignore[method-assign]
 
 
-def slow(work: Callable[..., Any], notes: Path) -> Callable[..., Any]:
+def slow(work: Work, notes: Path) -> Work:
     """Return what a task does instead."""
 
-    def slow_work(state: Any, position: int, attempt: int, piece: bytes) -> Any:
+    def slow_work(position: int, attempt: int, piece: bytes) -> TaskResult:
         if position == 0:
-            (notes / f"{work.__name__} {attempt}").write_text(str(os.getpid()))
+            (notes / f"{type(work).__name__} {attempt}").write_text(str(os.getpid()))
             time.sleep(0 if attempt else 100)
-        return work(state, position, attempt, piece)
+        return work(position, attempt, piece)
 
     return slow_work
 
@@ -88,20 +100,42 @@ def at_work(notes: Path) -> list[str]:
     return [note.name for note in notes.glob("* 0") if Path(f"/proc/{note.read_text()}").exists()]
 
 
-def main(arguments: dict[str, Any]) -> None:
+class Sessions:
+    """The session of the last job, which the next one uses if its settings are the same."""
+
+    def __init__(self) -> None:
+        self._made_with: tuple[str, dict[str, str]] | None = None
+        self._session: Any = None
+
+    def get(self, master: str, folder: Path, settings: dict[str, str]) -> Any:
+        """Return a session with these settings."""
+        if self._made_with != (master, settings):
+            self.stop()
+            self._session = make_session(master, folder, settings)
+            self._session.sparkContext.setLogLevel("ERROR")
+            self._made_with = master, settings
+        return self._session
+
+    def stop(self) -> None:
+        """Stop the session that is there."""
+        if self._session is not None:
+            self._session.stop()
+            self._session = self._made_with = None
+
+
+def main(sessions: Sessions, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """Make the calls one after the other."""
-    warnings.simplefilter("ignore")  # Spark's, that it does not know this pandas.
-    session = make_session(arguments["master"], Path(arguments["folder"]), arguments.get("settings", {}))
-    session.sparkContext.setLogLevel("ERROR")
+    session = sessions.get(arguments["master"], Path(arguments["folder"]), arguments["settings"])
     notes = Path(arguments.get("slow", "/nowhere"))
-    if "slow" in arguments:
-        make_slow(notes)
-    try:
-        results = [result_of(session, *call) | {"at_work": at_work(notes)} for call in arguments["calls"]]
-    finally:
-        session.stop()
-    print(json.dumps(results, default=str))
+    with slow_tasks(notes) if "slow" in arguments else contextlib.nullcontext():
+        return [result_of(session, *call) | {"at_work": at_work(notes)} for call in arguments["calls"]]
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    warnings.simplefilter("ignore")  # Spark's, that it does not know this pandas.
+    start_jvm()
+    ours = Sessions()
+    try:
+        serve(lambda arguments: main(ours, arguments))
+    finally:
+        ours.stop()

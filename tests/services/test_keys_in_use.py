@@ -12,8 +12,8 @@ from openbao import OpenBao
 from rotation_case import TABLE, Case, materials
 
 from parquet_keytools.errors import KeytoolsError
-from parquet_keytools.kms.vault import VaultKms
-from parquet_keytools.kms.vault_settings import VaultSettings
+from parquet_keytools.kms.vault.client import VaultKms
+from parquet_keytools.kms.vault.settings import VaultSettings
 from parquet_keytools.rotation.report import Outcome
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -134,9 +134,12 @@ def happened(case: Case) -> Loss:
     """Return what cannot be read now."""
     lost: Loss = set()
     for path in sorted(case.folder.glob("*.parquet")):
+        # As the table that it is a file of.
+        settings = KINDS[path.stem.rpartition("-")[0]]
         for column in TABLE.column_names:
             try:
-                assert case.tools().read_table(path, columns=[column]).equals(TABLE.select([column]))
+                tools = case.tools(**settings)
+                assert tools.read_table(path, columns=[column]).equals(TABLE.select([column]))
             except KeytoolsError:
                 lost.add((path.name, column))
     return lost

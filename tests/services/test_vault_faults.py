@@ -36,8 +36,8 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.client import UnwrapRequest, WrapRequest
-from parquet_keytools.kms.vault import VaultKms
-from parquet_keytools.kms.vault_settings import VaultSettings
+from parquet_keytools.kms.vault.client import VaultKms
+from parquet_keytools.kms.vault.settings import VaultSettings
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY = SecretBytes(b"CANARY-key-bytes")
@@ -415,8 +415,8 @@ def test_partial_failures_show_no_key(
         assert (first, second) == (KEY, OTHER_KEY)
         assert isinstance(bad, WrappedKeyInvalidError)
         assert leaks([*texts_of(bad), caplog.text], token) == []
-    for fault in (status(400, base64.b64encode(KEY.reveal()).decode()), status(500, token)):
-        proxy.faults[:] = [("decrypt", -1, fault)]
+    for refused in (status(400, base64.b64encode(KEY.reveal()).decode()), status(500, token)):
+        proxy.faults[:] = [("decrypt", -1, refused)]
         for outcome in kms.unwrap_many([UnwrapRequest(text, name) for text in (good[0], forged)]):
             assert isinstance(outcome, KmsError)
             assert leaks([*texts_of(outcome), caplog.text], token) == []
@@ -473,8 +473,8 @@ def test_redirects_to_nowhere(kms: VaultKms, proxy: Proxy, openbao: OpenBao, loc
 
 def test_a_redirect_from_https_to_http_is_refused() -> None:
     """Even where the host is the same and allowed."""
-    from parquet_keytools.kms.vault_connection import Address, VaultConnection
-    from parquet_keytools.kms.vault_errors import VaultRefusal
+    from parquet_keytools.kms.vault.connection import Address, VaultConnection
+    from parquet_keytools.kms.vault.errors import VaultRefusal
 
     address = Address("https://vault.example:8200", None, ("vault.example",))
     connection = VaultConnection(requests.Session(), address, None, deadline=0)
@@ -497,8 +497,8 @@ def test_a_redirect_from_https_to_http_is_refused() -> None:
 def test_a_redirect_does_not_lead_from_this_machine_to_another_one_without_tls(
     url: str, location: str, followed: bool
 ) -> None:
-    from parquet_keytools.kms.vault_connection import Address, VaultConnection
-    from parquet_keytools.kms.vault_errors import VaultRefusal
+    from parquet_keytools.kms.vault.connection import Address, VaultConnection
+    from parquet_keytools.kms.vault.errors import VaultRefusal
 
     connection = VaultConnection(requests.Session(), Address(url, None, ("vault.example",)), None, deadline=0)
     if followed:

@@ -38,9 +38,9 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import KmsClientContract
-from parquet_keytools.kms.vault import VaultKms
-from parquet_keytools.kms.vault_connection import VaultConnection, open_session
-from parquet_keytools.kms.vault_settings import VaultSettings
+from parquet_keytools.kms.vault.client import VaultKms
+from parquet_keytools.kms.vault.connection import VaultConnection, open_session
+from parquet_keytools.kms.vault.settings import VaultSettings
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY = SecretBytes(bytes(range(16)))
@@ -73,7 +73,7 @@ def requests_seen(kms: VaultKms) -> list[tuple[str, str]]:
         seen.append((method.lower(), url.partition("/v1/")[2]))
         return send(method, url, **arguments)
 
-    session.request = counting  # type: ignore[method-assign]
+    session.request = counting  # type: ignore[assignment, method-assign]
     return seen
 
 
@@ -697,12 +697,13 @@ def test_mount_points_and_namespaces(openbao: OpenBao) -> None:
     openbao.ask("POST", "deep/transit/keys/one", {}, namespace="team")
     with vault_kms(openbao, token=openbao.root_token, namespace="team", mount_point="deep/transit") as kms:
         assert kms.unwrap(kms.wrap(KEY, "one"), "one") == KEY
-    for wrong in (
+    wrongs: list[dict[str, Any]] = [
         {"mount_point": "deep/transit"},
         {"namespace": "team"},
         {"namespace": "nobody"},
         {"mount_point": "sys"},
-    ):
+    ]
+    for wrong in wrongs:
         with vault_kms(openbao, token=openbao.root_token, **wrong) as kms:
             for call in (lambda kms=kms: kms.wrap(KEY, "one"), lambda kms=kms: kms.describe("one")):
                 with pytest.raises(KmsConfigurationError):

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,12 +24,11 @@ import pyarrow.parquet as pq
 from parquet_keytools import Keytools
 from parquet_keytools.conformance.inspection import InspectedModule, Inspection
 from parquet_keytools.conformance.report import Outcome
-from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.module_cipher import FOOTER_PLACE, ModulePlace
+from parquet_keytools.encryption.aad import FOOTER_PLACE, ModulePlace, ModuleType
 from parquet_keytools.errors import KeytoolsError
+from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.format.structs import ColumnMetaData, FileCryptoMetaData, FileMetaData
-from parquet_keytools.opened_file import OpenedFile
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.storage.locations import FileLocation
 
 MASTER_KEYS = {"footer": b"footer-key-16-by", "pii": b"pii-key-16-bytes", "place": b"place-key-16-byt"}
 
@@ -98,12 +98,19 @@ class Scene:
             for name in ("a", "b"):
                 self.file(policy, name).parent.mkdir(exist_ok=True)
                 self.keytools(policy).encrypt_file(folder / f"{name}.plain", self.file(policy, name))
+        for policy in ("encrypted", "signed"):
+            # The prefix of the one begins that of the other.
+            self.keytools(policy).encrypt_file(folder / "b.plain", self.longer_name(policy))
         (folder / "old").mkdir(exist_ok=True)
         keytools("v1", **POLICIES["encrypted"]).encrypt_file(folder / "b.plain", folder / "old" / "a.parquet")
 
     def file(self, policy: str, name: str = "a") -> Path:
         """Return the path of a good file."""
         return self.folder / policy / f"{name}.parquet"
+
+    def longer_name(self, policy: str) -> Path:
+        """Return the path of a good file whose name begins with that of `a`."""
+        return self.folder / policy / "a.parquet0"
 
     def data(self, policy: str, name: str = "a") -> bytes:
         """Return the bytes of a good file."""
@@ -134,7 +141,7 @@ class Scene:
         )
 
 
-POLICIES: dict[str, dict[str, object]] = {
+POLICIES: dict[str, dict[str, Any]] = {
     "encrypted": {"unlisted_columns": "footer_key"},
     "partial": {},
     "signed": {"plaintext_footer": True},
@@ -267,6 +274,31 @@ def _other_prefix(crypto: FileCryptoMetaData) -> None:
     parameters = crypto.encryption_algorithm.aes_gcm_v1
     assert parameters is not None
     parameters.aad_prefix = b"shop/v2/b.parquet"
+
+
+def _moved_aad(
+    file: Callable[[Scene], Path], move: Callable[[bytes, bytes], tuple[bytes | None, bytes]]
+) -> Callable[[Scene], bytes]:
+    """Return what moves bytes between AAD prefix and file unique of a file."""
+
+    def make(scene: Scene) -> bytes:
+        data = file(scene).read_bytes()
+        footer = data[_footer_start(data) : -8]
+        stored: FileCryptoMetaData | FileMetaData
+        stored, end = FileCryptoMetaData.read(footer) if data[:4] == b"PARE" else FileMetaData.read(footer)
+        algorithm = stored.encryption_algorithm
+        parameters = None if algorithm is None else algorithm.aes_gcm_v1
+        assert parameters is not None and parameters.aad_prefix and parameters.aad_file_unique
+        moved = move(parameters.aad_prefix, parameters.aad_file_unique)
+        parameters.aad_prefix, parameters.aad_file_unique = moved
+        return _with_footer(data, stored.serialise() + footer[end:])
+
+    return make
+
+
+def _as_a(prefix: bytes, unique: bytes) -> tuple[bytes, bytes]:
+    end = len(b"shop/v2/a.parquet")
+    return prefix[:end], prefix[end:] + unique
 
 
 def _ctr_for_gcm(crypto: FileCryptoMetaData) -> None:
@@ -428,6 +460,19 @@ def _flipped_page(policy: str, column: str) -> Callable[[Scene], bytes]:
     return make
 
 
+def _made_with(**policy: Any) -> Callable[[Scene], bytes]:
+    """Return what makes a file of other data, under keys that its maker may use, and the AAD prefix of `a`."""
+
+    def make(scene: Scene) -> bytes:
+        path = scene.folder / "made" / "a.parquet"
+        path.parent.mkdir(exist_ok=True)
+        with keytools(**policy) as maker:
+            maker.encrypt_file(scene.folder / "b.plain", path)
+        return path.read_bytes()
+
+    return make
+
+
 def _material_file(path: Path) -> Path:
     return path.with_name(f"_KEY_MATERIAL_FOR_{path.name}.json")
 
@@ -512,18 +557,48 @@ ATTACKS = {
         "AadPrefixError",
         "footer-authentic",
     ),
+    "prefix-end": Attack(
+        "`a.parquet0` passed off as `a.parquet`: the end of the stored AAD prefix moved to the file unique",
+        "encrypted",
+        _moved_aad(lambda scene: scene.longer_name("encrypted"), _as_a),
+        "AadPrefixError",
+        "file-unique-length",
+    ),
+    "prefix-end-signed": Attack(
+        "the same in a plaintext footer, which is signed",
+        "signed",
+        _moved_aad(lambda scene: scene.longer_name("signed"), _as_a),
+        "AadPrefixError",
+        "file-unique-length",
+    ),
+    "prefix-whole": Attack(
+        "another file of the table, its whole AAD prefix moved to the file unique",
+        "encrypted",
+        _moved_aad(lambda scene: scene.file("encrypted", "b"), lambda prefix, unique: (None, prefix + unique)),
+        "AadPrefixError",
+        "file-unique-length",
+    ),
+    "prefix-grown": Attack(
+        "the beginning of the file unique moved to the AAD prefix",
+        "encrypted",
+        _moved_aad(
+            lambda scene: scene.file("encrypted"), lambda prefix, unique: (prefix + unique[:4], unique[4:])
+        ),
+        "AadPrefixError",
+        "file-unique-length",
+    ),
     "algorithm": Attack(
         "AES_GCM_V1 turned into AES_GCM_CTR_V1 in FileCryptoMetaData",
         "encrypted",
         _edited_crypto(_ctr_for_gcm),
-        "DecryptionError",
+        "TableMismatchError",
         "algorithm-of-pages",
     ),
     "algorithm-and-pages": Attack(
         "the same, and a bit of every page flipped, so that no page authenticates",
         "encrypted",
         _ctr_and_damaged_pages,
-        "DecryptionError",
+        "TableMismatchError",
         "page-size",
     ),
     "kms": Attack(
@@ -672,6 +747,48 @@ ATTACKS = {
         "ParquetFormatError",
         "layout-overlap",
     ),
+    "foreign-file": Attack(
+        "with the key of another table: a file under that key, whole",
+        "encrypted",
+        _made_with(footer_key="place", column_keys={}, unlisted_columns="footer_key"),
+        "TableMismatchError",
+        "wanted-keys",
+    ),
+    "foreign-footer": Attack(
+        "with the key of another table: a footer under that key, and all columns in plaintext",
+        "encrypted",
+        _made_with(footer_key="place", column_keys={}),
+        "TableMismatchError",
+        "wanted-keys",
+    ),
+    "foreign-column": Attack(
+        "with the footer's key and that of another table: a column under the latter",
+        "encrypted",
+        _made_with(column_keys={"place": ["secret", "other"], "footer": ["x"]}, unlisted_columns="footer_key"),
+        "TableMismatchError",
+        "wanted-keys",
+    ),
+    "footer-key-for-columns": Attack(
+        "with the footer's key: columns under that key in place of their own",
+        "encrypted",
+        _made_with(column_keys={}, unlisted_columns="footer_key"),
+        "TableMismatchError",
+        "wanted-keys",
+    ),
+    "plaintext-columns": Attack(
+        "with the footer's key: columns in plaintext",
+        "encrypted",
+        _made_with(column_keys={"footer": ["x"]}),
+        "TableMismatchError",
+        "wanted-encryption",
+    ),
+    "plaintext-columns-signed": Attack(
+        "the same in a plaintext footer, which is signed",
+        "signed",
+        _made_with(column_keys={"footer": ["x"]}, plaintext_footer=True),
+        "TableMismatchError",
+        "wanted-encryption",
+    ),
     "nonce": Attack(
         "by the writer: a nonce used twice (the data is right; readers compare no nonces, and `verify` does)",
         "encrypted",
@@ -684,7 +801,7 @@ ATTACKS = {
         "the key material of two columns exchanged",
         "external",
         lambda scene: scene.data("external"),
-        "ColumnAccessDeniedError",
+        "TableMismatchError",
         "column-metadata-authentic",
         prepare=_exchange_columns,
     ),

@@ -22,13 +22,26 @@ TESTS = Path(__file__).resolve().parents[1]
 KILLED = 99
 
 PATH_CALLS = ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "link", "symlink", "chmod", "utime")
-"""Their first argument is a path, or a file descriptor; for renames the second is what is replaced."""
+"""Their first argument is a path, or a file descriptor; for renames and links the second is what comes to be."""
 
-DESCRIPTOR_CALLS = ("write", "pwrite", "fsync", "fdatasync", "ftruncate", "posix_fallocate", "fchown", "setxattr")
+FOLDER_CALLS = ("exchange", "rename_new")
+"""Calls of `storage.renames`: file descriptor of a folder, a name, and the one that is replaced or comes to be."""
+
+DESCRIPTOR_CALLS = (
+    "write",
+    "pwrite",
+    "fsync",
+    "fdatasync",
+    "ftruncate",
+    "posix_fallocate",
+    "fchmod",
+    "fchown",
+    "setxattr",
+)
 WRITES = ("write", "pwrite", "copy_file_range")
 """Calls that may have done a part of their work."""
 
-TAKES_SPACE = (*WRITES, "open", "ioctl", "posix_fallocate", "fsync", "mkdir", "ftruncate")
+TAKES_SPACE = (*WRITES, "open", "link", "ioctl", "posix_fallocate", "fsync", "mkdir", "ftruncate")
 """Calls that a full disk makes fail."""
 
 
@@ -87,8 +100,16 @@ class Points:
 
     def watch(self) -> None:
         """Put a wrapper around each call."""
+        from parquet_keytools.storage import leftovers, local_output
+
         for name in PATH_CALLS:
-            setattr(os, name, self._wrapped(name, getattr(os, name), 1 if name in ("rename", "replace") else 0))
+            setattr(
+                os, name, self._wrapped(name, getattr(os, name), 1 if name in ("rename", "replace", "link") else 0)
+            )
+        for module in (local_output, leftovers):
+            for name in FOLDER_CALLS:
+                if hasattr(module, name):
+                    setattr(module, name, self._wrapped(name, getattr(module, name), 2))
         for name in DESCRIPTOR_CALLS:
             setattr(os, name, self._wrapped(name, getattr(os, name), 0))
         os.copy_file_range = self._wrapped("copy_file_range", os.copy_file_range, 1)
@@ -127,7 +148,8 @@ class Points:
     def _wrapped(self, name: str, call: Callable[..., Any], position: int) -> Callable[..., Any]:
         def wrapper(*arguments: Any, **named: Any) -> Any:
             torn = self._half(name, call, arguments) if name in WRITES else None
-            self.at(name, _path_of(arguments[position]), torn)
+            folder = arguments[0] if name in FOLDER_CALLS else named.get("dst_dir_fd", named.get("dir_fd"))
+            self.at(name, _path_of(arguments[position], folder), torn)
             return call(*arguments, **named)
 
         return wrapper
@@ -142,8 +164,8 @@ class Points:
 
     def _wrapped_open(self, call: Callable[..., int]) -> Callable[..., int]:
         def wrapper(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-            if flags & (os.O_CREAT | os.O_TRUNC) and not isinstance(path, int):
-                self.at("open", os.fspath(path))
+            if flags & (os.O_CREAT | os.O_TRUNC | _UNNAMED) and not isinstance(path, int):
+                self.at("open", _path_of(path, named.get("dir_fd")))
             return call(path, flags, *rest, **named)
 
         return wrapper
@@ -156,10 +178,14 @@ class Points:
                 os._exit(3)
 
 
-def _path_of(place: Any) -> str:
+_UNNAMED = os.O_TMPFILE & ~os.O_DIRECTORY
+
+
+def _path_of(place: Any, folder: int | None = None) -> str:
     if isinstance(place, int):
         return os.readlink(f"/proc/self/fd/{place}")  # noqa: PTH115 - called often
-    return os.fsdecode(os.fspath(place))
+    path = os.fsdecode(os.fspath(place))
+    return path if folder is None else os.path.join(_path_of(folder), path)  # noqa: PTH118 - called often
 
 
 class InOrder:
@@ -182,10 +208,10 @@ def run(job: Job, tell: Callable[[Ended], None]) -> None:
     """Do a job."""
     from rotation_case import Case, passphrase
 
-    from parquet_keytools.kms.keystore import KeystoreKms
-    from parquet_keytools.rotation import data_set_rotation
+    from parquet_keytools.kms.keystore.client import KeystoreKms
+    from parquet_keytools.rotation import data_set_run
 
-    data_set_rotation.ThreadPoolExecutor = InOrder  # type: ignore[misc, assignment]
+    data_set_run.ThreadPoolExecutor = InOrder  # type: ignore[assignment, misc]
     points = Points(job, tell)
     case = Case(Path(job.folder), KeystoreKms(Path(job.keystore), passphrase), None, job.settings)
     tools = case.tools()

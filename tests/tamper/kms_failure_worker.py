@@ -479,7 +479,20 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             "text": "".join(traceback.format_exception(error)) + repr(error) + repr(vars(error)),
             "left": _left_over(context),
         }
-    return {"result": result if isinstance(result, int) else repr(type(result)), "left": _left_over(context)}
+    outcome = {"result": result if isinstance(result, int) else repr(type(result)), "left": _left_over(context)}
+    if case.operation in WRITES:
+        kms.failure = None
+        outcome["read"] = _error_of_reading(context)
+    return outcome
+
+
+def _error_of_reading(context: Context) -> str:
+    """Return the class of the error that reading what was written ends in, or an empty text."""
+    try:
+        context.keytools().read_table(context.output())
+    except Exception as error:
+        return type(error).__name__
+    return ""
 
 
 def _left_over(context: Context) -> list[str]:

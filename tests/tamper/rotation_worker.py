@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 from rotation_case import TABLE, Case, passphrase, read_with_pyarrow
 
-from parquet_keytools.kms.keystore import KeystoreKms
+from parquet_keytools.kms.keystore.client import KeystoreKms
 
 STOP = "stop"
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -29,10 +29,12 @@ from parquet_keytools.errors import (
     KeytoolsError,
     NotEncryptedError,
     ParquetFormatError,
+    TableMismatchError,
     WrappedKeyInvalidError,
 )
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
-from parquet_keytools.storage import FileLocation, open_source
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import open_source
 
 MASTER_KEYS = {"kf": b"0123456789012345", "ka": b"1234567890123450", "kb": b"1234567890123451"}
 TABLE = pa.table({"plain": range(1000), "a": range(1000), "b": [f"text {i}" for i in range(1000)]})
@@ -88,9 +90,33 @@ def test_one_plaintext_file_among_many(tmp_path: Path) -> None:
 @every_reader
 def test_a_file_of_ctr_may_be_refused(path: Path, read: Callable[[Keytools, Path], object]) -> None:
     keytools(algorithm="AES_GCM_CTR_V1").write_table(TABLE, path)
-    read(keytools(), path)
+    read(keytools(algorithm="AES_GCM_CTR_V1"), path)
+    with pytest.raises(TableMismatchError, match="the algorithm is AES_GCM_CTR_V1, and the table has AES_GCM_V1"):
+        read(keytools(), path)
     with pytest.raises(DecryptionError, match="ctr_files"):
-        read(keytools(reading={"ctr_files": "reject"}), path)
+        read(keytools(algorithm="AES_GCM_CTR_V1", reading={"ctr_files": "reject"}), path)
+
+
+@pytest.mark.parametrize("has_table", [True, False])
+def test_no_command_takes_a_refused_file_of_ctr(path: Path, tmp_path: Path, *, has_table: bool) -> None:
+    """Without a table there is nothing else that says which algorithm is right."""
+    keytools(algorithm="AES_GCM_CTR_V1").write_table(TABLE, path)
+    tools = keytools(algorithm="AES_GCM_CTR_V1", reading={"ctr_files": "reject"})
+    if not has_table:
+        document = {"version": 1, "reading": {"ctr_files": "reject"}}
+        tools = Keytools.from_mapping(document, kms=tools.kms)
+    before, target = path.read_bytes(), tmp_path / "target"
+    uses: dict[str, Callable[[], object]] = {
+        "decrypt_file": lambda: tools.decrypt_file(path, target),
+        "salvage_file": lambda: tools.salvage_file(path, target),
+        "rekey_file": lambda: tools.rekey_file(path, target, new_keytools=keytools()),
+        "rekey_in_place": lambda: tools.rekey_in_place(path, new_keytools=keytools()),
+    }
+    for name, use in uses.items():
+        with pytest.raises(DecryptionError, match="ctr_files"):
+            use()
+        assert not target.exists(), name
+        assert path.read_bytes() == before, name
 
 
 def test_plaintext_files_may_be_allowed(path: Path) -> None:
@@ -440,6 +466,14 @@ def test_key_material_exchanged_between_columns(path: Path, double: bool) -> Non
         materials[first], materials[second] = materials[second], materials[first]
 
     exchange(path, swap)
+    with pytest.raises(TableMismatchError) as refused:
+        tools.read_table(path, columns=["plain"])
+    assert [(found.what, found.column) for found in refused.value.mismatches] == [
+        ("column key", "a"),
+        ("column key", "b"),
+    ]
+    # Also where the table trusts each key for both.
+    tools = keytools(key_material="external", double_wrapping=double, also_trusted=["ka", "kb"])
     with pytest.raises(ColumnAccessDeniedError, match="does not authenticate") as caught:
         tools.read_table(path)
     assert caught.value.columns == ("a", "b")
@@ -452,6 +486,9 @@ def test_key_material_of_a_column_for_the_footer(path: Path) -> None:
     tools = keytools(key_material="external")
     tools.write_table(TABLE, path)
     exchange(path, lambda materials: materials.update(footerKey=materials["columnKey0"]))
+    with pytest.raises(TableMismatchError, match="the footer is under the master key 'ka'"):
+        tools.read_table(path)
+    tools = keytools(key_material="external", also_trusted=["ka"])
     with pytest.raises(KeyMaterialError, match="isFooterKey"):
         tools.read_table(path)
     instance = {"isFooterKey": True, "kmsInstanceID": "DEFAULT", "kmsInstanceURL": "DEFAULT"}
@@ -480,6 +517,9 @@ def test_kek_of_another_key(path: Path) -> None:
             materials[first][field] = materials[second][field]
 
     exchange(path, mix)
+    with pytest.raises(TableMismatchError, match="column 'b' is under the master key 'ka'"):
+        tools.read_table(path)
+    tools = keytools(key_material="external", also_trusted=["ka"])
     with pytest.raises(ColumnAccessDeniedError) as caught:
         tools.read_table(path)
     assert isinstance(caught.value.causes[0], KeyMaterialError)
@@ -495,6 +535,9 @@ def test_master_key_of_another_column(path: Path) -> None:
             fields["masterKeyID"] = "kf"
 
     exchange(path, rename)
+    with pytest.raises(TableMismatchError, match="column 'a' is under the master key 'kf'"):
+        tools.read_table(path)
+    tools = keytools(key_material="external", also_trusted=["kf"])
     with pytest.raises(ColumnAccessDeniedError) as caught:
         tools.read_table(path)
     assert all(isinstance(cause, WrappedKeyInvalidError) for cause in caught.value.causes)
@@ -524,7 +567,7 @@ def file_with_damaged_column(path: Path) -> Path:
     kms = FaultyKms(MASTER_KEYS)
     keytools(kms, key_material="external").write_table(TABLE, path, row_group_size=400)
     tools = keytools(kms)
-    opened = tools._open(FileLocation.resolve(path), None, None)
+    opened = tools._keys.open_files([FileLocation.resolve(path)])[0]
     row_groups = opened.footer.row_groups
     module = bytearray(row_groups[1].columns[1].encrypted_column_metadata or b"")
     module[30] ^= 1
@@ -534,11 +577,11 @@ def file_with_damaged_column(path: Path) -> Path:
     metadata = opened.footer.metadata
     metadata.row_groups = row_groups
     assert opened.footer.cipher is not None
-    from parquet_keytools.encryption.module_cipher import FOOTER_PLACE
+    from parquet_keytools.encryption.aad import FOOTER_PLACE
 
     data = path.read_bytes()
     stored = data[_footer_offset(path) : -8]
-    end = len(stored) - len(opened.footer.envelope._footer)
+    end = len(stored) - len(opened.footer.envelope.body)
     _replace_footer(path, stored[:end] + opened.footer.cipher.encrypt(metadata.serialise(), FOOTER_PLACE))
     return path
 
@@ -639,20 +682,25 @@ def test_hidden_columns_of_some_files(tmp_path: Path) -> None:
     kms = FaultyKms(MASTER_KEYS)
     keytools(kms, column_keys={"ka": ["a"]}).write_table(TABLE, tmp_path / "1.parquet")
     keytools(kms, column_keys={"kb": ["a"]}).write_table(TABLE, tmp_path / "2.parquet")
+    tools = keytools(kms, column_keys={"kb": ["a"]}, also_trusted=["ka"], reading={"denied_columns": "hide"})
     kms.fail("refused", "kb")
-    tools = keytools(kms, reading={"denied_columns": "hide"})
     assert tools.dataset(tmp_path).schema.names == ["plain", "b"]
     assert tools.read_table(tmp_path).num_rows == 2000
+    kms.fail("refused", "ka")
+    tools.clear_caches()
+    # That is not the key that the table names: a file can be made to say so of any key that is refused.
+    with pytest.raises(ColumnAccessDeniedError):
+        tools.dataset(tmp_path)
 
 
 def test_hidden_nested_column(tmp_path: Path) -> None:
     kms = FaultyKms(MASTER_KEYS)
     table = pa.table({"s": [{"x": 1, "y": 2}] * 3, "plain": [1, 2, 3]})
     tools = keytools(kms, reading={"denied_columns": "hide"}, column_keys={"ka": ["s.x"]})
-    for settings in ({}, {"aad_prefix": "t"}):
-        keytools(kms, column_keys={"ka": ["s.x"]}, **settings).write_table(table, tmp_path / "x.parquet")
+    for prefix in (None, "t"):
+        keytools(kms, column_keys={"ka": ["s.x"]}, aad_prefix=prefix).write_table(table, tmp_path / "x.parquet")
         kms.fail("refused", "ka")
-        tools = keytools(kms, reading={"denied_columns": "hide"}, column_keys={"ka": ["s.x"]}, **settings)
+        tools = keytools(kms, reading={"denied_columns": "hide"}, column_keys={"ka": ["s.x"]}, aad_prefix=prefix)
         assert tools.read_table(tmp_path / "x.parquet").equals(table.select(["plain"]))
         kms.failure = None
 

@@ -10,11 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools
-from parquet_keytools.errors import AadPrefixError, ColumnAccessDeniedError, KeytoolsError, OutputError
+from parquet_keytools.errors import (
+    AadPrefixError,
+    ColumnAccessDeniedError,
+    ConfigurationError,
+    KeytoolsError,
+    OutputError,
+)
 from parquet_keytools.format.file_layout import read_footer_bytes
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.storage import BufferSource
+from parquet_keytools.storage.sources import BufferSource
 
 TABLE = pa.table({"a": [1, 2, 3, 4], "secret": ["x", None, "yy", "z"], "part": ["p", "q", "p", "q"]})
 
@@ -77,7 +83,7 @@ def test_two_writers_of_one_file_with_external_key_material(tmp_path: Path) -> N
 
 def test_partitioning_by_unlisted_columns_is_told(tmp_path: Path) -> None:
     tools = keytools(unlisted_columns="footer_key")
-    with pytest.warns(UserWarning, match="'part' would stand in the names of folders"):
+    with pytest.warns(UserWarning, match="'part' would be in the names of folders"):
         tools.write_dataset(TABLE, tmp_path / "d", partitioning=["part"])
 
 
@@ -118,9 +124,13 @@ def test_a_renamed_file_where_every_table_has_a_prefix(tmp_path: Path) -> None:
         }
     )
     tools.write_table(TABLE, tmp_path / "x.parquet", table_name="u")
-    assert tools.read_table(tmp_path / "x.parquet").equals(TABLE)
+    assert tools.read_table(tmp_path / "x.parquet", table_name="u").equals(TABLE)
+    with pytest.raises(AadPrefixError, match="another AAD prefix"):
+        tools.read_table(tmp_path / "x.parquet", table_name="t")
     (tmp_path / "x.parquet").rename(tmp_path / "y.parquet")
-    with pytest.raises(AadPrefixError):
+    with pytest.raises(AadPrefixError, match="another AAD prefix"):
+        tools.read_table(tmp_path / "y.parquet", table_name="u")
+    with pytest.raises(ConfigurationError, match="there are 2 tables"):
         tools.read_table(tmp_path / "y.parquet")
 
 

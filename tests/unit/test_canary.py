@@ -103,7 +103,7 @@ def drive(run: Run, folder: Path, settings: dict[str, Any]) -> None:
     tools = keytools(kms, **settings)
     folder.mkdir()
     path, many = folder / "x.parquet", folder / "many"
-    options = {"table_name": "t"}
+    options: dict[str, Any] = {"table_name": "t"}
     prefix = settings.get("aad_prefix")
     for failure in (None, *FAILURES):
         tools.clear_caches()

@@ -8,12 +8,15 @@ from parquet_keytools.errors import (
     ColumnAccessDeniedError,
     ConfigurationError,
     DecryptionError,
+    IncompleteDataSetError,
     KeytoolsError,
     KmsAccessDeniedError,
     KmsError,
     KmsThrottledError,
     KmsUnavailableError,
     ParquetFormatError,
+    TableMismatch,
+    TableMismatchError,
     UnsupportedByArrowError,
 )
 
@@ -32,8 +35,13 @@ def example(cls: type[KeytoolsError]) -> KeytoolsError:
         return cls("wrong", file="a.yaml", line=3, yaml_path="tables.t", hint="Do that.")
     if issubclass(cls, UnsupportedByArrowError):
         return cls(["no CTR", "no Bloom filters"], hint="Do that.")
+    if issubclass(cls, IncompleteDataSetError):
+        return cls([("a/b", "a pipe")], hint="Do that.")
     if issubclass(cls, ParquetFormatError):
         return cls("wrong", path="a.parquet", hint="Do that.")
+    if issubclass(cls, TableMismatchError):
+        mismatch = TableMismatch("column key", "a.b", "the master key 'pii'", "the master key 'ads'")
+        return cls("a.parquet", "flights", [mismatch, mismatch], hint="Do that.")
     if issubclass(cls, DecryptionError):
         ordinals = {"row_group_ordinal": 0, "column_ordinal": 1, "page_ordinal": 2}
         return cls("wrong", module_type="DATA_PAGE", **ordinals, hint="Do that.")

@@ -21,7 +21,7 @@ from faults import FaultyKms, TurnedClock
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, UnsupportedByArrowError
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.storage.locations import FileLocation
 
 KEYS = {"kf": b"canary-canary-kf", "kc": b"canary-canary-kc"}
 TABLE = pa.table({"a": range(100), "b": [f"text {i}" for i in range(100)]})
@@ -80,7 +80,7 @@ def test_from_yaml(configuration: Path, data: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("footer_key: kf", "footer_key: kff"), "no key is named 'kff'.*Did you mean 'kf'"),
+        (("footer_key: kf", "footer_key: kff"), "there is no key 'kff'.*Did you mean 'kf'"),
         (("version: 1", "version: 2"), "version"),
         (("column_keys", "column_key"), "column_key"),
         (("in_memory", "in_memroy"), "Did you mean 'in_memory'"),
@@ -221,7 +221,7 @@ def test_a_pickle_holds_no_key_and_works(configuration: Path, data: Path, protoc
 def test_what_cannot_be_pickled_is_said(configuration: Path) -> None:
     with pytest.raises(ConfigurationError, match="passed in cannot be pickled"):
         pickle.dumps(with_kms(FaultyKms(KEYS)))
-    with pytest.raises(ConfigurationError, match="generated master keys"):
+    with pytest.raises(ConfigurationError, match="random master keys"):
         pickle.dumps(Keytools.from_mapping({"version": 1, "kms": {"type": "in_memory", "keys": ["k"]}}))
 
 
@@ -370,7 +370,7 @@ def test_a_data_key_for_footer_and_column_is_the_footers(tmp_path: Path) -> None
     )
     path = tmp_path / "x.parquet"
     tools.write_table(pa.table({"a": [1], "b": [2]}), path)
-    footer = tools._open(FileLocation.resolve(path), None, None).footer
+    footer = tools._keys.open_files([FileLocation.resolve(path)])[0].footer
     kinds = {column.path: column.encryption.name for column in footer.columns}
     assert kinds == {("a",): "FOOTER_KEY", ("b",): "COLUMN_KEY"}
     assert tools.read_table(path).to_pydict() == {"a": [1], "b": [2]}

@@ -60,9 +60,9 @@ def test_cannot_leave_the_process() -> None:
 def test_cannot_be_changed() -> None:
     secret = SecretBytes(KEY)
     with pytest.raises(AttributeError):
-        secret._value = b"x"  # type: ignore[misc]
+        secret._value = b"x"
     with pytest.raises(AttributeError):
-        secret.other = 1  # type: ignore[attr-defined]
+        secret.other = 1
     assert secret.reveal() == KEY
     assert not hasattr(secret, "__dict__")
 

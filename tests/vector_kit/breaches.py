@@ -14,6 +14,8 @@ from parquet_keytools.format.structs import (
     DictionaryPageHeader,
     EncryptionAlgorithm,
     EncryptionWithFooterKey,
+    FileMetaData,
+    KeyValue,
     PageHeader,
 )
 from parquet_keytools.format.thrift_compact import Struct, WireType, read_struct, write_struct
@@ -137,6 +139,15 @@ def _other_key_metadata(chunk: Any) -> None:
     chunk.crypto_metadata.encryption_with_column_key.key_metadata = b"k2"
 
 
+def _pandas(footer: FileMetaData) -> None:
+    entry = KeyValue()
+    entry.key, entry.value = (
+        "pandas",
+        '{"index_columns": [{"kind": "range", "start": 17, "stop": 4711, "step": 1}]}',
+    )
+    footer.key_value_metadata = [entry]
+
+
 def _statistics(visible: Any) -> None:
     visible.struct.fields[12] = (WireType.STRUCT, Struct({5: (WireType.BINARY, b"\x07" * 8)}))
 
@@ -252,7 +263,7 @@ _FILES: dict[str, Any] = {
     },
     "prefix-expected": {},
     "key-material": {"footer_key_metadata": b'{"keyMaterialType":"PKMT1","internalStorage":true}'},
-    "file-unique-length": {"file_unique_length": 4},
+    "file-unique-length": {"file_unique_length": 9},
     "no-prefix": {"aad_prefix": None},
     "ctr": {"is_ctr": True},
     "crypto-fields": {"crypto": lambda crypto: crypto.struct.fields.update({7: (WireType.BINARY, b"anyone's")})},
@@ -278,6 +289,8 @@ _FILES: dict[str, Any] = {
     "metadata-stripped": _plaintext(visible=_on((0, _ID), _statistics)),
     "columns-encrypted": {"columns": {}},
     "names-visible": _plaintext(),
+    "footer-values": _plaintext(footer=_pandas),
+    "field-types": {"footer": lambda footer: footer.struct.fields.update({6: (WireType.I64, 1)})},
     "padding": {"padding": lambda plaintext: plaintext + bytes(3)},
     "column-metadata-authentic": {"module": _foreign_at(COLUMN_META_DATA, 0, _ID)},
     "data-page-authentic": {"module": _foreign_at(DATA_PAGE, 0, _ID, 1)},
@@ -328,7 +341,7 @@ _FILES: dict[str, Any] = {
 _EXPECTED: dict[str, dict[str, Any]] = {
     "prefix-expected": {"aad_prefix": "another table"},
     "invocations": {"invocation_limit": 10},
-    "wanted-columns": {"table": {**_TABLE, "column_keys": {"k1": ["absent"]}}},
+    "wanted-columns": {"table": {**_TABLE, "column_keys": {"k1": ["id", "absent"], "k2": ["name"]}}},
     "wanted-encryption": {"table": _TABLE},
     "wanted-keys": {"table": {**_TABLE, "column_keys": {"k1": ["id", "name"]}}},
     "wanted-key-length": {

@@ -103,7 +103,8 @@ def good_vectors() -> Iterator[Vector]:
     yield one("no-rows", "No row group", recipe(13), rows=0)
     supplied = recipe(14, store_aad_prefix=False)
     yield one("prefix-supplied", "AAD prefix not stored", supplied, expected={"aad_prefix": "kit"})
-    yield one("long-file-unique", "File unique of 16 bytes", recipe(15, file_unique_length=16))
+    delimited = recipe(15, aad_prefix=b"kit\0", store_aad_prefix=False)
+    yield one("prefix-delimited", "AAD prefix with NUL at its end", delimited, expected={"aad_prefix": "kit"})
     without = {0: (data_key("k1"), None), 1: (data_key("k2"), None), 2: FOOTER_KEY}
     yield one(
         "no-key-metadata",

@@ -19,7 +19,7 @@ from parquet_keytools.format.structs import (
     FileMetaData,
     PageHeader,
 )
-from parquet_keytools.storage import BufferSource
+from parquet_keytools.storage.sources import BufferSource
 
 ROWS = 60
 ROW_GROUP_ROWS = 30

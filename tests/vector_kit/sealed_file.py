@@ -52,6 +52,10 @@ Place = tuple[int, ...]
 """Module type, row group ordinal, column ordinal, page ordinal, as far as the type has them."""
 
 
+_NOT_SHOWN = (8, 12, 13, 14, 15, 16, 17)
+"""Fields of ColumnMetaData that a plaintext footer does not show: key-value metadata, statistics, Bloom filter."""
+
+
 @dataclass
 class Module:
     """A module that is about to be encrypted."""
@@ -273,7 +277,7 @@ class Sealer:
         chunk.meta_data = None
         if self.recipe.plaintext_footer:
             visible = metadata.shallow_copy()
-            for field_id in ColumnMetaData.SENSITIVE_FIELD_IDS:
+            for field_id in _NOT_SHOWN:
                 visible.struct.fields.pop(field_id, None)
             self.hooks.visible(r, c, visible)
             chunk.meta_data = visible

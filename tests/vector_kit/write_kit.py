@@ -28,7 +28,7 @@ breaks exactly it. `manifest.json` lists them; each entry has
 - `is_violation`: whether a violation of the specification is among them, so that a strict reader must refuse;
 - `expected`: what is to be expected of the file beside the specification: its AAD prefix, the number of parts of a
   data set, how often one key may encrypt, whether plaintext files are allowed, what a table of a configuration
-  wants, which keys belong to what carries no key metadata.
+  wants, which keys belong to what has no key metadata.
 
 `data_keys` has the keys of key metadata that is a key id, in hexadecimal. `master_keys` has those of key material
 of type PKMT1: a master key wraps with AES-GCM, the AAD being its identifier, and the wrapped key is base64 of

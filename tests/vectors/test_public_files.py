@@ -12,8 +12,9 @@ import pytest
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted
 
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_file, rekey_file
-from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption, FooterMode, read_footer
+from parquet_keytools.encryption.file_encryptor import encrypt_source, rekey_source
+from parquet_keytools.encryption.footer import read_footer
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.errors import AadPrefixError, AlreadyEncryptedError, DecryptionError
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -63,7 +64,7 @@ def test_the_footer_says_how_the_file_is_encrypted(parquet_test_data: Path, name
 def test_a_rekeyed_file_has_the_same_data(parquet_test_data: Path, name: str) -> None:
     data, sink, keys = (parquet_test_data / name).read_bytes(), MemorySink(), NamedKeys()
     encryption = FileEncryption(keys.new(b"new", 192), b"new", aad_prefix=b"p", plaintext_footer=True)
-    rekey_file(MemorySource(data), sink, keys_of(name), encryption)
+    rekey_source(MemorySource(data), sink, keys_of(name), encryption)
     one = pq.read_table(pa.BufferReader(decrypted(data, keys_of(name))))
     other = pq.read_table(pa.BufferReader(decrypted(sink.contents(), keys, b"p")))
     assert one.equals(other)
@@ -94,7 +95,7 @@ def test_another_key_does_not_open_the_file(parquet_test_data: Path, name: str) 
 @pytest.mark.parametrize("name", FILES)
 def test_an_encrypted_file_is_not_encrypted_again(parquet_test_data: Path, name: str) -> None:
     with pytest.raises(AlreadyEncryptedError, match="rekey"):
-        encrypt_file(
+        encrypt_source(
             MemorySource((parquet_test_data / name).read_bytes()),
             MemorySink(),
             FileEncryption(SecretBytes.random(128)),

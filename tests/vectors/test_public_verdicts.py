@@ -10,8 +10,8 @@ import pytest
 
 from parquet_keytools import Keytools
 from parquet_keytools.conformance.report import FileReport, Outcome, Verdict
-from parquet_keytools.file_verification import verify_file
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.conformance.verification import verify_file
+from parquet_keytools.storage.locations import FileLocation
 
 ENCRYPTED = {
     "encrypt_columns_and_footer.parquet.encrypted": {"no-prefix"},

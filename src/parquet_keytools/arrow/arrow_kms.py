@@ -5,13 +5,14 @@ Imported when it is used: a pyarrow may be built without encryption, and then th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 
 import pyarrow.parquet.encryption as pe
 
 from parquet_keytools.arrow.process_end import share_with_arrow
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, value_or_raise
-from parquet_keytools.keys.key_unwrapper import decode_master_key_id
+from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -42,8 +43,9 @@ class WrappingKms(pe.KmsClient):  # type: ignore[misc]
         raise NotImplementedError
 
 
-Guard = Callable[[str, str], None]
-"""Called with wrapped key and master key id before Arrow gets a key; raises to refuse."""
+Guard = Callable[[str, str, bool], None]
+"""Called before Arrow gets a key, with wrapped key, master key id, and whether a thread of Arrow's own asks, which
+goes on with what a thread of Python began; raises to refuse."""
 
 
 class AnsweringKms(pe.KmsClient):  # type: ignore[misc]
@@ -65,11 +67,15 @@ class AnsweringKms(pe.KmsClient):  # type: ignore[misc]
 
     def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
         """Return a KEK, or a DEK with single wrapping."""
-        self._guard(wrapped_key, master_key_identifier)
+        frame = inspect.currentframe()
+        # A thread of Python has begun with code of Python.
+        is_thread_of_arrow = frame is not None and frame.f_back is None
+        del frame
+        self._guard(wrapped_key, master_key_identifier, is_thread_of_arrow)
         answer = self._answers.get((wrapped_key, master_key_identifier))
         if answer is None:
             raise KeyNotAvailableError(
-                "the file asks for a key that it did not need when its footer was verified.",
+                "the file needs a key that it did not need when its footer was verified.",
                 hint="The file changed; make new decryption properties for it.",
             )
         return value_or_raise(answer).reveal()

@@ -10,19 +10,24 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.delegating_filesystem import MaterialFolder
-from parquet_keytools.config.column_policy import ColumnKey
-from parquet_keytools.errors import UnsupportedByArrowError
-from parquet_keytools.fork_safe_lock import ForkSafeLock
-from parquet_keytools.key_service import TablePolicy
-from parquet_keytools.keys.kek_cache import Clock
+from parquet_keytools.config.column_policy import ChosenKey, ColumnPath
+from parquet_keytools.errors import OutputError, UnsupportedByArrowError
+from parquet_keytools.files.key_service import KeyService, TablePolicy
+from parquet_keytools.format.file_layout import leaf_columns, read_footer_bytes
+from parquet_keytools.format.structs import FileMetaData
+from parquet_keytools.keys.kek import Clock
 from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_unwrapper import encode_master_key_id
-from parquet_keytools.keys.material_store import parse_key_materials
-from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.keys.key_wrapping import encode_master_key_id
+from parquet_keytools.keys.material_store import parse_key_materials, write_key_materials
+from parquet_keytools.runtime import audit
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import BufferSource
 
 if TYPE_CHECKING:
     import pyarrow.parquet.encryption as pe
@@ -31,6 +36,25 @@ ARROW_KEK_LENGTH_BITS = 128
 """Arrow's KEKs have this length, whatever the length of the DEKs."""
 
 _FOREVER = timedelta(days=36_500)
+
+_NAMING_OPTIONS = ("flavor", "use_compliant_nested_type", "version", "store_schema")
+"""Options of a Parquet writer that can change the names of leaf columns."""
+
+
+def arrow_leaf_paths(schema: pa.Schema, write_options: Mapping[str, Any] | None = None) -> list[ColumnPath]:
+    """Return the paths of the leaf columns that pyarrow writes for a schema, in the order of their ordinals.
+
+    Args:
+        schema: Of the table.
+        write_options: What the table will be written with; some options change names.
+    """
+    options = {name: value for name, value in (write_options or {}).items() if name in _NAMING_OPTIONS}
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, schema, **options):
+        pass
+    footer = read_footer_bytes(BufferSource("schema", sink.getvalue()))
+    metadata, _ = FileMetaData.read(footer.data)
+    return [leaf.path for leaf in leaf_columns(metadata.schema)]
 
 
 def arrow_limits(policy: TablePolicy, write_options: Mapping[str, Any] | None = None) -> list[str]:
@@ -47,10 +71,12 @@ def arrow_limits(policy: TablePolicy, write_options: Mapping[str, Any] | None = 
     if (write_options or {}).get("bloom_filter_options"):
         limits.append("it does not encrypt files with Bloom filters")
     kinds = {key.kind for key in policy.columns.values()}
+    if table.plaintext_footer:
+        limits.append(
+            "it shows size statistics of encrypted columns, and all key-value metadata, in a plaintext footer"
+        )
     if "footer_key" in kinds and kinds != {"footer_key"}:
         limits.append("it encrypts either all columns with the footer key or none")
-    if kinds == {"footer_key"} and table.plaintext_footer:
-        limits.append("it encrypts the footer where all columns have the footer key")
     if kinds <= {"plaintext"}:
         limits.append("it does not encrypt a footer without any column")
     limits += _name_limits(policy)
@@ -71,7 +97,7 @@ def has_arrow_encryption() -> bool:
 
 
 def _name_limits(policy: TablePolicy) -> list[str]:
-    keys_by_dotted_path: dict[str, set[ColumnKey]] = {}
+    keys_by_dotted_path: dict[str, set[ChosenKey]] = {}
     for path, key in policy.columns.items():
         keys_by_dotted_path.setdefault(".".join(path), set()).add(key)
     own = {
@@ -107,21 +133,38 @@ class ArrowEncryptor:
 
     A CryptoFactory belongs to this object, and so to one KMS client: its cache, which knows neither URL nor
     principal, cannot mix them up. It is replaced when its KEKs have been used for as long as they may be.
+
+    Attributes:
+        keys: Says what a table asks for; its KMS client wraps the KEKs.
     """
 
-    def __init__(self, kms: KmsClient, clock: Clock, kms_instance_id: str = "DEFAULT") -> None:
+    def __init__(self, keys: KeyService, clock: Clock) -> None:
         """Make one.
 
         Args:
-            kms: Wraps the KEKs.
+            keys: Of the configuration.
             clock: Seconds for the expiry of KEKs.
-            kms_instance_id: Written into the footer's key material.
         """
-        self._kms = kms
+        self.keys = keys
         self._clock = clock
-        self._kms_instance_id = kms_instance_id
         self._lock = ForkSafeLock()
         self._factories: dict[tuple[float, int], tuple[float, pe.CryptoFactory]] = {}
+
+    def properties(
+        self, table_name: str | None, schema: pa.Schema, location: FileLocation
+    ) -> pq.FileEncryptionProperties:
+        """Make encryption properties for a file that the caller writes; see `Keytools.encryption_properties`."""
+        policy = self.keys.policy(table_name, arrow_leaf_paths(schema))
+        if policy.table.key_material == "external" and location.info().type != pafs.FileType.NotFound:
+            raise OutputError(
+                f"{location} is there: it would lose its key material before it is replaced.",
+                hint="Use Keytools.write_table, which replaces both safely, or remove the file first.",
+            )
+        with audit.about(location):
+            encryption = self.encryption(policy, location.name)
+        if encryption.key_materials is not None:
+            write_key_materials(location, encryption.key_materials)
+        return encryption.properties
 
     def encryption(self, policy: TablePolicy, file_name: str) -> ArrowEncryption:
         """Make encryption properties for one file; wraps keys, on this thread.
@@ -169,7 +212,8 @@ class ArrowEncryptor:
         """Return what Arrow writes into the footer's key material of the KMS."""
         from parquet_keytools.arrow.arrow_kms import pe
 
-        return pe.KmsConnectionConfig(kms_instance_id=self._kms_instance_id)
+        settings = self.keys.configuration.kms
+        return pe.KmsConnectionConfig(kms_instance_id="DEFAULT" if settings is None else settings.instance_id)
 
     def clear_cache(self) -> None:
         """Use fresh KEKs from now on."""
@@ -183,7 +227,10 @@ class ArrowEncryptor:
         if factory is None or now >= made_at + lifetime_seconds:
             from parquet_keytools.arrow.arrow_kms import WrappingKms, pe
 
-            factory = pe.CryptoFactory(lambda _: WrappingKms(self._kms))
+            kms = self.keys.kms
+            # A table whose keys are not in a KMS is not for Arrow (`arrow_limits`).
+            assert kms is not None
+            factory = pe.CryptoFactory(lambda _: WrappingKms(kms))
             self._factories = {key: (now, factory)} | {
                 other: value for other, value in self._factories.items() if other[1] == key[1] and other != key
             }

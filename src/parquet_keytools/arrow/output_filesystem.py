@@ -15,18 +15,14 @@ from pyarrow import fs as pafs
 from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
 from parquet_keytools.arrow.process_end import share_with_arrow
 from parquet_keytools.errors import OutputError
-from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.keys.material_store import key_material_location, remove_key_materials
-from parquet_keytools.storage import BufferSource, FileLocation, PendingOutput
-
-Finish = Callable[[], None]
-"""What is left to do when a file is in its place."""
-
-Place = Callable[[], Finish]
-"""Puts key material beside a file, just before the file takes its place."""
-
-Encrypt = Callable[[ByteSource, PendingOutput], Place]
-"""Encrypts a plaintext file from memory into a pending output."""
+from parquet_keytools.files.conversion import encrypt_pending
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
+from parquet_keytools.storage.locations import FileLocation, key_material_location
+from parquet_keytools.storage.locks import exclusive_folder
+from parquet_keytools.storage.outputs import PendingOutput, pending_output
+from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.storage.walk import names_passed_over
 
 
 class PendingHandler(DelegatingHandler):
@@ -36,18 +32,20 @@ class PendingHandler(DelegatingHandler):
     may go on for a while: nothing comes of that.
     """
 
-    def __init__(self, filesystem: pafs.FileSystem, encrypt: Encrypt | None) -> None:
+    def __init__(self, folder: FileLocation, keys: KeyService | None, table_name: str) -> None:
         """Make one.
 
         Args:
-            filesystem: Where the files go.
-            encrypt: Encrypts each file when it is complete; None where Arrow has encrypted it.
+            folder: Where the files go.
+            keys: Encrypt each file when it is complete; None where Arrow has encrypted it.
+            table_name: The table of the files.
         """
-        super().__init__(filesystem)
-        self._encrypt = encrypt
+        super().__init__(folder.filesystem)
+        self._start = len(folder.path.rstrip("/"))
+        self._keys = keys
+        self._table_name = table_name
         self._pending: list[PendingOutput] = []
-        self._places: list[Place] = []
-        self._finish: list[Finish] = []
+        self._key_materials: dict[str, NewKeyMaterial] = {}
         self._replaced: list[str] = []
         self._state = threading.Condition()
         self._encrypting = 0
@@ -55,29 +53,46 @@ class PendingHandler(DelegatingHandler):
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
         """Open the temporary file for a file."""
-        pending = PendingOutput.beside(FileLocation(self.filesystem, path))
+        self._refuse_passed_over(path)
         with self._state:
             if self._discarded:
                 raise OutputError(f"{path} is not written: the data set failed.")
+            # There may be more files than a process may have open.
+            pending = pending_output(FileLocation(self.filesystem, path), keeps_open=False)
             self._pending.append(pending)
-            if self._encrypt is None:
-                self._finish.append(functools.partial(remove_key_materials, pending.target))
-                return self.filesystem.open_output_stream(pending.location.path, compression=None)
-        return pa.PythonFile(_EncryptedOnClose(functools.partial(self._complete, pending)), mode="w")
+            if self._keys is None:
+                return pending.open_stream()
+        return pa.PythonFile(_EncryptedOnClose(functools.partial(self._complete, self._keys, pending)), mode="w")
 
-    def _complete(self, pending: PendingOutput, content: bytearray) -> None:
+    def _complete(self, keys: KeyService, pending: PendingOutput, content: bytearray) -> None:
         """Encrypt a file whose plaintext is complete."""
-        assert self._encrypt is not None
         with self._state:
             if self._discarded:
                 return
             self._encrypting += 1
         try:
-            self._places.append(self._encrypt(BufferSource(str(pending.target), content), pending))
+            source = BufferSource(str(pending.target), content)
+            key_material = encrypt_pending(keys, self._table_name, source, pending)
+            self._key_materials[pending.target.path] = key_material
         finally:
             with self._state:
                 self._encrypting -= 1
                 self._state.notify_all()
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        """Create a folder."""
+        self._refuse_passed_over(path)
+        super().create_dir(path, recursive)
+
+    def _refuse_passed_over(self, path: str) -> None:
+        """Refuse names that no reader of the data set would look at: its rows would be lost without a word."""
+        lost = names_passed_over(path[self._start :])
+        if lost:
+            raise OutputError(
+                f"{path} is not written: readers of data sets skip names such as {lost[0]!r}, which begin "
+                "with a dot or an underscore.",
+                hint="Partition hive-style, with names such as `column=value`, or choose other names.",
+            )
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
         """Remember what is to be deleted."""
@@ -96,9 +111,9 @@ class PendingHandler(DelegatingHandler):
 
     def commit(self) -> None:
         """Put all files in their places, then delete what they replace."""
-        self._finish += [place() for place in self._places]
         for pending in self._pending:
-            pending.commit()
+            target = pending.target
+            put_in_place(pending, self._key_materials.get(target.path, NewKeyMaterial(target)))
         kept = {pending.target.path for pending in self._pending}
         # What there is to do about key material is done by those who wrote it.
         kept |= {key_material_location(pending.target).path for pending in self._pending}
@@ -106,10 +121,9 @@ class PendingHandler(DelegatingHandler):
         kept = {path.lstrip("/") for path in kept}
         for path in self._replaced:
             if path.lstrip("/") not in kept:
-                with contextlib.suppress(FileNotFoundError):
+                location = FileLocation(self.filesystem, path)
+                with contextlib.suppress(FileNotFoundError), exclusive_folder(location):
                     self.filesystem.delete_file(path)
-        for finish in self._finish:
-            finish()
 
     def discard(self) -> None:
         """Remove what was written, and what is being written just now."""

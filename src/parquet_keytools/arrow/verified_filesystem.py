@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import io
+from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.decryption_properties import arrow_read_limits
 from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
-from parquet_keytools.arrow.redacted_source import redacted_source
-from parquet_keytools.arrow.source_file import source_file
+from parquet_keytools.arrow.process_end import share_with_arrow
+from parquet_keytools.arrow.redacted_source import RedactedFooter, RedactedSource, redacted_footer
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.opened_file import OpenedFile, as_verified
-from parquet_keytools.storage import ArrowSource
-
-Decrypt = Callable[[OpenedFile, Sequence[str] | None], pa.Buffer]
-"""Returns a plaintext Parquet file of the named columns, None for all, for a file that Arrow cannot decrypt."""
+from parquet_keytools.files.conversion import decrypted_buffer
+from parquet_keytools.files.opened_file import OpenedFile, as_verified
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.storage.sources import ArrowSource
 
 
 class VerifiedHandler(DelegatingHandler):
@@ -31,7 +31,6 @@ class VerifiedHandler(DelegatingHandler):
         self,
         filesystem: pafs.FileSystem,
         files: Iterable[OpenedFile],
-        decrypt: Decrypt,
         columns: Sequence[str] | None = None,
     ) -> None:
         """Make one.
@@ -39,13 +38,12 @@ class VerifiedHandler(DelegatingHandler):
         Args:
             filesystem: Where the files lie.
             files: The files.
-            decrypt: For a file that Arrow cannot decrypt.
-            columns: What will be read of such a file; None for all.
+            columns: What will be read of a file that Arrow cannot decrypt; None for all.
         """
         super().__init__(filesystem)
         self._files = {opened.location.path: opened for opened in files}
-        self._decrypt = decrypt
         self._columns = columns
+        self._redacted: dict[str, RedactedFooter] = {}
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
         """Return what is known of some paths; a decrypted file has another size, which nobody knows yet."""
@@ -66,7 +64,59 @@ class VerifiedHandler(DelegatingHandler):
         verified = as_verified(opened, source)
         if opened.is_encrypted and arrow_read_limits(opened):
             file.close()
-            return pa.BufferReader(self._decrypt(opened, self._columns))
+            return pa.BufferReader(decrypted_buffer(opened, self._columns))
         if opened.denied:
-            return source_file(redacted_source(opened, verified), file)
-        return file if verified is source else source_file(verified, file)
+            # Arrow opens a file more than once.
+            if path not in self._redacted:
+                self._redacted[path] = redacted_footer(opened, verified)
+            return _file(RedactedSource(opened, verified, self._redacted[path]), file)
+        return file if verified is source else _file(verified, file)
+
+
+def _file(source: ByteSource, file: pa.NativeFile) -> pa.NativeFile:
+    """Return a file that has the bytes of a source.
+
+    Args:
+        source: Its bytes.
+        file: What the source reads from; it is closed together with the one returned.
+    """
+    return pa.PythonFile(_SourceFile(source, file), mode="r")
+
+
+class _SourceFile(io.RawIOBase):
+    """Arrow locks it: a position belongs to one read at a time."""
+
+    def __init__(self, source: ByteSource, file: pa.NativeFile) -> None:
+        super().__init__()
+        self._source = source
+        self._file = file
+        self._position = 0
+        share_with_arrow(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position}.get(whence, self._source.size_bytes)
+        self._position = start + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        start, end = self._position, self._source.size_bytes
+        end = end if size < 0 else min(end, start + size)
+        if end <= start:
+            return b""
+        data = bytes(self._source.read_at(start, end - start))
+        self._position = end
+        return data
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,18 +14,20 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.encryption_properties import (
     ArrowEncryptor,
+    arrow_leaf_paths,
     arrow_limits,
     encryption_configuration,
 )
-from parquet_keytools.arrow.output_filesystem import Encrypt, Finish, PendingHandler
-from parquet_keytools.key_service import TablePolicy
-from parquet_keytools.keys.material_store import remove_key_materials, write_key_materials
-from parquet_keytools.storage import BufferSource, FileLocation, exclusive_folder, whole_output, written_meanwhile
+from parquet_keytools.arrow.output_filesystem import PendingHandler
+from parquet_keytools.files.conversion import encrypt_pending
+from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
+from parquet_keytools.storage.leftovers import without_leftovers
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import discarded_unless_done, pending_output
+from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.storage.walk import all_files
 
 _log = logging.getLogger(__name__)
-
-PolicyOf = Callable[[pa.Schema], TablePolicy]
-"""Returns what a table asks for, for a schema."""
 
 
 @dataclass(frozen=True)
@@ -48,48 +48,35 @@ class WriteResult:
 
 
 def write_table(
+    encryptor: ArrowEncryptor,
     table: pa.Table,
     target: FileLocation,
-    policy: TablePolicy,
-    encryptor: ArrowEncryptor | None,
-    encrypt: Encrypt,
-    options: dict[str, Any],
+    table_name: str | None,
+    options: Mapping[str, Any],
 ) -> WriteResult:
     """Write one file, whole or not at all; see `Keytools.write_table`."""
+    if "encryption_properties" in options:
+        raise TypeError("write_table makes the encryption properties itself")
     if "metadata_collector" in options:
-        raise TypeError("metadata_collector is not taken: it would give away the statistics of encrypted columns")
+        raise TypeError("metadata_collector is not supported: it would reveal statistics of encrypted columns")
+    policy = encryptor.keys.policy(table_name, arrow_leaf_paths(table.schema, options))
     reasons = arrow_limits(policy, options)
-    if policy.table.plaintext_footer:
-        reasons.append("it shows size statistics of encrypted columns in a plaintext footer")
     if policy.table.key_material == "external" and target.info().type != pafs.FileType.NotFound:
         # Two files cannot be replaced at once; the module encryptor writes key material that fits both the
         # old and the new Parquet file.
         reasons.append("its external key material cannot replace that of a file that is there")
-    finish: Finish = functools.partial(remove_key_materials, target)
-    with contextlib.ExitStack() as replacement:
-        with whole_output(target) as pending:
-            if reasons or encryptor is None:
-                buffer = pa.BufferOutputStream()
-                pq.write_table(table, buffer, **options)
-                place = encrypt(BufferSource(str(target), buffer.getvalue()), pending)
-                replacement.enter_context(exclusive_folder(target))
-                finish = place()
-            else:
-                encryption = encryptor.encryption(policy, target.name)
-                pq.write_table(
-                    table,
-                    pending.location.path,
-                    filesystem=pending.location.filesystem,
-                    encryption_properties=encryption.properties,
-                    **options,
-                )
-                replacement.enter_context(exclusive_folder(target))
-                if encryption.key_materials is not None:
-                    if target.info().type != pafs.FileType.NotFound:
-                        raise written_meanwhile(target)
-                    write_key_materials(target, encryption.key_materials)
-                    finish = _nothing
-        finish()
+    with discarded_unless_done(pending_output(target)) as pending:
+        if reasons:
+            buffer = pa.BufferOutputStream()
+            pq.write_table(table, buffer, **options)
+            source = BufferSource(str(target), buffer.getvalue())
+            new = encrypt_pending(encryptor.keys, policy.table_name, source, pending)
+        else:
+            encryption = encryptor.encryption(policy, target.name)
+            with pending.open_stream() as stream:
+                pq.write_table(table, stream, encryption_properties=encryption.properties, **options)
+            new = NewKeyMaterial(target, encryption.key_materials)
+        put_in_place(pending, new)
     result = WriteResult(
         str(target), "module encryptor" if reasons else "pyarrow", tuple(reasons), target.info().size
     )
@@ -98,50 +85,53 @@ def write_table(
 
 
 def write_dataset(
+    encryptor: ArrowEncryptor,
     data: Any,
     folder: FileLocation,
-    policy_of: PolicyOf,
-    encryptor: ArrowEncryptor | None,
-    encrypt: Encrypt,
-    wrap_keks: Callable[[TablePolicy], None],
+    table_name: str | None,
     *,
     partitioning: Any,
     partitioning_flavor: str | None,
-    write_options: dict[str, Any],
-    options: dict[str, Any],
+    write_options: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> None:
     """Write a data set; see `Keytools.write_dataset`."""
+    keys = encryptor.keys
     schema = data.schema if hasattr(data, "schema") else options.get("schema")
     if schema is None:
         schema = ds.dataset(data).schema
     partitioning, partition_names = _partitioning(partitioning, partitioning_flavor, schema)
     if "file_visitor" in options:
-        raise TypeError("file_visitor is not taken: it would give away the statistics of encrypted columns")
+        raise TypeError("file_visitor is not supported: it would reveal statistics of encrypted columns")
     if partition_names:
-        policy_of(schema).check_partition_columns(partition_names)
-    policy = policy_of(pa.schema([field for field in schema if field.name not in partition_names]))
+        all_columns = keys.policy(table_name, arrow_leaf_paths(schema, write_options))
+        all_columns.check_partition_columns(partition_names)
+    schema = pa.schema([field for field in schema if field.name not in partition_names])
+    policy = keys.policy(table_name, arrow_leaf_paths(schema, write_options))
     reasons = arrow_limits(policy, write_options)
-    if policy.table.plaintext_footer:
-        reasons.append("it shows size statistics of encrypted columns in a plaintext footer")
     if not policy.table.double_wrapping:
         reasons.append("it would call the KMS while it writes a data set with single wrapping")
     if policy.table.key_material == "external":
         reasons.append("its external key material would be there before the files")
     file_format = ds.ParquetFileFormat()
-    if reasons or encryptor is None:
+    if reasons:
         # What the KMS refuses, it refuses before Arrow's threads start.
-        wrap_keks(policy)
+        keys.wrap_keks(policy)
         file_options = file_format.make_write_options(**write_options)
-        handler = PendingHandler(folder.filesystem, encrypt)
+        handler = PendingHandler(folder, keys, policy.table_name)
     else:
         factory = encryptor.primed_factory(policy)
         connection = encryptor.connection_config()
         config = ds.ParquetEncryptionConfig(factory, connection, encryption_configuration(policy))
         file_options = file_format.make_write_options(encryption_config=config, **write_options)
-        handler = PendingHandler(folder.filesystem, None)
+        handler = PendingHandler(folder, None, policy.table_name)
     _log.info(
         "%s is encrypted by %s%s", folder, "the module encryptor" if reasons else "pyarrow", _because(reasons)
     )
+    if folder.is_local:
+        # Arrow would take a folder with nothing but what a killed process left for one that has files.
+        for _ in without_leftovers(all_files(folder)):
+            pass
     try:
         ds.write_dataset(
             data,
@@ -171,8 +161,4 @@ def _partitioning(
 
 
 def _because(reasons: list[str]) -> str:
-    return f", for pyarrow cannot: {'; '.join(reasons)}" if reasons else ""
-
-
-def _nothing() -> None:
-    """Nothing is left to do."""
+    return f", because pyarrow does not support this: {'; '.join(reasons)}" if reasons else ""

@@ -24,7 +24,7 @@ from parquet_keytools.cli import (
 from parquet_keytools.cli.command_group import CommandGroup
 
 _EPILOG = (
-    "Exit status: 0 done; 1 the answer is no; 2 wrong usage or configuration; "
+    "Exit status: 0 done; 1 the check failed, or some files failed; 2 wrong usage or configuration; "
     "3 the KMS refused or could not be reached."
 )
 
@@ -51,20 +51,20 @@ def _parquet_keytools(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")] = False,
 ) -> None:
-    """Protect columns of Parquet files with keys in a KMS, as one YAML file says."""
+    """Protect columns of Parquet files with master keys in a KMS."""
 
 
-app.command("demo", short_help="Encrypt 336,776 flights, and read them back.")(demo.run)
-app.command("check")(check.run)
-app.command("encrypt")(encrypt.run)
-app.command("decrypt")(decrypt.run)
-app.command("rekey")(rekey.run)
-app.command("rotate")(rotate.run)
-app.command("keys")(keys.run)
-app.command("inspect")(inspect.run)
-app.command("verify")(verify.run)
+app.command("demo", short_help="Encrypt 336,776 flights, and read them back.")(demo.demo_command)
+app.command("check")(check.check_command)
+app.command("encrypt")(encrypt.encrypt_command)
+app.command("decrypt")(decrypt.decrypt_command)
+app.command("rekey")(rekey.rekey_command)
+app.command("rotate")(rotate.rotate_command)
+app.command("keys")(keys.keys_command)
+app.command("inspect")(inspect.inspect_command)
+app.command("verify")(verify.verify_command)
 app.add_typer(keystore.app, name="keystore")
 app.add_typer(spark.app, name="spark")
 

@@ -10,22 +10,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parquet_keytools.cli.options import JsonOption, TableOption
+from parquet_keytools.cli.options import JsonOption, TableOption, checked_aad_prefix
 from parquet_keytools.cli.output import print_json, print_table, say
 
 if TYPE_CHECKING:
     from parquet_keytools.configuration_check import ColumnCheck, MasterKeyCheck
 
 ConfigArgument = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
-OfflineOption = Annotated[bool, typer.Option("--offline", help="Ask the KMS nothing.")]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Do not call the KMS.")]
 AgainstOption = Annotated[
     str | None,
     typer.Option(
-        "--against", metavar="FILE", help="Show which key each column of this Parquet file gets. A path or URI."
+        "--against", metavar="FILE", help="Show which key each column of this Parquet file gets: its path or URI."
     ),
 ]
 AadPrefixOption = Annotated[
-    str | None, typer.Option("--aad-prefix", metavar="TEXT", help="The AAD prefix of FILE, where it stores none.")
+    str | None,
+    typer.Option(
+        "--aad-prefix",
+        metavar="TEXT",
+        help="The AAD prefix of FILE, if FILE does not store it.",
+        callback=checked_aad_prefix,
+    ),
 ]
 SchemaOption = Annotated[
     bool,
@@ -33,7 +39,7 @@ SchemaOption = Annotated[
 ]
 
 
-def run(
+def check_command(
     config: ConfigArgument = None,
     offline: OfflineOption = False,
     against: AgainstOption = None,
@@ -44,10 +50,10 @@ def run(
 ) -> None:
     """Check a configuration and its master keys.
 
-    With each master key that it names, the KMS wraps and unwraps a throw-away key.
+    The KMS wraps and unwraps a test key with each master key of the configuration.
     """
     if schema:
-        from parquet_keytools.config.json_schema import configuration_json_schema
+        from parquet_keytools.config.settings import configuration_json_schema
 
         print_json(configuration_json_schema())
         return
@@ -87,7 +93,7 @@ def run(
     status = max((status_of(key.error) for key in master_keys or () if key.error), default=ExitStatus.DONE)
     if status is not ExitStatus.DONE:
         raise typer.Exit(status)
-    say(f"{config}: no mistakes." + (" The KMS was not asked." if offline else ""))
+    say(f"{config}: no mistakes." + (" The KMS was not called." if offline else ""))
 
 
 def _facts(key: MasterKeyCheck) -> dict[str, str | None]:

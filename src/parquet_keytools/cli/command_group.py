@@ -19,7 +19,7 @@ from parquet_keytools.cli.output import say
 
 
 class CommandGroup(TyperGroup):
-    """All commands. Their errors are told on stderr, without a traceback unless `--debug` asks for it."""
+    """All commands. Errors go to stderr, without a traceback unless `--debug` asks for it."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""

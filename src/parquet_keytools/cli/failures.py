@@ -1,4 +1,4 @@
-"""What people and programs are told of an error."""
+"""The text of an error, for people and programs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from parquet_keytools.cli.exit_status import ExitStatus
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
     DecryptionError,
+    IncompleteDataSetError,
     KmsConfigurationError,
     KmsError,
+    NoParquetFilesError,
+    TableMismatchError,
 )
 
 
@@ -22,7 +25,7 @@ def status_of(error: Exception) -> ExitStatus:
             return ExitStatus.WRONG_USAGE
         case KmsError():
             return ExitStatus.KMS_FAILED
-        case DecryptionError():
+        case DecryptionError() | IncompleteDataSetError() | NoParquetFilesError() | TableMismatchError():
             return ExitStatus.NO
         case ColumnAccessDeniedError():
             return max(map(status_of, error.causes), default=ExitStatus.NO)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from parquet_keytools.cli.options import refuse_other_encoding
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.storage.locations import FileLocation
 
 
 def location_of(text: str, name: str) -> FileLocation:

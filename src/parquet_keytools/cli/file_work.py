@@ -1,7 +1,8 @@
-"""Runs a conversion over a file or a folder of files, and tells how it went."""
+"""Runs a conversion over a file or a folder of files, and reports the results."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,10 +18,11 @@ from parquet_keytools.cli.file_argument import location_of
 from parquet_keytools.cli.output import print_json, say, size_text
 from parquet_keytools.cli.progress import ByteProgress, progress_bar
 from parquet_keytools.errors import ConfigurationError, KeytoolsError
-from parquet_keytools.file_plan import FilePlan, PlannedFile, plan_files
+from parquet_keytools.files.conversion import FileResult
+from parquet_keytools.files.file_plan import FilePlan, PlannedFile, plan_files
 from parquet_keytools.keytools import Keytools
-from parquet_keytools.module_files import FileResult
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.storage.failures import storage_failure
+from parquet_keytools.storage.locations import FileLocation
 
 _MOST_LEFT_OUT_SHOWN = 20
 _OBJECT_STORES = ("s3", "gcs", "abfs")
@@ -38,6 +40,7 @@ class Convert(Protocol):
         source_filesystem: Any,
         target_filesystem: Any,
         on_progress: Callable[[int], None],
+        overwrite: bool,
     ) -> FileResult:
         """Read the source and write the target."""
         ...
@@ -66,13 +69,28 @@ def open_keytools(config: Path) -> Keytools:
     if getattr(keytools.kms, "has_generated_keys", False):
         keytools.close()
         raise ConfigurationError(
-            "the in_memory KMS makes these master keys anew in each process: what one command encrypts, no other "
-            "one can decrypt.",
+            "the in_memory KMS makes new random master keys in each process: what one command encrypts, no "
+            "other can decrypt.",
             file=str(config),
             yaml_path="kms.keys",
-            hint="Take a keystore or a KMS, or for a test write the keys into the configuration.",
+            hint="Use a keystore or another KMS, or for a test write the keys into the configuration.",
         )
     return keytools
+
+
+def parsed_mode(text: str | None) -> int | None:
+    """Return permissions that were given as octal digits; None where none were given.
+
+    Raises:
+        typer.BadParameter: They are none.
+    """
+    if text is None:
+        return None
+    if not re.fullmatch(r"0?[0-7]{3}", text) or int(text, 8) & 0o600 != 0o600:
+        raise typer.BadParameter(
+            "this is three octal digits, and the owner may read and write, such as 640.", param_hint="--mode"
+        )
+    return int(text, 8)
 
 
 def convert_files(
@@ -101,7 +119,7 @@ def convert_files(
     failures: list[Failure] = []
     with progress_bar(plan.size_bytes) as progress:
         try:
-            _convert_all(plan, convert, progress, results, failures)
+            _convert_all(plan, convert, progress, results, failures, overwrite=overwrite)
         except KeyboardInterrupt:
             if plan.source_is_folder:
                 say(
@@ -112,8 +130,8 @@ def convert_files(
     if as_json:
         print_json(_document(plan, results, failures))
     _tell(plan, results, failures, participle, time.monotonic() - started)
-    if failures:
-        kms_failed = all(failure.status is ExitStatus.KMS_FAILED for failure in failures)
+    if failures or plan.unseen:
+        kms_failed = not plan.unseen and all(failure.status is ExitStatus.KMS_FAILED for failure in failures)
         raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)
 
 
@@ -123,6 +141,8 @@ def _convert_all(
     progress: ByteProgress,
     results: list[FileResult],
     failures: list[Failure],
+    *,
+    overwrite: bool,
 ) -> None:
     done_bytes = 0
     for file in plan.files:
@@ -136,6 +156,7 @@ def _convert_all(
                     source_filesystem=file.source.filesystem,
                     target_filesystem=file.target.filesystem,
                     on_progress=progress.advance,
+                    overwrite=overwrite,
                 )
             )
         except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
@@ -145,6 +166,9 @@ def _convert_all(
                 say(f"Stopped at the first of {len(plan.files)} files, {file.source}.")
                 raise
             failures.append(Failure(file, error))
+            if storage_failure(error, file.target) is not None:
+                # The others would fare no better.
+                return
         done_bytes += file.size_bytes
         progress.move_to(done_bytes)
 
@@ -155,7 +179,7 @@ def _create_folder_of(file: FileLocation) -> None:
 
 
 def _document(plan: FilePlan, results: list[FileResult], failures: list[Failure]) -> dict[str, Any]:
-    return {
+    document = {
         "files": [asdict(result) for result in results],
         "failures": [
             {
@@ -165,25 +189,54 @@ def _document(plan: FilePlan, results: list[FileResult], failures: list[Failure]
                 "message": error_text(failure.error),
             }
             for failure in failures
+        ]
+        + [
+            {
+                "source": unseen.path,
+                "target": None,
+                "error": type(unseen.error).__name__,
+                "message": error_text(unseen.error),
+            }
+            for unseen in plan.unseen
         ],
-        "left_out": [{"path": str(left.location), "reason": left.reason} for left in plan.left_out],
+        "left_out": [{"path": left.path, "reason": left.reason} for left in plan.left_out],
     }
+    if not_begun := _not_begun(plan, results, failures):
+        document["not_begun"] = [str(file.source) for file in not_begun]
+    return document
+
+
+def _not_begun(plan: FilePlan, results: list[FileResult], failures: list[Failure]) -> tuple[PlannedFile, ...]:
+    """Return the files that were left when the file system failed."""
+    return plan.files[len(results) + len(failures) :]
 
 
 def _tell(
     plan: FilePlan, results: list[FileResult], failures: list[Failure], participle: str, seconds: float
 ) -> None:
-    for left in plan.left_out[:_MOST_LEFT_OUT_SHOWN]:
-        say(f"Left out: {left.location}: {left.reason}.")
+    # What may be data first: somebody may miss it.
+    left_out = sorted(plan.left_out, key=lambda left: ".parquet" not in left.location.name.lower())
+    for left in left_out[:_MOST_LEFT_OUT_SHOWN]:
+        say(f"Left out: {left.path}: {left.reason}.")
     if len(plan.left_out) > _MOST_LEFT_OUT_SHOWN:
         say(f"Left out: {len(plan.left_out) - _MOST_LEFT_OUT_SHOWN} more; --json lists all.")
     for failure in failures:
         text = error_text(failure.error)
         say(f"Failed: {text}" if str(failure.file.source) in text else f"Failed: {failure.file.source}: {text}")
+    if not_begun := _not_begun(plan, results, failures):
+        say(
+            f"Stopped: {len(not_begun)} more files were not started, because they would fail too. Solve the "
+            "problem, then repeat the command with --overwrite."
+        )
+    for unseen in plan.unseen[:_MOST_LEFT_OUT_SHOWN]:
+        say(f"Failed: could not be checked: {error_text(unseen.error)}")
+    if len(plan.unseen) > _MOST_LEFT_OUT_SHOWN:
+        say(f"Failed: {len(plan.unseen) - _MOST_LEFT_OUT_SHOWN} more could not be checked; --json lists all.")
     size = size_text(sum(result.source_bytes for result in results))
     if not plan.source_is_folder:
         say(f"{participle.capitalize()} {results[0].source} to {results[0].target}: {size} in {seconds:.1f} s.")
         return
-    of_all = f" of {len(plan.files)}" if failures else ""
-    files = "file" if len(plan.files) == 1 else "files"
+    total = len(plan.files) + len(plan.unseen)
+    of_all = f" of {total}" if failures or plan.unseen else ""
+    files = "file" if total == 1 else "files"
     say(f"{participle.capitalize()} {len(results)}{of_all} {files}: {size} in {seconds:.1f} s.")

@@ -22,7 +22,7 @@ OptionalConfigOption = Annotated[
 ]
 
 
-def run(
+def inspect_command(
     file: FileArgument,
     config: OptionalConfigOption = None,
     table: TableOption = None,
@@ -32,14 +32,15 @@ def run(
     """Show how a Parquet file is protected.
 
     Without keys, what anyone can see of it; with those of a configuration, every module of it. Only the footer is
-    read, and with keys the headers of pages. Exits 1 if nothing can be read.
+    read, and with keys the headers of pages. Nothing is compared with a table: `verify` does that. Exits 1 if
+    nothing can be read.
     """
     if table is not None and config is None:
-        raise typer.BadParameter("the table is one of a configuration: give --config, too.")
+        raise typer.BadParameter("--table needs --config.")
     shown = _inspect(file, config, table, aad_prefix)
     if as_json:
         from parquet_keytools.cli.output import print_json
-        from parquet_keytools.conformance.report_document import document_of
+        from parquet_keytools.conformance.report import document_of
 
         print_json(document_of(shown))
     else:
@@ -48,6 +49,8 @@ def run(
 
         width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
         say(render_inspection(shown, width))
+        if config is not None:
+            say("Nothing was compared with a table: `verify --config` does that.")
     if shown.mode is None:
         from parquet_keytools.cli.exit_status import ExitStatus
 
@@ -62,16 +65,17 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
         with Keytools.from_yaml(config) as keytools:
             return keytools.inspect_file(location_of(file, "FILE"), table_name=table, aad_prefix=aad_prefix)
     from parquet_keytools.conformance.inspector import inspect_source
+    from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
 
-    prefix = None if aad_prefix is None else aad_prefix.encode()
+    prefix = None if aad_prefix is None else ExpectedAadPrefix.of_text(aad_prefix)
     if "://" not in file:
-        from parquet_keytools.conformance.local_source import open_local
+        from parquet_keytools.conformance.inspector import open_local
 
         _refuse_irregular(file)
         with open_local(file) as local_source:
             return inspect_source(local_source, aad_prefix=prefix)
     from parquet_keytools.cli.file_argument import location_of
-    from parquet_keytools.storage import open_source
+    from parquet_keytools.storage.sources import open_source
 
     with open_source(location_of(file, "FILE")) as source:
         return inspect_source(source, aad_prefix=prefix)

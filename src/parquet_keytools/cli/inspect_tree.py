@@ -19,10 +19,9 @@ from parquet_keytools.conformance.inspection import (
     Inspection,
     KeyDescription,
 )
-from parquet_keytools.conformance.printable import printable
 from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.footer_columns import ColumnEncryption
-from parquet_keytools.encryption.footer_modes import FooterMode
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
+from parquet_keytools.storage.printable import printable
 
 _MAP_WIDTH = 64
 _MAX_MAP_LINES = 8
@@ -92,7 +91,7 @@ def render_inspection(shown: Inspection, width: int | None = None) -> str:
         _add_row_groups(root, shown, palette)
         _add_shares(root, shown, palette)
     if shown.flaws:
-        flaws = root.add("wrong; `verify` tells more", _RED)
+        flaws = root.add("wrong; run `verify` for details", _RED)
         for finding in shown.flaws[:10]:
             flaws.add(f"{finding.rule.id}: {finding.message}")
     lines = list(root.lines(width))
@@ -153,12 +152,13 @@ def _add_protection(root: _Branch, shown: Inspection) -> None:
         if shown.supply_aad_prefix:
             branch.add("AAD prefix: not stored, readers must supply it")
         else:
-            branch.add(f"AAD prefix: {'none' if shown.aad_prefix is None else printable(repr(shown.aad_prefix))}")
+            stored = "none" if shown.aad_prefix_escaped is None else f"'{shown.aad_prefix_escaped}'"
+            branch.add(f"AAD prefix: {printable(stored)}")
         branch.add(f"file unique: {printable(shown.aad_file_unique or 'none')}")
         if shown.footer_key is not None:
             branch.add(f"key: {_key_text(shown.footer_key)}")
         if shown.footer_denied is not None:
-            branch.add(f"key not to be had: {shown.footer_denied}", _RED)
+            branch.add(f"key unavailable: {shown.footer_denied}", _RED)
         branch.add(f"at byte {shown.footer_offset:,}, {shown.footer_length:,} bytes")
     if shown.num_rows is not None:
         root.add(f"{shown.num_rows:,} rows, written by {shown.created_by or 'an unnamed writer'}")
@@ -175,7 +175,7 @@ def _add_columns(root: _Branch, shown: Inspection, palette: _Palette) -> None:
         style = palette.style(column.key_title(shown.footer_key))
         leaf = branch.add(f"{column.path}: {_column_text(column)}", style)
         if column.denied is not None:
-            leaf.add(f"key not to be had: {column.denied}", _RED)
+            leaf.add(f"key unavailable: {column.denied}", _RED)
         if column.shows:
             leaf.add(f"shows: {', '.join(column.shows)}")
 
@@ -234,7 +234,7 @@ def _add_shares(root: _Branch, shown: Inspection, palette: _Palette) -> None:
     unknown = shown.size_bytes - known
     if unknown > 0:
         text = f".  {100 * unknown / shown.size_bytes:5.1f} %  {size_text(unknown)}  "
-        branch.add(text + "not to be told without keys, or belongs to nothing")
+        branch.add(text + "unknown without keys, or belongs to nothing")
 
 
 def _map(shown: Inspection, palette: _Palette) -> Iterator[str]:
@@ -252,7 +252,7 @@ def _map(shown: Inspection, palette: _Palette) -> Iterator[str]:
     for offset, length, name in ranges:
         first, last = offset // cell_bytes, -(-(offset + max(length, 1)) // cell_bytes)
         cells[first:last] = [name] * (min(last, len(cells)) - first)
-    yield f"one sign for {size_text(cell_bytes)}"
+    yield f"one character for {size_text(cell_bytes)}"
     for start in range(0, len(cells), _MAP_WIDTH):
         line = cells[start : start + _MAP_WIDTH]
         yield "".join(palette.style(name)(palette.symbols.get(name, "?")) if name else "." for name in line)
@@ -260,10 +260,10 @@ def _map(shown: Inspection, palette: _Palette) -> Iterator[str]:
 
 def _key_text(key: KeyDescription) -> str:
     if key.flaw is not None:
-        return f"cannot be told: {key.flaw}"
+        return f"unknown: {key.flaw}"
     if key.kind == "none":
         known = "" if key.name is None else f"; here data key {key.name!r}"
-        return f"no key metadata: readers must know it{known}"
+        return f"no key metadata: readers must know the key{known}"
     if key.kind == "data key":
         return f"data key {key.name!r}"
     parts = [f"master key {key.name!r}" if key.name is not None else "key material in the file beside it"]

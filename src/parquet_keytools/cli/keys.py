@@ -9,7 +9,13 @@ from typing import Annotated
 
 import typer
 
-from parquet_keytools.cli.options import AadPrefixOption, JsonOption, PathArgument, TableOption
+from parquet_keytools.cli.options import (
+    AadPrefixOption,
+    IgnorePassedOverOption,
+    JsonOption,
+    PathArgument,
+    TableOption,
+)
 
 OptionalConfigOption = Annotated[
     Path | None,
@@ -22,47 +28,55 @@ FailIfUsesOption = Annotated[
     typer.Option(
         "--fail-if-uses",
         metavar="KEY[@VERSION]",
-        help="Exit with 1 if a file needs this master key, or if that cannot be told. Repeatable.",
+        help="Exit with 1 if a file needs this master key, or if that is unknown. Repeatable.",
     ),
 ]
 
 
-def run(
+def keys_command(
     path: PathArgument,
     config: OptionalConfigOption = None,
     table: TableOption = None,
     aad_prefix: AadPrefixOption = None,
     fail_if_uses: FailIfUsesOption = None,
+    ignore_passed_over: IgnorePassedOverOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show which files and columns depend on which master key.
 
-    This is the question before a key, or a version of one, is disabled or destroyed. Without a configuration no
-    KMS is asked: then keys of columns that an encrypted footer hides cannot be seen, and versions cannot be told.
+    Run this before you disable or destroy a key, or a version of one. Without a configuration no KMS is called, so
+    column keys inside encrypted footers are not visible, and versions are unknown.
     """
     from parquet_keytools.cli.exit_status import ExitStatus
     from parquet_keytools.cli.file_argument import location_of
-    from parquet_keytools.cli.keys_report import KeysTally, file_document, wanted_key
+    from parquet_keytools.cli.keys_report import KeysTally, key_uses_document, wanted_key
     from parquet_keytools.cli.output import FilesDocument
     from parquet_keytools.cli.progress import file_counter
     from parquet_keytools.keytools import Keytools
+    from parquet_keytools.rotation.master_key_versions import same_master_key
 
     location = location_of(path, "PATH")
     with Keytools.from_mapping({"version": 1}) if config is None else Keytools.from_yaml(config) as keytools:
         if table is not None:
             keytools.configuration.select_table(table)
-        tally = KeysTally([wanted_key(keytools, text) for text in fail_if_uses or []])
+        wanted = [wanted_key(keytools, text) for text in fail_if_uses or []]
+        tally = KeysTally(wanted, same_master_key(keytools.kms))
         with FilesDocument(wanted=as_json) as document:
             try:
                 with file_counter() as count:
-                    for file in keytools.key_inventory(location, table_name=table, aad_prefix=aad_prefix):
+                    for file in keytools.key_inventory(
+                        location,
+                        table_name=table,
+                        aad_prefix=aad_prefix,
+                        ignore_passed_over=ignore_passed_over,
+                    ):
                         count(file)
                         tally.add(file)
                         if as_json:
-                            document.add(file_document(file))
+                            document.add(key_uses_document(file))
             except FileNotFoundError:
                 raise FileNotFoundError(errno.ENOENT, "no such file or folder", path) from None
             document.end(tally.document())
     tally.tell()
-    if not tally.nothing_is_used:
+    if not (tally.nothing_is_used and tally.is_complete):
         raise typer.Exit(ExitStatus.NO)

@@ -10,12 +10,14 @@ from parquet_keytools.cli.output import print_table, say
 from parquet_keytools.config.mistakes import did_you_mean, one_of
 from parquet_keytools.errors import ConfigurationError, KmsError, MasterKeyNotFoundError
 from parquet_keytools.keytools import Keytools
-from parquet_keytools.rotation.inventory import FileKeyUses, KeyUse
+from parquet_keytools.rotation.inventory import FileKeyUses, UsedKey
+from parquet_keytools.rotation.master_key_versions import SameMasterKey
 from parquet_keytools.rotation.rotation_plan import check_version
 
 _MOST_COLUMNS_KEPT = 10_000
 _MOST_COLUMNS_SHOWN = 8
 _MOST_FILES_SHOWN = 20
+_MOST_PASSED_OVER_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
     master_key_id = names.get(name, name)
     if name in keytools.configuration.data_keys and name not in names:
         raise ConfigurationError(
-            f"{name!r} is a data key, and no master key.", hint="`keys` without it shows which files have it."
+            f"{name!r} is a data key, not a master key.", hint="`keys` without it shows which files have it."
         )
     if known is not None and master_key_id not in known:
         hint = did_you_mean(name, {*known, *names}) or one_of(known)
@@ -71,7 +73,7 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
     return WantedKey(text, master_key_id, wanted_version)
 
 
-def file_document(file: FileKeyUses) -> dict[str, Any]:
+def key_uses_document(file: FileKeyUses) -> dict[str, Any]:
     """Return the keys of a file as a document of JSON."""
     return {
         "path": file.path,
@@ -92,7 +94,7 @@ class _Uses:
     columns: dict[str, None] = field(default_factory=dict)
     hidden: int = 0
 
-    def add(self, use: KeyUse) -> None:
+    def add(self, use: UsedKey) -> None:
         if use.is_footer:
             self.footers += 1
         elif use.column is None:
@@ -135,12 +137,16 @@ class KeysTally:
 
     Args:
         wanted: The master keys that nothing is to need.
+        same: Compares identifiers of master keys.
     """
 
-    def __init__(self, wanted: list[WantedKey]) -> None:
+    def __init__(self, wanted: list[WantedKey], same: SameMasterKey) -> None:
+        self._same = same
         self._answers = {key: _Answer() for key in wanted}
         self._uses: dict[tuple[str, str, str | None], _Uses] = {}
-        self._encrypted = self._plaintext = self._not_all_seen = 0
+        self._encrypted = self._plaintext = self._not_all_seen = self._not_looked_into = 0
+        self._passed_over = 0
+        self._passed_over_examples: list[str] = []
         self._unseen: list[tuple[str, str]] = []
 
     @property
@@ -148,14 +154,26 @@ class KeysTally:
         """Whether it is certain that no file needs a wanted key."""
         return not any(answer.needed_by or answer.uncertain for answer in self._answers.values())
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all files could be checked, and no encrypted one is skipped."""
+        return not self._not_looked_into and not self._passed_over
+
     def add(self, file: FileKeyUses) -> None:
         """Count the keys of a file."""
         if not file.is_encrypted:
             self._plaintext += 1
             return
-        self._encrypted += 1
+        if file.is_passed_over:
+            self._passed_over += 1
+            if len(self._passed_over_examples) < _MOST_PASSED_OVER_SHOWN:
+                self._passed_over_examples.append(file.path)
+        elif file.is_unseen:
+            self._not_looked_into += 1
+        else:
+            self._encrypted += 1
         for key, answer in self._answers.items():
-            answer.add(file.path, file.depends_on(key.master_key_id, key.version))
+            answer.add(file.path, file.depends_on(key.master_key_id, key.version, self._same))
         seen = set()
         for use in file.uses:
             name = _name(use)
@@ -163,7 +181,7 @@ class KeysTally:
             uses.add(use)
             uses.files += name not in seen
             seen.add(name)
-        if file.unknown is not None:
+        if file.unknown is not None and not file.is_passed_over:
             self._not_all_seen += 1
             if len(self._unseen) < _MOST_FILES_SHOWN:
                 self._unseen.append((file.path, error_text(file.unknown)))
@@ -171,7 +189,7 @@ class KeysTally:
     def document(self) -> dict[str, Any]:
         """Return the summary as a document of JSON."""
         return {
-            "complete": True,
+            "complete": self.is_complete,
             "master_keys": [
                 {
                     "kind": kind,
@@ -188,7 +206,10 @@ class KeysTally:
                 "encrypted": self._encrypted,
                 "not_encrypted": self._plaintext,
                 "not_all_keys_seen": self._not_all_seen,
+                "not_looked_into": self._not_looked_into,
+                "passed_over": self._passed_over,
             },
+            "passed_over": self._passed_over_examples,
             "fail_if_uses": [
                 {
                     "key": key.text,
@@ -216,15 +237,28 @@ class KeysTally:
         if rows:
             print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)
         for path, reason in self._unseen:
-            say(f"Not all keys seen: {reason}" if path in reason else f"Not all keys seen: {path}: {reason}")
+            say(f"Keys unknown: {reason}" if path in reason else f"Keys unknown: {path}: {reason}")
         if self._not_all_seen > len(self._unseen):
-            say(f"Not all keys seen: {self._not_all_seen - len(self._unseen):,} more; --json lists all.")
+            say(f"Keys unknown: {self._not_all_seen - len(self._unseen):,} more; --json lists all.")
+        for path in self._passed_over_examples:
+            say(f"Skipped, as by readers of data sets; may need any key: {path}")
+        if self._passed_over > len(self._passed_over_examples):
+            say(f"Skipped: {self._passed_over - len(self._passed_over_examples):,} more.")
+        unseen = f", {self._not_looked_into:,} that could not be checked" if self._not_looked_into else ""
         say(
-            f"{self._encrypted:,} encrypted files, {self._plaintext:,} not encrypted; "
-            + (f"of {self._not_all_seen:,} not all keys can be seen." if self._not_all_seen else "all keys seen.")
+            f"{self._encrypted:,} encrypted files, {self._plaintext:,} not encrypted{unseen}; "
+            + (
+                f"in {self._not_all_seen:,} some keys could not be checked."
+                if self._not_all_seen
+                else "all keys are visible."
+                if not self._passed_over
+                else f"{self._passed_over:,} skipped."
+            )
         )
         for key, answer in self._answers.items():
             _tell_answer(key, answer)
+        if self._passed_over and self._answers:
+            say("Run `keys` on skipped files themselves, or exclude them with --ignore-passed-over.")
 
     def _sorted(self) -> list[tuple[tuple[str, str, str | None], _Uses]]:
         return sorted(self._uses.items(), key=lambda item: tuple(part or "" for part in item[0]))
@@ -234,12 +268,12 @@ def _tell_answer(key: WantedKey, answer: _Answer) -> None:
     if answer.needed_by:
         say(f"{key.text} is still needed by {answer.needed_by:,} files, such as {answer.examples[0]}.")
     if answer.uncertain:
-        say(f"Of {answer.uncertain:,} files it cannot be told whether they need {key.text}: take that for a yes.")
+        say(f"For {answer.uncertain:,} files it is unknown whether they need {key.text}: assume that they do.")
     if not answer.needed_by and not answer.uncertain:
         say(f"Nothing here needs {key.text}.")
 
 
-def _name(use: KeyUse) -> tuple[str, str, str | None]:
+def _name(use: UsedKey) -> tuple[str, str, str | None]:
     if use.master_key_id is not None:
         return "master key", use.master_key_id, use.version
     return "data key", use.data_key or "", None

@@ -13,7 +13,7 @@ import typer
 from parquet_keytools.cli.output import print_json, print_table, say
 
 if TYPE_CHECKING:
-    from parquet_keytools.kms.keystore_file import Keystore, PassphraseSource
+    from parquet_keytools.kms.keystore.file import Keystore, PassphraseSource
     from parquet_keytools.secret_bytes import SecretBytes
 
 ENVIRONMENT_VARIABLE = "PARQUET_KEYTOOLS_PASSPHRASE"
@@ -51,7 +51,7 @@ def create(
     path: PathOption = None, config: ConfigOption = None, passphrase_file: PassphraseFileOption = None
 ) -> None:
     """Create a keystore without master keys."""
-    from parquet_keytools.kms.keystore_file import Keystore
+    from parquet_keytools.kms.keystore.file import Keystore
 
     path, source = _located(path, config, passphrase_file, confirm=True)
     Keystore.create(path, source)
@@ -66,8 +66,8 @@ def create_key(
     passphrase_file: PassphraseFileOption = None,
 ) -> None:
     """Create a master key, and the keystore where there is none yet."""
-    from parquet_keytools.kms.keystore_file import Keystore
-    from parquet_keytools.kms.private_file import identity
+    from parquet_keytools.kms.keystore.file import Keystore
+    from parquet_keytools.kms.keystore.private_file import identity
 
     path, source = _located(path, config, passphrase_file, confirm=True)
     if identity(path) is None:
@@ -86,9 +86,9 @@ def rotate_key(
     config: ConfigOption = None,
     passphrase_file: PassphraseFileOption = None,
 ) -> None:
-    """Give a master key a new version, which wraps from now on. Older versions still unwrap."""
+    """Give a master key a new version, which now wraps keys. Older versions still unwrap."""
     version = _keystore(path, config, passphrase_file).rotate_key(name)
-    say(f"Version {version} of the master key {name!r} wraps from now on.")
+    say(f"Version {version} of the master key {name!r} now wraps keys.")
 
 
 @app.command()
@@ -175,7 +175,7 @@ def change_passphrase(
 
 
 def _keystore(path: Path | None, config: Path | None, passphrase_file: Path | None) -> Keystore:
-    from parquet_keytools.kms.keystore_file import Keystore
+    from parquet_keytools.kms.keystore.file import Keystore
 
     return Keystore(*_located(path, config, passphrase_file))
 
@@ -189,13 +189,13 @@ def _located(
     if (path is None) == (config is None):
         raise typer.BadParameter("Give either --path FILE or --config FILE.")
     if path is not None:
-        from parquet_keytools.kms.private_file import identity
+        from parquet_keytools.kms.keystore.private_file import identity
 
         is_new = identity(path) is None
         return path, _passphrase_source(passphrase_file, confirm=confirm and is_new)
     assert config is not None
     from parquet_keytools.config.loader import load_configuration
-    from parquet_keytools.kms.keystore import KeystoreSettings
+    from parquet_keytools.kms.keystore.client import KeystoreSettings
 
     configuration = load_configuration(config)
     if not isinstance(configuration.kms, KeystoreSettings):
@@ -215,7 +215,7 @@ def _passphrase_source(
 
 def _passphrase(file: Path | None, variable: str, confirm: bool) -> SecretBytes:
     from parquet_keytools.errors import ConfigurationError
-    from parquet_keytools.kms.passphrase import passphrase_from_file, passphrase_from_text
+    from parquet_keytools.kms.keystore.file import passphrase_from_file, passphrase_from_text
 
     if file is not None:
         return passphrase_from_file(file)
@@ -224,7 +224,7 @@ def _passphrase(file: Path | None, variable: str, confirm: bool) -> SecretBytes:
     if not sys.stdin.isatty():
         option = "--passphrase-file" if variable == ENVIRONMENT_VARIABLE else "--new-passphrase-file"
         raise ConfigurationError(
-            "the keystore needs a passphrase, and there is no terminal to ask for it.",
+            "the keystore needs a passphrase, and there is no terminal to prompt for it.",
             hint=f"Give {option} FILE, or set {variable} in the environment.",
         )
     label = "Passphrase" if variable == ENVIRONMENT_VARIABLE else "New passphrase"

@@ -20,9 +20,13 @@ def refuse_other_encoding(text: str, name: str) -> None:
         raise typer.BadParameter("not valid UTF-8.", param_hint=name) from None
 
 
-def _checked_aad_prefix(text: str | None) -> str | None:
+def checked_aad_prefix(text: str | None) -> str | None:
+    """Return an AAD prefix from the command line, unless it is empty or not UTF-8."""
     if text is not None:
         refuse_other_encoding(text, "--aad-prefix")
+        if not text:
+            # A variable of the shell that is not set: it must not pass for "any prefix".
+            raise typer.BadParameter("it is empty.", param_hint="--aad-prefix")
     return text
 
 
@@ -36,20 +40,35 @@ PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or folde
 ConfigOption = Annotated[Path, typer.Option("--config", metavar="FILE", help="The YAML configuration.")]
 TableOption = Annotated[
     str | None,
-    typer.Option(
-        "--table", metavar="NAME", help="A table of the configuration. Not needed where it has only one."
-    ),
+    typer.Option("--table", metavar="NAME", help="A table of the configuration. Not needed if it has only one."),
 ]
 AadPrefixOption = Annotated[
     str | None,
     typer.Option(
         "--aad-prefix",
         metavar="TEXT",
-        help="The AAD prefix that SRC must have, if not what its table says.",
-        callback=_checked_aad_prefix,
+        help="The AAD prefix that the file must have, instead of that of its table.",
+        callback=checked_aad_prefix,
     ),
 ]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace DST, or files of the same names in the folder DST.")
 ]
+ModeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mode",
+        metavar="OCTAL",
+        help="Permissions of the written files, such as 640. By default only their owner may read them.",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
+
+IgnorePassedOverOption = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-passed-over",
+        help="Do not look for encrypted files whose names, or those of their folders, begin with . or _.",
+    ),
+]

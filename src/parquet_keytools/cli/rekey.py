@@ -26,7 +26,7 @@ OptionalTargetArgument = Annotated[
 ]
 TableOfSourceOption = Annotated[
     str | None,
-    typer.Option("--table", metavar="NAME", help="The table of SRC. Not needed where there is only one."),
+    typer.Option("--table", metavar="NAME", help="The table of SRC. Not needed if there is only one."),
 ]
 ToConfigOption = Annotated[
     Path | None,
@@ -42,8 +42,8 @@ VerifyOption = Annotated[
     bool | None,
     typer.Option(
         "--verify/--no-verify",
-        help="With --in-place: whether each page of a new file is authenticated before it replaces the old one. "
-        "It is, unless said otherwise.",
+        help="With --in-place: whether to authenticate each page of a new file before it replaces the old one. "
+        "Default: yes.",
         show_default=False,
     ),
 ]
@@ -57,7 +57,7 @@ JournalOption = Annotated[
 ]
 
 
-def run(
+def rekey_command(
     source: SourceArgument,
     config: ConfigOption,
     target: OptionalTargetArgument = None,
@@ -89,19 +89,20 @@ def run(
 
     with contextlib.ExitStack() as stack:
         keytools = stack.enter_context(open_keytools(config))
-        if table is not None:
-            keytools.configuration.select_table(table)
+        keytools.configuration.table_of_files(table)
         new_keytools = keytools
         if in_place:
-            from parquet_keytools.cli.rekey_in_place import InPlaceOptions, rekey_in_place
+            from parquet_keytools.cli.rekey_in_place import rekey_in_place
 
-            rekey_in_place(
-                keytools,
-                stack.enter_context(open_keytools(to_config)) if to_config is not None else None,
-                source,
-                InPlaceOptions(table, to_table, aad_prefix, verify is not False, journal),
-                as_json=as_json,
-            )
+            options = {
+                "table_name": table,
+                "new_table_name": to_table,
+                "new_keytools": stack.enter_context(open_keytools(to_config)) if to_config is not None else None,
+                "aad_prefix": aad_prefix,
+                "verify": verify is not False,
+                "journal": journal,
+            }
+            rekey_in_place(keytools, source, options, as_json=as_json)
             return
         assert target is not None
         if to_config is not None:

@@ -1,40 +1,35 @@
-"""What `parquet-keytools rekey --in-place` does: files are replaced one by one, and each is told of."""
+"""What `parquet-keytools rekey --in-place` does: files are replaced one by one, and each is reported."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import typer
 
 from parquet_keytools.cli.failures import error_text
 from parquet_keytools.cli.file_argument import location_of
 from parquet_keytools.cli.output import FilesDocument, say, size_text
 from parquet_keytools.cli.progress import file_counter, progress_bar
-from parquet_keytools.cli.rotation_report import error_fields, failure_status, say_failures
+from parquet_keytools.cli.rotation_report import (
+    error_fields,
+    exit_with,
+    files_text,
+    say_failures,
+    say_left_behind,
+)
 from parquet_keytools.keytools import Keytools
-from parquet_keytools.rotation.rekeying import FileRekeying, RekeyOutcome, RekeyReport
+from parquet_keytools.rotation.report import FileRotation, RotationReport
 
 
-@dataclass(frozen=True)
-class InPlaceOptions:
-    """What a caller asks for; see `Keytools.rekey_in_place`."""
-
-    table: str | None
-    to_table: str | None
-    aad_prefix: str | None
-    verify: bool
-    journal: Path | None
-
-
-def rekey_in_place(
-    keytools: Keytools, new_keytools: Keytools | None, source: str, options: InPlaceOptions, *, as_json: bool
-) -> None:
+def rekey_in_place(keytools: Keytools, source: str, options: dict[str, Any], *, as_json: bool) -> None:
     """Give a file, or all files under a folder, new data keys.
+
+    Args:
+        keytools: Opens the files.
+        source: A path or URI.
+        options: For `Keytools.rekey_in_place`.
+        as_json: Whether the outcome goes to stdout as JSON.
 
     Raises:
         typer.Exit: Some files of a folder failed.
@@ -50,34 +45,24 @@ def rekey_in_place(
         else:
             on_progress = stack.enter_context(progress_bar(location.info().size or 0)).advance
 
-        def on_file(file: FileRekeying) -> None:
+        def on_file(file: FileRotation) -> None:
             count(file)
             document.add(_file_document(file))
 
         report = keytools.rekey_in_place(
-            location,
-            table_name=options.table,
-            new_table_name=options.to_table,
-            new_keytools=new_keytools,
-            aad_prefix=options.aad_prefix,
-            verify=options.verify,
-            journal=options.journal,
-            keep_results=False,
-            on_file=on_file,
-            on_progress=on_progress,
+            location, keep_results=False, on_file=on_file, on_progress=on_progress, **options
         )
         stack.close()
         document.end(_summary_document(report))
     _tell(report, time.monotonic() - started)
-    if not report.succeeded:
-        raise typer.Exit(failure_status([file.error for file in report.failures if file.error is not None]))
+    exit_with(report)
 
 
 def _nothing(_: object) -> None:
     """Nobody counts."""
 
 
-def _file_document(file: FileRekeying) -> dict[str, Any]:
+def _file_document(file: FileRotation) -> dict[str, Any]:
     return {
         "path": file.path,
         "outcome": file.outcome.value,
@@ -87,21 +72,20 @@ def _file_document(file: FileRekeying) -> dict[str, Any]:
     }
 
 
-def _summary_document(report: RekeyReport) -> dict[str, Any]:
+def _summary_document(report: RotationReport) -> dict[str, Any]:
     return {
         "complete": report.stopped_by is None,
         "counts": {outcome.value: number for outcome, number in report.counts.items()},
         "bytes_written": report.bytes_written,
         "journal": report.journal,
+        "left_behind": report.left_behind,
         "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
     }
 
 
-def _tell(report: RekeyReport, seconds: float) -> None:
+def _tell(report: RotationReport, seconds: float) -> None:
     say_failures([(file.path, file.error) for file in report.failures if file.error is not None])
-    total = sum(report.counts.values())
-    parts = [f"{report.counts[outcome]:,} {outcome.value}" for outcome in RekeyOutcome if report.counts[outcome]]
-    files = f"{total:,} {'file' if total == 1 else 'files'}: {', '.join(parts)}" if total else "No Parquet files"
-    say(f"{files}; {size_text(report.bytes_written)} written in {seconds:.1f} s.")
+    say_left_behind(report.left_behind)
+    say(f"{files_text(report.counts)}; {size_text(report.bytes_written)} written in {seconds:.1f} s.")
     if report.stopped_by is not None:
         say(f"Stopped: {error_text(report.stopped_by)}")

@@ -13,37 +13,39 @@ from parquet_keytools.cli.options import AadPrefixOption, ConfigOption, JsonOpti
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
-    from parquet_keytools.storage import FileLocation
+    from parquet_keytools.storage.locations import FileLocation
 
 FromOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--from", metavar="KEY", help="Move keys away from this master key, to the one of the --to that follows."
-    ),
+    typer.Option("--from", metavar="KEY", help="Move keys from this master key to the --to that follows."),
 ]
 ToOption = Annotated[
-    list[str] | None, typer.Option("--to", metavar="KEY", help="The master key that takes its place.")
+    list[str] | None, typer.Option("--to", metavar="KEY", help="The master key that replaces it.")
 ]
 ToConfigOption = Annotated[
     Path | None,
-    typer.Option("--to-config", metavar="FILE", help="Another configuration, whose KMS wraps from now on."),
+    typer.Option("--to-config", metavar="FILE", help="Another configuration, whose KMS re-wraps the keys."),
 ]
 OnlyOption = Annotated[
     list[str] | None,
-    typer.Option("--only-master-key", metavar="KEY", help="Rotate what this master key wraps. Repeatable."),
+    typer.Option(
+        "--only-master-key", metavar="KEY", help="Rotate only keys that this master key wraps. Repeatable."
+    ),
 ]
 OlderThanOption = Annotated[
     str | None,
-    typer.Option("--older-than", metavar="VERSION", help="Rotate what an older version of its master key wraps."),
+    typer.Option(
+        "--older-than", metavar="VERSION", help="Rotate only keys under older versions of their master key."
+    ),
 ]
 NewKeksOption = Annotated[
-    bool, typer.Option("--new-keks", help="Make fresh KEKs, after one leaked. DEKs stay: see rekey.")
+    bool, typer.Option("--new-keks", help="Make new KEKs, after a KEK leaked. DEKs stay: see rekey.")
 ]
 KeepOldOption = Annotated[
     bool | None,
     typer.Option("--keep-old/--no-keep-old", help="Keep the old keys beside the files, for --undo."),
 ]
-UndoOption = Annotated[bool, typer.Option("--undo", help="Put back the keys that --keep-old kept.")]
+UndoOption = Annotated[bool, typer.Option("--undo", help="Restore the keys that --keep-old kept.")]
 DropOldOption = Annotated[bool, typer.Option("--drop-old", help="Remove the keys that --keep-old kept.")]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Change nothing; tell what would change, and the KMS be asked for.")
@@ -53,12 +55,12 @@ JournalOption = Annotated[
     typer.Option(
         "--journal",
         metavar="FILE",
-        help="Where a run that is cut off leaves what it finished. Local folders keep their own without.",
+        help="Where a run that is cut off leaves what it made; not in PATH. Default: the folder of your state.",
     ),
 ]
 
 
-def run(
+def rotate_command(
     path: PathArgument,
     config: ConfigOption,
     table: TableOption = None,
@@ -76,10 +78,10 @@ def run(
     aad_prefix: AadPrefixOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Wrap the keys of files anew; their data stays as it is.
+    """Re-wrap the keys of files; their data stays as it is.
 
-    With the current version of their master keys, or with other master keys. A run that was cut off goes on when
-    it is called again in the same way.
+    The keys are re-wrapped under the current version of their master keys, or under other master keys. To continue
+    an interrupted run, give the same command again.
     """
     moves = moves_of(from_keys or [], to_keys or [])
     chosen = {
@@ -153,7 +155,7 @@ def _refuse(option: str, others: dict[str, bool]) -> None:
 def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any], *, as_json: bool) -> None:
     from parquet_keytools.cli.output import FilesDocument
     from parquet_keytools.cli.progress import file_counter
-    from parquet_keytools.cli.rotation_report import RotationTally, exit_with, file_document
+    from parquet_keytools.cli.rotation_report import RotationTally, exit_with, rotation_document
     from parquet_keytools.rotation.report import FileRotation
 
     tally = RotationTally()
@@ -164,7 +166,7 @@ def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any],
                 count(file)
                 tally.add(file)
                 if as_json:
-                    document.add(file_document(file))
+                    document.add(rotation_document(file))
 
             report = keytools.rotate(location, keep_results=False, on_file=on_file, **options)
         document.end(tally.document(report))
@@ -176,23 +178,31 @@ def _undo(
     keytools: Keytools, location: FileLocation, table: str | None, aad_prefix: str | None, *, as_json: bool
 ) -> None:
     from parquet_keytools.cli.output import FilesDocument
-    from parquet_keytools.cli.rotation_report import RotationTally, exit_with, file_document
+    from parquet_keytools.cli.rotation_report import RotationTally, exit_with, rotation_document
 
     report = keytools.undo_rotation(location, table_name=table, aad_prefix=aad_prefix)
     tally = RotationTally()
     with FilesDocument(wanted=as_json) as document:
         for file in report.files:
             tally.add(file)
-            document.add(file_document(file))
+            document.add(rotation_document(file))
         document.end(tally.document(report))
     tally.tell(report)
     exit_with(report)
 
 
 def _drop_old(keytools: Keytools, location: FileLocation, *, as_json: bool) -> None:
+    from parquet_keytools.cli.exit_status import ExitStatus
     from parquet_keytools.cli.output import print_json, say
+    from parquet_keytools.cli.rotation_report import MOST_FAILURES_SHOWN
 
-    dropped = keytools.drop_old_keys(location)
+    left: list[tuple[str, str]] = []
+    dropped = keytools.drop_old_keys(location, on_left=lambda path, why: left.append((path, why)))
     if as_json:
-        print_json({"dropped": dropped})
+        print_json({"dropped": dropped} | ({"left": [path for path, _ in left]} if left else {}))
     say(f"Removed {dropped} files with old keys.")
+    for path, why in left[:MOST_FAILURES_SHOWN]:
+        say(f"Not removed: {path}: {why}.")
+    if left:
+        say(f"{len(left)} not removed: check them, and remove them by hand.")
+        raise typer.Exit(ExitStatus.NO)

@@ -12,12 +12,12 @@ import typer
 from parquet_keytools.cli.exit_status import ExitStatus
 from parquet_keytools.cli.failures import error_text, status_of
 from parquet_keytools.cli.output import print_table, say, size_text
-from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, Outcome, RotationReport
+from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, RotationOutcome, RotationReport
 
 MOST_FAILURES_SHOWN = 20
 
 
-def file_document(file: FileRotation) -> dict[str, Any]:
+def rotation_document(file: FileRotation) -> dict[str, Any]:
     """Return what became of a file as a document of JSON."""
     return {
         "path": file.path,
@@ -45,6 +45,14 @@ def say_failures(failures: list[tuple[str, Exception]]) -> None:
         say(f"Failed: {text}" if path in text else f"Failed: {path}: {text}")
     if len(failures) > MOST_FAILURES_SHOWN:
         say(f"Failed: {len(failures) - MOST_FAILURES_SHOWN} more; --json lists all.")
+
+
+def say_left_behind(left_behind: list[str]) -> None:
+    """Tell what stays in a store because it could not be removed, or looked for."""
+    for text in left_behind[:MOST_FAILURES_SHOWN]:
+        say(f"Left behind: {text}.")
+    if len(left_behind) > MOST_FAILURES_SHOWN:
+        say("Left behind: more; --json lists it.")
 
 
 def failure_status(errors: list[Exception]) -> ExitStatus:
@@ -80,7 +88,7 @@ class RotationTally:
         for change in file.keys:
             self._changes[_names(change)] += change.keys
             self._files[_names(change)] += 1
-        if file.outcome is Outcome.NOTHING_TO_ROTATE:
+        if file.outcome is RotationOutcome.NOTHING_TO_ROTATE:
             self._reasons[file.how] += 1
 
     def document(self, report: RotationReport) -> dict[str, Any]:
@@ -98,6 +106,8 @@ class RotationTally:
             "kms_calls": asdict(report.kms_calls),
             "expected_kms_calls": asdict(report.expected_kms_calls) if report.dry_run else None,
             "journal": report.journal,
+            "ignored_journal": report.ignored_journal,
+            "left_behind": report.left_behind,
             "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
         }
 
@@ -106,9 +116,14 @@ class RotationTally:
         if self._changes:
             self._show_keys(report)
         say_failures([(file.path, file.error) for file in report.failures if file.error is not None])
+        say_left_behind(report.left_behind)
         if report.journal_in_use:
-            say("Another run holds the journal: this one went without.")
-        say(f"{_files_text(report.counts)}{self._reasons_text()} in {time.monotonic() - self._started:.1f} s.")
+            say("Another run uses the journal, so this run has none.")
+        if report.no_journal:
+            say(f"Without a journal, a run that is cut off begins again with all files: {report.no_journal}")
+        if report.ignored_journal is not None:
+            say(f"{report.ignored_journal} is from a former version and is not read. Remove it.")
+        say(f"{files_text(report.counts)}{self._reasons_text()} in {time.monotonic() - self._started:.1f} s.")
         if report.dry_run:
             say(f"Nothing was changed. The rotation would ask the KMS {_calls_text(report.expected_kms_calls)}.")
         else:
@@ -118,7 +133,7 @@ class RotationTally:
         if report.stopped_by is not None:
             say(f"Stopped: {error_text(report.stopped_by)}")
             if report.journal is not None:
-                say(f"The same command goes on where this one ended: {report.journal} says where.")
+                say(f"To continue, give the same command again: {report.journal} says where.")
 
     def _sorted(self) -> list[tuple[str, str, str | None, str | None]]:
         return sorted(self._changes, key=lambda names: tuple(name or "" for name in names))
@@ -145,11 +160,12 @@ def _names(change: KeyChange) -> tuple[str, str, str | None, str | None]:
     return change.master_key_id, change.new_master_key_id, change.version, change.new_version
 
 
-def _files_text(counts: Counter[Outcome]) -> str:
+def files_text(counts: Counter[RotationOutcome]) -> str:
+    """Return how many files had each outcome."""
     total = sum(counts.values())
     if not total:
         return "No Parquet files"
-    parts = ", ".join(f"{counts[outcome]:,} {outcome.value}" for outcome in Outcome if counts[outcome])
+    parts = ", ".join(f"{counts[outcome]:,} {outcome.value}" for outcome in RotationOutcome if counts[outcome])
     return f"{total:,} {'file' if total == 1 else 'files'}: {parts}"
 
 

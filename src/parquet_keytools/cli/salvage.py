@@ -10,9 +10,9 @@ from parquet_keytools.cli.exit_status import ExitStatus
 from parquet_keytools.cli.file_work import convert_files
 from parquet_keytools.cli.output import say
 from parquet_keytools.cli.verify_report import loss_text
-from parquet_keytools.conformance.printable import printable
+from parquet_keytools.conformance.salvage import SalvageResult
 from parquet_keytools.keytools import Keytools
-from parquet_keytools.salvage import SalvageResult
+from parquet_keytools.storage.printable import printable
 
 
 def salvage_files(
@@ -22,6 +22,7 @@ def salvage_files(
     *,
     table: str | None,
     aad_prefix: str | None,
+    mode: int | None,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -33,7 +34,9 @@ def salvage_files(
     results: list[SalvageResult] = []
 
     def convert(source: str, target: str, **options: Any) -> SalvageResult:
-        result = keytools.salvage_file(source, target, table_name=table, aad_prefix=aad_prefix, **options)
+        result = keytools.salvage_file(
+            source, target, table_name=table, aad_prefix=aad_prefix, mode=mode, **options
+        )
         results.append(result)
         return result
 

@@ -16,6 +16,7 @@ import typer
 from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
+    IgnorePassedOverOption,
     JsonOption,
     OverwriteOption,
     SourceArgument,
@@ -55,20 +56,20 @@ MasterOption = Annotated[
         "--master",
         metavar="URL",
         help="Spark's master, such as spark://host:7077, yarn or local[4]. "
-        "Without it, what spark-submit or Spark's own settings say, else all cores of this machine.",
+        "Default: that of spark-submit or Spark's own settings, else all cores of this machine.",
     ),
 ]
 SettingOption = Annotated[
     list[str] | None,
-    typer.Option("--conf", metavar="NAME=VALUE", help="A setting of Spark. May be given several times."),
+    typer.Option("--conf", metavar="NAME=VALUE", help="A Spark setting. Repeatable."),
 ]
 TasksOption = Annotated[
-    int | None, typer.Option("--max-tasks", metavar="N", min=1, help="No more tasks than these.")
+    int | None, typer.Option("--max-tasks", metavar="N", min=1, help="Maximum number of tasks.")
 ]
 FileOnNodesOption = Annotated[
     str | None,
     typer.Option(
-        "--file-on-nodes", metavar="FILE", help="The YAML file on every node, if it is not to be sent there."
+        "--file-on-nodes", metavar="FILE", help="The path of the YAML file on every node, instead of sending it."
     ),
 ]
 
@@ -76,7 +77,7 @@ _MOST_SHOWN = 20
 
 
 @app.command("encrypt")
-def encrypt(
+def encrypt_with_spark(
     source: SourceArgument,
     target: TargetArgument,
     config: ConfigOption,
@@ -93,7 +94,7 @@ def encrypt(
 ) -> None:
     """Encrypt the Parquet files of a folder.
 
-    A run that was cut off goes on when it is called again. DST has _SUCCESS when every file is there.
+    To continue an interrupted run, give the same command again. DST has _SUCCESS when every file is there.
     """
     with _session(master, conf) as session:
         from parquet_keytools.spark import pipelines
@@ -113,7 +114,7 @@ def encrypt(
 
 
 @app.command("rotate")
-def rotate(
+def rotate_with_spark(
     path: PathArgument,
     config: ConfigOption,
     from_keys: FromOption = None,
@@ -132,9 +133,9 @@ def rotate(
     file_on_nodes: FileOnNodesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Wrap the keys of files anew; their data stays as it is.
+    """Re-wrap the keys of files; their data stays as it is.
 
-    Each distinct wrapped key is wrapped anew once, however many files have it.
+    Each distinct wrapped key is re-wrapped once, however many files have it.
     """
     moves = moves_of(from_keys or [], to_keys or [])
     with _session(master, conf) as session:
@@ -160,7 +161,7 @@ def rotate(
 
 
 @app.command("rekey")
-def rekey(
+def rekey_with_spark(
     path: PathArgument,
     config: ConfigOption,
     table: TableOption = None,
@@ -171,7 +172,7 @@ def rekey(
     file_on_nodes: FileOnNodesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Encrypt files anew in their place, with new data keys."""
+    """Re-encrypt files in place, with new data keys."""
     with _session(master, conf) as session:
         from parquet_keytools.spark import pipelines
 
@@ -188,7 +189,7 @@ def rekey(
 
 
 @app.command("verify")
-def verify(
+def verify_with_spark(
     path: PathArgument,
     config: ConfigOption,
     table: TableOption = None,
@@ -221,7 +222,7 @@ def verify(
 
 
 @app.command("keys")
-def keys(
+def keys_with_spark(
     path: PathArgument,
     config: ConfigOption,
     table: TableOption = None,
@@ -230,6 +231,7 @@ def keys(
     conf: SettingOption = None,
     max_tasks: TasksOption = None,
     file_on_nodes: FileOnNodesOption = None,
+    ignore_passed_over: IgnorePassedOverOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """List which master keys the files depend on."""
@@ -244,6 +246,7 @@ def keys(
             aad_prefix=aad_prefix,
             file_on_nodes=file_on_nodes,
             max_tasks=max_tasks,
+            ignore_passed_over=ignore_passed_over,
         )
         if not as_json:
             _say_keys(report)
@@ -286,7 +289,7 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
         # A traceback would end with the status that means that something was checked, and is not in order.
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigurationError(
-            f"Spark does not start: {reason}", hint="Check --master and --conf; what Spark itself says is above."
+            f"Spark did not start: {reason}", hint="Check --master and --conf; what Spark itself says is above."
         ) from None
     session.sparkContext.setLogLevel("ERROR")
     try:

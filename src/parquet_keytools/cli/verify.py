@@ -15,7 +15,9 @@ from parquet_keytools.cli.options import AadPrefixOption, JsonOption, PathArgume
 
 OptionalConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="The YAML configuration: its keys and what its table wants."),
+    typer.Option(
+        "--config", metavar="FILE", help="The YAML configuration: its keys, and the table to compare with."
+    ),
 ]
 PartsOption = Annotated[
     int | None,
@@ -23,7 +25,7 @@ PartsOption = Annotated[
 ]
 
 
-def run(
+def verify_command(
     path: PathArgument,
     config: OptionalConfigOption = None,
     table: TableOption = None,
@@ -37,17 +39,17 @@ def run(
     and the file is compared with what its table wants. A folder is checked as one data set. The exit status is 0
     only if everything that was asked for was checked and conforms.
     """
-    from parquet_keytools import file_verification
     from parquet_keytools.cli.exit_status import ExitStatus
     from parquet_keytools.cli.file_argument import location_of
     from parquet_keytools.cli.output import print_json
     from parquet_keytools.cli.progress import file_counter
     from parquet_keytools.cli.verify_report import say_data_set, say_file
-    from parquet_keytools.conformance.report_document import data_set_document, file_document
+    from parquet_keytools.conformance import verification
+    from parquet_keytools.conformance.report import data_set_document, file_document
     from parquet_keytools.keytools import Keytools
 
     if table is not None and config is None:
-        raise typer.BadParameter("the table is one of a configuration: give --config, too.")
+        raise typer.BadParameter("--table needs --config.")
     location = location_of(path, "PATH")
     kind = location.info().type.name
     if parts is not None and kind == "File":
@@ -55,8 +57,8 @@ def run(
     if kind == "NotFound":
         raise FileNotFoundError(errno.ENOENT, "no such file or folder", path)
     with contextlib.ExitStack() as stack:
-        verify_folder = partial(file_verification.verify_folder, None)
-        verify_file = partial(file_verification.verify_file, None)
+        verify_folder = partial(verification.verify_folder, None)
+        verify_file = partial(verification.verify_file, None)
         if config is not None:
             keytools = stack.enter_context(Keytools.from_yaml(config))
             if table is not None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import typer
 
 from parquet_keytools.cli.output import say
-from parquet_keytools.conformance.printable import printable
 from parquet_keytools.conformance.report import (
     Damage,
     DataSetReport,
@@ -20,6 +19,7 @@ from parquet_keytools.conformance.report import (
     Verdict,
 )
 from parquet_keytools.conformance.rules import Rule, Severity
+from parquet_keytools.storage.printable import printable
 
 _MOST_FINDINGS = 5
 _MOST_LOSSES = 20
@@ -29,7 +29,7 @@ _COLOURS = {Severity.VIOLATION: "red", Severity.WEAKNESS: "yellow", Severity.NOT
 _VERDICTS = {
     Verdict.CONFORMS: ("conforms", "green"),
     Verdict.VIOLATED: ("DOES NOT CONFORM", "red"),
-    Verdict.INCOMPLETE: ("NOT ALL COULD BE CHECKED", "yellow"),
+    Verdict.INCOMPLETE: ("COULD NOT BE FULLY CHECKED", "yellow"),
 }
 
 
@@ -44,7 +44,7 @@ def say_file(report: FileReport) -> None:
         _say_damage(report.damage)
     counts = Counter(result.outcome for result in report.rules)
     say(f"  rules: {', '.join(f'{counts[outcome]} {outcome.value}' for outcome in Outcome if counts[outcome])}")
-    _say_verdict(report.verdict, with_keys=report.with_keys)
+    _say_verdict(report.verdict, with_keys=report.with_keys, with_table=report.table is not None)
 
 
 def say_data_set(report: DataSetReport) -> None:
@@ -63,13 +63,15 @@ def say_data_set(report: DataSetReport) -> None:
     verdicts = Counter(file.verdict for file in report.files)
     counts = ", ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in Verdict if verdicts[verdict])
     say(f"  files: {counts or 'none'}")
-    _say_verdict(report.verdict, with_keys=all(file.with_keys for file in report.files))
+    with_keys = all(file.with_keys for file in report.files)
+    _say_verdict(report.verdict, with_keys=with_keys, with_table=all(file.table for file in report.files))
 
 
 def _say_conforming(files: Sequence[FileReport]) -> None:
     """Tell once what is broken in many files: they mostly come from one writer."""
     for file in files[:_MOST_CONFORMING]:
-        say(f"{printable(file.path)}: {_verdict_text(file.verdict, with_keys=file.with_keys)}")
+        verdict = _verdict_text(file.verdict, with_keys=file.with_keys, with_table=file.table is not None)
+        say(f"{printable(file.path)}: {verdict}")
     if len(files) > _MOST_CONFORMING:
         say(f"{len(files) - _MOST_CONFORMING:,} more conform; --json lists all.")
     broken: dict[Rule, int] = Counter(
@@ -85,14 +87,16 @@ def _heading(rule: Rule) -> str:
     return f"{label} {rule.id} (section {rule.section}) is broken"
 
 
-def _say_verdict(verdict: Verdict, *, with_keys: bool) -> None:
-    say(f"  {_verdict_text(verdict, with_keys=with_keys)}")
+def _say_verdict(verdict: Verdict, *, with_keys: bool, with_table: bool) -> None:
+    say(f"  {_verdict_text(verdict, with_keys=with_keys, with_table=with_table)}")
 
 
-def _verdict_text(verdict: Verdict, *, with_keys: bool) -> str:
+def _verdict_text(verdict: Verdict, *, with_keys: bool, with_table: bool) -> str:
     text, colour = _VERDICTS[verdict]
     if not with_keys:
-        text += " as far as can be seen without keys; nothing was authenticated"
+        text += " as far as visible without keys; nothing was authenticated"
+    elif not with_table:
+        text += "; nothing was compared with a table"
     return typer.style(text, fg=colour, bold=True)
 
 

@@ -72,6 +72,10 @@ def _checked_template(text: str) -> str:
             "template",
             "the only placeholders are {file_name} and {table_name}; a literal brace is doubled.",
         )
+    if "\0" in text:
+        raise PydanticCustomError(
+            "template", "an AAD prefix contains no NUL: parquet-keytools writes one to mark its end."
+        )
     return text
 
 

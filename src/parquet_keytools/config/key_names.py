@@ -43,11 +43,21 @@ def resolve_key(configuration: Configuration, name: str) -> KeyReference:
 
 
 def configured_master_key_ids(configuration: Configuration) -> frozenset[str]:
-    """Return the identifiers of all master keys that a configuration names."""
-    used = {name for table in configuration.tables.values() for _, name in table.key_uses()}
+    """Return the identifiers of all master keys that a configuration names.
+
+    Which of them a file may be under is a matter of its table.
+    """
+    used = {name for table in configuration.tables.values() for _, name in table.key_names()}
     references = [_lookup(configuration, name) for name in used]
     in_tables = {found.master_key_id for found in references if isinstance(found, MasterKeyReference)}
-    return frozenset(in_tables | set(configuration.master_keys.values()))
+    moved = {new for pair in moved_master_key_ids(configuration) for new in pair}
+    return frozenset(in_tables | moved | set(configuration.master_keys.values()))
+
+
+def moved_master_key_ids(configuration: Configuration) -> list[tuple[str, str]]:
+    """Return the identifiers of the old and the new master key of each move under `rotation`."""
+    names = configuration.master_keys
+    return [(names.get(old, old), names.get(new, new)) for old, new in configuration.rotation.moves.items()]
 
 
 def check_key_names(configuration: Configuration, known_master_key_ids: frozenset[str] | None = None) -> None:
@@ -66,7 +76,7 @@ def check_key_names(configuration: Configuration, known_master_key_ids: frozense
     for name in sorted(configuration.data_keys.keys() & (known or ())):
         mistakes.append(Mistake(("data_keys", name), "a master key in the KMS has this name too."))
     for table_name, table in configuration.tables.items():
-        for path, name in table.key_uses():
+        for path, name in table.key_names():
             mistakes += _checked_use(configuration, known, ("tables", table_name, *path), name)
         mistakes += _without_effect(configuration, table_name, table)
     if mistakes:
@@ -123,7 +133,7 @@ def _unknown(configuration: Configuration, name: str, known: frozenset[str]) -> 
     """Return message and hint for a name that means no key."""
     places = "master_keys, data_keys, or the KMS" if configuration.kms else "data_keys, and there is no kms"
     names = {*configuration.master_keys, *configuration.data_keys, *known}
-    return f"no key is named {name!r} in {places}.", did_you_mean(name, names) or one_of(names)
+    return f"there is no key {name!r} in {places}.", did_you_mean(name, names) or one_of(names)
 
 
 def _without_effect(configuration: Configuration, table_name: str, table: TableSettings) -> Iterator[Mistake]:

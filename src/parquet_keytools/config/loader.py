@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,8 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from parquet_keytools.config.document_source import DocumentSource, redacted
-from parquet_keytools.config.environment import expand
+from parquet_keytools.config.document_source import DocumentSource, expand, redacted
 from parquet_keytools.config.key_names import check_key_names
 from parquet_keytools.config.mistakes import Mistake, configuration_error, did_you_mean, one_of
 from parquet_keytools.config.settings import Configuration, ConfigurationWarning
@@ -85,8 +85,8 @@ def restore_configuration(source: DocumentSource) -> Configuration:
         message = "a configuration with secrets in it was sent here, and its file cannot be used here:"
         raise ConfigurationError(f"{message} {error}", file=source.file, hint=hint) from None
     if configuration._source is None or configuration._source.document != source.document:
-        message = "the configuration has changed since it was sent here."
-        raise ConfigurationError(message, file=source.file, hint=f"Start anew. {hint}")
+        message = "the configuration changed after it was sent here."
+        raise ConfigurationError(message, file=source.file, hint=f"Start again. {hint}")
     configuration._source = replace(configuration._source, file=source.file)
     return configuration
 
@@ -107,6 +107,7 @@ def _load(
     try:
         with Path(file).open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)
+            exposed_to = _exposed_to(os.fstat(stream.fileno()))
     except OSError as error:
         reason = {
             FileNotFoundError: "there is no such file.",
@@ -114,8 +115,21 @@ def _load(
         }.get(type(error), f"the file cannot be read: {error.strerror}.")
         unreadable = ConfigurationError(reason, file=os.fspath(file))
     else:
-        return _parse(content, file, environment, kms)
+        configuration = _parse(content, file, environment, kms)
+        if configuration._source is not None:
+            configuration._source = replace(configuration._source, exposed_to=exposed_to)
+        return configuration
     raise unreadable
+
+
+def _exposed_to(found: os.stat_result) -> str:
+    """Return who may read a file beside this user and the superuser."""
+    if found.st_mode & stat.S_IROTH:
+        return "everybody on this machine"
+    if found.st_mode & stat.S_IRGRP:
+        return "its group"
+    # Who owns a file can change its permissions.
+    return "" if found.st_uid in (0, os.geteuid()) else "its owner, another user,"
 
 
 def _parse(
@@ -179,7 +193,7 @@ def _build(
 
 
 def _kms_settings(document: Any) -> tuple[KmsSettings | None, list[Mistake]]:
-    """Return what the KMS's own class makes of what stands under `kms`, and the mistakes in it."""
+    """Return what the KMS's own class makes of the settings under `kms`, and the mistakes in it."""
     broken = KmsSettings(type="unknown")
     if document is None or isinstance(document, KmsSettings):
         return document, []

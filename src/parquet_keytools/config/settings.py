@@ -1,4 +1,7 @@
-"""What a configuration says, typed and validated. Instances are frozen and may be shared by threads."""
+"""What a configuration says, typed and validated, and as a JSON Schema for editors.
+
+Instances are frozen and may be shared by threads.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, SerializeAsAny, StrictBool, model_validator
+from pydantic.json_schema import models_json_schema
 
 from parquet_keytools.config.document_source import DocumentSource, Redacted
 from parquet_keytools.config.field_types import (
@@ -26,9 +30,10 @@ from parquet_keytools.config.mistakes import (
     one_of,
     yaml_path_text,
 )
-from parquet_keytools.config.table_settings import TableSettings
+from parquet_keytools.config.table_settings import TableSettings, prefixes_that_begin_another
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsSettings
+from parquet_keytools.kms.registry import client_class, known_names
 
 __all__ = [
     "Configuration",
@@ -63,11 +68,16 @@ class ReadingSettings(Settings):
     )
     ctr_files: Literal["allow", "reject"] = Field(
         default="allow",
-        description="What happens to files of AES_GCM_CTR_V1, whose page data is not authenticated.",
+        description="What happens to files encrypted with AES_GCM_CTR_V1, whose page data is not authenticated.",
     )
     denied_columns: Literal["error", "hide"] = Field(
         default="error",
-        description="What happens to columns whose keys the KMS refuses. Whatever else fails is always an error.",
+        description="What happens to columns whose keys the KMS refuses. Any other failure is always an error.",
+    )
+    file_unique_lengths: Literal["exact", "any"] = Field(
+        default="exact",
+        description="Lengths of the file unique where an AAD prefix is expected: exactly 8 bytes, or any, for "
+        "files of writers that use others. With any, no prefix of a table may be the beginning of another.",
     )
     cache_lifetime_seconds: Seconds = Field(
         default=600, description="How long unwrapped KEKs are kept for reading, in seconds; 0 keeps none."
@@ -78,12 +88,12 @@ class ReadingSettings(Settings):
 
 
 class RotationSettings(Settings):
-    """What a rotation does unless it is told otherwise."""
+    """Defaults of rotations."""
 
     moves: dict[KeyName, KeyName] = Field(
         default={},
-        description="Name of a master key to the one of the same KMS that takes its place. Then other master keys "
-        "stay as they are.",
+        description="Name of a master key to the one of the same KMS that replaces it. Keys under other master "
+        "keys then stay.",
     )
     keep_old: StrictBool = Field(
         default=False, description="Keep the old keys beside the files, so that the rotation can be undone."
@@ -93,11 +103,11 @@ class RotationSettings(Settings):
 class Configuration(Settings):
     """A whole configuration; `load_configuration` makes it from a YAML file.
 
-    It pickles without its secrets, for worker processes: there environment variables are expanded anew, and
+    It pickles without its secrets, for worker processes: there environment variables are expanded again, and
     secrets that stand in the file are read from the file again.
     """
 
-    version: Version = Field(description="Version of this form of configuration.")
+    version: Version = Field(description="Version of the configuration format.")
     kms: SerializeAsAny[KmsSettings] | None = Field(
         default=None, description="The KMS that holds the master keys."
     )
@@ -109,11 +119,14 @@ class Configuration(Settings):
     )
     tables: dict[Text, TableSettings] = Field(default={}, description="Name of a table to its settings.")
     reading: ReadingSettings = Field(default=ReadingSettings(), description="How files are read.")
-    rotation: RotationSettings = Field(
-        default=RotationSettings(), description="What a rotation does unless it is told otherwise."
-    )
+    rotation: RotationSettings = Field(default=RotationSettings(), description="Defaults of rotations.")
 
     _source: DocumentSource | None = PrivateAttr(default=None)
+
+    @property
+    def source(self) -> DocumentSource | None:
+        """The document that it was made from, without its secrets; None where it was put together in Python."""
+        return self._source
 
     @property
     def folder(self) -> Path:
@@ -134,12 +147,23 @@ class Configuration(Settings):
         if name is None:
             if len(self.tables) == 1:
                 return next(iter(self.tables.items()))
-            message = f"there are {len(self.tables)} tables, so the one that is meant has to be named."
-            raise self.error_for([Mistake(("tables",), message, one_of(self.tables))])
+            message = f"there are {len(self.tables)} tables, so name the one that you mean."
+            hint = f"Use table_name=, or --table on the command line. {one_of(self.tables)}" if self.tables else ""
+            raise self.error_for([Mistake(("tables",), message, hint)])
         if name not in self.tables:
             hint = did_you_mean(name, self.tables) or one_of(self.tables)
             raise self.error_for([Mistake(("tables",), f"there is no table {name!r}.", hint)])
         return name, self.tables[name]
+
+    def table_of_files(self, name: str | None = None) -> str | None:
+        """Return the name of the table that files to be read are of; None where there are no tables at all.
+
+        Raises:
+            ConfigurationError: There is no such table, or several to choose from.
+        """
+        if name is None and not self.tables:
+            return None
+        return self.select_table(name)[0]
 
     def error_for(self, mistakes: Sequence[Mistake]) -> ConfigurationError:
         """Make the one error that reports all mistakes, with file and lines where these are known."""
@@ -171,7 +195,24 @@ class Configuration(Settings):
             if name not in self.data_keys:
                 hint = did_you_mean(name, self.data_keys)
                 yield Mistake(use, f"no key under data_keys is named {name!r}.", hint)
+        yield from self._ambiguous_prefixes()
         yield from self._impossible_moves()
+
+    def _ambiguous_prefixes(self) -> Iterator[Mistake]:
+        templates = {name: table.aad_prefix for name, table in self.tables.items() if table.aad_prefix is not None}
+        for name, template in templates.items():
+            if "\0" in template.format(table_name=name, file_name=""):
+                yield Mistake(("tables", name), "an AAD prefix contains no NUL, and the name of the table does.")
+        if self.reading.file_unique_lengths != "any":
+            return
+        for name, longer in prefixes_that_begin_another(templates):
+            other = "of another file" if name == longer else f"of the table {longer!r}"
+            yield Mistake(
+                ("tables", name, "aad_prefix"),
+                f"it may be the beginning of the prefix {other}, and with `file_unique_lengths: any` one file "
+                "could be presented as the other.",
+                "End it with `/`, which no name of a file contains; or leave file_unique_lengths at `exact`.",
+            )
 
     def _impossible_moves(self) -> Iterator[Mistake]:
         moves = self.rotation.moves
@@ -190,9 +231,13 @@ class Configuration(Settings):
                 yield Mistake(path, f"the master key {old!r} is to be moved and is the target of a move.", hint)
 
     def _doubts(self) -> Iterator[Mistake]:
+        if self._source is not None and self._source.exposed_to and (secrets := self._source.redacted_paths):
+            message = f"this secret is in the file itself, which {self._source.exposed_to} may read."
+            hint = "Put it into an environment variable or a file of its own, or run: chmod 600 on this file."
+            yield Mistake(secrets[0], message, hint)
         for name, table in self.tables.items():
             if table.algorithm == "AES_GCM_CTR_V1":
-                message = "page data is not authenticated: whoever changes encrypted values goes unnoticed."
+                message = "page data is not authenticated: changes to encrypted values go undetected."
                 yield Mistake(("tables", name, "algorithm"), message, "AES_GCM_V1 protects it.")
             if not table.column_keys and table.unlisted_columns == "plaintext":
                 what = "nothing is encrypted" if table.plaintext_footer else "only the footer is encrypted"
@@ -221,7 +266,7 @@ class Configuration(Settings):
         if self._source.document.get("kms") is Redacted.SECRET:
             raise ConfigurationError(
                 "a configuration that was made for a KMS client in this process cannot be pickled.",
-                hint="Say under `kms:` in the configuration how to make the client.",
+                hint="Describe the KMS under `kms:` in the configuration instead.",
             )
         redacted = self._source.redacted_paths
         if redacted and self._source.path is None:
@@ -232,3 +277,65 @@ class Configuration(Settings):
                 "configuration from a YAML file that every worker can read.",
             )
         return restore_configuration, (self._source,)
+
+
+_ABOUT = {
+    "title": "parquet-keytools",
+    "description": "Which column of which table is protected by which key. In texts, ${NAME} stands for an "
+    "environment variable.",
+}
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def configuration_json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of a whole configuration.
+
+    By their `type` it knows the fields of all KMS clients that are installed; any other type may be a plug-in
+    of another machine, whose fields it does not check. Rules over several fields are beyond it.
+    """
+    settings = _installed_settings()
+    references, shared = models_json_schema(
+        [(Configuration, "validation"), *((model, "validation") for model in settings.values())]
+    )
+    definitions: dict[str, Any] = shared["$defs"]
+    schema = definitions.pop("Configuration")
+    schema["properties"]["kms"] = _kms_schema(
+        {name: references[model, "validation"] for name, model in settings.items()},
+        description=schema["properties"]["kms"]["description"],
+    )
+    definitions.pop("KmsSettings", None)
+    return {"$schema": DIALECT, **schema, **_ABOUT, "$defs": definitions}
+
+
+def _installed_settings() -> dict[str, type[KmsSettings]]:
+    settings = {}
+    for name in known_names():
+        try:
+            settings[name] = client_class(name).Settings
+        except ConfigurationError:
+            # It is there but cannot be imported: then it is like a plug-in of another machine.
+            continue
+    return settings
+
+
+def _kms_schema(variants: dict[str, Any], *, description: str) -> dict[str, Any]:
+    """Return a schema that chooses by `type`; with if and then, editors name the one field that is wrong."""
+    return {
+        "description": description,
+        "type": ["object", "null"],
+        "properties": {
+            "type": {
+                "description": "Name of the KMS client.",
+                "type": "string",
+                "anyOf": [{"enum": sorted(variants)}, {}],
+            }
+        },
+        "required": ["type"],
+        "allOf": [
+            {
+                "if": {"type": "object", "properties": {"type": {"const": name}}, "required": ["type"]},
+                "then": variant,
+            }
+            for name, variant in variants.items()
+        ],
+    }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import string
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool, model_validator
@@ -28,6 +29,11 @@ class TableSettings(Settings):
         description="Name of a key to the columns under it: dotted paths of leaf columns, parents of nested "
         "columns, or globs with * and ?.",
     )
+    also_trusted: tuple[KeyName, ...] = Field(
+        default=(),
+        description="Names of keys that files of this table may be under in place of any key that it names, such "
+        "as keys from before a change of the table. Nothing new is encrypted with them.",
+    )
     unlisted_columns: Literal["plaintext", "footer_key"] = Field(
         default="plaintext", description="What happens to columns that no key lists."
     )
@@ -36,9 +42,19 @@ class TableSettings(Settings):
         description="Sign the footer instead of encrypting it: tools without keys then read the schema and "
         "the plaintext columns.",
     )
+    plaintext_footer_key_values: Literal["drop", "refuse"] = Field(
+        default="drop",
+        description="What happens, with plaintext_footer, to key-value metadata of the file that may hold values "
+        "of encrypted columns (pandas, geo, all that is not known to say the schema only): it is left out with a "
+        "warning, or the file is refused.",
+    )
+    plaintext_footer_keys: tuple[Text, ...] = Field(
+        default=(),
+        description="Keys of key-value metadata that a plaintext footer shows with their whole values.",
+    )
     algorithm: Literal["AES_GCM_V1", "AES_GCM_CTR_V1"] = Field(
         default="AES_GCM_V1",
-        description="AES_GCM_CTR_V1 does not authenticate page data: changes of it go unnoticed.",
+        description="AES_GCM_CTR_V1 does not authenticate page data: changes go undetected.",
     )
     # 128 is what pyarrow does throughout: its KEKs always have 128 bits, whatever the DEKs have. AES-128 is
     # not weak; 256 bits are for those whose rules ask for them.
@@ -58,7 +74,7 @@ class TableSettings(Settings):
     aad_prefix: AadPrefixTemplate | None = Field(
         default=None,
         description="AAD prefix, which ties a file to its name: a text, where {file_name} and {table_name} "
-        "stand for these.",
+        "stand for these. In the file it ends with NUL.",
     )
     store_aad_prefix: StrictBool = Field(
         default=True,
@@ -74,13 +90,22 @@ class TableSettings(Settings):
         return self.kek_length_bits or self.data_key_length_bits
 
     def key_uses(self) -> Iterator[tuple[YamlPath, str]]:
-        """Yield each use of a key: its path within the table, and the key's name."""
+        """Yield each key that new files are encrypted with: its path within the table, and the key's name."""
         yield ("footer_key",), self.footer_key
         for name in self.column_keys:
             yield ("column_keys", name), name
 
+    def key_names(self) -> Iterator[tuple[YamlPath, str]]:
+        """Yield each key that the table names, for new files or for those that are there."""
+        yield from self.key_uses()
+        for position, name in enumerate(self.also_trusted):
+            yield ("also_trusted", position), name
+
     def rendered_aad_prefix(self, *, table_name: str, file_name: str) -> str | None:
-        """Return the AAD prefix of one file, or None where the table has none."""
+        """Return the text of the AAD prefix of one file, or None where the table has none.
+
+        What is written has NUL at its end; `encryption.aad_prefix` says which forms are read.
+        """
         if self.aad_prefix is None:
             return None
         return self.aad_prefix.format(table_name=table_name, file_name=file_name)
@@ -88,8 +113,17 @@ class TableSettings(Settings):
     @model_validator(mode="after")
     def _check_rules(self) -> TableSettings:
         mistakes = list(self._listed_twice())
+        for position, name in enumerate(self.also_trusted):
+            if name in self.also_trusted[:position]:
+                mistakes.append(Mistake(("also_trusted", position), f"the key {name!r} is listed twice."))
         if not self.store_aad_prefix and self.aad_prefix is None:
             mistakes.append(Mistake(("store_aad_prefix",), "there is no aad_prefix that could be stored."))
+        if not self.plaintext_footer:
+            mistakes += [
+                Mistake((name,), "plaintext_footer is not set: an encrypted footer hides all metadata.")
+                for name in ("plaintext_footer_key_values", "plaintext_footer_keys")
+                if name in self.model_fields_set
+            ]
         if self.kek_length_bits is not None and not self.double_wrapping:
             mistakes.append(Mistake(("kek_length_bits",), "without double_wrapping there are no KEKs."))
         if mistakes:
@@ -106,3 +140,73 @@ class TableSettings(Settings):
                 again = "twice" if listed[pattern] == key_name else f"under the key {listed[pattern]!r} already"
                 path = ("column_keys", key_name, position)
                 yield Mistake(path, f"column {pattern!r} is listed {again}.")
+
+
+_NAME = None
+"""Stands for the name of a file: any characters, one at least, but `/` and NUL."""
+
+_Template = tuple[str | None, ...]
+
+
+def prefixes_that_begin_another(templates: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of tables: a prefix of the first can be the beginning of a longer one of the second.
+
+    Prefixes of one table are compared with each other, too. Without a fixed length of the file unique nothing else
+    tells the two apart: `part-1` begins `part-10`.
+
+    Args:
+        templates: Name of a table -> template of its AAD prefix.
+    """
+    parsed = {name: _parsed(template, name) for name, template in templates.items()}
+    for one, first in parsed.items():
+        for other, second in parsed.items():
+            if _can_begin(first, second):
+                yield one, other
+
+
+def _parsed(template: str, table_name: str) -> _Template:
+    """Return a template as characters and `_NAME`, as pairs of literals and placeholders of a format string."""
+    parts: list[str | None] = []
+    for literal, placeholder, _, _ in string.Formatter().parse(template):
+        parts += literal
+        if placeholder == "table_name":
+            parts += table_name
+        elif placeholder is not None:
+            parts.append(_NAME)
+    return tuple(parts)
+
+
+def _can_begin(one: _Template, other: _Template) -> bool:
+    """Return whether a rendering of one is the beginning of a longer rendering of the other.
+
+    Both are read at the same time, a character at a time. A place is a number of parts that are behind, and
+    whether the last of them is a name that may go on. Each name is taken for itself, also where a template has it
+    twice: that errs to the safe side.
+    """
+    seen = {((0, False), (0, False))}
+    waiting = list(seen)
+    while waiting:
+        first, second = waiting.pop()
+        if first[0] == len(one) and (second[0] < len(other) or second[1]):
+            return True
+        for part, next_first in _steps(one, first):
+            for other_part, next_second in _steps(other, second):
+                places = (next_first, next_second)
+                if _share_a_character(part, other_part) and places not in seen:
+                    seen.add(places)
+                    waiting.append(places)
+    return False
+
+
+def _steps(template: _Template, place: tuple[int, bool]) -> Iterator[tuple[str | None, tuple[int, bool]]]:
+    behind, may_go_on = place
+    if may_go_on:
+        yield _NAME, place
+    if behind < len(template):
+        yield template[behind], (behind + 1, template[behind] is _NAME)
+
+
+def _share_a_character(one: str | None, other: str | None) -> bool:
+    if one is _NAME or other is _NAME:
+        return "/" not in (one, other)
+    return one == other

@@ -108,7 +108,7 @@ def _explained(error: yaml.MarkedYAMLError) -> UnreadableYamlError:
     line = 1 if mark is None else mark.line + 1
     problem = error.problem or ""
     if "'\\t'" in problem:
-        return UnreadableYamlError("a tab stands where YAML allows only spaces.", line, "Indent with spaces.")
+        return UnreadableYamlError("there is a tab where YAML allows only spaces.", line, "Indent with spaces.")
     if "cannot start any token" in problem:
         return UnreadableYamlError("no text may start with this character.", line, _QUOTE)
     if "undefined alias" in problem:
@@ -118,7 +118,7 @@ def _explained(error: yaml.MarkedYAMLError) -> UnreadableYamlError:
         return UnreadableYamlError("a second document starts.", line, "A configuration is one document.")
     if "mapping values" in problem:
         hint = "Check the indentation, and put a text that contains `: ` in quotes."
-        return UnreadableYamlError("this is not valid YAML: a `:` stands where it cannot.", line, hint)
+        return UnreadableYamlError("this is not valid YAML: there is a `:` in a wrong place.", line, hint)
     # `{token: ${NAME}}`: there the brace begins a mapping.
     hint = "Within braces or brackets, put ${NAME} in quotes." if "got '{'" in problem else ""
     if error.context and error.context_mark:
@@ -192,7 +192,7 @@ class _Walk:
             if name is None or (merged and name in values):
                 continue
             if name in values:
-                self._mistake(name_node, (*path, name), f"this name stands on line {lines[name]} already.")
+                self._mistake(name_node, (*path, name), f"this name is already on line {lines[name]} already.")
                 continue
             lines[name] = self._document.lines[*path, name] = _line(name_node)
             values[name] = self.value(value_node, (*path, name), depth + 1)

@@ -14,13 +14,13 @@ from typing import NamedTuple
 from parquet_keytools.conformance.footer_rules import Column
 from parquet_keytools.conformance.module_check import AUTHENTICITY_RULES, check_padding
 from parquet_keytools.conformance.rule_book import RuleBook
-from parquet_keytools.encryption.aad import MAX_ORDINAL, ModuleType
+from parquet_keytools.encryption.aad import MAX_ORDINAL, ModulePlace, ModuleType
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, LENGTH_LENGTH, ModuleCipher
-from parquet_keytools.encryption.module_place import ModulePlace
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.structs import ColumnMetaData, PageHeader, Record
+from parquet_keytools.format.records import Record
+from parquet_keytools.format.structs import ColumnMetaData, PageHeader
 from parquet_keytools.format.thrift_compact import WireType
 
 _MIN_PLAINTEXT_HEADER_WINDOW = 4096

@@ -2,78 +2,134 @@
 
 from __future__ import annotations
 
-from urllib.parse import unquote
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from parquet_keytools.conformance.envelope import Envelope
-from parquet_keytools.conformance.expectation import Expectation, ExpectedTable
 from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, KeyUser, title_of
 from parquet_keytools.conformance.footer_rules import OpenFooter
+from parquet_keytools.conformance.opening import Expectation, ExpectedTable
 from parquet_keytools.conformance.rule_book import RuleBook
-from parquet_keytools.encryption.footer_columns import ColumnEncryption
-from parquet_keytools.encryption.footer_modes import FooterMode
-from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.conformance.rules import Scope
+from parquet_keytools.encryption.envelope import Envelope
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
+from parquet_keytools.errors import ConfigurationError, KeytoolsError, TableMismatch
+
+if TYPE_CHECKING:
+    from parquet_keytools.config.key_names import KeyReference
+    from parquet_keytools.files.table_check import SeenColumn
+
+_RULE_OF = {
+    "algorithm": "wanted-algorithm",
+    "footer key": "wanted-keys",
+    "column key": "wanted-keys",
+    "plaintext column": "wanted-encryption",
+}
 
 
-def check_configuration(
+def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: FileKeys, book: RuleBook) -> None:
+    """Compare what is visible of a file with what its table wants; this needs no key.
+
+    Args:
+        expectation: Says what the table wants.
+        envelope: What is visible of the file.
+        keys: Say which key key metadata means.
+        book: Where findings go.
+    """
+    table = expectation.table
+    if table is None:
+        if expectation.without_table:
+            book.scope_not_checked(Scope.CONFIGURATION, expectation.without_table)
+        return
+    is_hidden = envelope.mode is FooterMode.ENCRYPTED_FOOTER
+    book.check("wanted-footer", is_hidden or table.plaintext_footer, "the footer is in plaintext.")
+    if envelope.algorithm is None:
+        book.broken("wanted-algorithm", "the file is not encrypted, and the table has it encrypted.")
+        return
+    is_stored = envelope.aad_prefix is not None
+    book.check("wanted-prefix", table.stores_aad_prefix or not is_stored, "the prefix is stored.")
+    is_known, key = _key(FOOTER, envelope.key_metadata, keys, book)
+    found = table.check.footer_mismatches(envelope.algorithm, key)
+    _note(found if is_known else [mismatch for mismatch in found if mismatch.what == "algorithm"], book)
+    book.holds("wanted-algorithm", *(["wanted-keys"] if is_known else []))
+
+
+def check_table_of_columns(
     expectation: Expectation, envelope: Envelope, footer: OpenFooter, keys: FileKeys, book: RuleBook
 ) -> None:
-    """Compare a file with what its table wants.
+    """Compare the columns of a file with what its table wants.
 
     Args:
         expectation: Says what the table wants.
         envelope: What is visible of the file.
         footer: Its footer.
-        keys: Whose names and lengths are known by now.
+        keys: Whose lengths are known by now.
         book: Where findings go.
     """
-    if expectation.table_of is None:
+    table = expectation.table
+    if table is None:
         return
     try:
-        table = expectation.table_of([column.path for column in footer.columns])
+        table.check_columns([column.path for column in footer.columns])
+        book.holds("wanted-columns")
     except ConfigurationError as error:
+        # Readers take files of another schema, and compare the columns that are there: so the rest is done, too.
         book.broken("wanted-columns", str(error))
+    is_known, footer_key = _key(FOOTER, envelope.key_metadata, keys, book)
+    if envelope.algorithm is not None:
+        _check_length(FOOTER, footer_key, table, keys, book)
+    if not footer.row_groups or not is_known:
         return
-    book.holds("wanted-columns")
-    stated = "the file is not encrypted" if envelope.algorithm is None else f"it is {envelope.algorithm.value}"
-    message = f"{stated}, and {table.algorithm.value} is wanted."
-    book.check("wanted-algorithm", envelope.algorithm is table.algorithm, message)
-    is_hidden = envelope.mode is FooterMode.ENCRYPTED_FOOTER
-    book.check("wanted-footer", is_hidden or table.plaintext_footer, "the footer is in plaintext.")
-    if envelope.mode is not FooterMode.UNENCRYPTED:
-        is_stored = envelope.aad_prefix is not None
-        book.check("wanted-prefix", table.stores_aad_prefix or not is_stored, "the prefix is stored.")
-        _check_key(FOOTER, table.footer_key_name, table, keys, book)
-    if footer.row_groups:
-        _check_columns(footer, table, keys, book)
+    from parquet_keytools.files.table_check import SeenColumn
 
-
-def _check_columns(footer: OpenFooter, table: ExpectedTable, keys: FileKeys, book: RuleBook) -> None:
+    seen: list[SeenColumn] = []
     for column in footer.columns:
-        wanted = table.columns.get(column.path)
-        if wanted is None or wanted.encryption is ColumnEncryption.PLAINTEXT:
-            continue
-        message = f"column {column.name!r} is in plaintext."
-        is_encrypted = column.encryption is not ColumnEncryption.PLAINTEXT
-        if not book.check("wanted-encryption", is_encrypted, message):
-            continue
-        if column.encryption is not wanted.encryption:
-            message = f"column {column.name!r} is under the {column.encryption.value}, "
-            book.broken("wanted-keys", f"{message}and the {wanted.encryption.value} is wanted.")
-        elif column.encryption is ColumnEncryption.COLUMN_KEY and wanted.key_name is not None:
-            _check_key(column.path, wanted.key_name, table, keys, book)
+        key = None
+        if column.encryption is ColumnEncryption.COLUMN_KEY:
+            is_known, key = _key(column.path, column.key_metadata, keys, book)
+            if not is_known:
+                continue
+            _check_length(column.path, key, table, keys, book)
+        seen.append(SeenColumn(column.path, column.encryption, key))
+    try:
+        _note(table.check.column_mismatches(footer_key, seen), book)
+    except ConfigurationError as error:
+        for rule_id in ("wanted-keys", "wanted-encryption"):
+            book.not_checked(rule_id, str(error))
+    if any(column.encryption is not ColumnEncryption.PLAINTEXT for column in seen):
+        book.holds("wanted-keys", "wanted-encryption")
 
 
-def _check_key(user: KeyUser, wanted: str, table: ExpectedTable, keys: FileKeys, book: RuleBook) -> None:
-    found = keys.key_names.get(user)
-    if found is None:
-        book.not_checked("wanted-keys", f"{title_of(user)}: its key metadata names no key")
+def _key(
+    user: KeyUser, key_metadata: bytes | None, keys: FileKeys, book: RuleBook
+) -> tuple[bool, KeyReference | None]:
+    """Return whether it is known what key metadata says, and the key that it names."""
+    from parquet_keytools.files.table_check import seen_key
+
+    assert keys.finder is not None
+    try:
+        return True, seen_key(keys.finder, key_metadata, user or None)
+    except (KeytoolsError, OSError):
+        # What is wrong with it is a matter of other rules.
+        book.not_checked("wanted-keys", f"{title_of(user)}: its key is unknown")
+        return False, None
+
+
+def _note(mismatches: Sequence[TableMismatch], book: RuleBook) -> None:
+    for mismatch in mismatches:
+        book.broken(_RULE_OF[mismatch.what], f"{mismatch}.")
+
+
+def _check_length(
+    user: KeyUser, key: KeyReference | None, table: ExpectedTable, keys: FileKeys, book: RuleBook
+) -> None:
+    """Check the length of a DEK that a master key wraps; that of a data key is its owner's affair."""
+    from parquet_keytools.config.key_names import MasterKeyReference
+
+    if not isinstance(key, MasterKeyReference):
+        return
+    least, length = table.dek_length_bits, keys.dek_lengths_bits.get(user)
+    if length is None:
+        book.not_checked("wanted-key-length", f"{title_of(user)}: its key is unavailable")
     else:
-        # Files that were written through pyarrow carry an encoded identifier.
-        message = f"{title_of(user)} is under {found[:200]!r}, and {wanted!r} is wanted."
-        book.check("wanted-keys", wanted in (found, unquote(found)), message)
-    least, length = table.dek_lengths_bits.get(wanted), keys.dek_lengths_bits.get(user)
-    if least is not None and length is None:
-        book.not_checked("wanted-key-length", f"{title_of(user)}: its key cannot be had")
-    elif least is not None and length is not None:
         message = f"the DEK of {title_of(user)} has {length} bits, and {least} are wanted."
         book.check("wanted-key-length", length >= least, message)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import replace
 
 from parquet_keytools.conformance.rule_book import RuleBook
-from parquet_keytools.encryption.footer_modes import Algorithm, FooterMode
+from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES
+from parquet_keytools.encryption.envelope import Envelope, UnknownAlgorithmError
+from parquet_keytools.encryption.protection import Algorithm, FooterMode
 from parquet_keytools.errors import DraftFormatError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import (
@@ -15,82 +17,45 @@ from parquet_keytools.format.file_layout import (
     MAGIC_LENGTH,
     TAIL_LENGTH,
     TRAILER_LENGTH,
-    refuse_draft_crypto_metadata,
-    refuse_draft_footer,
+    FooterBytes,
+    unauthenticated_limit,
 )
-from parquet_keytools.format.structs import Aes, EncryptionAlgorithm, FileCryptoMetaData, FileMetaData
+from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
 
-_USUAL_FILE_UNIQUE_LENGTH = 8
 _CRYPTO_FIELD_IDS = {1, 2}
 _AES_FIELD_IDS = {1, 2, 3}
 
 
-@dataclass(frozen=True)
-class Envelope:
-    """What a file says before any key is used; nothing of it is authenticated.
+def check_envelope(source: ByteSource, book: RuleBook) -> Envelope | None:
+    """Read what is visible, by two or three reads, and check the rules about it; None where that fails.
 
-    Attributes:
-        mode: How the footer is protected.
-        footer_offset: Where the footer begins, in bytes; it is preceded by all modules.
-        footer_length: Of all that the footer's length covers.
-        plaintext: The footer, if it is not encrypted.
-        body: The encrypted footer's module, or the plaintext footer's bytes.
-        signature: What follows a plaintext footer.
-        algorithm: As stated; None in a file that is not encrypted.
-        parameters: The AAD fields beside it.
-        key_metadata: Of the footer's key.
+    What it says is parsed as for readers; opening the footer, and the walk over pages, are the verifier's own.
     """
-
-    mode: FooterMode
-    footer_offset: int
-    footer_length: int
-    plaintext: FileMetaData | None
-    body: bytes
-    signature: bytes
-    algorithm: Algorithm | None
-    parameters: Aes
-    key_metadata: bytes | None
-
-    @property
-    def aad_prefix(self) -> bytes | None:
-        """The prefix as stored; some writers store the field empty where there is none."""
-        return self.parameters.aad_prefix or None
-
-    @property
-    def aad_file_unique(self) -> bytes | None:
-        """The file unique as stored."""
-        return self.parameters.aad_file_unique or None
-
-    @property
-    def supply_aad_prefix(self) -> bool:
-        """Whether a prefix was used that is not stored."""
-        return bool(self.parameters.supply_aad_prefix)
-
-
-def read_envelope(source: ByteSource, book: RuleBook) -> Envelope | None:
-    """Read what is visible, by two or three reads, and check the rules about it; None where that fails."""
-    located = _footer_bytes(source, book)
-    if located is None:
+    footer = _footer_bytes(source, book)
+    if footer is None:
         return None
-    is_encrypted, offset, data = located
+    draft_rule = "draft-2018" if footer.is_encrypted else "draft-2019"
+    offset = footer.offset
     try:
-        envelope = _encrypted(data, offset) if is_encrypted else _plaintext(data, offset)
+        envelope = Envelope.of(footer, source.path)
     except DraftFormatError as error:
-        book.broken("draft-2018" if is_encrypted else "draft-2019", str(error), offset=offset)
+        book.broken(draft_rule, str(error), offset=offset)
+        return None
+    except UnknownAlgorithmError:
+        book.broken("algorithm", "the union of algorithms does not hold exactly one known one.", offset=offset)
         return None
     except ParquetFormatError as error:
         book.broken("footer-thrift", str(error), offset=offset)
         return None
-    except _UnknownAlgorithmError:
-        book.broken("algorithm", "the union of algorithms does not hold exactly one known one.", offset=offset)
-        return None
-    book.holds("draft-2018" if is_encrypted else "draft-2019", "footer-thrift")
+    book.holds(draft_rule, "footer-thrift")
+    # Some writers store fields empty that are not there.
+    envelope = replace(envelope, aad_file_unique=envelope.aad_file_unique or None)
     if envelope.mode is not FooterMode.UNENCRYPTED:
-        _check_parameters(envelope, data, book)
+        _check_parameters(envelope, footer.data, book)
     return envelope
 
 
-def _footer_bytes(source: ByteSource, book: RuleBook) -> tuple[bool, int, bytes] | None:
+def _footer_bytes(source: ByteSource, book: RuleBook) -> FooterBytes | None:
     size = source.size_bytes
     if size < MAGIC_LENGTH + TRAILER_LENGTH:
         book.broken("magic", f"{size} bytes are too few for a Parquet file.")
@@ -110,61 +75,27 @@ def _footer_bytes(source: ByteSource, book: RuleBook) -> tuple[bool, int, bytes]
         return None
     book.holds("footer-length")
     data = tail[offset - tail_offset : -TRAILER_LENGTH] if offset >= tail_offset else None
-    return magic == MAGIC_ENCRYPTED_FOOTER, offset, data or bytes(source.read_at(offset, length))
+    return FooterBytes(magic == MAGIC_ENCRYPTED_FOOTER, offset, data or bytes(source.read_at(offset, length)))
 
 
-class _UnknownAlgorithmError(Exception):
-    pass
+def plaintext_metadata(envelope: Envelope, book: RuleBook, *, is_authentic: bool = False) -> FileMetaData | None:
+    """Build the footer; None where it is encrypted, or breaks the format, which goes into the book.
 
-
-def _algorithm_of(stored: EncryptionAlgorithm) -> tuple[Algorithm, Aes]:
-    gcm, ctr = stored.aes_gcm_v1, stored.aes_gcm_ctr_v1
-    if len(stored.struct.fields) == 1 and gcm is not None:
-        algorithm, parameters = Algorithm.AES_GCM_V1, gcm
-    elif len(stored.struct.fields) == 1 and ctr is not None:
-        algorithm, parameters = Algorithm.AES_GCM_CTR_V1, ctr
-    else:
-        raise _UnknownAlgorithmError
-    # Reading a field checks its type.
-    _ = parameters.aad_prefix, parameters.aad_file_unique, parameters.supply_aad_prefix
-    return algorithm, parameters
-
-
-def _encrypted(data: bytes, offset: int) -> Envelope:
-    crypto, end = FileCryptoMetaData.read(data)
-    refuse_draft_crypto_metadata(crypto)
-    algorithm, parameters = _algorithm_of(crypto.encryption_algorithm)
-    key_metadata = crypto.key_metadata
-    return Envelope(
-        FooterMode.ENCRYPTED_FOOTER,
-        offset,
-        len(data),
-        None,
-        data[end:],
-        b"",
-        algorithm,
-        parameters,
-        key_metadata,
-    )
-
-
-def _plaintext(data: bytes, offset: int) -> Envelope:
-    metadata, end = FileMetaData.read(data)
-    refuse_draft_footer(metadata)
-    check_required(metadata)
-    stored = metadata.encryption_algorithm
-    algorithm, parameters = _algorithm_of(stored) if stored is not None else (None, Aes())
-    return Envelope(
-        FooterMode.UNENCRYPTED if algorithm is None else FooterMode.PLAINTEXT_FOOTER,
-        offset,
-        len(data),
-        metadata,
-        data[:end],
-        data[end:],
-        algorithm,
-        parameters,
-        metadata.footer_signing_key_metadata,
-    )
+    Args:
+        envelope: The file's envelope.
+        book: Where findings go.
+        is_authentic: Whether its signature was verified; if not, it may not take more memory than honest ones.
+    """
+    if envelope.mode is FooterMode.ENCRYPTED_FOOTER:
+        return None
+    try:
+        limit = None if is_authentic else unauthenticated_limit(len(envelope.body))
+        metadata, _ = FileMetaData.read(envelope.body, max_memory=limit)
+        check_required(metadata)
+    except ParquetFormatError as error:
+        book.broken("footer-thrift", str(error), offset=envelope.footer_offset)
+        return None
+    return metadata
 
 
 def check_required(metadata: FileMetaData) -> None:
@@ -196,12 +127,20 @@ def _check_parameters(envelope: Envelope, data: bytes, book: RuleBook) -> None:
         )
     else:
         book.holds("file-unique")
-        if len(file_unique) < _USUAL_FILE_UNIQUE_LENGTH:
-            book.broken("file-unique-length", f"it has {len(file_unique)} bytes.", offset=offset)
+        if len(file_unique) != FILE_UNIQUE_LENGTH_BYTES:
+            book.broken(
+                "file-unique-length",
+                f"it has {len(file_unique)} bytes: it may hold the end of a prefix, or lack what went into one.",
+                offset=offset,
+            )
         else:
             book.holds("file-unique-length")
     if envelope.supply_aad_prefix and envelope.aad_prefix is not None:
-        book.broken("prefix-flag", "the prefix is stored, and readers are told to supply it.", offset=offset)
+        book.broken(
+            "prefix-flag",
+            "the prefix is stored, and the file also says that readers must supply it.",
+            offset=offset,
+        )
     else:
         book.holds("prefix-flag")
     if envelope.supply_aad_prefix or envelope.aad_prefix is not None:
@@ -215,8 +154,9 @@ def _check_parameters(envelope: Envelope, data: bytes, book: RuleBook) -> None:
     if envelope.mode is FooterMode.ENCRYPTED_FOOTER:
         crypto, _ = FileCryptoMetaData.read(data)
         unknown = [f"{field_id}" for field_id in crypto.struct.fields if field_id not in _CRYPTO_FIELD_IDS]
-        parameters = envelope.parameters.struct.fields
-        unknown += [f"AES parameters {field_id}" for field_id in parameters if field_id not in _AES_FIELD_IDS]
+        stored = crypto.encryption_algorithm
+        for parameters in filter(None, (stored.aes_gcm_v1, stored.aes_gcm_ctr_v1)):
+            unknown += [f"AES parameters {i}" for i in parameters.struct.fields if i not in _AES_FIELD_IDS]
         if unknown:
             book.broken("crypto-fields", f"fields that are not known: {', '.join(unknown)}.", offset=offset)
         else:

@@ -1,18 +1,19 @@
-"""The keys of a file that is verified: which can be had, and what is wrong with those that cannot."""
+"""The keys of a file that is verified: which are available, what is wrong with others, and which are the same."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from parquet_keytools.conformance.footer_rules import Column
 from parquet_keytools.conformance.rule_book import RuleBook
-from parquet_keytools.encryption.key_retriever import KeyRetriever
+from parquet_keytools.encryption.footer import KeyRetriever
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, WrappedKeyInvalidError
-from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_metadata import DataKeyId, KeyReference, parse_key_metadata
+from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.secret_bytes import SecretBytes
 
 _AES_KEY_LENGTHS = (128, 192, 256)
@@ -70,7 +71,7 @@ class FileKeys:
         finder: Where keys come from; None where no keys are given.
         book: Where findings go.
         fingerprints: Of the DEKs that were found, by a key of this process.
-        denied: Why a key cannot be had.
+        denied: Why a key is unavailable.
         key_names: Identifier of the master key, or id of the data key.
         dek_lengths_bits: Length of the DEK.
     """
@@ -84,7 +85,7 @@ class FileKeys:
     _of_wrong_kind: set[KeyUser] = field(default_factory=set)
 
     def footer_dek(self, key_metadata: bytes | None) -> SecretBytes | None:
-        """Return the DEK of the footer; None where it cannot be had, and the reason is in `denied`."""
+        """Return the DEK of the footer; None where it is unavailable, and the reason is in `denied`."""
         return self._deks([(FOOTER, key_metadata)])[0]
 
     def column_deks(self, columns: Sequence[tuple[KeyUser, bytes | None]]) -> list[SecretBytes | None]:
@@ -92,7 +93,7 @@ class FileKeys:
         return self._deks(columns) if columns else []
 
     def denied_by_title(self) -> dict[str, str]:
-        """Return why keys cannot be had, for people."""
+        """Return why keys are unavailable, for people."""
         return {title_of(user): reason for user, reason in self.denied.items()}
 
     def _deks(self, wanted: Sequence[tuple[KeyUser, bytes | None]]) -> list[SecretBytes | None]:
@@ -222,3 +223,28 @@ class FileKeys:
 def fingerprint(dek: SecretBytes) -> bytes:
     """Return what tells DEKs apart within this process and says nothing of them."""
     return hashlib.blake2b(dek.reveal(), key=_Fingerprints.key, digest_size=16).digest()
+
+
+def check_deks(
+    footer_fingerprint: bytes | None, columns: Sequence[tuple[Column, bytes]], keys: FileKeys, book: RuleBook
+) -> None:
+    """Check that keys that have two names are two.
+
+    Args:
+        footer_fingerprint: Of the footer's DEK; None where it is not known.
+        columns: Columns with keys of their own, and the fingerprints of their DEKs.
+        keys: Knows the names.
+        book: Where findings go.
+    """
+    names: defaultdict[bytes, dict[str, str]] = defaultdict(dict)
+    for column, fingerprint in columns:
+        book.holds("dek-distinct")
+        if fingerprint == footer_fingerprint:
+            message = f"column {column.name!r} says that it has a key of its own, and that is the footer's DEK."
+            book.broken("dek-distinct", message)
+        name = keys.key_names.get(column.path, repr(column.key_metadata))
+        names[fingerprint].setdefault(name, column.name)
+    for users in names.values():
+        if len(users) > 1:
+            shown = ", ".join(f"{key[:200]!r} (column {column!r})" for key, column in list(users.items())[:5])
+            book.broken("dek-distinct", f"one DEK is that of {shown}.")

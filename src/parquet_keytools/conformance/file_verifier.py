@@ -8,14 +8,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from parquet_keytools.conformance.chunk_modules import ChunkCiphers
-from parquet_keytools.conformance.chunk_verifier import ChunkVerifier
-from parquet_keytools.conformance.configuration_rules import check_configuration
-from parquet_keytools.conformance.envelope import Envelope, read_envelope
-from parquet_keytools.conformance.expectation import Expectation
-from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, MaterialFinder, fingerprint
+from parquet_keytools.conformance.chunk_verifier import ChunkVerifier, authenticate_pages
+from parquet_keytools.conformance.configuration_rules import check_table_of_columns, check_table_of_footer
+from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
+from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, MaterialFinder, check_deks, fingerprint
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, check_footer
 from parquet_keytools.conformance.index_rules import IndexVerifier
-from parquet_keytools.conformance.key_rules import check_deks
 from parquet_keytools.conformance.layout_rules import (
     ChunkRegion,
     check_gaps,
@@ -25,17 +23,17 @@ from parquet_keytools.conformance.layout_rules import (
 )
 from parquet_keytools.conformance.metadata_rules import MetadataReader, check_left_metadata
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
-from parquet_keytools.conformance.opening import FooterOpener, OpenedEnvelope
-from parquet_keytools.conformance.page_authentication import authenticate_pages
+from parquet_keytools.conformance.opening import Expectation, FooterOpener, OpenedEnvelope
 from parquet_keytools.conformance.report import Damage, FileReport, Loss, ModuleTally
 from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import FILE_SCOPES, Scope
 from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.footer_columns import ColumnEncryption
-from parquet_keytools.encryption.footer_modes import Algorithm, FooterMode
+from parquet_keytools.encryption.aad_prefix import without_delimiter
+from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.chunk_regions import RegionKind
+from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import ColumnMetaData
 
 ChunkKey = tuple[int, int]
@@ -49,7 +47,7 @@ class FileFacts:
     """What a data set is checked by.
 
     Attributes:
-        aad_prefix: The prefix as stored or supplied.
+        aad_prefix: The text of the prefix, stored or supplied, without NUL at its end.
         file_unique: The file unique.
         dek_fingerprints: Of the DEKs.
         column_paths: Leaf paths; None where they are not known.
@@ -112,15 +110,17 @@ class _FileVerifier:
     # --- From the end of the file to its beginning ---------------------------------------------------------
 
     def run(self) -> tuple[FileReport, FileFacts]:
-        envelope = read_envelope(self._source, self._book)
+        envelope = check_envelope(self._source, self._book)
         damage: Damage | None = _FILE_IS_LOST
         if envelope is None:
             self._nothing_behind("what is visible of the footer cannot be read")
         elif envelope.mode is FooterMode.UNENCRYPTED:
             damage = self._unencrypted(envelope)
         else:
+            expected = self._expectation.aad_prefix
+            prefix = envelope.aad_prefix or (None if expected is None else expected.candidates[0])
             self._facts = FileFacts(
-                envelope.aad_prefix or self._expectation.aad_prefix, envelope.aad_file_unique, mode=envelope.mode
+                None if prefix is None else without_delimiter(prefix), envelope.aad_file_unique, mode=envelope.mode
             )
             damage = self._encrypted(envelope)
         has_all_keys = self._keys.finder is not None and not self._keys.denied
@@ -138,6 +138,7 @@ class _FileVerifier:
             damage if has_all_keys else None,
             self._keys.denied_by_title(),
             frozenset() if self._expectation.aad_prefix is None else frozenset({"prefix-expected"}),
+            None if self._expectation.table is None else self._expectation.table.check.table_name,
         )
         facts = replace(
             self._facts,
@@ -148,9 +149,9 @@ class _FileVerifier:
         return report, facts
 
     def _unencrypted(self, envelope: Envelope) -> Damage | None:
-        assert envelope.plaintext is not None
         self._facts = replace(self._facts, mode=envelope.mode)
-        footer = check_footer(envelope, envelope.plaintext, self._book)
+        metadata = plaintext_metadata(envelope, self._book)
+        footer = None if metadata is None else check_footer(envelope, metadata, self._book)
         if not self._expectation.allow_plaintext and not self._book.is_broken("algorithm-stated"):
             self._book.broken("encrypted", "the file is a plaintext Parquet file.")
         if footer is None:
@@ -163,10 +164,12 @@ class _FileVerifier:
         if self._expectation.aad_prefix is not None:
             self._book.broken("prefix-expected", "the file is in plaintext, and has none.")
         self._columns(envelope, footer, None)
-        check_configuration(self._expectation, envelope, footer, self._keys, self._book)
+        check_table_of_footer(self._expectation, envelope, self._keys, self._book)
+        check_table_of_columns(self._expectation, envelope, footer, self._keys, self._book)
         return self._damage(len(footer.row_groups))
 
     def _encrypted(self, envelope: Envelope) -> Damage | None:
+        check_table_of_footer(self._expectation, envelope, self._keys, self._book)
         opened = FooterOpener(envelope, self._expectation, self._keys, self._ledger).open()
         if opened is None:
             self._nothing_behind("the footer cannot be read")
@@ -175,19 +178,21 @@ class _FileVerifier:
         if opened.cipher is not None:
             outcome = "authentic" if opened.is_authentic else "broken"
             self._count(ModuleType.FOOTER, None, outcome, 1)
-        footer = check_footer(envelope, opened.metadata, self._book)
+        table = self._expectation.table
+        shown_keys = table.shown_keys if table is not None else frozenset()
+        footer = check_footer(envelope, opened.metadata, self._book, shown_keys)
         if footer is None:
             self._nothing_behind("the footer cannot be read")
             return _FILE_IS_LOST
         self._columns(envelope, footer, opened)
-        check_configuration(self._expectation, envelope, footer, self._keys, self._book)
+        check_table_of_columns(self._expectation, envelope, footer, self._keys, self._book)
         # What a footer says that is not authentic is of no use to readers.
         return self._damage(len(footer.row_groups)) if opened.is_authentic else _FILE_IS_LOST
 
     def _nothing_behind(self, reason: str) -> None:
         for scope in (Scope.FOOTER, Scope.COLUMN):
             self._book.scope_not_checked(scope, reason)
-        if self._expectation.table_of is not None:
+        if self._expectation.table is not None or self._expectation.without_table:
             self._book.scope_not_checked(Scope.CONFIGURATION, reason)
 
     # --- Columns -------------------------------------------------------------------------------------------
@@ -229,7 +234,7 @@ class _FileVerifier:
         self._walk(envelope, footer, metadata, walkable, regions, usable)
 
     def _ciphers(self, footer: OpenFooter, opened: OpenedEnvelope | None) -> dict[int, tuple[ModuleCipher, bytes]]:
-        """Return the ciphers of encrypted columns, by ordinal, as far as their keys can be had."""
+        """Return the ciphers of encrypted columns, by ordinal, as far as their keys are available."""
         ciphers: dict[int, tuple[ModuleCipher, bytes]] = {}
         if opened is None:
             return ciphers
@@ -284,7 +289,7 @@ class _FileVerifier:
                 )
             else:
                 name = walkable[key].column.name
-                self._book.scope_not_checked(Scope.COLUMN, f"{name!r}: a chunk does not lie where it can be read")
+                self._book.scope_not_checked(Scope.COLUMN, f"{name!r}: a chunk is not where it can be read")
                 self._lose_chunk(walkable[key])
         authenticate_pages(self._source, verifiers.values(), self._threads)
         self._losses += [loss for verifier in verifiers.values() if (loss := verifier.loss()) is not None]
@@ -298,7 +303,7 @@ class _FileVerifier:
             check_left_metadata(self._source, gaps, footer.columns, self._book)
         else:
             for rule_id in ("layout-gap", "metadata-leaked"):
-                self._book.not_checked(rule_id, "not all that lies in the file is known")
+                self._book.not_checked(rule_id, "not all parts of the file are known")
 
     def _check_indexes(
         self,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from parquet_keytools.conformance.rules import Rule
 
 if TYPE_CHECKING:
-    from parquet_keytools.encryption.module_place import ModulePlace
+    from parquet_keytools.encryption.aad import ModulePlace
 
 
 class Outcome(Enum):

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from parquet_keytools.conformance.envelope import Envelope
 from parquet_keytools.conformance.rule_book import RuleBook
-from parquet_keytools.encryption.aad import MAX_ORDINAL, ModuleType
-from parquet_keytools.encryption.footer_columns import ColumnEncryption
-from parquet_keytools.encryption.footer_modes import FooterMode
-from parquet_keytools.encryption.module_place import FOOTER_PLACE, ModulePlace
+from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePlace, ModuleType
+from parquet_keytools.encryption.envelope import Envelope
+from parquet_keytools.encryption.plaintext_footer import VisibleKeyValues
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.format.visible_fields import hidden_chunk_fields, shown_metadata, wrongly_shown
 
 _SIGNATURE_LENGTH = 28
 """Of nonce and tag; the cipher's own source file would take long to import, for a look at a footer."""
+
+_MOST_NAMED = 5
 
 _REPETITION_FIELD_ID = 3
 _REPEATED = (WireType.I32, 2)
@@ -74,8 +77,17 @@ def chunk_place(row_group_ordinal: int, column_ordinal: int) -> ModulePlace:
     return ModulePlace(ModuleType.COLUMN_META_DATA, row_group_ordinal, column_ordinal)
 
 
-def check_footer(envelope: Envelope, metadata: FileMetaData, book: RuleBook) -> OpenFooter | None:
-    """Check the rules about a footer; None where nothing behind it can be found."""
+def check_footer(
+    envelope: Envelope, metadata: FileMetaData, book: RuleBook, shown_keys: Collection[str] = ()
+) -> OpenFooter | None:
+    """Check the rules about a footer; None where nothing behind it can be found.
+
+    Args:
+        envelope: What was visible of it.
+        metadata: The footer.
+        book: Where findings go.
+        shown_keys: Keys of key-value metadata that a plaintext footer may show.
+    """
     try:
         row_groups = metadata.row_groups
         chunks = [row_group.columns for row_group in row_groups]
@@ -109,6 +121,8 @@ def check_footer(envelope: Envelope, metadata: FileMetaData, book: RuleBook) -> 
         has_encrypted = any(column.encryption is not ColumnEncryption.PLAINTEXT for column in columns)
         book.check("columns-encrypted", has_encrypted, "all columns are in plaintext.", FOOTER_PLACE)
     _check_names(envelope, columns, book)
+    _check_values(envelope, metadata, row_groups, columns, book, shown_keys)
+    _check_types(metadata, schema, row_groups, chunks, book)
     return OpenFooter(metadata, row_groups, chunks, columns, unusable)
 
 
@@ -154,6 +168,45 @@ def _check_names(envelope: Envelope, columns: Sequence[Column], book: RuleBook) 
         book.broken("names-visible", f"{shown} can be seen without a key.", FOOTER_PLACE)
     elif envelope.mode is FooterMode.ENCRYPTED_FOOTER:
         book.holds("names-visible")
+
+
+def _check_values(
+    envelope: Envelope,
+    metadata: FileMetaData,
+    row_groups: Sequence[RowGroup],
+    columns: Sequence[Column],
+    book: RuleBook,
+    shown_keys: Collection[str],
+) -> None:
+    """Check what a plaintext footer shows beside the metadata of chunks (spec 5.5)."""
+    encrypted = {column.ordinal for column in columns if column.encryption is not ColumnEncryption.PLAINTEXT}
+    if envelope.mode is not FooterMode.PLAINTEXT_FOOTER or not encrypted:
+        return
+    shown = wrongly_shown(metadata, row_groups, encrypted)
+    allowed = VisibleKeyValues(frozenset(shown_keys))
+    for entry in metadata.key_value_metadata or ():
+        if allowed.hides(entry):
+            shown.append(f"the value of key {entry.key[:80]!r}")
+    more = f" and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
+    message = f"it shows {', '.join(shown[:_MOST_NAMED])}{more}."
+    book.check("footer-values", not shown, message, FOOTER_PLACE)
+
+
+def _check_types(
+    metadata: FileMetaData,
+    schema: Sequence[SchemaElement],
+    row_groups: Sequence[RowGroup],
+    chunks: Sequence[Sequence[ColumnChunk]],
+    book: RuleBook,
+) -> None:
+    names = dict.fromkeys(metadata.fields_of_other_types())
+    for record in (*schema, *row_groups, *(metadata.key_value_metadata or ())):
+        names.update(dict.fromkeys(record.fields_of_other_types()))
+    for chunk in itertools.chain.from_iterable(chunks):
+        names.update(dict.fromkeys(chunk.fields_of_other_types()))
+        if (visible := chunk.meta_data) is not None:
+            names.update(dict.fromkeys(visible.fields_of_other_types()))
+    book.check("field-types", not names, f"{', '.join(sorted(names))}: another type.", FOOTER_PLACE)
 
 
 def _check_row_groups(
@@ -233,6 +286,8 @@ def _column(
         return None
     if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
         book.holds("algorithm-stated")
+    if envelope.mode is FooterMode.PLAINTEXT_FOOTER and (hidden_ids := hidden_chunk_fields(chunk.struct)):
+        book.broken("metadata-stripped", f"its chunk shows the fields {sorted(hidden_ids)}.", place)
     message = f"the crypto metadata of {leaf.dotted_path!r} is that of {'.'.join(path)!r}."
     book.check("crypto-metadata-path", tuple(path) == leaf.path, message, place)
     encryption = ColumnEncryption.FOOTER_KEY if with_column_key is None else ColumnEncryption.COLUMN_KEY
@@ -260,8 +315,9 @@ def _check_placement(
     if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
         if book.check("metadata-visible", visible is not None, "meta_data is not set.", place):
             assert visible is not None
-            shown = sorted(visible.struct.fields.keys() & set(ColumnMetaData.SENSITIVE_FIELD_IDS))
-            book.check("metadata-stripped", not shown, f"it shows the fields {shown}.", place)
+            _, hidden_ids = shown_metadata(visible)
+            message = f"it shows the fields {sorted(hidden_ids)}."
+            book.check("metadata-stripped", not hidden_ids, message, place)
         return book.check("metadata-encrypted", hidden is not None, "there is none.", place)
     if encryption is ColumnEncryption.FOOTER_KEY:
         message = "meta_data is not set." if visible is None else "there is an encrypted copy too."

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from parquet_keytools.conformance.findings import Finding
 from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.footer_columns import ColumnEncryption
-from parquet_keytools.encryption.footer_modes import FooterMode
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError
-from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_metadata import DataKeyId, KeyReference, parse_key_metadata
+from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
 
 if TYPE_CHECKING:
     from parquet_keytools.conformance.file_keys import MaterialFinder
@@ -56,7 +54,7 @@ class KeyDescription:
 
     @property
     def title(self) -> str:
-        """What its bytes are counted under: its name, which is told apart from what is no key."""
+        """What its bytes are counted under: its name, which differs from what is no key."""
         name = self.name or self.reference
         if name is None:
             return "a key without key metadata" if self.kind == "none" else "an unknown key"
@@ -73,7 +71,7 @@ class InspectedColumn:
         encryption: What it is encrypted with.
         key: Its own key, where it has one.
         shows: What the footer shows of it although it is encrypted: names of fields.
-        denied: Why its key cannot be had, where keys were looked for.
+        denied: Why its key is unavailable, where keys were looked for.
     """
 
     path: str
@@ -143,14 +141,16 @@ class Inspection:
         size_bytes: Its length.
         mode: How its footer is protected; None where that cannot be told.
         algorithm: As stated.
-        aad_prefix: As stored.
+        aad_prefix: The text of the stored prefix, without the NUL that marks its end; to be given to readers.
+        aad_prefix_escaped: The stored prefix, with NUL, backslashes and whatever is not printable escaped: no two
+            prefixes look alike.
         aad_file_unique: As stored.
         supply_aad_prefix: Whether readers must supply the prefix.
         footer_offset: Where the footer begins.
         footer_length: Of footer and crypto metadata or signature.
         footer_key: The footer's key.
         footer_is_authentic: Whether the footer was authenticated; None without its key.
-        footer_denied: Why its key cannot be had, where keys were looked for.
+        footer_denied: Why its key is unavailable, where keys were looked for.
         created_by: The writer.
         num_rows: How many rows there are.
         key_values: The application's own metadata: key -> length of the value in bytes.
@@ -166,6 +166,7 @@ class Inspection:
     mode: FooterMode | None = None
     algorithm: str | None = None
     aad_prefix: str | None = None
+    aad_prefix_escaped: str | None = None
     aad_file_unique: str | None = None
     supply_aad_prefix: bool = False
     footer_offset: int | None = None

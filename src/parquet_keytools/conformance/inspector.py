@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parquet_keytools.conformance.envelope import Envelope, read_envelope
+from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
 from parquet_keytools.conformance.findings import Finding
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, check_footer, chunk_place
 from parquet_keytools.conformance.inspection import (
@@ -24,12 +27,14 @@ from parquet_keytools.conformance.layout_rules import ChunkRegion, check_layout,
 from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import FILE_SCOPES, Severity
 from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.footer_columns import ColumnEncryption
-from parquet_keytools.encryption.footer_modes import FooterMode
+from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix, without_delimiter
+from parquet_keytools.encryption.envelope import Envelope
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.chunk_regions import RegionKind
+from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
+from parquet_keytools.storage.printable import escaped_bytes
 
 if TYPE_CHECKING:
     from parquet_keytools.conformance.file_keys import MaterialFinder
@@ -66,20 +71,22 @@ _FIELD_NAMES = {
 
 
 def inspect_source(
-    source: ByteSource, finder: MaterialFinder | None = None, aad_prefix: bytes | None = None
+    source: ByteSource, finder: MaterialFinder | None = None, aad_prefix: ExpectedAadPrefix | None = None
 ) -> Inspection:
     """Return what a file shows; only its footer is read, and with keys the headers of its pages.
 
     Args:
         source: The file.
         finder: Where its keys come from; None shows what needs no key.
-        aad_prefix: The AAD prefix, for files that do not store theirs.
+        aad_prefix: The AAD prefix that the file must have; needed for files that do not store theirs.
     """
     return _Inspector(source, finder, aad_prefix).run()
 
 
 class _Inspector:
-    def __init__(self, source: ByteSource, keys: MaterialFinder | None, aad_prefix: bytes | None) -> None:
+    def __init__(
+        self, source: ByteSource, keys: MaterialFinder | None, aad_prefix: ExpectedAadPrefix | None
+    ) -> None:
         self._source = source
         self._keys = keys
         self._aad_prefix = aad_prefix
@@ -90,7 +97,7 @@ class _Inspector:
 
     def run(self) -> Inspection:
         source = self._source
-        envelope = read_envelope(source, self._book)
+        envelope = check_envelope(source, self._book)
         if envelope is None:
             return Inspection(source.path, source.size_bytes, flaws=self._flaws())
         is_encrypted = envelope.mode is not FooterMode.UNENCRYPTED
@@ -103,7 +110,8 @@ class _Inspector:
             size_bytes=source.size_bytes,
             mode=envelope.mode,
             algorithm=envelope.algorithm.value if envelope.algorithm is not None else None,
-            aad_prefix=None if prefix is None else prefix.decode("utf-8", "backslashreplace"),
+            aad_prefix=None if prefix is None else without_delimiter(prefix).decode("utf-8", "backslashreplace"),
+            aad_prefix_escaped=None if prefix is None else escaped_bytes(prefix),
             aad_file_unique=None if file_unique is None else file_unique.hex(),
             supply_aad_prefix=envelope.supply_aad_prefix,
             footer_offset=envelope.footer_offset,
@@ -127,7 +135,7 @@ class _Inspector:
                 if opened is not None and opened.cipher is not None:
                     self._is_authentic = opened.is_authentic
                 return None if opened is None else opened.metadata
-        return envelope.plaintext
+        return plaintext_metadata(envelope, self._book)
 
     def _flaws(self) -> tuple[Finding, ...]:
         return tuple(
@@ -253,3 +261,37 @@ class _Inspector:
                 found = [InspectedModule(_REGION_TYPES[region.kind], region.offset, region.length or 0)]
             modules += found
         return InspectedChunk(row_group_ordinal, column.ordinal, metadata.num_values, tuple(modules), is_whole)
+
+
+class LocalSource:
+    """A `ByteSource` over an open file, read without any other library: to show a footer must take no time."""
+
+    def __init__(self, path: str, file_descriptor: int) -> None:
+        self.path = path
+        self._file_descriptor = file_descriptor
+        self.size_bytes = os.fstat(file_descriptor).st_size
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return exactly `length` bytes from `offset`."""
+        if offset < 0 or length < 0 or offset + length > self.size_bytes:
+            message = f"bytes {offset} to {offset + length} are outside of the file of {self.size_bytes} bytes"
+            raise ParquetFormatError(message, path=self.path)
+        parts: list[bytes] = []
+        while length:
+            part = os.pread(self._file_descriptor, length, offset)
+            if not part:
+                raise ParquetFormatError("the file ends early; it changed while it was read", path=self.path)
+            parts.append(part)
+            offset, length = offset + len(part), length - len(part)
+        return b"".join(parts)
+
+
+@contextlib.contextmanager
+def open_local(path: str) -> Iterator[LocalSource]:
+    """Open a file for reading.
+
+    Raises:
+        OSError: It cannot be read, or is a folder.
+    """
+    with Path(path).expanduser().open("rb") as file:
+        yield LocalSource(path, file.fileno())

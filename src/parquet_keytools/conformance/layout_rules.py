@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from parquet_keytools.conformance.footer_rules import OpenFooter, chunk_place
 from parquet_keytools.conformance.rule_book import RuleBook
-from parquet_keytools.format.chunk_regions import RegionKind
-from parquet_keytools.format.file_layout import MAGIC_LENGTH
+from parquet_keytools.format.file_layout import MAGIC_LENGTH, RegionKind
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
 
 

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Iterator
 
 from parquet_keytools.conformance.chunk_modules import ChunkCiphers
 from parquet_keytools.conformance.chunk_verifier import Count
-from parquet_keytools.conformance.envelope import Envelope
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, chunk_place
 from parquet_keytools.conformance.module_check import check_module, check_padding
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import Scope
 from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.footer_columns import ColumnEncryption
-from parquet_keytools.encryption.footer_modes import FooterMode
+from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnMetaData
+from parquet_keytools.format.visible_fields import shown_metadata
 
 _MOST_LEFT_BYTES = 64 * 1024
 
@@ -45,7 +45,7 @@ class MetadataReader:
         row_group_ordinal, column = chunk.row_group_ordinal, chunk.column
         place = chunk_place(row_group_ordinal, column.ordinal)
         if (row_group_ordinal, column.ordinal) in self._footer.unusable:
-            self._book.scope_not_checked(Scope.COLUMN, f"{column.name!r}: a chunk cannot be looked into")
+            self._book.scope_not_checked(Scope.COLUMN, f"{column.name!r}: a chunk cannot be checked")
             return None
         stored = self._footer.chunks[row_group_ordinal][column.ordinal]
         hidden, visible = stored.encrypted_column_metadata, stored.meta_data
@@ -93,10 +93,9 @@ class MetadataReader:
 
     def _check_agreement(self, visible: ColumnMetaData, found: ColumnMetaData, chunk: ChunkCiphers) -> None:
         full = found.struct.fields
+        shown, _ = shown_metadata(visible)  # What is not to be shown is a breach of its own.
         differing = sorted(
-            field_id
-            for field_id, value in visible.struct.fields.items()
-            if field_id not in ColumnMetaData.SENSITIVE_FIELD_IDS and full.get(field_id) != value
+            field_id for field_id, value in shown.struct.fields.items() if full.get(field_id) != value
         )
         message = f"the fields {differing} differ."
         place = chunk_place(chunk.row_group_ordinal, chunk.column.ordinal)

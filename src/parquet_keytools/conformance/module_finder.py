@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from parquet_keytools.conformance.chunk_modules import ChunkCiphers, PageWalk, Window
-from parquet_keytools.conformance.envelope import Envelope
-from parquet_keytools.conformance.expectation import Expectation
 from parquet_keytools.conformance.file_keys import FileKeys, MaterialFinder
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, chunk_place
 from parquet_keytools.conformance.index_rules import IndexVerifier
@@ -12,12 +10,13 @@ from parquet_keytools.conformance.inspection import InspectedModule
 from parquet_keytools.conformance.layout_rules import ChunkRegion
 from parquet_keytools.conformance.module_check import check_module
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
-from parquet_keytools.conformance.opening import FooterOpener, OpenedEnvelope
+from parquet_keytools.conformance.opening import Expectation, FooterOpener, OpenedEnvelope
 from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.footer_columns import ColumnEncryption
-from parquet_keytools.encryption.footer_modes import Algorithm
+from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
+from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnMetaData
@@ -29,7 +28,7 @@ class ModuleFinder:
     """The part of an inspection that needs keys.
 
     Attributes:
-        denied: Path of a column, empty for the footer -> why its key cannot be had.
+        denied: Path of a column, empty for the footer -> why its key is unavailable.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class ModuleFinder:
         source: ByteSource,
         envelope: Envelope,
         finder: MaterialFinder,
-        aad_prefix: bytes | None,
+        aad_prefix: ExpectedAadPrefix | None,
         book: RuleBook,
     ) -> None:
         self._source = source

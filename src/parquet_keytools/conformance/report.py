@@ -1,14 +1,15 @@
-"""What a verification found: rule by rule, module type by module type, and what is lost."""
+"""What a verification found, rule by rule, module type by module type, and what is lost; as JSON, too."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from typing import Any
 
 from parquet_keytools.conformance.findings import Finding, Outcome, RuleResult
 from parquet_keytools.conformance.rules import Severity
-from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 
 __all__ = [
     "Damage",
@@ -20,6 +21,9 @@ __all__ = [
     "Outcome",
     "RuleResult",
     "Verdict",
+    "data_set_document",
+    "document_of",
+    "file_document",
     "verdict_of",
 ]
 
@@ -103,8 +107,9 @@ class FileReport:
         modules: What became of its modules.
         damage: What is lost; None where no key was looked for, not all could be had, or the AAD prefix is missing,
             and of a plaintext file that is not wanted.
-        denied: Dotted column path, or `footer` -> why its key cannot be had. A column of that name is
+        denied: Dotted column path, or `footer` -> why its key is unavailable. A column of that name is
             `column footer`.
+        table: The table that it was compared with; None where there is none, or none of several was named.
         asked_for: Ids of rules that must be answered also where no keys are given: somebody asked for them.
     """
 
@@ -115,6 +120,7 @@ class FileReport:
     damage: Damage | None = None
     denied: Mapping[str, str] = field(default_factory=dict)
     asked_for: frozenset[str] = frozenset()
+    table: str | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -183,3 +189,70 @@ def verdict_of(results: Sequence[RuleResult], *, with_keys: bool) -> Verdict:
     if with_keys and any(result.outcome is Outcome.NOT_CHECKED or result.reasons for result in results):
         return Verdict.INCOMPLETE
     return Verdict.CONFORMS
+
+
+def file_document(report: FileReport) -> dict[str, Any]:
+    """Return a report on a file as a document of JSON."""
+    return {
+        "path": report.path,
+        "verdict": report.verdict.value,
+        "with_keys": report.with_keys,
+        "table": report.table,
+        "denied": dict(report.denied),
+        "rules": [_rule_document(result) for result in report.rules],
+        "modules": document_of(report.modules),
+        "damage": document_of(report.damage),
+    }
+
+
+def data_set_document(report: DataSetReport) -> dict[str, Any]:
+    """Return a report on a folder as a document of JSON."""
+    return {
+        "path": report.path,
+        "verdict": report.verdict.value,
+        "files": [file_document(file) for file in report.files],
+        "rules": [_rule_document(result) for result in report.rules],
+        "left_out": dict(report.left_out),
+    }
+
+
+def _rule_document(result: RuleResult) -> dict[str, Any]:
+    return {
+        "id": result.rule.id,
+        "section": result.rule.section,
+        "severity": result.rule.severity.value,
+        "outcome": result.outcome.value,
+        "breaches": result.breaches,
+        "findings": [_finding_document(finding) for finding in result.findings],
+        "reasons": list(result.reasons),
+    }
+
+
+def _finding_document(finding: Finding) -> dict[str, Any]:
+    return {
+        "rule": finding.rule.id,
+        "message": finding.message,
+        "place": document_of(finding.place),
+        "offset": finding.offset,
+    }
+
+
+def document_of(value: Any) -> Any:
+    """Return dataclasses and what is in them as a document of JSON."""
+    if isinstance(value, Finding):
+        return _finding_document(value)
+    if isinstance(value, ModuleType):
+        return value.title
+    if isinstance(value, ModulePlace):
+        return {name: document_of(part) for name, part in value._asdict().items() if part is not None}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: document_of(part) for name, part in value._asdict().items()}
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {part.name: document_of(getattr(value, part.name)) for part in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): document_of(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [document_of(part) for part in value]
+    return value

@@ -1,4 +1,4 @@
-"""Collects what becomes of each rule while a file is verified."""
+"""What becomes of each rule while a file is verified."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import threading
 from collections.abc import Collection
 
 from parquet_keytools.conformance.findings import Finding, Outcome, RuleResult
-from parquet_keytools.conformance.printable import printable
 from parquet_keytools.conformance.rules import RULES, RULES_BY_ID, Scope
-from parquet_keytools.encryption.module_place import ModulePlace
+from parquet_keytools.encryption.aad import ModulePlace
+from parquet_keytools.storage.printable import printable
 
 MAX_FINDINGS = 100
 """How many findings are kept for each rule: a hostile file can break one at every byte."""

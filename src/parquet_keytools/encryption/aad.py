@@ -1,11 +1,12 @@
-"""Additional authenticated data: what binds a module to its place in its file (spec 4.4)."""
+"""What a module is and where it belongs, and the AAD that binds it to that place in its file (spec 4.4)."""
 
 from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from typing import NamedTuple
 
-from parquet_keytools.errors import FormatLimitError
+from parquet_keytools.errors import DecryptionError, FormatLimitError
 
 MAX_ORDINAL = 32_767
 """Ordinals are signed 16-bit integers; one that wrapped around would make two modules share an AAD."""
@@ -38,6 +39,46 @@ class ModuleType(IntEnum):
 
 
 _HAS_PAGE_ORDINAL = (ModuleType.DATA_PAGE, ModuleType.DATA_PAGE_HEADER)
+
+
+_CHOSEN_BY_VALUES = (ModuleType.DATA_PAGE, ModuleType.DICTIONARY_PAGE)
+"""Modules whose bytes are those of values; whoever has values written chooses them."""
+
+
+def module_behind(prefix: bytes, file_unique: bytes) -> ModuleType | None:
+    """Return the type of the module whose AAD makes that of a footer; None where none does.
+
+    The AAD of a footer ends with one byte 0, and so does that of other modules whose last ordinal is below 256. So
+    the AAD of a data page is that of a footer whose file unique takes in what stands before the 0: whoever chooses
+    values, and can write to the storage, could have a page pass for a footer. Of random bytes of such a length,
+    less than 3 % look so.
+
+    He can also move bytes from there to the AAD prefix, so that the file unique has 8 bytes again. Then only the
+    end of both tells, and random bytes must not: pages are looked for alone, of row groups and columns below 256.
+    Fewer than 2 in 100,000 files that store a prefix look so.
+
+    Args:
+        prefix: The AAD prefix; empty where there is none.
+        file_unique: As the file stores it.
+    """
+    behind = file_unique[FILE_UNIQUE_LENGTH_BYTES:]
+    for module_type in list(ModuleType)[1:]:
+        if len(behind) == _length_behind(module_type) and behind[0] == module_type:
+            return module_type
+    if not prefix and len(file_unique) == FILE_UNIQUE_LENGTH_BYTES:
+        return None
+    whole = prefix + file_unique
+    for module_type in _CHOSEN_BY_VALUES:
+        behind = whole[FILE_UNIQUE_LENGTH_BYTES:][-_length_behind(module_type) :]
+        # Ordinals are little-endian: these are their high bytes, but for that of the last one.
+        if len(behind) == _length_behind(module_type) and behind[0] == module_type and not any(behind[2::2]):
+            return module_type
+    return None
+
+
+def _length_behind(module_type: ModuleType) -> int:
+    """Return how many bytes the AAD of a module has behind the file unique, without the last one."""
+    return 6 if module_type in _HAS_PAGE_ORDINAL else 4
 
 
 def module_aad(
@@ -73,3 +114,37 @@ def module_aad(
                 hint="Write fewer row groups, columns or pages into one file.",
             )
     return file_aad + struct.pack(f"<B{len(ordinals)}h", module_type, *ordinals)
+
+
+_HINT = "The key or the AAD prefix is not the one that it was encrypted with, or the file was altered."
+
+
+class ModulePlace(NamedTuple):
+    """What a module is and where it belongs; says which AAD it has, and where an error is."""
+
+    module_type: ModuleType
+    row_group_ordinal: int | None = None
+    column_ordinal: int | None = None
+    page_ordinal: int | None = None
+
+    def aad(self, file_aad: bytes) -> bytes:
+        """Return the module AAD (spec 4.4); see `module_aad`."""
+        return module_aad(file_aad, *self)
+
+    def error(self, message: str, *, hint: str = "") -> DecryptionError:
+        """Return an error that names this place."""
+        return DecryptionError(
+            message,
+            module_type=self.module_type.title,
+            row_group_ordinal=self.row_group_ordinal,
+            column_ordinal=self.column_ordinal,
+            page_ordinal=self.page_ordinal,
+            hint=hint,
+        )
+
+    def not_authentic(self) -> DecryptionError:
+        """Return the error for a module whose tag is wrong."""
+        return self.error("the module does not authenticate.", hint=_HINT)
+
+
+FOOTER_PLACE = ModulePlace(ModuleType.FOOTER)

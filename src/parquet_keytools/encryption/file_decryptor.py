@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from parquet_keytools.encryption.chunk_cipher import ChunkCipher
-from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite
-from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, rewrite_file
-from parquet_keytools.encryption.footer import ColumnEncryption, Footer, FooterMode, read_footer
-from parquet_keytools.encryption.key_retriever import KeyRetriever
+from parquet_keytools.encryption.aad_prefix import AadPrefix
+from parquet_keytools.encryption.file_rewriter import ChunkRewrite, RowGroupRewrite, rewrite_file
+from parquet_keytools.encryption.footer import Footer, KeyRetriever, open_footer, read_envelope
+from parquet_keytools.encryption.module_cipher import ChunkCipher
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
@@ -21,11 +21,11 @@ Deks = Mapping[tuple[str, ...], SecretBytes]
 """DEKs of columns with a column key, by path."""
 
 
-def decrypt_file(
+def decrypt_source(
     source: ByteSource,
     sink: ByteSink,
     retriever: KeyRetriever,
-    aad_prefix: bytes | None = None,
+    aad_prefix: AadPrefix = None,
     *,
     threads: int = 2,
     on_progress: Callable[[int], None] | None = None,
@@ -44,11 +44,12 @@ def decrypt_file(
         NotEncryptedError: The file is not encrypted.
         DecryptionError: A part of it does not authenticate.
         ParquetFormatError: It is not what the format says, or a page is damaged.
-        ColumnAccessDeniedError: Keys of columns cannot be had.
+        ColumnAccessDeniedError: Keys of columns are unavailable.
     """
-    footer = read_footer(source, retriever, aad_prefix)
-    if footer.mode is FooterMode.UNENCRYPTED:
+    envelope = read_envelope(source)
+    if envelope.mode is FooterMode.UNENCRYPTED:
         raise NotEncryptedError(f"{source.path} is not encrypted.")
+    footer = open_footer(envelope, retriever, aad_prefix)
     deks = column_deks(footer, retriever)
     decrypt_columns(source, sink, footer, deks, threads=threads, on_progress=on_progress)
 
@@ -129,7 +130,7 @@ def column_deks(footer: Footer, retriever: KeyRetriever) -> dict[tuple[str, ...]
     """Return the DEKs of all columns that have a column key, asked for together.
 
     Raises:
-        ColumnAccessDeniedError: Some cannot be had.
+        ColumnAccessDeniedError: Some are unavailable.
     """
     columns = [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
     if not columns:

@@ -1,4 +1,4 @@
-"""How a file is to be encrypted: which keys, which mode, which algorithm."""
+"""How a file is to be encrypted: keys, mode, algorithm; and what its footer says of them (spec 5.2 to 5.5)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES
-from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption
-from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
+from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES, FOOTER_PLACE, ModuleType
+from parquet_keytools.encryption.aes import NONCE_LENGTH
+from parquet_keytools.encryption.file_rewriter import ChunkRewrite
+from parquet_keytools.encryption.footer import Footer
+from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS, ModuleCipher
+from parquet_keytools.encryption.plaintext_footer import PlaintextFooterMaker, VisibleKeyValues
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.format.file_layout import LeafColumn
-from parquet_keytools.format.structs import Aes, EncryptionAlgorithm
+from parquet_keytools.format.structs import (
+    Aes,
+    ColumnCryptoMetaData,
+    EncryptionAlgorithm,
+    EncryptionWithColumnKey,
+    EncryptionWithFooterKey,
+    FileCryptoMetaData,
+    RowGroup,
+)
 from parquet_keytools.secret_bytes import SecretBytes
 
 
@@ -47,6 +59,7 @@ class FileEncryption:
         store_aad_prefix: Whether the file carries the prefix; else its readers must supply it.
         aad_file_unique: Random bytes of this file.
         invocation_limit: How often one key may encrypt in this file.
+        visible_key_values: Which key-value metadata of the file a plaintext footer shows.
     """
 
     footer_dek: SecretBytes
@@ -61,6 +74,7 @@ class FileEncryption:
     store_aad_prefix: bool = True
     aad_file_unique: bytes = field(default_factory=lambda: os.urandom(FILE_UNIQUE_LENGTH_BYTES))
     invocation_limit: int = MAX_INVOCATIONS
+    visible_key_values: VisibleKeyValues = field(default_factory=VisibleKeyValues)
 
     @property
     def file_aad(self) -> bytes:
@@ -93,3 +107,99 @@ class FileEncryption:
         else:
             stored.aes_gcm_ctr_v1 = parameters
         return stored
+
+
+class OutputKeys:
+    """The ciphers of a file that is being encrypted: one for each DEK, so that each counts its invocations.
+
+    Attributes:
+        encryption: How the file is encrypted.
+        column_keys: The key of each leaf column.
+        footer_cipher: Under the footer's DEK.
+        column_ciphers: For each leaf column; None where it stays plaintext.
+    """
+
+    def __init__(self, encryption: FileEncryption, column_keys: Sequence[KeyChoice]) -> None:
+        self.encryption = encryption
+        self.column_keys = column_keys
+        self._ciphers: list[tuple[SecretBytes, ModuleCipher]] = []
+        self.footer_cipher = self._cipher_of(encryption.footer_dek)
+        self.column_ciphers = [self._column_cipher(key) for key in column_keys]
+        encrypted = [ordinal for ordinal, key in enumerate(column_keys) if key is not ColumnEncryption.PLAINTEXT]
+        self._plaintext_footer = PlaintextFooterMaker(encryption.visible_key_values, encrypted)
+        # The same in every row group.
+        self._crypto_metadata: dict[int, ColumnCryptoMetaData | None] = {}
+
+    def _column_cipher(self, key: KeyChoice) -> ModuleCipher | None:
+        if isinstance(key, ColumnKey):
+            return self._cipher_of(key.dek)
+        return self.footer_cipher if key is ColumnEncryption.FOOTER_KEY else None
+
+    def _cipher_of(self, dek: SecretBytes) -> ModuleCipher:
+        for known, cipher in self._ciphers:
+            if known == dek:
+                return cipher
+        encryption = self.encryption
+        cipher = ModuleCipher(dek, encryption.file_aad, invocation_limit=encryption.invocation_limit)
+        self._ciphers.append((dek, cipher))
+        return cipher
+
+    def protect(self, chunk: ChunkRewrite, path: tuple[str, ...], column_ordinal: int) -> None:
+        """Set in a chunk of the output how it is encrypted, and its metadata where that belongs (spec 5.3)."""
+        key, new, metadata = self.column_keys[column_ordinal], chunk.new_chunk, chunk.new_metadata
+        plaintext_footer = self.encryption.plaintext_footer
+        new.encrypted_column_metadata = None
+        if column_ordinal not in self._crypto_metadata:
+            self._crypto_metadata[column_ordinal] = _crypto_metadata(key, path)
+        new.crypto_metadata = self._crypto_metadata[column_ordinal]
+        if key is ColumnEncryption.PLAINTEXT or (key is ColumnEncryption.FOOTER_KEY and not plaintext_footer):
+            new.meta_data = metadata
+            return
+        writer = chunk.writer
+        assert writer is not None
+        place = writer.place(ModuleType.COLUMN_META_DATA)
+        new.encrypted_column_metadata = writer.cipher.encrypt(metadata.serialise(), place)
+        new.meta_data = None
+        if plaintext_footer:
+            self._plaintext_footer.protect_chunk(new, metadata)
+
+    def footer(self, footer: Footer, row_groups: list[RowGroup]) -> bytes:
+        """Return the output's footer with what belongs to it, up to its length (spec 5.4, 5.5).
+
+        Raises:
+            VisibleMetadataError: A plaintext footer would lack metadata of the source, and that is to be refused.
+        """
+        encryption = self.encryption
+        if encryption.plaintext_footer:
+            metadata = self._plaintext_footer.footer(footer.metadata, row_groups, footer.path)
+        else:
+            metadata = footer.metadata.shallow_copy()
+            metadata.row_groups = row_groups
+        metadata.encryption_algorithm = None
+        metadata.footer_signing_key_metadata = None
+        if not encryption.plaintext_footer:
+            crypto = FileCryptoMetaData()
+            crypto.encryption_algorithm = encryption.stored_algorithm()
+            crypto.key_metadata = encryption.footer_key_metadata
+            return crypto.serialise() + self.footer_cipher.encrypt(metadata.serialise(), FOOTER_PLACE)
+        metadata.encryption_algorithm = encryption.stored_algorithm()
+        metadata.footer_signing_key_metadata = encryption.footer_key_metadata
+        serialised = metadata.serialise()
+        self.footer_cipher.reserve(1)
+        nonce = os.urandom(NONCE_LENGTH)
+        aad = FOOTER_PLACE.aad(self.footer_cipher.file_aad)
+        return serialised + nonce + self.footer_cipher.gcm.tag(nonce, serialised, aad)
+
+
+def _crypto_metadata(key: KeyChoice, path: tuple[str, ...]) -> ColumnCryptoMetaData | None:
+    if key is ColumnEncryption.PLAINTEXT:
+        return None
+    crypto = ColumnCryptoMetaData()
+    if isinstance(key, ColumnKey):
+        with_column_key = EncryptionWithColumnKey()
+        with_column_key.path_in_schema = list(path)
+        with_column_key.key_metadata = key.key_metadata
+        crypto.encryption_with_column_key = with_column_key
+    else:
+        crypto.encryption_with_footer_key = EncryptionWithFooterKey()
+    return crypto.as_read()

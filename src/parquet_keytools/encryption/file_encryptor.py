@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parquet_keytools.encryption.aad import MAX_COUNT
-from parquet_keytools.encryption.chunk_cipher import ChunkCipher
+from parquet_keytools.encryption.aad_prefix import AadPrefix
 from parquet_keytools.encryption.file_decryptor import Deks, column_deks, open_chunks
-from parquet_keytools.encryption.file_encryption import FileEncryption
+from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
 from parquet_keytools.encryption.file_rewriter import rewrite_file
-from parquet_keytools.encryption.footer import (
-    Footer,
-    FooterEnvelope,
-    FooterMode,
-    read_envelope,
-    read_footer,
-)
-from parquet_keytools.encryption.key_retriever import KeyRetriever
-from parquet_keytools.encryption.output_keys import OutputKeys
+from parquet_keytools.encryption.footer import Footer, FooterEnvelope, KeyRetriever, open_footer, read_envelope
+from parquet_keytools.encryption.module_cipher import ChunkCipher
+from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import AlreadyEncryptedError, FormatLimitError, NotEncryptedError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
@@ -25,7 +19,7 @@ from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.format.structs import RowGroup
 
 
-def encrypt_file(
+def encrypt_source(
     source: ByteSource,
     sink: ByteSink,
     encryption: FileEncryption,
@@ -61,12 +55,12 @@ def refuse_encrypted(envelope: FooterEnvelope) -> None:
         )
 
 
-def rekey_file(
+def rekey_source(
     source: ByteSource,
     sink: ByteSink,
     retriever: KeyRetriever,
     encryption: FileEncryption,
-    aad_prefix: bytes | None = None,
+    aad_prefix: AadPrefix = None,
     *,
     threads: int = 2,
     on_progress: Callable[[int], None] | None = None,
@@ -87,12 +81,13 @@ def rekey_file(
         DecryptionError: A part of it does not authenticate.
         ParquetFormatError: It is not what the format says, or a page is damaged.
         FormatLimitError: The output would break a limit of the format; nothing was written then.
-        ColumnAccessDeniedError: Keys of columns cannot be had.
+        ColumnAccessDeniedError: Keys of columns are unavailable.
         ConfigurationError: A key is given for a column that the file does not have.
     """
-    footer = read_footer(source, retriever, aad_prefix)
-    if footer.mode is FooterMode.UNENCRYPTED:
+    envelope = read_envelope(source)
+    if envelope.mode is FooterMode.UNENCRYPTED:
         raise NotEncryptedError(f"{source.path} is not encrypted.", hint="Use encrypt for it.")
+    footer = open_footer(envelope, retriever, aad_prefix)
     encrypt_opened(
         source,
         sink,
@@ -126,12 +121,12 @@ def encrypt_opened(
         on_progress: Called with the number of bytes after each write, by any of the threads.
 
     Raises:
-        KeytoolsError: As `rekey_file`.
+        KeytoolsError: As `rekey_source`.
     """
     if max(len(footer.row_groups), len(footer.leaves)) > MAX_COUNT:
         raise FormatLimitError(
             f"{source.path}: {len(footer.row_groups)} row groups of {len(footer.leaves)} columns are more than an "
-            f"encrypted file can have, which is {MAX_COUNT} of each.",
+            f"encrypted file can have: at most {MAX_COUNT} of each.",
             hint="Write fewer into one file.",
         )
     check_stated_algorithm(source, footer, deks)

@@ -12,21 +12,30 @@ Reading takes three steps, so that the caller can ask its KMS for many keys at o
 
 from __future__ import annotations
 
+import contextlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.aad import FOOTER_PLACE, ModulePlace, ModuleType
+from parquet_keytools.encryption.aad_prefix import AadPrefix, aad_prefixes
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH
-from parquet_keytools.encryption.footer_columns import ColumnEncryption, FooterColumn, columns_of
-from parquet_keytools.encryption.footer_modes import Algorithm, FooterMode
-from parquet_keytools.encryption.key_retriever import KeyRetriever
-from parquet_keytools.encryption.module_cipher import FOOTER_PLACE, ModuleCipher, ModulePlace
+from parquet_keytools.encryption.envelope import Envelope
+from parquet_keytools.encryption.module_cipher import ModuleCipher
+from parquet_keytools.encryption.protection import (
+    Algorithm,
+    ColumnEncryption,
+    FooterColumn,
+    FooterMode,
+    columns_of,
+)
 from parquet_keytools.errors import (
-    AadPrefixError,
     DecryptionError,
+    DraftFormatError,
     FooterSignatureError,
     KeyNotAvailableError,
+    KeytoolsError,
     ParquetFormatError,
 )
 from parquet_keytools.format.byte_ranges import ByteSource
@@ -34,125 +43,83 @@ from parquet_keytools.format.file_layout import (
     LeafColumn,
     leaf_columns,
     read_footer_bytes,
-    refuse_draft_crypto_metadata,
-    refuse_draft_footer,
+    unauthenticated_limit,
 )
 from parquet_keytools.format.structs import (
-    Aes,
     ColumnChunk,
     ColumnMetaData,
-    EncryptionAlgorithm,
-    FileCryptoMetaData,
     FileMetaData,
     RowGroup,
 )
 from parquet_keytools.secret_bytes import SecretBytes
-
-__all__ = [
-    "Algorithm",
-    "ColumnEncryption",
-    "Footer",
-    "FooterColumn",
-    "FooterEnvelope",
-    "FooterMode",
-    "read_envelope",
-    "read_footer",
-]
 
 SIGNATURE_LENGTH = NONCE_LENGTH + TAG_LENGTH
 """Length in bytes of the nonce and the tag that sign a plaintext footer."""
 
 
 @dataclass(frozen=True)
-class FooterEnvelope:
-    """What a file says before any key is used; nothing of it is authenticated, so decide by it only which key.
+class FooterEnvelope(Envelope):
+    """An envelope whose footer can be opened."""
 
-    Attributes:
-        path: The file's name, for error texts.
-        mode: As the magic and the footer's fields say.
-        algorithm: None in a file that is not encrypted. With an encrypted footer no key ever authenticates it
-            (spec 5.4): who does not want CTR compares it with what he expects.
-        aad_prefix: As stored, or None.
-        aad_file_unique: As stored, or None.
-        supply_aad_prefix: Whether a prefix was used that is not stored.
-        key_metadata: Of the key that encrypts or signs the footer, or None where the file carries none.
-        footer_offset: Where the footer begins, in bytes; pages and indexes lie before it.
-    """
-
-    path: str
-    mode: FooterMode
-    algorithm: Algorithm | None
-    aad_prefix: bytes | None
-    aad_file_unique: bytes | None
-    supply_aad_prefix: bool
-    key_metadata: bytes | None
-    footer_offset: int
-    _plaintext: FileMetaData | None = field(repr=False)
-    _footer: bytes = field(repr=False)
-    """With an encrypted footer its module; with a plaintext footer the serialised footer as read."""
-    _signature: bytes = field(repr=False)
-
-    def file_aad(self, aad_prefix: bytes | None = None) -> bytes:
+    def file_aads(self, aad_prefix: AadPrefix = None) -> tuple[bytes, ...]:
         """Return AAD prefix and file unique, which begin the AAD of every module (spec 4.4).
 
         Args:
             aad_prefix: The prefix that the caller expects, or None to take what the file stores.
 
+        Returns:
+            What they may be, the likeliest first; more than one only where the prefix is not stored.
+
         Raises:
-            AadPrefixError: One is needed and not given, or the file has another one, or none.
+            AadPrefixError: One is needed and not given, or the file has another one, or none; or one is expected
+                and the file unique may hold a part of it.
             ParquetFormatError: The file has no file unique.
         """
-        if self.aad_file_unique is None:
-            raise ParquetFormatError(
-                "the file has no aad_file_unique, which every AAD needs (spec 4.4.2).",
-                path=self.path,
-                hint="DuckDB 2.0 is known to write such files; no other engine can read them.",
-            )
-        if self.aad_prefix is not None:
-            if aad_prefix is not None and not hmac.compare_digest(aad_prefix, self.aad_prefix):
-                raise AadPrefixError(
-                    f"{self.path}: the file stores another AAD prefix than the one expected.",
-                    hint="It is another file, or another version of it, than the one asked for.",
-                )
-        elif self.supply_aad_prefix:
-            if aad_prefix is None:
-                raise AadPrefixError(
-                    f"{self.path}: the file was written with an AAD prefix that is not stored in it.",
-                    hint="Supply the AAD prefix (spec 4.4.1).",
-                )
-        elif aad_prefix is not None:
-            raise AadPrefixError(
-                f"{self.path}: an AAD prefix is expected, and the file was written without one.",
-                hint="It is not the file asked for, or it was written by another configuration.",
-            )
-        return (self.aad_prefix or aad_prefix or b"") + self.aad_file_unique
+        prefixes = aad_prefixes(
+            aad_prefix,
+            self.aad_prefix,
+            self.aad_file_unique,
+            self.path,
+            supply_aad_prefix=self.supply_aad_prefix,
+        )
+        return tuple(prefix + (self.aad_file_unique or b"") for prefix in prefixes)
 
-    def open(self, dek: SecretBytes | None, aad_prefix: bytes | None = None) -> Footer:
+    def open(self, dek: SecretBytes | None, aad_prefix: AadPrefix = None) -> Footer:
         """Authenticate the footer.
 
         Args:
             dek: The footer's DEK; None for a file that is not encrypted only.
             aad_prefix: The prefix that the caller expects, or None to take what the file stores.
 
+        Only then what it says is built, which takes many times its length in memory.
+
         Raises:
             KeyNotAvailableError: The file is encrypted and no DEK is given.
             DecryptionError: The footer does not authenticate.
             FooterSignatureError: The signature of a plaintext footer is missing or wrong.
-            AadPrefixError: See `file_aad`.
+            AadPrefixError: See `file_aads`.
             ParquetFormatError: The authentic footer is not what the format says.
         """
         if self.mode is FooterMode.UNENCRYPTED:
-            return self._footer_of(self._plaintext, None, b"")
+            return self._footer_of(self.body, None, b"", unauthenticated_limit(len(self.body)))
         if dek is None:
             raise KeyNotAvailableError(f"{self.path}: the footer is encrypted or signed, and no key is given.")
-        file_aad = self.file_aad(aad_prefix)
+        file_aad, *others = self.file_aads(aad_prefix)
+        try:
+            return self._open(dek, file_aad)
+        except DecryptionError:
+            for other in others:
+                # A wrong AAD and a wrong key look alike; the first error is as good as any.
+                with contextlib.suppress(DecryptionError):
+                    return self._open(dek, other)
+            raise
+
+    def _open(self, dek: SecretBytes, file_aad: bytes) -> Footer:
         cipher = ModuleCipher(dek, file_aad)
         if self.mode is FooterMode.PLAINTEXT_FOOTER:
             self._verify(cipher)
-            return self._footer_of(self._plaintext, cipher, file_aad)
-        plaintext = cipher.decrypt(self._footer, FOOTER_PLACE)
-        metadata, _ = FileMetaData.read(plaintext)
-        return self._footer_of(metadata, cipher, file_aad)
+            return self._footer_of(self.body, cipher, file_aad)
+        return self._footer_of(cipher.decrypt(self.body, FOOTER_PLACE), cipher, file_aad)
 
     def is_sealed_by(self, cipher: ModuleCipher) -> bool:
         """Return whether the footer authenticates with the cipher of a footer that was opened before."""
@@ -160,7 +127,7 @@ class FooterEnvelope:
             if self.mode is FooterMode.PLAINTEXT_FOOTER:
                 self._verify(cipher)
             else:
-                cipher.decrypt(self._footer, FOOTER_PLACE)
+                cipher.decrypt(self.body, FOOTER_PLACE)
         except DecryptionError:
             return False
         return True
@@ -169,29 +136,36 @@ class FooterEnvelope:
         """Return what a plaintext footer shows without a key; None where the footer is encrypted.
 
         To show to people only: anyone can have written it.
+
+        Raises:
+            ParquetFormatError: It is not what the format says, or takes far more memory than an honest one.
         """
-        return None if self._plaintext is None else self._footer_of(self._plaintext, None, b"")
+        if self.mode is FooterMode.ENCRYPTED_FOOTER:
+            return None
+        return self._footer_of(self.body, None, b"", unauthenticated_limit(len(self.body)))
 
     def _verify(self, cipher: ModuleCipher) -> None:
-        if len(self._signature) != SIGNATURE_LENGTH:
+        if len(self.signature) != SIGNATURE_LENGTH:
             raise FooterSignatureError(
                 f"{self.path}: the plaintext footer of an encrypted file is followed by "
-                f"{len(self._signature)} bytes where its signature of {SIGNATURE_LENGTH} belongs.",
+                f"{len(self.signature)} bytes where its signature of {SIGNATURE_LENGTH} belongs.",
                 module_type=ModuleType.FOOTER.title,
                 hint="The signature was removed, or the writer made none (spec 5.5).",
             )
-        nonce, tag = self._signature[:NONCE_LENGTH], self._signature[NONCE_LENGTH:]
+        nonce, tag = self.signature[:NONCE_LENGTH], self.signature[NONCE_LENGTH:]
         aad = cipher.file_aad + bytes([ModuleType.FOOTER])
-        if not hmac.compare_digest(cipher.gcm.tag(nonce, self._footer, aad), tag):
+        if not hmac.compare_digest(cipher.gcm.tag(nonce, self.body, aad), tag):
             raise FooterSignatureError(
                 f"{self.path}: the signature of the plaintext footer is wrong.",
                 module_type=ModuleType.FOOTER.title,
                 hint="The footer was altered, or was signed with another key or AAD prefix.",
             )
 
-    def _footer_of(self, metadata: FileMetaData | None, cipher: ModuleCipher | None, file_aad: bytes) -> Footer:
-        assert metadata is not None
+    def _footer_of(
+        self, data: bytes, cipher: ModuleCipher | None, file_aad: bytes, max_memory: int | None = None
+    ) -> Footer:
         try:
+            metadata, _ = FileMetaData.read(data, max_memory=max_memory)
             row_groups = metadata.row_groups
             chunks = [row_group.columns for row_group in row_groups]
             leaves = leaf_columns(metadata.schema)
@@ -240,6 +214,11 @@ class Footer:
     def algorithm(self) -> Algorithm | None:
         """The encryption algorithm; None in a file that is not encrypted."""
         return self.envelope.algorithm
+
+    @property
+    def aad_prefix(self) -> bytes:
+        """The AAD prefix that the footer authenticated with, stored or not; empty where there is none."""
+        return self.file_aad[: len(self.file_aad) - len(self.envelope.aad_file_unique or b"")]
 
     @property
     def key_metadata(self) -> bytes | None:
@@ -317,12 +296,40 @@ class Footer:
         name = f"row group {row_group_ordinal}, column {'.'.join(column.path)!r}"
         if metadata is None:
             raise ParquetFormatError(f"{name}: the column metadata is missing (spec 5.3).", path=self.path)
-        if tuple(metadata.path_in_schema) != column.path:
+        if metadata.copy_of(ColumnMetaData.path_in_schema) != list(column.path):
             raise ParquetFormatError(
                 f"{name}: the metadata is that of column {'.'.join(metadata.path_in_schema)!r}.",
                 path=self.path,
             )
         return metadata
+
+
+class KeyRetriever(Protocol):
+    """Finds the DEK that key metadata stands for (spec 4.3)."""
+
+    def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
+        """Return the DEK of the footer.
+
+        Args:
+            key_metadata: As the file carries it, or None where it carries none.
+
+        Raises:
+            KeytoolsError: The key is unavailable; the error says why.
+        """
+        ...
+
+    def column_deks(
+        self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
+    ) -> list[SecretBytes | KeytoolsError]:
+        """Return the DEKs of columns, asked for together so that a KMS can be asked once.
+
+        Args:
+            columns: For each column its path in the schema and its key metadata, None where there is none.
+
+        Returns:
+            In the same order the DEK, or the error that says why it is unavailable.
+        """
+        ...
 
 
 def read_envelope(source: ByteSource) -> FooterEnvelope:
@@ -334,42 +341,14 @@ def read_envelope(source: ByteSource) -> FooterEnvelope:
     """
     footer = read_footer_bytes(source)
     try:
-        if footer.is_encrypted:
-            crypto, end = FileCryptoMetaData.read(footer.data)
-            refuse_draft_crypto_metadata(crypto)
-            algorithm, parameters = _algorithm_of(crypto.encryption_algorithm)
-            mode, plaintext, key_metadata = FooterMode.ENCRYPTED_FOOTER, None, crypto.key_metadata
-            body, signature = footer.data[end:], b""
-        else:
-            plaintext, end = FileMetaData.read(footer.data)
-            refuse_draft_footer(plaintext)
-            body, signature = footer.data[:end], footer.data[end:]
-            key_metadata = plaintext.footer_signing_key_metadata
-            stored = plaintext.encryption_algorithm
-            if stored is None:
-                mode, algorithm, parameters = FooterMode.UNENCRYPTED, None, Aes()
-            else:
-                mode = FooterMode.PLAINTEXT_FOOTER
-                algorithm, parameters = _algorithm_of(stored)
-        return FooterEnvelope(
-            path=source.path,
-            mode=mode,
-            algorithm=algorithm,
-            # An empty prefix is none: some writers store the field empty.
-            aad_prefix=parameters.aad_prefix or None,
-            aad_file_unique=parameters.aad_file_unique,
-            supply_aad_prefix=bool(parameters.supply_aad_prefix),
-            key_metadata=key_metadata,
-            footer_offset=footer.offset,
-            _plaintext=plaintext,
-            _footer=body,
-            _signature=signature,
-        )
+        return FooterEnvelope.of(footer, source.path)
+    except DraftFormatError as error:
+        raise DraftFormatError(str(error), path=source.path) from None
     except ParquetFormatError as error:
-        raise type(error)(str(error), path=source.path) from None
+        raise ParquetFormatError(str(error), path=source.path) from None
 
 
-def read_footer(source: ByteSource, retriever: KeyRetriever | None, aad_prefix: bytes | None = None) -> Footer:
+def read_footer(source: ByteSource, retriever: KeyRetriever | None, aad_prefix: AadPrefix = None) -> Footer:
     """Read and authenticate the footer of a file.
 
     Args:
@@ -380,18 +359,13 @@ def read_footer(source: ByteSource, retriever: KeyRetriever | None, aad_prefix: 
     Raises:
         KeytoolsError: As `read_envelope`, `FooterEnvelope.open`, and what the retriever raises.
     """
-    envelope = read_envelope(source)
+    return open_footer(read_envelope(source), retriever, aad_prefix)
+
+
+def open_footer(envelope: FooterEnvelope, retriever: KeyRetriever | None, aad_prefix: AadPrefix = None) -> Footer:
+    """Authenticate a footer that was read, as `read_footer` does."""
     if envelope.mode is FooterMode.UNENCRYPTED or retriever is None:
         return envelope.open(None, aad_prefix)
     # What is wrong with the AAD is found before a KMS is asked.
-    envelope.file_aad(aad_prefix)
+    envelope.file_aads(aad_prefix)
     return envelope.open(retriever.footer_dek(envelope.key_metadata), aad_prefix)
-
-
-def _algorithm_of(stored: EncryptionAlgorithm) -> tuple[Algorithm, Aes]:
-    gcm, ctr = stored.aes_gcm_v1, stored.aes_gcm_ctr_v1
-    if gcm is not None and len(stored.struct.fields) == 1:
-        return Algorithm.AES_GCM_V1, gcm
-    if ctr is not None and len(stored.struct.fields) == 1:
-        return Algorithm.AES_GCM_CTR_V1, ctr
-    raise ParquetFormatError("the encryption algorithm is none of AES_GCM_V1 and AES_GCM_CTR_V1 (spec 5.2).")

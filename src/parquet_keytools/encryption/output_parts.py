@@ -1,26 +1,22 @@
-"""The parts that an output file is put together from: what lies where, and how its bytes are made.
-
-A part knows its length before any of its bytes exist, so that the layout of the whole file is known before the
-first byte is written, and so that several threads can make different parts.
-"""
+"""What an output file is made of, and how that is written: by several threads where the sink takes any order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parquet_keytools.encryption.chunk_cipher import ChunkCipher
-from parquet_keytools.encryption.chunk_pages import ChunkPages, output_lengths
-from parquet_keytools.encryption.page_cipher import decrypt_pages, encrypt_pages
-from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.encryption.chunk_pages import ChunkPages, decrypt_pages, encrypt_pages, output_lengths
+from parquet_keytools.encryption.module_cipher import ChunkCipher
+from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 
 SEGMENT_LENGTH = 1024 * 1024
 """About how many bytes of output are made and written at a time: large writes are faster than small ones, as
 long as what is written is still in the processor's cache."""
 
 
-class Piece(NamedTuple):
+class OutputPiece(NamedTuple):
     """Bytes that are made in one go.
 
     Attributes:
@@ -44,13 +40,13 @@ class BytesPart:
     length: int
     make: Callable[[], bytes | memoryview]
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[OutputPiece]:
         """Yield them as one piece."""
 
         def make(out: memoryview) -> None:
             out[:] = self.make()
 
-        yield Piece(self.length, make)
+        yield OutputPiece(self.length, make)
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class PagesPart:
     reader: ChunkCipher | None
     writer: ChunkCipher | None
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[OutputPiece]:
         """Yield pieces of about `SEGMENT_LENGTH`, each of whole pages."""
         pages = self.find_pages()
         lengths = output_lengths(pages, self.reader, self.writer)
@@ -79,13 +75,13 @@ class PagesPart:
         source_offset = pages.source_offset
         for position, page_length in enumerate(lengths):
             if length and length + page_length > SEGMENT_LENGTH:
-                yield Piece(length, self._make(pages, first, position, source_offset, source_length))
+                yield OutputPiece(length, self._make(pages, first, position, source_offset, source_length))
                 source_offset += source_length
                 first, length, source_length = position, 0, 0
             length += page_length
             source_length += pages.header_lengths[position] + pages.page_lengths[position]
         if length:
-            yield Piece(length, self._make(pages, first, len(lengths), source_offset, source_length))
+            yield OutputPiece(length, self._make(pages, first, len(lengths), source_offset, source_length))
 
     def _make(
         self, pages: ChunkPages, first: int, last: int, source_offset: int, source_length: int
@@ -105,3 +101,107 @@ class PagesPart:
 
 
 Part = BytesPart | PagesPart
+
+
+Batch = tuple[int, int, list[OutputPiece]]
+"""Offset and length in bytes of neighbouring pieces that are written together, and the pieces."""
+
+
+def write_parts(
+    parts: Iterable[Part],
+    sink: ByteSink,
+    *,
+    threads: int = 2,
+    on_progress: Callable[[int], None] | None = None,
+) -> None:
+    """Make all parts and write them one after another.
+
+    Args:
+        parts: In the order in which they lie in the file.
+        sink: Where they go; its space is reserved.
+        threads: How many threads work; the calling one is among them.
+        on_progress: Called with the number of bytes after each write, by any of the threads.
+
+    Raises:
+        KeytoolsError: A part cannot be made. What was written so far is worth nothing then.
+        OSError: The sink cannot be written.
+    """
+    work = _Work(_batches(parts), sink, on_progress)
+    helpers = [
+        threading.Thread(target=work.run, name=f"parquet-keytools-{number}", daemon=True)
+        for number in range(1, threads if sink.takes_any_order else 1)
+    ]
+    for helper in helpers:
+        helper.start()
+    try:
+        work.run()
+    except BaseException:
+        work.stop()
+        raise
+    finally:
+        for helper in helpers:
+            helper.join()
+    work.raise_failure()
+
+
+def _batches(parts: Iterable[Part]) -> Iterator[Batch]:
+    offset = length = 0
+    batch: list[OutputPiece] = []
+    for part in parts:
+        for piece in part.pieces():
+            if batch and length + piece.length > SEGMENT_LENGTH:
+                yield offset, length, batch
+                offset, length, batch = offset + length, 0, []
+            batch.append(piece)
+            length += piece.length
+    if batch:
+        yield offset, length, batch
+
+
+class _Work:
+    """What the threads share: the batches that are left, and the first failure."""
+
+    def __init__(
+        self, batches: Iterator[Batch], sink: ByteSink, on_progress: Callable[[int], None] | None
+    ) -> None:
+        self._batches = batches
+        self._sink = sink
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._stopped = False
+
+    def run(self) -> None:
+        buffer = bytearray()
+        try:
+            while True:
+                with self._lock:
+                    if self._stopped:
+                        return
+                    batch = next(self._batches, None)
+                if batch is None:
+                    return
+                offset, length, pieces = batch
+                if len(buffer) < length:
+                    buffer = bytearray(length)
+                view = memoryview(buffer)
+                start = 0
+                for piece in pieces:
+                    piece.make(view[start : start + piece.length])
+                    start += piece.length
+                self._sink.write_at(offset, view[:length])
+                if self._on_progress is not None:
+                    self._on_progress(length)
+        except BaseException as error:
+            # The thread that called raises it; the others stop.
+            with self._lock:
+                self._failure = self._failure or error
+            self.stop()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 from parquet_keytools.encryption.aad import MAX_COUNT, MAX_ORDINAL
 from parquet_keytools.encryption.aes import InvalidTag
-from parquet_keytools.encryption.chunk_cipher import NO_PAGE_ORDINAL, ChunkCipher
-from parquet_keytools.encryption.chunk_pages import NOTHING, ChunkPages
-from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH
-from parquet_keytools.encryption.page_cipher import check_crc, decrypt_page
+from parquet_keytools.encryption.chunk_pages import NOTHING, ChunkPages, check_crc, decrypt_page
+from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, NO_PAGE_ORDINAL, ChunkCipher
 from parquet_keytools.errors import FormatLimitError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.page_headers import (
+from parquet_keytools.format.pages import (
     MAX_PAGE_LENGTH,
     PageHeaderFacts,
     crc_position,

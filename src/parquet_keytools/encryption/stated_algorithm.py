@@ -20,14 +20,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parquet_keytools.encryption.aes import InvalidTag
-from parquet_keytools.encryption.chunk_cipher import NO_PAGE_ORDINAL, ChunkCipher
-from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption, Footer, FooterColumn
-from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, ModuleCipher, check_length_field
+from parquet_keytools.encryption.footer import Footer
+from parquet_keytools.encryption.module_cipher import (
+    CTR_FRAMING,
+    GCM_FRAMING,
+    NO_PAGE_ORDINAL,
+    ChunkCipher,
+    ModuleCipher,
+    check_length_field,
+)
 from parquet_keytools.encryption.page_walk import FirstPage, read_first_page
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterColumn
 from parquet_keytools.errors import DecryptionError, KeytoolsError
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.chunk_regions import regions_of
-from parquet_keytools.format.page_headers import varint
+from parquet_keytools.format.file_layout import regions_of
+from parquet_keytools.format.pages import varint
 from parquet_keytools.format.structs import ColumnMetaData, DataPageHeaderV2, PageHeader
 from parquet_keytools.format.thrift_compact import WireType
 from parquet_keytools.secret_bytes import SecretBytes
@@ -171,7 +178,7 @@ def _first_pages(
             try:
                 page = _first_page(source, footer, row_group_ordinal, column, cipher)
             except KeytoolsError:
-                continue  # Damaged: whoever reads it is told what of it is.
+                continue  # Damaged: reading it reports which part is.
             if page is not None:
                 yield page
 

@@ -89,7 +89,7 @@ def selected_sorting_columns(struct: Struct, column_ordinals: Sequence[int]) -> 
     elements: list[Struct] = []
     for element in entry[1].elements:
         column = element.fields.get(1) if isinstance(element, Struct) else None
-        if column is None or column[1] not in new_ordinals:
+        if column is None or column[0] is not WireType.I32 or column[1] not in new_ordinals:
             break
         elements.append(Struct({**element.fields, 1: (WireType.I32, new_ordinals[column[1]])}))
     if elements:
@@ -117,10 +117,10 @@ def _selected_schema(schema: list[SchemaElement], positions: Collection[int]) ->
 
 def _select_column_orders(metadata: FileMetaData, column_ordinals: Sequence[int]) -> None:
     entry = metadata.struct.fields.get(_COLUMN_ORDERS_FIELD_ID)
-    if entry is None:
+    if entry is None or not isinstance(entry[1], ThriftList):
         return
     orders = entry[1]
-    if not isinstance(orders, ThriftList) or any(o >= len(orders.elements) for o in column_ordinals):
+    if any(o >= len(orders.elements) for o in column_ordinals):
         raise ParquetFormatError("the file does not have one column order for each column.")
     elements = [orders.elements[ordinal] for ordinal in column_ordinals]
     metadata.struct.fields[_COLUMN_ORDERS_FIELD_ID] = (entry[0], ThriftList(orders.element_type, elements))

@@ -1,14 +1,23 @@
-"""What lies where in a Parquet file: magic, footer, leaf columns (spec 5.4, 5.5)."""
+"""What lies where in a Parquet file: magic, footer, leaf columns, regions of column chunks (spec 5.4, 5.5)."""
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NoReturn
 
 from parquet_keytools.errors import DraftFormatError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData, SchemaElement
+from parquet_keytools.format.structs import (
+    ColumnChunk,
+    ColumnMetaData,
+    FileCryptoMetaData,
+    FileMetaData,
+    SchemaElement,
+)
 from parquet_keytools.format.thrift_compact import Struct, WireType
 
 MAGIC = b"PAR1"
@@ -24,6 +33,13 @@ MAX_SCHEMA_DEPTH = 256
 """How deep groups of a schema may nest; keeps the paths of all leaves proportional to the schema's bytes."""
 
 _BOOLEAN = (WireType.TRUE, WireType.FALSE)
+
+
+UNAUTHENTICATED_FACTOR = 100
+"""How many times its length a footer may take in memory that nothing authenticates; honest ones take 40 to 65."""
+
+UNAUTHENTICATED_BASE = 16 * 1024 * 1024
+"""What it may take beyond that, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +109,11 @@ def read_footer_bytes(source: ByteSource) -> FooterBytes:
     return FooterBytes(magic == MAGIC_ENCRYPTED_FOOTER, offset, bytes(data))
 
 
+def unauthenticated_limit(length: int) -> int:
+    """Return how many bytes of memory a footer of a length may take that nothing authenticates."""
+    return UNAUTHENTICATED_FACTOR * length + UNAUTHENTICATED_BASE
+
+
 def refuse_draft_crypto_metadata(metadata: FileCryptoMetaData) -> None:
     """Refuse the FileCryptoMetaData of the 2018 draft, which is another structure under the same magic.
 
@@ -123,7 +144,7 @@ def _type_of(fields: dict[int, tuple[WireType, Struct]], field_id: int) -> WireT
 def _refuse(year: str, reason: str) -> NoReturn:
     raise DraftFormatError(
         f"the file follows the {year} draft of the encryption specification ({reason}).",
-        hint="That draft was never in force; write the file anew with a current writer.",
+        hint="That draft was never in force; write the file again with a current writer.",
     )
 
 
@@ -164,3 +185,133 @@ def leaf_columns(schema: list[SchemaElement]) -> tuple[LeafColumn, ...]:
     if any(waiting):
         raise ParquetFormatError("a group of the schema has more children than elements follow.")
     return tuple(leaves)
+
+
+_FORGOTTEN_LENGTH = 100
+"""How many bytes of a dictionary page's header parquet-mr before 1.2.9 left out of `total_compressed_size`."""
+
+_OLD_PARQUET_MR = re.compile(r"parquet-mr version 1\.(?:[01]\.|2\.[0-8](?!\d))")
+
+
+class RegionKind(IntEnum):
+    """What lies in a region."""
+
+    PAGES = 0
+    BLOOM_FILTER = 1
+    COLUMN_INDEX = 2
+    OFFSET_INDEX = 3
+
+
+_LENGTH_FIELD_IDS = {
+    RegionKind.OFFSET_INDEX: ColumnChunk.offset_index_length.field_id,
+    RegionKind.COLUMN_INDEX: ColumnChunk.column_index_length.field_id,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A byte range of a column chunk.
+
+    Attributes:
+        kind: What lies there.
+        row_group_ordinal: Of the row group of the chunk.
+        column_ordinal: Of its column.
+        offset: Where it begins, in bytes from the start of the file.
+        length: In bytes, or None for a Bloom filter whose length is not stated.
+        limit: Where it may end at most.
+        next_offset: Where the next region, or the footer, begins.
+    """
+
+    kind: RegionKind
+    row_group_ordinal: int
+    column_ordinal: int
+    offset: int
+    length: int | None
+    limit: int = 0
+    next_offset: int = 0
+
+
+def regions_of(
+    chunk: ColumnChunk, metadata: ColumnMetaData, row_group_ordinal: int, column_ordinal: int
+) -> list[Region]:
+    """Return the regions of a chunk.
+
+    Args:
+        chunk: The chunk.
+        metadata: Its full metadata, decrypted where it was encrypted.
+        row_group_ordinal: Of its row group.
+        column_ordinal: Of its column.
+
+    Raises:
+        ParquetFormatError: A length is negative or missing, or the data lies in another file.
+    """
+    if chunk.file_path is not None:
+        raise ParquetFormatError(
+            f"the data of column {'.'.join(metadata.path_in_schema)!r} is in another file, "
+            f"{chunk.file_path!r}: this is a summary file (_metadata).",
+            hint="Use the data files themselves.",
+        )
+    ordinals = (row_group_ordinal, column_ordinal)
+    # Writers leave 0 where there is no such page.
+    offsets = (metadata.data_page_offset, metadata.dictionary_page_offset, metadata.index_page_offset)
+    start = min((offset for offset in offsets if offset), default=0)
+    regions = [Region(RegionKind.PAGES, *ordinals, start, metadata.total_compressed_size)]
+    for kind, offset, length in (
+        (RegionKind.BLOOM_FILTER, metadata.bloom_filter_offset, metadata.bloom_filter_length),
+        (RegionKind.COLUMN_INDEX, chunk.column_index_offset, chunk.column_index_length),
+        (RegionKind.OFFSET_INDEX, chunk.offset_index_offset, chunk.offset_index_length),
+    ):
+        if offset is None:
+            continue
+        if length is None and kind is not RegionKind.BLOOM_FILTER:
+            if _LENGTH_FIELD_IDS[kind] in chunk.struct.fields:
+                continue  # A length of another type: nobody can read the index.
+            raise ParquetFormatError(f"the {kind.name.lower().replace('_', ' ')} has no length.")
+        regions.append(Region(kind, *ordinals, offset, length))
+    return regions
+
+
+def arranged(regions: Iterable[Region], footer_offset: int, created_by: str | None) -> list[Region]:
+    """Return regions in the order of their offsets, each with its limit.
+
+    Args:
+        regions: Those of all chunks.
+        footer_offset: Where the footer begins; all must lie before it.
+        created_by: The writer of the file, as the footer says: some old ones forgot bytes.
+
+    Raises:
+        ParquetFormatError: A region lies outside of the file's body, or two overlap.
+    """
+    tolerance = _FORGOTTEN_LENGTH if created_by and _OLD_PARQUET_MR.match(created_by) else 0
+    ordered = sorted(regions, key=lambda region: (region.offset, region.length or 0, region.kind))
+    result: list[Region] = []
+    next_offset = footer_offset
+    for region in reversed(ordered):
+        length = region.length
+        if length == 0:
+            result.append(Region(*_facts(region), region.offset, region.offset))
+            continue
+        end = region.offset + (1 if length is None else length)
+        if region.offset < MAGIC_LENGTH or (length or 1) < 0 or end > footer_offset:
+            raise ParquetFormatError(
+                f"{_name(region)}: {length} bytes at {region.offset} are not before the footer."
+            )
+        if end > next_offset:
+            raise ParquetFormatError(f"{_name(region)} overlaps with what begins at byte {next_offset}.")
+        if length is None:
+            limit = next_offset
+        else:
+            limit = min(next_offset, end + (tolerance if region.kind is RegionKind.PAGES else 0))
+        result.append(Region(*_facts(region), limit, next_offset))
+        next_offset = region.offset
+    result.reverse()
+    return result
+
+
+def _facts(region: Region) -> tuple[RegionKind, int, int, int, int | None]:
+    return region.kind, region.row_group_ordinal, region.column_ordinal, region.offset, region.length
+
+
+def _name(region: Region) -> str:
+    kind = region.kind.name.lower().replace("_", " ")
+    return f"row group {region.row_group_ordinal}, column {region.column_ordinal}, {kind}"

@@ -8,9 +8,9 @@ bytes, reading takes time and memory proportional to their number and ends in a 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from parquet_keytools.errors import ParquetFormatError
 
@@ -37,17 +37,19 @@ class WireType(IntEnum):
     UUID = 13
 
 
-_INTEGER_BITS = {WireType.I16: 16, WireType.I32: 32, WireType.I64: 64}
-_FIXED_LENGTH = {WireType.DOUBLE: 8, WireType.UUID: 16, WireType.BYTE: 1, WireType.TRUE: 1, WireType.FALSE: 1}
-_LAST_WIRE_TYPE = max(WireType)
-_WIRE_TYPES = [WireType(code) if code <= _LAST_WIRE_TYPE else WireType.STOP for code in range(16)]
+INTEGER_BITS = {WireType.I16: 16, WireType.I32: 32, WireType.I64: 64}
+FIXED_LENGTH = {WireType.DOUBLE: 8, WireType.UUID: 16, WireType.BYTE: 1, WireType.TRUE: 1, WireType.FALSE: 1}
+LAST_WIRE_TYPE = max(WireType)
+WIRE_TYPES = [WireType(code) if code <= LAST_WIRE_TYPE else WireType.STOP for code in range(16)]
 """By code; STOP where there is no such type."""
+
+_STRUCT_BYTES, _FIELD_BYTES, _LIST_BYTES, _ELEMENT_BYTES, _PAIR_BYTES = 112, 104, 100, 32, 96
+"""About what is built takes, without the bytes of texts."""
 
 _LARGE = 256 * 1024
 """From how many bytes on the collector of reference cycles rests while a structure is read."""
 
 
-@dataclass(slots=True)
 class Struct:
     """A struct: field id -> wire type and value, in the order of the bytes.
 
@@ -55,7 +57,39 @@ class Struct:
     BYTE), None for TRUE and FALSE (the type is the value), `ThriftList`, `ThriftMap` and `Struct`.
     """
 
-    fields: dict[int, tuple[WireType, Any]] = field(default_factory=dict)
+    __slots__ = ("fields",)
+
+    fields: dict[int, tuple[WireType, Any]]
+
+    def __init__(self, fields: dict[int, tuple[WireType, Any]] | None = None) -> None:
+        self.fields = {} if fields is None else fields
+
+    @property
+    def unread(self) -> bytes | None:
+        """Its bytes, as long as nobody looked at its fields; see `thrift_outline.UnreadStruct`."""
+        return None
+
+    def entry(self, field_id: int) -> tuple[WireType, Any] | None:
+        """Return type and value of a field, to be looked at only."""
+        return self.fields.get(field_id)
+
+    def entry_bytes(self, field_id: int) -> tuple[WireType, bytes] | None:
+        """Return type and bytes of a field."""
+        entry = self.fields.get(field_id)
+        if entry is None:
+            return None
+        out = bytearray()
+        if entry[1] is not None:
+            _write_value(out, *entry)
+        return entry[0], bytes(out)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Struct) and self.fields == other.fields
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Struct({self.fields!r})"
 
 
 @dataclass(slots=True)
@@ -75,44 +109,54 @@ class ThriftMap:
     pairs: list[tuple[Any, Any]]
 
 
-def read_struct(data: bytes | memoryview, offset: int = 0) -> tuple[Struct, int]:
-    """Read a struct from `data` at `offset`.
+def read_struct(data: bytes | memoryview, offset: int = 0, max_memory: int | None = None) -> tuple[Struct, int]:
+    """Read a struct from `data` at `offset`; returns it and the offset of the first byte after it.
 
-    Returns:
-        The struct, and the offset of the first byte after it.
+    Args:
+        data: The bytes.
+        offset: Where the struct begins.
+        max_memory: About how many bytes what is built may take; that is up to 200 times the bytes of the struct.
+            None for as many as it takes.
 
     Raises:
-        ParquetFormatError: The bytes are not a struct in compact protocol, or end before it does.
+        ParquetFormatError: The bytes are not a struct in compact protocol, or end before it does, or it takes
+            too much memory.
     """
-    reader = _Reader(data, offset)
-    # Millions of new objects would make the collector look at all of them again and again; there are no cycles.
-    pauses_collector = len(data) - offset >= _LARGE and gc.isenabled()
-    if pauses_collector:
-        gc.disable()
-    try:
-        struct = reader.struct(0)
-    except IndexError:
-        raise ParquetFormatError("a Thrift struct ends before it is complete") from None
-    finally:
-        if pauses_collector:
-            gc.enable()
-    return struct, reader.offset
+    return ThriftReader(data, offset, max_memory).whole_struct()
 
 
 def write_struct(struct: Struct) -> bytes:
     """Return the bytes of a struct in compact protocol."""
-    out = bytearray()
-    _write_value(out, WireType.STRUCT, struct)
+    _write_value(out := bytearray(), WireType.STRUCT, struct)
     return bytes(out)
 
 
-class _Reader:
-    __slots__ = ("data", "end", "offset")
+class ThriftReader:
+    """Reads value after value; `offset` is where the next one begins."""
 
-    def __init__(self, data: bytes | memoryview, offset: int) -> None:
+    __slots__ = ("data", "end", "left", "most", "offset")
+
+    EXCESS: ClassVar[str] = "takes more than {:,} bytes of memory"
+
+    def __init__(self, data: bytes | memoryview, offset: int, most: int | None = None) -> None:
         self.data = data
         self.offset = offset
         self.end = len(data)
+        self.left = self.most = most
+
+    def whole_struct(self) -> tuple[Struct, int]:
+        """Read the struct that begins here; returns it and the offset of the first byte after it."""
+        # The collector would look at millions of new objects again and again; there are no cycles.
+        pauses_collector = self.end - self.offset >= _LARGE and gc.isenabled()
+        if pauses_collector:
+            gc.disable()
+        try:
+            return self.struct(0), self.offset
+        except IndexError:
+            raise ParquetFormatError("a Thrift struct ends before it is complete") from None
+        finally:
+            if pauses_collector:
+                gc.enable()
 
     def struct(self, depth: int) -> Struct:
         """Read a struct; a footer is thousands of small ones, so the common types are read without a call."""
@@ -134,7 +178,7 @@ class _Reader:
                 offset = self.offset
                 in_order = False
             code = header & 0x0F
-            wire_type = _WIRE_TYPES[code]
+            wire_type = WIRE_TYPES[code]
             if code == 5 or code == 6:
                 value = data[offset]
                 offset += 1
@@ -166,7 +210,7 @@ class _Reader:
                 offset = self.offset
             elif code == 1 or code == 2:
                 value = None
-            elif code == 0 or code > _LAST_WIRE_TYPE:
+            elif code == 0 or code > LAST_WIRE_TYPE:
                 raise ParquetFormatError(f"Thrift type {code} does not exist")
             else:
                 self.offset = offset
@@ -177,17 +221,17 @@ class _Reader:
                 raise ParquetFormatError(f"Thrift field {field_id} comes twice")
             fields[field_id] = (wire_type, value)
         if not in_order or field_id > 32_767:
-            self.check_field_ids(fields)
+            for found in fields:
+                if not -32_768 <= found <= 32_767:
+                    raise ParquetFormatError(f"Thrift field {found} is out of range")
+        if self.left is not None:
+            self.charge(_STRUCT_BYTES + len(fields) * _FIELD_BYTES)
         self.offset = offset + 1
         return Struct(fields)
 
-    def check_field_ids(self, fields: dict[int, tuple[WireType, Any]]) -> None:
-        for field_id in fields:
-            if not -32_768 <= field_id <= 32_767:
-                raise ParquetFormatError(f"Thrift field {field_id} is out of range")
-
     def value(self, wire_type: WireType, depth: int) -> Any:
-        bits = _INTEGER_BITS.get(wire_type)
+        """Read a value of a type."""
+        bits = INTEGER_BITS.get(wire_type)
         if bits is not None:
             return self.zigzag(bits)
         if wire_type is WireType.BINARY:
@@ -198,9 +242,23 @@ class _Reader:
             return self.list(depth)
         if wire_type is WireType.MAP:
             return self.map(depth)
-        return self.take(_FIXED_LENGTH[wire_type])
+        return self.take(FIXED_LENGTH[wire_type])
 
     def list(self, depth: int) -> ThriftList:
+        """Read a list or a set."""
+        element_type, count = self.list_header(depth)
+        self.charge(_LIST_BYTES + count * _ELEMENT_BYTES)
+        read: Any
+        if element_type is WireType.STRUCT:
+            read, argument = self.struct, depth + 1
+        elif element_type in INTEGER_BITS:
+            read, argument = self.zigzag, INTEGER_BITS[element_type]
+        else:
+            return ThriftList(element_type, [self.value(element_type, depth + 1) for _ in range(count)])
+        return ThriftList(element_type, [read(argument) for _ in range(count)])
+
+    def list_header(self, depth: int) -> tuple[WireType, int]:
+        """Read of what type the elements of a list are, and how many there are."""
         if depth > MAX_DEPTH:
             raise ParquetFormatError(f"Thrift lists nest more than {MAX_DEPTH} deep")
         header = self.data[self.offset]
@@ -208,41 +266,48 @@ class _Reader:
         count = header >> 4
         if count == 15:
             count = self.varint(32)
-        element_type = _WIRE_TYPES[header & 0x0F]
-        # Some writers give an empty list the element type 0.
-        if element_type is WireType.STOP and count:
+        element_type = WIRE_TYPES[header & 0x0F]
+        if element_type is WireType.STOP and count:  # Some writers give an empty list the element type 0.
             raise ParquetFormatError(f"Thrift type {header & 0x0F} does not exist")
         self.check_count(count)
-        read: Any
-        if element_type is WireType.STRUCT:
-            read, argument = self.struct, depth + 1
-        elif element_type in _INTEGER_BITS:
-            read, argument = self.zigzag, _INTEGER_BITS[element_type]
-        else:
-            return ThriftList(element_type, [self.value(element_type, depth + 1) for _ in range(count)])
-        return ThriftList(element_type, [read(argument) for _ in range(count)])
+        return element_type, count
 
     def map(self, depth: int) -> ThriftMap:
+        """Read a map."""
+        key_type, value_type, count = self.map_header(depth)
+        self.charge(_LIST_BYTES + count * _PAIR_BYTES)
+        pairs = [(self.value(key_type, depth + 1), self.value(value_type, depth + 1)) for _ in range(count)]
+        return ThriftMap(key_type, value_type, pairs)
+
+    def map_header(self, depth: int) -> tuple[WireType, WireType, int]:
+        """Read of what types keys and values of a map are, and how many pairs there are."""
         if depth > MAX_DEPTH:
             raise ParquetFormatError(f"Thrift maps nest more than {MAX_DEPTH} deep")
         count = self.varint(32)
         if count == 0:
-            return ThriftMap(WireType.STOP, WireType.STOP, [])
+            return WireType.STOP, WireType.STOP, 0
         types = self.data[self.offset]
         self.offset += 1
-        key_type, value_type = _WIRE_TYPES[types >> 4], _WIRE_TYPES[types & 0x0F]
+        key_type, value_type = WIRE_TYPES[types >> 4], WIRE_TYPES[types & 0x0F]
         if WireType.STOP in (key_type, value_type):
             raise ParquetFormatError(f"Thrift map types {types:#04x} do not exist")
         self.check_count(count)
-        pairs = [(self.value(key_type, depth + 1), self.value(value_type, depth + 1)) for _ in range(count)]
-        return ThriftMap(key_type, value_type, pairs)
+        return key_type, value_type, count
+
+    def charge(self, amount: int) -> None:
+        """Take an amount of what may be used, and refuse to go on where there is less."""
+        if self.left is not None:
+            self.left -= amount
+            if self.left < 0:
+                raise ParquetFormatError(f"a Thrift struct {self.EXCESS.format(self.most)}")
 
     def check_count(self, count: int) -> None:
-        # Every element takes a byte at least, so that a count can never ask for more memory than was given.
+        """Refuse a list or map of more elements than bytes follow: each takes one at least."""
         if count > self.end - self.offset:
             raise ParquetFormatError(f"a Thrift list or map of {count} elements does not fit into its bytes")
 
     def take(self, length: int) -> bytes:
+        """Read some bytes."""
         start = self.offset
         if length > self.end - start:
             raise ParquetFormatError(f"a Thrift value of {length} bytes does not fit into its bytes")
@@ -250,6 +315,7 @@ class _Reader:
         return bytes(self.data[start : start + length])
 
     def varint(self, bits: int) -> int:
+        """Read an integer without a sign."""
         data = self.data
         offset = self.offset
         byte = data[offset]
@@ -273,6 +339,7 @@ class _Reader:
         raise ParquetFormatError(f"a Thrift integer has more than {bits} bits")
 
     def zigzag(self, bits: int) -> int:
+        """Read an integer with a sign."""
         value = self.varint(bits)
         return (value >> 1) ^ -(value & 1)
 
@@ -291,13 +358,16 @@ def _write_zigzag(out: bytearray, value: int, bits: int) -> None:
 
 
 def _write_value(out: bytearray, wire_type: WireType, value: Any) -> None:
-    bits = _INTEGER_BITS.get(wire_type)
+    bits = INTEGER_BITS.get(wire_type)
     if bits is not None:
         _write_zigzag(out, value, bits)
     elif wire_type is WireType.BINARY:
         _write_varint(out, len(value))
         out += value
     elif wire_type is WireType.STRUCT:
+        if value.unread is not None:
+            out += value.unread
+            return
         last = 0
         for field_id, (field_type, field_value) in value.fields.items():
             delta = field_id - last

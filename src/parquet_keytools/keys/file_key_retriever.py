@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parquet_keytools.errors import KeyMaterialError, KeyNotAvailableError, KeytoolsError, value_or_raise
-from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_metadata import DataKeyId, KeyReference, parse_key_metadata
-from parquet_keytools.keys.key_unwrapper import KmsKeys
+from parquet_keytools.keys.key_material import (
+    DataKeyId,
+    KeyMaterial,
+    KeyMetadata,
+    KeyReference,
+    parse_key_metadata,
+)
+from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.keys.material_store import read_key_materials
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.storage.locations import FileLocation
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class DataKeys:
         """
         if name is None:
             raise KeyNotAvailableError(
-                f"{what} carries no key metadata.",
+                f"{what} has no key metadata.",
                 hint="Name its data key under `reading.keys_without_metadata`.",
             )
         key = self.by_name.get(name)
@@ -62,23 +67,39 @@ class FileKeyRetriever:
         self._parquet_file = parquet_file
         self.uses_data_keys = False
         self.key_materials: dict[str, KeyMaterial] | None = None
+        self._not_read: KeytoolsError | None = None
+        self._parsed: dict[bytes | None, KeyMetadata | None] = {}
 
     def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
         """Return the DEK of the footer; see `KeyRetriever`."""
         material = self.material(key_metadata)
         if material is not None and not material.is_footer_key:
             raise KeyMaterialError("isFooterKey: is false in the footer's", path=str(self._parquet_file))
-        name = self._data_keys.footer_without_metadata
+        name = self.name_without_metadata(None)
         return value_or_raise(self._deks([("the footer", name, key_metadata)])[0])
 
     def column_deks(
         self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
     ) -> list[SecretBytes | KeytoolsError]:
         """Return the DEKs of columns; see `KeyRetriever`."""
-        names = self._data_keys.columns_without_metadata
         return self._deks(
-            [(f"column {'.'.join(path)!r}", names.get(".".join(path)), metadata) for path, metadata in columns]
+            [
+                (f"column {'.'.join(path)!r}", self.name_without_metadata(path), metadata)
+                for path, metadata in columns
+            ]
         )
+
+    def parsed(self, key_metadata: bytes | None) -> KeyMetadata | None:
+        """Return what `parse_key_metadata` does; each is parsed once."""
+        if key_metadata not in self._parsed:
+            self._parsed[key_metadata] = parse_key_metadata(key_metadata)
+        return self._parsed[key_metadata]
+
+    def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
+        """Return the name of the data key of what carries no key metadata: the footer (None), or a column."""
+        if column_path is None:
+            return self._data_keys.footer_without_metadata
+        return self._data_keys.columns_without_metadata.get(".".join(column_path))
 
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
         """Return the key material that key metadata is or refers to; None where it is a data key's.
@@ -86,18 +107,31 @@ class FileKeyRetriever:
         Raises:
             KeyMaterialError: It is not valid, or cannot be found.
         """
-        parsed = parse_key_metadata(key_metadata)
+        parsed = self.parsed(key_metadata)
         if isinstance(parsed, KeyReference):
-            if self.key_materials is None:
-                # Read once: a rotation that replaces the file in between must not mix old and new.
-                self.key_materials = read_key_materials(self._parquet_file)
-            material = self.key_materials.get(parsed.reference)
+            material = self._external().get(parsed.reference)
             if material is None:
                 raise KeyMaterialError(
                     f"the key material file has no {parsed.reference!r}", path=str(self._parquet_file)
                 )
             return material
         return parsed if isinstance(parsed, KeyMaterial) else None
+
+    def _external(self) -> dict[str, KeyMaterial]:
+        """Return the external key material of the file.
+
+        It is read once, and what is wrong with it then stays wrong: a rotation that replaces it in between must
+        not mix old and new, and a key that could not be compared with the table must not be there later.
+        """
+        if self._not_read is not None:
+            raise self._not_read
+        if self.key_materials is None:
+            try:
+                self.key_materials = read_key_materials(self._parquet_file)
+            except KeytoolsError as error:
+                self._not_read = error
+                raise
+        return self.key_materials
 
     def _deks(self, wanted: Sequence[tuple[str, str | None, bytes | None]]) -> list[SecretBytes | KeytoolsError]:
         outcomes: list[SecretBytes | KeytoolsError | None] = [None] * len(wanted)
@@ -106,7 +140,7 @@ class FileKeyRetriever:
             try:
                 material = self.material(key_metadata)
                 if material is None:
-                    parsed = parse_key_metadata(key_metadata)
+                    parsed = self.parsed(key_metadata)
                     name = parsed.name if isinstance(parsed, DataKeyId) else default_name
                     outcomes[position] = self._data_keys.find(name, what)
                     self.uses_data_keys = True

@@ -9,15 +9,12 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.errors import KeyMaterialError
 from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.storage import FileLocation, read_whole, write_whole
+from parquet_keytools.storage.locations import FileLocation, key_material_location
+from parquet_keytools.storage.outputs import write_whole
+from parquet_keytools.storage.sources import read_whole
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """Largest key material file that is read: 32,767 columns take a quarter of it."""
-
-
-def key_material_location(parquet_file: FileLocation) -> FileLocation:
-    """Return where the key material of a Parquet file lies."""
-    return parquet_file.sibling(f"_KEY_MATERIAL_FOR_{parquet_file.name}.json")
 
 
 def serialise_key_materials(materials: Mapping[str, KeyMaterial]) -> bytes:
@@ -78,13 +75,24 @@ def read_key_material_file(parquet_file: FileLocation) -> bytes:
         raise KeyMaterialError(
             f"the key material file {location.name!r} is missing",
             path=str(parquet_file),
-            hint="It lies beside the Parquet file and must be copied, moved and kept with it.",
+            hint="It belongs to the Parquet file: copy, move and keep both together.",
         ) from None
 
 
-def write_key_materials(parquet_file: FileLocation, materials: Mapping[str, KeyMaterial]) -> None:
-    """Write the key material of a Parquet file, whole or not at all."""
-    write_whole(key_material_location(parquet_file), serialise_key_materials(materials))
+def write_key_materials(
+    parquet_file: FileLocation, materials: Mapping[str, KeyMaterial], *, like: FileLocation | None = None
+) -> None:
+    """Write the key material of a Parquet file, whole or not at all.
+
+    Args:
+        parquet_file: The Parquet file.
+        materials: Its key material by reference.
+        like: From what a new key material file takes owner and permissions; one that is there keeps its own.
+    """
+    location = key_material_location(parquet_file)
+    if like is not None and location.is_file():
+        like = location
+    write_whole(location, serialise_key_materials(materials), like=like)
 
 
 def remove_key_materials(parquet_file: FileLocation) -> None:

@@ -1,1 +1,1 @@
-"""KMS clients, one a source file. Knows no Parquet."""
+"""KMS clients: the contract, the registry, and a folder for each backend. Knows no Parquet."""

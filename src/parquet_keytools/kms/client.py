@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple
+from typing import ClassVar, Self, TypeVar, TypeVarTuple
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
-
-from parquet_keytools import audit, telemetry
 from parquet_keytools.errors import (
-    KmsConfigurationError,
     KmsError,
     KmsResponseInvalidError,
     KmsUnavailableError,
@@ -23,111 +17,38 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
     value_or_raise,
 )
-from parquet_keytools.fork_safe_lock import ForkSafeLock
+from parquet_keytools.kms.key_reports import KeyReporter
+from parquet_keytools.kms.requests import (
+    KEY_LENGTHS_BYTES,
+    CallFacts,
+    E,
+    MasterKeyDescription,
+    R,
+    RewrapRequest,
+    UnwrapRequest,
+    WrapRequest,
+    identity_of,
+    mistake_in_key,
+    mistake_in_wrapped_key,
+)
+from parquet_keytools.kms.settings import KmsSettings
+from parquet_keytools.runtime import audit
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 
-KEY_LENGTHS_BYTES = (16, 24, 32)
-"""Lengths that an AES key can have (spec 4)."""
-
-_MAX_WRAPPED_KEY_LENGTH = 16_384
-_PRINTABLE_ASCII = re.compile(r"[\x20-\x7e]+")
-_NOT_A_WRAPPED_KEY = "the wrapped key is not a short string of printable ASCII"
+__all__ = [
+    "KEY_LENGTHS_BYTES",
+    "KmsClient",
+    "KmsSettings",
+    "MasterKeyDescription",
+    "RewrapRequest",
+    "UnwrapRequest",
+    "WrapRequest",
+]
 
 S = TypeVar("S")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-@dataclass(frozen=True)
-class WrapRequest:
-    """A key to be wrapped with a master key."""
-
-    key: SecretBytes
-    master_key_id: str
-
-
-@dataclass(frozen=True)
-class UnwrapRequest:
-    """A wrapped key, and the master key that wrapped it."""
-
-    wrapped_key: str
-    master_key_id: str
-
-
-@dataclass(frozen=True)
-class RewrapRequest:
-    """A wrapped key, the master key that wrapped it, and the one whose current version shall wrap it."""
-
-    wrapped_key: str
-    master_key_id: str
-    new_master_key_id: str
-
-
-@dataclass(frozen=True)
-class MasterKeyDescription:
-    """What a KMS says of a master key.
-
-    Attributes:
-        master_key_id: Its identifier in the KMS.
-        enabled: Whether it may be used now.
-        current_version: The version that wraps, or None where the KMS has no versions or hides them.
-        enabled_versions: The versions that unwrap, or None where the KMS does not tell.
-        origin: Where its bytes were made, as the KMS names it.
-        rotates: Whether the KMS makes new versions by itself, or None where it does not tell.
-    """
-
-    master_key_id: str
-    enabled: bool
-    current_version: str | None = None
-    enabled_versions: tuple[str, ...] | None = None
-    origin: str | None = None
-    rotates: bool | None = None
-
-
-R = TypeVar("R", WrapRequest, UnwrapRequest, RewrapRequest)
-
-
-class KmsSettings(BaseModel):
-    """What stands under `kms:` in a configuration; a backend adds its own fields.
-
-    Attributes:
-        type: Name of the backend.
-        instance_id: Written into the footer's key material as `kmsInstanceID`; for information only.
-        audit_log: Whether each wrap, unwrap and rewrap of a key is written to the audit log.
-        telemetry_key_ids: Whether spans say which master key they are about.
-    """
-
-    # Errors of pydantic quote what they got; here that may be a token.
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-    type: str
-    instance_id: str = "DEFAULT"
-    audit_log: bool = Field(
-        default=False,
-        description="Write each wrap, unwrap and rewrap of a key to the logger `parquet_keytools.audit`.",
-    )
-    telemetry_key_ids: bool = Field(
-        default=False, description="Say in OpenTelemetry's spans which master key they are about."
-    )
-
-    def __getstate__(self) -> dict[Any, Any]:
-        if _holds_secret(self):
-            raise TypeError("these settings hold a secret, and cannot be pickled: it must not leave the process")
-        return super().__getstate__()
-
-
-def _holds_secret(value: object) -> bool:
-    """Return whether a setting is or holds a secret."""
-    match value:
-        case SecretStr():
-            return True
-        case BaseModel():
-            return any(map(_holds_secret, vars(value).values()))
-        case Mapping():
-            return any(map(_holds_secret, value.values()))
-        case list() | tuple():
-            return any(map(_holds_secret, value))
-    return False
 
 
 class KmsClient(ABC):
@@ -176,7 +97,7 @@ class KmsClient(ABC):
             return Counter(self._call_counts)
 
     def master_key_ids(self) -> frozenset[str] | None:
-        """Return the identifiers of all master keys, or None where only the KMS itself could tell."""
+        """Return the identifiers of all master keys, or None where only the KMS itself knows them."""
         return None
 
     def trust(self, master_key_ids: Iterable[str]) -> None:
@@ -211,7 +132,7 @@ class KmsClient(ABC):
         return value_or_raise(self.unwrap_many([UnwrapRequest(wrapped_key, master_key_id)])[0])
 
     def rewrap(self, wrapped_key: str, master_key_id: str, new_master_key_id: str | None = None) -> str:
-        """Wrap a wrapped key anew, with the current version of its master key or of another one.
+        """Re-wrap a wrapped key under the current version of its master key, or of another one.
 
         Raises:
             KmsError: One of its subclasses says why not.
@@ -226,15 +147,15 @@ class KmsClient(ABC):
         for request in requests:
             if len(request.key) not in KEY_LENGTHS_BYTES:
                 raise ValueError(f"a key to be wrapped has 16, 24 or 32 bytes, not {len(request.key)}")
-        return self._many("wrap", requests, self._wrap_many, self._check_wrapped_key)
+        return self._many("wrap", requests, self._wrap_many, mistake_in_wrapped_key)
 
     def unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
         """Unwrap many keys. Returns, in the order of the requests, the key or why there is none."""
-        return self._many("unwrap", requests, self._unwrap_many, self._check_key)
+        return self._many("unwrap", requests, self._unwrap_many, mistake_in_key)
 
     def rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
-        """Wrap many wrapped keys anew. Returns, in the order of the requests, the new one or why not."""
-        return self._many("rewrap", requests, self._rewrap_many, self._check_wrapped_key)
+        """Re-wrap many wrapped keys. Returns, in the order of the requests, the new one or why not."""
+        return self._many("rewrap", requests, self._rewrap_many, mistake_in_wrapped_key)
 
     # --- public: about master keys ---
 
@@ -243,18 +164,29 @@ class KmsClient(ABC):
 
         Raises:
             MasterKeyNotFoundError: The KMS has no such key.
-            KmsError: Another subclass says why it cannot tell.
+            KmsError: Another subclass says why it does not answer.
         """
         self._count("describe", 1)
-        with self._span("describe", master_key_id):
+        with self._reporter().span("describe", [master_key_id]):
             return self._guard("describe", master_key_id, self._checked_description, master_key_id)
 
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
-        """Return the version of the master key that wrapped a key, or None where nobody can tell.
+        """Return the version of the master key that wrapped a key, or None where that is not known.
 
-        This asks nothing of the KMS: it reads what the wrapped key itself says, unauthenticated.
+        This asks nothing of the KMS: it reads what the wrapped key itself says. `unwrap` must prove it: of a
+        wrapped key that says another version than the one that made it, `unwrap` fails.
         """
         return None
+
+    def identity(self, master_key_id: str) -> str | None:
+        """Return the one name of a master key that may have several, or None where the KMS does not say.
+
+        An alias and the key that it stands for are one: who asks whether a key is needed means it by any name.
+        """
+        try:
+            return self._guard("describe", master_key_id, self._identity, master_key_id)
+        except KmsError:
+            return None
 
     def close(self) -> None:  # noqa: B027 - a backend without connections has nothing to close
         """Give back connections. Calls after this may fail; closing twice is fine."""
@@ -281,10 +213,17 @@ class KmsClient(ABC):
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         """Describe a master key, or raise `MasterKeyNotFoundError`."""
 
+    def _identity(self, master_key_id: str) -> str:
+        """Return the one name of a master key; a KMS with aliases overrides this."""
+        return master_key_id
+
     def _rewrap(self, request: RewrapRequest) -> str:
-        """Wrap a wrapped key anew. A KMS that can do so itself overrides this, so that no key leaves it."""
+        """Re-wrap a wrapped key. A KMS that can do so itself overrides this, so that no key leaves it."""
         key = self.unwrap(request.wrapped_key, request.master_key_id)
         return self.wrap(key, request.new_master_key_id)
+
+    def _prepare(self, operation: str) -> None:  # noqa: B027 - most backends have nothing to prepare
+        """Get what every key of an operation needs, such as a token; what fails here is one error for all."""
 
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
         """Wrap many keys; a KMS with a call for many overrides this."""
@@ -300,7 +239,7 @@ class KmsClient(ABC):
         )
 
     def _rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
-        """Wrap many wrapped keys anew; a KMS with a call for many overrides this."""
+        """Re-wrap many wrapped keys; a KMS with a call for many overrides this."""
         return self._map(lambda r: self._outcome("rewrap", r.master_key_id, self._rewrap, r), requests)
 
     def _map(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
@@ -318,16 +257,21 @@ class KmsClient(ABC):
         and tokens, into theirs.
         """
         kind = KmsUnavailableError if isinstance(error, (OSError, TimeoutError)) else KmsResponseInvalidError
-        return kind(
-            f"unexpected {type(error).__name__}",
-            backend=self.backend,
-            operation=operation,
-            master_key_id=master_key_id,
-        )
+        return self._kms_error(kind, operation, master_key_id, f"unexpected {type(error).__name__}")
 
     def _principal(self) -> str:
         """Return who uses the KMS, for the audit log: a name, never a token. May raise anything."""
         return audit.default_principal()
+
+    def _call_facts(self, operation: str, master_key_id: str | None) -> CallFacts:
+        """Return what a call is about."""
+        return CallFacts(self.backend, operation, master_key_id)
+
+    def _kms_error(
+        self, kind: type[E], operation: str, master_key_id: str | None, detail: str = "", hint: str | None = None
+    ) -> E:
+        """Return an error with the backend's name in it."""
+        return self._call_facts(operation, master_key_id).error(kind, detail, hint)
 
     # --- the guarded door ---
 
@@ -367,163 +311,83 @@ class KmsClient(ABC):
         operation: str,
         requests: Sequence[R],
         call: Callable[[Sequence[R]], list[T | KmsError]],
-        check: Callable[[str, R, T], T],
+        mistake_in: Callable[[object], str],
     ) -> list[T | KmsError]:
         """Ask for many at once, each distinct request once, and check every answer."""
         outcomes: dict[object, T | KmsError] = {}
         distinct: dict[object, R] = {}
         refused: dict[object, R] = {}
         for request in requests:
-            if not isinstance(request, WrapRequest) and not _may_be_wrapped_key(request.wrapped_key):
-                error = self._wrapped_key_invalid(request.master_key_id, _NOT_A_WRAPPED_KEY)
-                outcomes[_identity(request)] = error
-                refused[_identity(request)] = request
-            elif not isinstance(request, WrapRequest) and not self._is_trusted(request.master_key_id):
-                outcomes[_identity(request)] = MasterKeyNotTrustedError(
-                    backend=self.backend, operation=operation, master_key_id=request.master_key_id
-                )
-                refused[_identity(request)] = request
+            if refusal := self._refusal(operation, request):
+                outcomes[identity_of(request)] = refusal
+                refused[identity_of(request)] = request
             else:
-                distinct[_identity(request)] = request
-        # The KMS does not get to know of these, so its own log cannot show who tries to have them unwrapped.
-        self._audit(operation, list(refused.values()), [_outcome_name(outcomes[key]) for key in refused])
+                distinct[identity_of(request)] = request
+        reporter = self._reporter()
+        # The KMS never sees these requests, so its own log cannot show who made them.
+        reporter.audit(operation, list(refused.values()), [outcomes[key] for key in refused])
         if distinct:
             self._count(operation, len(distinct))
             asked = list(distinct.values())
-            with self._span(operation, *[request.master_key_id for request in asked], keys=len(asked)) as span:
+            with reporter.span(operation, [request.master_key_id for request in asked], keys=len(asked)) as span:
                 try:
-                    checked = self._checked(operation, asked, self._outcome(operation, None, call, asked), check)
+                    answers = self._outcome(operation, None, self._prepared, operation, call, asked)
+                    checked = self._checked(operation, asked, answers, mistake_in)
                 except BaseException as error:
-                    # The KMS may have done it all the same.
-                    self._tell(operation, asked, [type(error).__name__] * len(asked), span)
+                    reporter.report(operation, asked, [error] * len(asked), span)  # the KMS may have done it
                     raise
-                self._tell(operation, asked, [_outcome_name(outcome) for outcome in checked], span)
+                reporter.report(operation, asked, checked, span)
             outcomes.update(zip(distinct, checked, strict=True))
-        return [outcomes[_identity(request)] for request in requests]
+        return [outcomes[identity_of(request)] for request in requests]
 
-    def _is_trusted(self, master_key_id: str) -> bool:
-        trusted = self._trusted
-        return trusted is None or master_key_id in trusted or not self._may_be_of_others(master_key_id)
+    def _prepared(self, operation: str, call: Callable[[Sequence[R]], T], requests: Sequence[R]) -> T:
+        self._prepare(operation)
+        return call(requests)
 
-    def _span(self, operation: str, *master_key_ids: str, **attributes: int) -> telemetry.Span:
-        about: dict[str, str | int | Sequence[str]] = {"backend": self.backend, **attributes}
-        if self.telemetry_key_ids:
-            about["master_key_ids"] = sorted(set(master_key_ids))
-        return telemetry.Span(f"kms.{operation}", about)
+    def _refusal(self, operation: str, request: WrapRequest | UnwrapRequest | RewrapRequest) -> KmsError | None:
+        """Return why the KMS is not even asked, or None."""
+        if isinstance(request, WrapRequest):
+            return None
+        master_key_id, trusted = request.master_key_id, self._trusted
+        if mistake := mistake_in_wrapped_key(request.wrapped_key):
+            return self._kms_error(WrappedKeyInvalidError, operation, master_key_id, mistake)
+        if trusted is None or master_key_id in trusted or not self._may_be_of_others(master_key_id):
+            return None
+        return self._kms_error(MasterKeyNotTrustedError, operation, master_key_id)
 
-    def _tell(self, operation: str, requests: Sequence[R], outcomes: Sequence[str], span: telemetry.Span) -> None:
-        """Tell telemetry and the audit log what became of each key."""
-        about = {"backend": self.backend, "operation": operation}
-        telemetry.measure("kms.operation.keys", len(requests), about)
-        counts = Counter(outcomes)
-        for outcome, number in counts.items():
-            telemetry.count("kms.keys", number, {**about, "outcome": outcome})
-        failures = [outcome for outcome in counts if outcome != _OK]
-        if failures:
-            span.note(keys_failed=sum(counts[outcome] for outcome in failures))
-            span.failed(failures[0])
-        self._audit(operation, requests, outcomes)
+    def _checked_description(self, master_key_id: str) -> MasterKeyDescription:
+        answer = self._describe(master_key_id)
+        if not isinstance(answer, MasterKeyDescription):
+            detail = "the answer describes no master key"
+            raise self._kms_error(KmsResponseInvalidError, "describe", master_key_id, detail)
+        return answer
 
-    def _audit(self, operation: str, requests: Sequence[R], outcomes: Sequence[str]) -> None:
-        """Tell the audit log what became of each key."""
-        if self.audit_log and requests:
-            principal = self._known_principal()
-            for request, outcome in zip(requests, outcomes, strict=True):
-                new = request.new_master_key_id if isinstance(request, RewrapRequest) else None
-                audit.write(
-                    audit.KeyUse(
-                        operation=operation,
-                        outcome=outcome,
-                        backend=self.backend,
-                        kms_instance=self.instance_id,
-                        master_key_id=request.master_key_id,
-                        new_master_key_id=new,
-                        principal=principal,
-                        subject=audit.current_subject(),
-                    )
-                )
-
-    def _known_principal(self) -> str:
-        try:
-            return str(self._principal())
-        except Exception:
-            return "unknown"
+    def _reporter(self) -> KeyReporter:
+        return KeyReporter(self.backend, self.instance_id, self.audit_log, self.telemetry_key_ids, self._principal)
 
     def _checked(
         self,
         operation: str,
         requests: Sequence[R],
         answers: list[T | KmsError] | KmsError,
-        check: Callable[[str, R, T], T],
+        mistake_in: Callable[[object], str],
     ) -> list[T | KmsError]:
         """Return the answers of the backend, each right in form or an error."""
         if not isinstance(answers, KmsError) and (not isinstance(answers, list) or len(answers) != len(requests)):
-            detail = "the number of answers is not that of the requests"
-            answers = self._response_invalid(detail, operation, None)
+            mistake = "the number of answers is not that of the requests"
+            answers = self._kms_error(KmsResponseInvalidError, operation, None, mistake)
         if isinstance(answers, KmsError):
             return [answers] * len(requests)
-        return [
-            _alone(answer)
-            if isinstance(answer, KmsError)
-            else self._outcome(operation, request.master_key_id, check, operation, request, answer)
-            for request, answer in zip(requests, answers, strict=True)
-        ]
-
-    def _checked_description(self, master_key_id: str) -> MasterKeyDescription:
-        answer = self._describe(master_key_id)
-        if not isinstance(answer, MasterKeyDescription):
-            raise self._response_invalid("the answer describes no master key", "describe", master_key_id)
-        return answer
-
-    def _check_wrapped_key(self, operation: str, request: WrapRequest | RewrapRequest, answer: str) -> str:
-        """Check the form of a wrapped key that came back."""
-        if not _may_be_wrapped_key(answer):
-            raise self._response_invalid(_NOT_A_WRAPPED_KEY, operation, request.master_key_id)
-        return answer
-
-    def _check_key(self, operation: str, request: UnwrapRequest, answer: SecretBytes) -> SecretBytes:
-        """Check the form of a key that came back."""
-        if not isinstance(answer, SecretBytes) or len(answer) not in KEY_LENGTHS_BYTES:
-            detail = "the unwrapped key does not have 16, 24 or 32 bytes"
-            raise self._response_invalid(detail, operation, request.master_key_id)
-        return answer
-
-    def _response_invalid(self, detail: str, operation: str, master_key_id: str | None) -> KmsResponseInvalidError:
-        return KmsResponseInvalidError(
-            detail, backend=self.backend, operation=operation, master_key_id=master_key_id
-        )
-
-    # --- for backends: errors with the backend's name in them ---
-
-    def _configuration_error(self, detail: str, *, hint: str = "") -> KmsConfigurationError:
-        return KmsConfigurationError(detail, backend=self.backend, operation="connect", hint=hint)
-
-    def _wrapped_key_invalid(self, master_key_id: str, detail: str = "") -> WrappedKeyInvalidError:
-        return WrappedKeyInvalidError(
-            detail, backend=self.backend, operation="unwrap", master_key_id=master_key_id
-        )
-
-
-_OK = "ok"
-
-
-def _outcome_name(outcome: object) -> str:
-    """Return what metrics and the audit log say of an outcome."""
-    return type(outcome).__name__ if isinstance(outcome, KmsError) else _OK
-
-
-def _may_be_wrapped_key(text: object) -> bool:
-    """Return whether something has the form of a wrapped key of any backend."""
-    return (
-        isinstance(text, str)
-        and len(text) <= _MAX_WRAPPED_KEY_LENGTH
-        and _PRINTABLE_ASCII.fullmatch(text) is not None
-    )
-
-
-def _identity(request: WrapRequest | UnwrapRequest | RewrapRequest) -> object:
-    """Return what makes two requests the same call to the KMS: each wrap is one of its own."""
-    return id(request) if isinstance(request, WrapRequest) else request
+        outcomes: list[T | KmsError] = []
+        for request, answer in zip(requests, answers, strict=True):
+            if isinstance(answer, KmsError):
+                outcomes.append(_alone(answer))
+            elif mistake := mistake_in(answer):
+                call = self._call_facts(operation, request.master_key_id)
+                outcomes.append(call.error(KmsResponseInvalidError, mistake))
+            else:
+                outcomes.append(answer)
+        return outcomes
 
 
 def _alone(error: KmsError) -> KmsError:

@@ -249,6 +249,23 @@ class KmsClientContract(ABC):
             assert new_version != old_version
             assert new_version == kms.describe(master_key_id).current_version
 
+    def test_a_changed_version_is_not_unwrapped(self, kms: KmsClient, master_key_id: str) -> None:
+        """What a wrapped key says of its version is proven by the unwrap."""
+        old = kms.wrap(CANARY, master_key_id)
+        self.add_version(kms, master_key_id)
+        new = kms.wrap(CANARY, master_key_id)
+        version = kms.wrapped_key_version(old, master_key_id)
+        if version is None:
+            return
+        for wrapped_key in (old, new):
+            said = kms.wrapped_key_version(wrapped_key, master_key_id)
+            for position in range(len(wrapped_key) if len(wrapped_key) < 40 else 40):
+                for digit in "0123456789":
+                    changed = wrapped_key[:position] + digit + wrapped_key[position + 1 :]
+                    if kms.wrapped_key_version(changed, master_key_id) not in (None, said):
+                        with pytest.raises(KmsError):
+                            kms.unwrap(changed, master_key_id)
+
     def test_reads_a_version_from_whatever_it_is_given(self, kms: KmsClient, master_key_id: str) -> None:
         """Text that is no wrapped key has no version, and is no error."""
         for text in ["", "é", "keystore:v1", "vault:v:", "A" * 100_000, "\ud800"]:
@@ -271,21 +288,15 @@ class KmsClientContract(ABC):
         """A disabled master key neither wraps nor unwraps; others go on."""
         wrapped_key = kms.wrap(CANARY, master_key_id)
         self.disable_key(kms, master_key_id)
-        with pytest.raises(MasterKeyDisabledError):
-            kms.wrap(CANARY, master_key_id)
-        with pytest.raises(MasterKeyDisabledError):
-            kms.unwrap(wrapped_key, master_key_id)
+        _each_raises(MasterKeyDisabledError, kms, wrapped_key, master_key_id)
         assert not kms.describe(master_key_id).enabled
         assert kms.unwrap(kms.wrap(CANARY, other_master_key_id), other_master_key_id) == CANARY
 
     def test_a_denied_key_does_nothing(self, kms: KmsClient, master_key_id: str, other_master_key_id: str) -> None:
-        """A principal without permission is told so; its other master keys go on."""
+        """A principal without permission gets that error; its other master keys go on."""
         wrapped_key = kms.wrap(CANARY, master_key_id)
         self.deny_key(kms, master_key_id)
-        with pytest.raises(KmsAccessDeniedError):
-            kms.wrap(CANARY, master_key_id)
-        with pytest.raises(KmsAccessDeniedError):
-            kms.unwrap(wrapped_key, master_key_id)
+        _each_raises(KmsAccessDeniedError, kms, wrapped_key, master_key_id)
         assert kms.unwrap(kms.wrap(CANARY, other_master_key_id), other_master_key_id) == CANARY
 
     # --- threads, secrets, end ---
@@ -335,6 +346,19 @@ class KmsClientContract(ABC):
         """A configuration can name the backend, and a mistake in it is an error."""
         assert kms.backend and issubclass(type(kms).Settings, KmsSettings)
         assert type(kms).Settings.model_config["extra"] == "forbid"
+
+
+def _each_raises(kind: type[KmsError], kms: KmsClient, wrapped_key: str, master_key_id: str) -> None:
+    """Check that neither wrap nor unwrap works, and that the error names what was refused."""
+    calls: dict[str, Callable[[], object]] = {
+        "wrap": lambda: kms.wrap(CANARY, master_key_id),
+        "unwrap": lambda: kms.unwrap(wrapped_key, master_key_id),
+    }
+    for operation, call in calls.items():
+        with pytest.raises(kind) as caught:
+            call()
+        error = caught.value
+        assert (error.operation, error.master_key_id, error.retryable) == (operation, master_key_id, False)
 
 
 def _damaged(wrapped_key: str) -> list[str]:

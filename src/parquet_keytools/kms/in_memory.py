@@ -17,12 +17,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
-    KmsError,
     MasterKeyDisabledError,
     MasterKeyNotFoundError,
+    WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
-from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, KmsSettings, MasterKeyDescription
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.requests import KEY_LENGTHS_BYTES, MasterKeyDescription
+from parquet_keytools.kms.settings import KmsSettings
 from parquet_keytools.secret_bytes import SecretBytes
 
 KeyBytes = SecretBytes | bytes
@@ -151,7 +153,7 @@ class InMemoryKms(KmsClient):
         self._master_keys[master_key_id] = _MasterKey(list(map(_version, versions)), generated=key is None)
 
     def add_version(self, master_key_id: str, key: KeyBytes | None = None) -> int:
-        """Rotate a master key: the given key, or a random one, wraps from now on. Returns the version."""
+        """Rotate a master key: the given key, or a random one, now wraps keys. Returns the version."""
         master_key = self._existing(master_key_id, "update")
         version = _version(SecretBytes.random(256) if key is None else key)
         with self._lock:
@@ -181,7 +183,7 @@ class InMemoryKms(KmsClient):
         master_key = self._usable(master_key_id, "wrap")
         current = master_key.versions[-1]
         if not current.enabled:
-            raise self._error(MasterKeyDisabledError, "wrap", master_key_id, "its current version")
+            raise self._kms_error(MasterKeyDisabledError, "wrap", master_key_id, "its current version")
         return wrap_key(current.key, key, master_key_id.encode())
 
     def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
@@ -191,14 +193,14 @@ class InMemoryKms(KmsClient):
             except InvalidTag:
                 continue
             if not version.enabled:
-                raise self._error(MasterKeyDisabledError, "unwrap", master_key_id, "the version needed")
+                raise self._kms_error(MasterKeyDisabledError, "unwrap", master_key_id, "the version needed")
             return key
-        raise self._wrapped_key_invalid(master_key_id)
+        raise self._kms_error(WrappedKeyInvalidError, "unwrap", master_key_id)
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         master_key = self._existing(master_key_id, "describe")
         if master_key.denied:
-            raise self._error(KmsAccessDeniedError, "describe", master_key_id)
+            raise self._kms_error(KmsAccessDeniedError, "describe", master_key_id)
         versions = list(master_key.versions)
         enabled = [str(number) for number, version in enumerate(versions, 1) if version.enabled]
         return MasterKeyDescription(
@@ -212,14 +214,14 @@ class InMemoryKms(KmsClient):
     def _existing(self, master_key_id: str, operation: str) -> _MasterKey:
         if master_key := self._master_keys.get(master_key_id):
             return master_key
-        raise self._error(MasterKeyNotFoundError, operation, master_key_id)
+        raise self._kms_error(MasterKeyNotFoundError, operation, master_key_id)
 
     def _usable(self, master_key_id: str, operation: str) -> _MasterKey:
         master_key = self._existing(master_key_id, operation)
         if master_key.denied:
-            raise self._error(KmsAccessDeniedError, operation, master_key_id)
+            raise self._kms_error(KmsAccessDeniedError, operation, master_key_id)
         if not master_key.enabled:
-            raise self._error(MasterKeyDisabledError, operation, master_key_id)
+            raise self._kms_error(MasterKeyDisabledError, operation, master_key_id)
         return master_key
 
     def _switchable(self, master_key_id: str, version: int | None) -> _MasterKey | _Version:
@@ -229,9 +231,6 @@ class InMemoryKms(KmsClient):
         if not 1 <= version <= len(master_key.versions):
             raise ValueError(f"the master key {master_key_id!r} has no version {version}")
         return master_key.versions[version - 1]
-
-    def _error(self, kind: type[KmsError], operation: str, master_key_id: str, detail: str = "") -> KmsError:
-        return kind(detail, backend=self.backend, operation=operation, master_key_id=master_key_id)
 
 
 def _version(key: KeyBytes) -> _Version:

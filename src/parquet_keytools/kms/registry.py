@@ -95,7 +95,7 @@ def _load_built_in(name: str, built_in: _BuiltIn) -> type[KmsClient]:
     except ImportError as error:
         extra = f"[{built_in.extra}]" if built_in.extra else ""
         raise ConfigurationError(
-            f"the KMS client {name!r} needs what is not installed: {error}.",
+            f"the KMS client {name!r} needs a package that is not installed: {error}.",
             hint=f"Install it with: pip install 'parquet-keytools{extra}'",
         ) from error
     return _checked(name, getattr(source_file, built_in.class_name))
@@ -109,7 +109,7 @@ def _load_plugin(plugin: EntryPoint) -> type[KmsClient]:
     except ImportError as error:
         raise ConfigurationError(
             f"{place} cannot be imported: {error}.",
-            hint=f"Install what it needs, for instance with: pip install '{_distribution(plugin)}{extras}'",
+            hint=f"Install the missing package, for example with: pip install '{_distribution(plugin)}{extras}'",
         ) from error
     except Exception as error:  # a plug-in may raise anything when it is imported
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""What clients of a KMS across a network have in common: deadlines, tries, limits and a circuit breaker.
+"""What clients of a KMS across a network have in common: deadlines, retries, limits and a circuit breaker.
 
 The SDKs' own retries are switched off by the backends, so that there is one policy, and one place for it.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from pydantic import Field
-
-from parquet_keytools import telemetry
-from parquet_keytools.errors import KmsError
-from parquet_keytools.kms.client import KmsClient, KmsSettings
-from parquet_keytools.kms.per_process import PerProcess
-from parquet_keytools.kms.remote_call import RemoteCall, Time, Traffic, call_that_sends
+from parquet_keytools.errors import KmsError, value_or_raise
+from parquet_keytools.kms.calls.attempts import RemoteCall, Time, Traffic
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.settings import RemoteKmsSettings
+from parquet_keytools.runtime import telemetry
+from parquet_keytools.runtime.fork_safety import PerProcess
 
 __all__ = ["RemoteKmsClient", "RemoteKmsSettings", "Time"]
 
@@ -22,53 +21,10 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-class RemoteKmsSettings(KmsSettings):
-    """Settings that every KMS across a network has.
-
-    Attributes:
-        call_timeout_seconds: How long one try may take, connecting included.
-        timeout_seconds: How long a call may take with all its tries.
-        max_tries: How often a call is tried that may succeed later.
-        max_concurrent_calls: How many calls are under way at a time.
-        max_calls_per_second: How many are started in a second; None lets the KMS's own throttling decide.
-        fail_fast_after_seconds: When the KMS could not be reached for so long, new calls fail at once.
-        probe_every_seconds: How often one is let through then, to see whether it is back.
-    """
-
-    call_timeout_seconds: float = Field(
-        default=5.0, gt=0, le=600, description="How long one try of a call may take, in seconds."
-    )
-    timeout_seconds: float = Field(
-        default=60.0, gt=0, le=3600, description="How long a call may take with all its tries, in seconds."
-    )
-    max_tries: int = Field(
-        default=50,
-        ge=1,
-        le=1000,
-        description="How often a call is tried that may succeed later; by default the time ends first.",
-    )
-    max_concurrent_calls: int = Field(
-        default=32, ge=1, le=1000, description="How many calls to the KMS are under way at a time."
-    )
-    max_calls_per_second: float | None = Field(
-        default=None,
-        gt=0,
-        description="How many calls are started in a second; without it the KMS's own throttling decides.",
-    )
-    fail_fast_after_seconds: float = Field(
-        default=20.0,
-        gt=0,
-        description="When the KMS could not be reached for so many seconds, new calls fail at once.",
-    )
-    probe_every_seconds: float = Field(
-        default=2.0, gt=0, description="How often a call is let through then, to see whether the KMS is back."
-    )
-
-
 class RemoteKmsClient(KmsClient):
-    """A KMS across a network. Backends send one try with `_call`, and many calls with `_map`.
+    """A KMS across a network. Backends make one attempt with `_call`, and many calls with `_map`.
 
-    Throttled calls are tried until `timeout_seconds` are over or `max_tries` are used up, while all threads
+    Throttled calls are retried until `timeout_seconds` are over or `max_tries` are used up, while all threads
     slow down; so are calls to a KMS that cannot be reached, as far as the budget for retries allows; answers
     that are not valid are asked for three times; all other errors are final.
     """
@@ -86,19 +42,28 @@ class RemoteKmsClient(KmsClient):
             traffic.concurrent_calls.close()
 
     def _call(self, operation: str, master_key_id: str | None, send: Callable[[float], T]) -> T:
-        """Call the KMS, with as many tries as the errors allow.
+        """Call the KMS, with as many attempts as the errors allow.
 
-        A call that is made while another one sends, such as a login, is a part of that one.
+        A call within an attempt of another one, such as a login, is a part of that attempt: it is made once, and
+        retried with it.
 
         Args:
             operation: For errors, metrics and traces.
             master_key_id: For errors; None for a call about many.
-            send: Makes one try within the seconds it is given. What it raises goes through `_translate`.
+            send: Makes one attempt within the seconds it is given. What it raises goes through `_translate`.
 
         Raises:
-            KmsError: The last try's error, with `tries`.
+            KmsError: The last attempt's error, with `tries`.
         """
-        call = RemoteCall(self, self._traffic.get(), operation, master_key_id, call_that_sends(self))
+        traffic = self._traffic.get()
+        left = traffic.seconds_of_attempt()
+        if left is not None:
+            # It has the slot, the deadline and the retries of the attempt that it is a part of.
+            return self._guard(operation, master_key_id, send, max(left, 0.0))
+        facts = self._call_facts(operation, master_key_id)
+        call = RemoteCall(
+            facts, self.limits, traffic, lambda error: self._translated(error, operation, master_key_id)
+        )
         about: dict[str, str] = {"backend": self.backend, "operation": operation}
         key = {"master_key_id": master_key_id} if self.telemetry_key_ids and master_key_id is not None else {}
         with telemetry.Span("kms.call", about | key) as span:
@@ -110,11 +75,7 @@ class RemoteKmsClient(KmsClient):
                 span.failed(about["outcome"])
             telemetry.count("kms.calls", 1, about)
             telemetry.measure("kms.call.duration", self._time.clock() - call.started, about)
-        if isinstance(outcome, KmsError):
-            if call.outer is not None:
-                call.outer.failure_of_inner = outcome
-            raise outcome
-        return outcome
+        return value_or_raise(outcome)
 
     def _map(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
         """Return the results of a function that does not raise, called for several items at a time.

@@ -1,1 +1,1 @@
-"""Rotation of master keys: wrapped keys wrapped anew, over whole data sets."""
+"""Rotation of master keys: wrapped keys re-wrapped, over whole data sets."""

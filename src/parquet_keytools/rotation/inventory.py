@@ -1,34 +1,49 @@
-"""Which files and columns depend on which master key: the question before one is disabled or destroyed."""
+"""Which files and columns depend on which master key: the question before one is disabled or destroyed.
+
+What a file says of its keys is shown. That it needs no other ones is said only when its footer was authenticated,
+and each key that the footer refers to was unwrapped and proven.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import operator
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
-from parquet_keytools import audit
-from parquet_keytools.errors import KeytoolsError, KmsError, value_or_raise
-from parquet_keytools.keys.file_key_retriever import DataKeys
-from parquet_keytools.keys.kek import Kek
-from parquet_keytools.keys.key_metadata import DataKeyId, parse_key_metadata
-from parquet_keytools.rotation.data_set_rotation import CONCURRENT_FILES
-from parquet_keytools.rotation.file_keys import FileKeys, own_key_columns, stated_aad_prefix
-from parquet_keytools.rotation.file_work import FileWork, read_window
-from parquet_keytools.rotation.held_key import HeldKey
-from parquet_keytools.rotation.master_key_versions import MasterKeyVersions
-from parquet_keytools.rotation.rewrap_task import WrappedKey
+from parquet_keytools.encryption.footer import read_envelope
+from parquet_keytools.encryption.protection import FooterColumn, FooterMode
+from parquet_keytools.errors import (
+    IncompleteDataSetError,
+    KeyMaterialError,
+    KeytoolsError,
+    ParquetFormatError,
+)
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH, TRAILER_LENGTH
+from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
+from parquet_keytools.rotation.batch import BatchFile, read_batch, step
+from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES, data_set_files
+from parquet_keytools.rotation.held_keys import AadPrefixOf, HeldKey, HeldKeys, Unwrapped, own_key_columns
+from parquet_keytools.rotation.master_key_versions import MasterKeyVersions, SameMasterKey
 from parquet_keytools.rotation.rewrapper import Rewrapper
-from parquet_keytools.rotation.rotation_files import rotation_files
 from parquet_keytools.rotation.rotation_plan import is_same_version
-from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.runtime import audit
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.walk import LeftOut, LeftOutReason, Unseen
 from parquet_keytools.strict_base64 import encode
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class KeyUse:
+class UsedKey:
     """A key of a file.
 
     Attributes:
@@ -60,19 +75,40 @@ class FileKeyUses:
         path: The file.
         is_encrypted: Whether it is encrypted; also true where that cannot be told.
         uses: Its keys, as far as they can be seen.
-        unknown: Why there may be more keys, such as a footer key that the KMS refuses; None where all are seen.
+        unknown: Why it may need others, such as a key that the KMS refuses; None where all are proven.
+            `IncompleteDataSetError` where readers of data sets pass over it for its name.
     """
 
     path: str
     is_encrypted: bool
-    uses: tuple[KeyUse, ...] = ()
+    uses: tuple[UsedKey, ...] = ()
     unknown: KeytoolsError | OSError | None = None
 
-    def depends_on(self, master_key_id: str, version: str | None = None) -> bool | None:
-        """Whether the file needs a master key, or a version of it; None where that cannot be told."""
+    @property
+    def is_unseen(self) -> bool:
+        """Whether it could not be looked into, whatever keys there are."""
+        return isinstance(self.unknown, (OSError, ParquetFormatError))
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether readers of data sets pass over it for its name."""
+        return isinstance(self.unknown, IncompleteDataSetError)
+
+    def depends_on(
+        self, master_key_id: str, version: str | None = None, same: SameMasterKey = operator.eq
+    ) -> bool | None:
+        """Whether the file needs a master key, or a version of it; None where that cannot be told.
+
+        Args:
+            master_key_id: As the KMS knows it.
+            version: The version; None means any.
+            same: Compares identifiers; a KMS may know one master key by several.
+        """
         uncertain = self.unknown is not None
         for use in self.uses:
-            if use.master_key_id == master_key_id:
+            is_same = False if use.master_key_id is None else same(use.master_key_id, master_key_id)
+            uncertain |= is_same is None
+            if is_same:
                 if version is None or (use.version is not None and is_same_version(use.version, version)):
                     return True
                 uncertain |= use.version is None
@@ -83,91 +119,103 @@ class Inventory:
     """Lists the keys of files.
 
     Args:
-        rewrapper: Asks the KMS for footer keys; None where there is no KMS.
-        versions: Of wrapped keys.
-        data_keys: The data keys that the caller manages.
-        aad_prefix_of: Returns the AAD prefix of a file that does not store it; None where it stores it.
+        keys: The KMS, if there is one, and the data keys.
+        aad_prefix_of: The AAD prefixes of files.
     """
 
-    def __init__(
-        self,
-        rewrapper: Rewrapper | None,
-        versions: MasterKeyVersions | None,
-        data_keys: DataKeys,
-        aad_prefix_of: Callable[[FileLocation, bytes | None], bytes | None],
-    ) -> None:
-        self._rewrapper = rewrapper
-        self._versions = versions
-        self._data_keys = data_keys
+    def __init__(self, keys: KeyService, aad_prefix_of: AadPrefixOf) -> None:
+        kms = keys.kms
+        self._rewrapper = None if kms is None else Rewrapper(kms)
+        self._versions = None if kms is None else MasterKeyVersions(kms)
+        self._data_keys = keys.data_keys
         self._aad_prefix_of = aad_prefix_of
 
-    def list(self, path: FileLocation) -> Iterator[FileKeyUses]:
-        """Yield the keys of a file, or of each Parquet file under a folder.
+    def list(self, path: FileLocation, *, ignore_passed_over: bool = False) -> Iterator[FileKeyUses]:
+        """Yield the keys of a file, or of each Parquet file under a folder; also what could not be looked into.
+
+        Of encrypted files that readers pass over for their names the keys are unknown, and so they are not listed.
+
+        Args:
+            path: The file or folder.
+            ignore_passed_over: Whether these are left out.
 
         Raises:
             FileNotFoundError: There is no such file or folder.
+            NoParquetFilesError: The folder has no Parquet files: to say that it needs no key would mean nothing.
         """
-        locations = rotation_files(path)
+        unseen: list[Unseen] = []
+        left_out: list[LeftOut] = []
+        locations = data_set_files(path, unseen.append, None if ignore_passed_over else left_out.append)
         with ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-inventory") as pool:
-            while works := read_window(pool, locations):
-                footer_keys = [
-                    work.keys.footer_key.wrapped_key
-                    for work in works
-                    if work.keys is not None and work.keys.hides_names and work.keys.footer_key is not None
-                ]
+            while works := read_batch(pool, locations):
+                read = list(step(pool, self._expect_prefix, [work for work in works if work.failure is None]))
                 with audit.about(path):
-                    unwrapped = self._rewrapper.unwrap(footer_keys) if self._rewrapper is not None else {}
-                yield from pool.map(self._list_one, works, itertools.repeat(unwrapped))
+                    footer_keys = self._unwrap(
+                        held for work in read if (held := work.read_keys.footer_key) is not None
+                    )
+                opened = list(step(pool, partial(self._open, unwrapped=footer_keys), read))
+                with audit.about(path):
+                    column_keys = self._unwrap(held for work in opened for _, held in work.read_keys.column_keys())
+                list(step(pool, partial(self._prove, unwrapped=column_keys), opened))
+                for work in works:
+                    yield self._listed(work)
+                    # What was parsed takes much memory.
+                    work.keys = None
+                yield from map(_unknown, _taken(unseen))
+                yield from uses_of_left_out(pool, _taken(left_out))
+            yield from map(_unknown, _taken(unseen))
+            yield from uses_of_left_out(pool, _taken(left_out))
 
-    def _list_one(self, work: FileWork, unwrapped: dict[WrappedKey, SecretBytes | KmsError]) -> FileKeyUses:
+    def _unwrap(self, wanted: Iterable[HeldKey]) -> Unwrapped | None:
+        return None if self._rewrapper is None else self._rewrapper.unwrap([held.wrapped_key for held in wanted])
+
+    def _expect_prefix(self, work: BatchFile) -> None:
+        work.aad_prefix = work.read_keys.expected_prefix(self._aad_prefix_of)
+
+    def _open(self, work: BatchFile, unwrapped: Unwrapped | None) -> None:
+        keys = work.read_keys
+        keys.open(keys.footer_dek(unwrapped, self._data_keys) if keys.is_encrypted else None, work.aad_prefix)
+
+    def _prove(self, work: BatchFile, unwrapped: Unwrapped | None) -> None:
+        for column, held in work.read_keys.column_keys():
+            work.read_keys.prove(column, work.read_keys.dek(held, unwrapped))
+
+    def _listed(self, work: BatchFile) -> FileKeyUses:
         path = str(work.location)
         if work.keys is None:
             return FileKeyUses(path, True, (), _alone(work.failure))
         if not work.keys.is_encrypted:
-            return FileKeyUses(path, False)
-        unknown: KeytoolsError | OSError | None = None
-        if work.keys.hides_names:
-            try:
-                self._open(work.keys, unwrapped)
-            except (KeytoolsError, OSError) as error:
-                unknown = _alone(error)
-        return FileKeyUses(path, True, tuple(self._uses(work.keys)), unknown)
+            return FileKeyUses(path, work.failure is not None, (), _alone(work.failure))
+        return FileKeyUses(path, True, tuple(self._uses(work.keys)), _alone(work.failure))
 
-    def _open(self, keys: FileKeys, unwrapped: dict[WrappedKey, SecretBytes | KmsError]) -> None:
-        held = keys.footer_key
-        if held is None:
-            dek = keys.data_key(self._data_keys)
-        else:
-            key = value_or_raise(unwrapped[held.wrapped_key])
-            kek_id = held.material.kek_id
-            dek = key if kek_id is None else Kek(kek_id, key).unwrap_dek(held.material.wrapped_dek)
-        prefix = self._aad_prefix_of(keys.location, stated_aad_prefix(keys.envelope))
-        keys.take_footer(keys.envelope.open(dek, prefix))
-
-    def _uses(self, keys: FileKeys) -> Iterator[KeyUse]:
+    def _uses(self, keys: HeldKeys) -> Iterator[UsedKey]:
         seen: set[int] = set()
         yield self._use(keys, keys.envelope.key_metadata, None, seen, is_footer=True)
-        footer = keys.footer or keys.envelope.unverified_footer()
-        for column in own_key_columns(footer) if footer is not None else ():
-            yield self._use(keys, column.key_metadata, ".".join(column.path), seen, is_footer=False)
-        for held in keys.held:
+        for column in _shown_columns(keys):
+            # What is not valid in a footer that is not authentic is not shown.
+            with contextlib.suppress(*([KeyMaterialError] if keys.footer is None else [])):
+                yield self._use(keys, column.key_metadata, ".".join(column.path), seen, is_footer=False)
+        for held in keys.external.held if keys.external is not None else ():
             # Of columns that cannot be seen, or left over from a writer that was cut off.
             if id(held) not in seen:
                 yield self._wrapped_use(held, None, is_footer=held.material.is_footer_key)
 
     def _use(
-        self, keys: FileKeys, key_metadata: bytes | None, column: str | None, seen: set[int], *, is_footer: bool
-    ) -> KeyUse:
+        self, keys: HeldKeys, key_metadata: bytes | None, column: str | None, seen: set[int], *, is_footer: bool
+    ) -> UsedKey:
         held = keys.key_of(key_metadata)
         if held is not None:
             seen.add(id(held))
             return self._wrapped_use(held, column, is_footer=is_footer)
         parsed = parse_key_metadata(key_metadata)
-        return KeyUse(column, is_footer, data_key=parsed.name if isinstance(parsed, DataKeyId) else None)
+        if isinstance(parsed, KeyMaterial):
+            # Of a footer that is not authentic: shown, and not believed.
+            return self._wrapped_use(HeldKey(parsed, b"", None), column, is_footer=is_footer)
+        return UsedKey(column, is_footer, data_key=parsed.name if isinstance(parsed, DataKeyId) else None)
 
-    def _wrapped_use(self, held: HeldKey, column: str | None, *, is_footer: bool) -> KeyUse:
+    def _wrapped_use(self, held: HeldKey, column: str | None, *, is_footer: bool) -> UsedKey:
         key, kek_id = held.wrapped_key, held.material.kek_id
-        return KeyUse(
+        return UsedKey(
             column,
             is_footer,
             key.master_key_id,
@@ -178,9 +226,82 @@ class Inventory:
         )
 
 
+def _taken(found: list[T]) -> list[T]:
+    taken = found.copy()
+    found.clear()
+    return taken
+
+
+def uses_of_left_out(pool: Executor, left_out: Sequence[LeftOut]) -> Iterator[FileKeyUses]:
+    """Yield what readers of data sets leave out, and what may need keys all the same: which ones is unknown."""
+    for entry, unknown in zip(left_out, pool.map(why_unknown, left_out), strict=True):
+        if unknown is not None:
+            yield FileKeyUses(entry.path, True, (), unknown)
+
+
+def _unknown(unseen: Unseen) -> FileKeyUses:
+    """Return the answer for what could not be looked into, or is gone: it may be somewhere else now."""
+    return FileKeyUses(unseen.path, True, (), unseen.error)
+
+
+def _shown_columns(keys: HeldKeys) -> list[FooterColumn]:
+    """Return the columns that have a key of their own, as far as they show, also without a key."""
+    footer = keys.footer
+    if footer is None:
+        with contextlib.suppress(KeytoolsError):
+            footer = keys.envelope.unverified_footer()
+    return [] if footer is None else own_key_columns(footer)
+
+
 def _alone(error: KeytoolsError | OSError | None) -> KeytoolsError | OSError | None:
     """Return an error without the frames that hang on it."""
     if error is not None:
         error.__cause__ = error.__context__ = None
         error.__traceback__ = None
     return error
+
+
+_HINT = "Run the command on it, move it away, or ignore skipped files."
+
+
+def why_unknown(entry: LeftOut) -> IncompleteDataSetError | None:
+    """Return why something that is left out may need master keys; None where it surely needs none.
+
+    A complete Parquet file that is encrypted may, whatever its name ends with, and so may what cannot be read.
+    """
+    if entry.reason not in (LeftOutReason.PASSED_OVER, LeftOutReason.SUMMARY):
+        return None
+    try:
+        if entry.location.is_local and _holds_nothing(entry.location.path):
+            return None
+        reason = "it is encrypted, and skipped because of its name" if _is_encrypted(entry.location) else None
+    except FileNotFoundError:
+        # Links to nothing are the locks of some editors, too.
+        is_link = entry.may_be_data and entry.location.is_local
+        reason = "it is a dangling link, and skipped because of its name" if is_link else None
+    except OSError as error:
+        reason = f"it is skipped because of its name, and cannot be read: {error.strerror or type(error).__name__}"
+    except KeytoolsError as error:
+        reason = f"it is skipped because of its name: {error}"
+    return None if reason is None else IncompleteDataSetError([(entry.path, reason)], hint=_HINT)
+
+
+def _holds_nothing(path: str) -> bool:
+    """Return whether a local file surely is none of Parquet, also where it may not be opened."""
+    found = os.stat(path)  # noqa: PTH116 - one call for each of many
+    if stat.S_ISREG(found.st_mode):
+        return found.st_size < MAGIC_LENGTH + TRAILER_LENGTH
+    # A folder comes only where it cannot be listed.
+    return not stat.S_ISDIR(found.st_mode)
+
+
+def _is_encrypted(location: FileLocation) -> bool:
+    with open_source(location) as source:
+        if source.size_bytes < MAGIC_LENGTH + TRAILER_LENGTH:
+            return False
+        start = bytes(source.read_at(0, MAGIC_LENGTH))
+        if start not in (MAGIC, MAGIC_ENCRYPTED_FOOTER):
+            return False
+        # A file that is not complete has no footer, and nobody can read it.
+        end = bytes(source.read_at(source.size_bytes - MAGIC_LENGTH, MAGIC_LENGTH))
+        return end == start and read_envelope(source).mode is not FooterMode.UNENCRYPTED

@@ -1,29 +1,46 @@
-"""What a run has finished, written down as it goes, so that one that was cut off goes on where it was.
+"""What a run has made, written down as it goes, so that one that was cut off goes on where it was.
 
-A journal is lines of JSON: the parameters of the rotation, the versions of master keys as they were met, and one
-line for each finished file. It is removed when all files had their turn.
+Most files show by themselves that they are finished: the version of a master key stands in what it wrapped, and is
+proven by the unwrap. A journal is for the rest: fresh KEKs, and KMSs that hide versions. It is lines of JSON: the
+parameters of the run, the versions of master keys as they were met, and a digest of each key that was made. It
+says nothing of files: each one is opened and authenticated again, and a key is passed over only if it is one of
+those.
+A journal is removed when all files were processed.
+
+Whoever can write a journal can have keys passed over. So it is a regular file of this user alone, reached by no
+link, and never lies in the data set, where others may write.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import stat
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import OutputError
-from parquet_keytools.rotation.report import FileRotation, Outcome
+from parquet_keytools.errors import ConfigurationError, OutputError, StorageFailedError
+from parquet_keytools.rotation.rewrapper import Remembered, WrappedKey
+from parquet_keytools.storage.locations import FileLocation
 
-JOURNAL_NAME = "._parquet_keytools_rotation.journal"
-"""In the folder of a local data set; readers of data sets pass over it."""
+FORMER_JOURNAL_NAME = "._parquet_keytools_rotation.journal"
+"""Where former versions had the journal, in the folder of a data set. It is not read."""
+
+KEPT_SECONDS = 30 * 24 * 3600.0
+"""How long a journal in the folder of this user's state is kept that no run has touched."""
 
 _SYNC_SECONDS = 2.0
-_FORMAT = 1
-_NOT_FINISHED = (Outcome.FAILED, Outcome.WOULD_ROTATE, Outcome.FINISHED_BEFORE)
+_FORMAT = 2
+_DIGEST_LENGTH = 16
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_HINT = "Name a file in a folder of your own with --journal, or set XDG_STATE_HOME to one."
 
 
 def kms_digest(*configurations: Configuration | None) -> str:
@@ -40,24 +57,30 @@ class JournalInUseError(OutputError):
     """Another run writes this journal now."""
 
 
+class JournalUnsafeError(OutputError):
+    """Others than this user may have written the journal, or may write it."""
+
+
 class Journal:
     """A journal that this process writes; nobody else does meanwhile.
 
     Args:
-        path: Where it is, or will be.
-        parameters: Of the rotation; those in a journal that is there must be the same.
+        path: Where it is, or will be; None for the folder of this user's state.
+        parameters: Of the run; those in a journal that is there must be the same.
 
     Raises:
         JournalInUseError: Another run has it.
-        OutputError: It is of a rotation with other parameters, or is no journal, or cannot be written.
+        JournalUnsafeError: Others may have written it.
+        OutputError: It is of a run with other parameters, or is no journal, or cannot be written.
     """
 
-    def __init__(self, path: Path, parameters: dict[str, Any]) -> None:
-        self.path = path
-        self._finished: set[bytes] = set()
+    def __init__(self, path: Path | None, parameters: dict[str, Any]) -> None:
+        self.path = path if path is not None else _own_folder() / f"{_digest(_head_line(parameters)).hex()}.jsonl"
+        self._made = b""
+        self._written: Remembered[bytes, None] = Remembered()
         self._versions: dict[str, str | None] = {}
         self._synced_at = time.monotonic()
-        self._file_descriptor = _open_locked(path)
+        self._file_descriptor = _open_locked(self.path)
         try:
             end = self._read(json.loads(json.dumps(parameters)))
             # A line that was cut off goes; the next one must not be glued to it.
@@ -69,23 +92,43 @@ class Journal:
             os.close(self._file_descriptor)
             raise
 
+        if path is None:
+            _remove_stale(self.path.parent)
+
     @property
-    def finished_count(self) -> int:
-        """How many files it says are finished."""
-        return len(self._finished)
+    def made_count(self) -> int:
+        """How many keys it said were made when it was opened."""
+        return len(self._made) // _DIGEST_LENGTH
 
     @property
     def versions(self) -> dict[str, str | None]:
         """Master key -> its newest version when its first keys were rotated."""
         return dict(self._versions)
 
-    def is_finished(self, path: str, state: tuple[object, ...]) -> bool:
-        """Return whether a file was finished and is the same since."""
-        return bool(self._finished) and _digest(path, state) in self._finished
+    def was_made(self, key: WrappedKey | bytes) -> bool:
+        """Return whether an earlier run made a wrapped key, or what these bytes identify."""
+        if not self._made:
+            return False
+        wanted = _made_digest(key)
+        position = bisect.bisect_left(_Digests(self._made), wanted)
+        return self._made[position * _DIGEST_LENGTH : (position + 1) * _DIGEST_LENGTH] == wanted
 
-    def forget_finished(self) -> None:
-        """Begin anew: what was finished is of older versions of the master keys."""
-        self._finished.clear()
+    def add_made(self, keys: Iterable[WrappedKey | bytes]) -> None:
+        """Note what was made.
+
+        Raises:
+            StorageFailedError: The journal cannot be written.
+        """
+        missing = self._written.split(map(_made_digest, keys), {})
+        for made in missing:
+            self._written.remember(made, None)
+        self._append(*({"made": made.hex()} for made in missing))
+        if time.monotonic() - self._synced_at > _SYNC_SECONDS:
+            self.sync()
+
+    def forget_made(self) -> None:
+        """Begin again: what was made is of older versions of the master keys."""
+        self._made = b""
         self._versions.clear()
         self._append({"begun_anew": True})
 
@@ -95,40 +138,47 @@ class Journal:
             self._versions[master_key_id] = version
             self._append({"master_key": master_key_id, "version": version})
 
-    def add(self, result: FileRotation, state: tuple[object, ...] | None) -> None:
-        """Note what became of a file, and its state now."""
-        line: dict[str, Any] = {"file": result.path, "outcome": result.outcome.value}
-        if state is not None and result.outcome not in _NOT_FINISHED:
-            line["state"] = _digest(result.path, state).hex()
-        if result.error is not None:
-            line["error"] = result.error_class
-        self._append(line)
-        if time.monotonic() - self._synced_at > _SYNC_SECONDS:
-            self.sync()
-
     def sync(self) -> None:
         """Have what was written on the disk."""
-        os.fsync(self._file_descriptor)
+        with self._failing():
+            os.fsync(self._file_descriptor)
         self._synced_at = time.monotonic()
 
     def close(self, *, remove: bool) -> None:
-        """End the run, and remove the journal if all files had their turn."""
-        if remove:
-            self.path.unlink(missing_ok=True)
-        else:
-            self.sync()
-        os.close(self._file_descriptor)
+        """End the run, and remove the journal if all files were processed."""
+        try:
+            if remove:
+                _remove(self.path, self._file_descriptor)
+            else:
+                self.sync()
+        finally:
+            os.close(self._file_descriptor)
 
-    def _append(self, line: dict[str, Any]) -> None:
-        self._write(_serialised(line))
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            number = error.errno or 0
+            raise StorageFailedError(
+                f"the journal {self.path} cannot be written: {os.strerror(number).lower()}.",
+                error_number=number,
+                hint="Make space, then repeat the command.",
+            ) from None
+
+    def _append(self, *lines: dict[str, Any]) -> None:
+        if lines:
+            self._write(b"".join(map(_serialised, lines)))
 
     def _write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._file_descriptor, data) :]
+        with self._failing():
+            while data:
+                data = data[os.write(self._file_descriptor, data) :]
 
     def _read(self, parameters: dict[str, Any]) -> int:
         """Take in what is there. Returns the length of its whole lines."""
         end = 0
+        made: list[bytes] = []
         with os.fdopen(os.dup(self._file_descriptor), "rb") as file:
             file.seek(0)
             for number, line in enumerate(file):
@@ -140,33 +190,127 @@ class Journal:
                     if number == 0:
                         self._check_head(entry, parameters)
                     else:
-                        self._take(entry)
+                        self._take(entry, made)
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise OutputError(
-                        f"{self.path}, line {number + 1}: this is no line of a journal of a rotation.",
-                        hint="Remove the file, or name another one for the journal.",
+                        f"{self.path}, line {number + 1}: this is not a line of a rotation journal.",
+                        hint="Remove the file, or choose another one for the journal.",
                     ) from None
                 end += len(line)
+        made.sort()
+        self._made = b"".join(made)
         return end
 
     def _check_head(self, entry: dict[str, Any], parameters: dict[str, Any]) -> None:
         if entry["rotation_journal"] != _FORMAT or entry["parameters"] != parameters:
             raise OutputError(
                 f"{self.path} is the journal of a rotation with other parameters that was not finished.",
-                hint="Repeat that rotation to its end, or remove the journal, or name another one.",
+                hint="Finish that rotation first, or remove the journal, or choose another one.",
             )
 
-    def _take(self, entry: dict[str, Any]) -> None:
+    def _take(self, entry: dict[str, Any], made: list[bytes]) -> None:
         if "begun_anew" in entry:
-            self._finished.clear()
+            made.clear()
             self._versions.clear()
         elif "master_key" in entry:
-            self._versions[entry["master_key"]] = entry["version"]
-        elif "state" in entry:
-            self._finished.add(bytes.fromhex(entry["state"]))
+            self._versions[str(entry["master_key"])] = entry["version"]
         else:
-            # It failed, or was not changed; it gets another turn.
-            entry["file"]
+            digest = bytes.fromhex(entry["made"])
+            if len(digest) != _DIGEST_LENGTH:
+                raise ValueError(len(digest))
+            made.append(digest)
+
+
+class _Digests:
+    """Sorted digests, one after the other: a million of them take 16 MB."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data) // _DIGEST_LENGTH
+
+    def __getitem__(self, position: int) -> bytes:
+        return self._data[position * _DIGEST_LENGTH : (position + 1) * _DIGEST_LENGTH]
+
+
+def refuse_inside(journal: Path, data_set: FileLocation) -> None:
+    """Refuse a journal in the data set itself: who may write there could say that all is done.
+
+    Raises:
+        ConfigurationError: It would lie there.
+    """
+    if is_inside(journal, data_set):
+        raise ConfigurationError(
+            f"the journal {journal} would lie in the data set {data_set}: whoever may write there could make the "
+            "rotation skip files.",
+            hint="Choose a file outside of it, in a folder of your own.",
+        )
+
+
+def is_inside(journal: Path, data_set: FileLocation) -> bool:
+    """Return whether a journal would lie under the folder of a data set, by whatever links."""
+    if not data_set.is_local or not data_set.is_folder():
+        return False
+    folder = Path(os.path.realpath(data_set.path))
+    return any(
+        place == folder or folder in place.parents
+        for place in (Path(os.path.realpath(journal.parent)), Path(os.path.realpath(journal)))
+    )
+
+
+def journal_folder() -> Path:
+    """Return the folder of journals, in this user's state (XDG base directory specification)."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(given) if given.startswith("/") else Path("~/.local/state").expanduser()
+    return base / "parquet-keytools" / "journals"
+
+
+def _own_folder() -> Path:
+    """Make the folder of journals, and see that it is this user's.
+
+    Raises:
+        JournalUnsafeError: It is somebody else's, or a link, or others may write there.
+        OutputError: It cannot be made.
+    """
+    folder = journal_folder()
+    try:
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        for made in (folder.parent, folder):
+            with contextlib.suppress(FileExistsError):
+                made.mkdir(mode=0o700)
+            found = made.lstat()
+            if not stat.S_ISDIR(found.st_mode) or not _is_own(found):
+                raise JournalUnsafeError(
+                    f"{made}, the folder of journals, is not a folder that only this user may write to.",
+                    hint=_HINT,
+                )
+    except OSError as error:
+        reason = os.strerror(error.errno or 0).lower()
+        raise OutputError(f"the folder of journals {folder} cannot be made: {reason}.", hint=_HINT) from None
+    return folder
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove journals that nobody goes on with: such a run begins again, which does no harm."""
+    for path in folder.glob("*.jsonl"):
+        with contextlib.suppress(OSError, OutputError):
+            if _is_stale(path.lstat()):
+                # One that a run has just now is in use, and stays.
+                file_descriptor = _open_locked(path)
+                try:
+                    if _is_stale(os.fstat(file_descriptor)):
+                        _remove(path, file_descriptor)
+                finally:
+                    os.close(file_descriptor)
+
+
+def _is_stale(found: os.stat_result) -> bool:
+    return time.time() - found.st_mtime > KEPT_SECONDS
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_MAY_WRITE
 
 
 def _head_line(parameters: dict[str, Any]) -> bytes:
@@ -177,25 +321,59 @@ def _serialised(line: dict[str, Any]) -> bytes:
     return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
 
+def _made_digest(made: WrappedKey | bytes) -> bytes:
+    if isinstance(made, bytes):
+        return _digest(made)
+    return _digest(json.dumps([made.master_key_id, made.wrapped_key]).encode())
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_LENGTH).digest()
+
+
 def _open_locked(path: Path) -> int:
     """Open a journal for this process alone."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    # Neither a link nor a pipe that somebody else put there is followed or waited for.
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
         try:
-            file_descriptor = os.open(path, flags, 0o666)
+            file_descriptor = os.open(path, flags, 0o600)
         except OSError as error:
-            raise OutputError(f"the journal {path} cannot be written: {os.strerror(error.errno or 0)}.") from None
+            if path.is_symlink():
+                raise JournalUnsafeError(f"the journal {path} is a link.", hint=_HINT) from None
+            reason = os.strerror(error.errno or 0)
+            raise OutputError(f"the journal {path} cannot be written: {reason}.", hint=_HINT) from None
         try:
+            _check_own(path, file_descriptor)
             fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A run that ended in between may have removed what was opened.
+            if _is_there(path, file_descriptor):
+                return file_descriptor
         except BlockingIOError:
             os.close(file_descriptor)
             raise JournalInUseError(f"another run writes the journal {path} now.") from None
-        # A run that ended in between may have removed what was opened.
-        if path.exists() and path.samefile(f"/dev/fd/{file_descriptor}"):
-            return file_descriptor
+        except BaseException:
+            os.close(file_descriptor)
+            raise
         os.close(file_descriptor)
 
 
-def _digest(path: str, state: tuple[object, ...]) -> bytes:
-    # Of bounded size for a million files.
-    return hashlib.blake2b(repr((path, state)).encode("utf-8", "surrogateescape"), digest_size=16).digest()
+def _check_own(path: Path, file_descriptor: int) -> None:
+    """Refuse what others made, or may write."""
+    found = os.fstat(file_descriptor)
+    if not stat.S_ISREG(found.st_mode) or not _is_own(found) or found.st_nlink > 1:
+        raise JournalUnsafeError(
+            f"the journal {path} is not a regular file that only this user may write to.", hint=_HINT
+        )
+
+
+def _is_there(path: Path, file_descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(file_descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: Path, file_descriptor: int) -> None:
+    if _is_there(path, file_descriptor):
+        path.unlink(missing_ok=True)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import re
 import secrets
+import stat
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -18,15 +21,20 @@ from typing import Any, Literal
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError
-from parquet_keytools.rotation.claimed_output import claimed_output
-from parquet_keytools.rotation.replacement import sink_like
-from parquet_keytools.storage import FileLocation, open_source, read_whole
+from parquet_keytools.storage.left_behind import warn_left_behind
+from parquet_keytools.storage.locations import FileLocation, real_location
+from parquet_keytools.storage.outputs import whole_output
+from parquet_keytools.storage.sources import open_source, read_whole
+from parquet_keytools.storage.walk import names_in
+
+_log = logging.getLogger(__name__)
 
 SUFFIX = ".old_keys"
 """Ends the name of a kept file; as the name begins with a dot, readers of data sets pass over it."""
 
 _NAME = re.compile(r"\.(?P<name>.+)\.[0-9TZ]+-[0-9a-f]+\.(?P<kind>tail|key_material)\.old_keys", re.DOTALL)
 _MAX_FILE_BYTES = 1024 * 1024 * 1024
+_MAX_HEAD_BYTES = 4096
 
 Kind = Literal["tail", "key_material"]
 
@@ -80,11 +88,23 @@ def keep(
     change_id = f"{rotation_id}{new_sha256[:8]}"
     location = parquet_file.sibling(f".{parquet_file.name}.{change_id}.{kind}{SUFFIX}")
     head = {"keptKeys": 1, "kind": kind, "offset": offset, "oldSHA256": _sha256(old), "newSHA256": new_sha256}
-    with claimed_output(location, as_private_as=replaced) as pending, sink_like(pending, replaced) as sink:
+    with whole_output(location, like=real_location(replaced)) as pending, pending.open_sink() as sink:
         line = json.dumps(head).encode() + b"\n"
         sink.write_at(0, line)
         sink.write_at(len(line), old)
     return location
+
+
+def remove_kept(location: FileLocation) -> None:
+    """Remove a kept file that is needed no more; if that is refused, the report of the run names it."""
+    try:
+        location.filesystem.delete_file(location.path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        warn_left_behind(
+            _log, f"{location} holds old keys that are needed no more, and cannot be removed: remove it"
+        )
 
 
 def may_be_in_place(replaced: FileLocation, offset: int, new: bytes) -> bool:
@@ -102,37 +122,71 @@ def may_be_in_place(replaced: FileLocation, offset: int, new: bytes) -> bool:
 
 @dataclass(frozen=True)
 class KeptFile:
-    """A file with old key material, not yet read."""
+    """A file with old key material, by its name; not yet read.
+
+    Attributes:
+        location: Where it lies.
+        kind: What the old bytes are.
+        is_regular: Whether it is a file, and no link, folder or pipe.
+    """
 
     location: FileLocation
     kind: str
+    is_regular: bool = True
+
+    def looks_kept(self) -> bool:
+        """Return whether it begins as what `keep` writes does, so that nothing else is removed."""
+        if not self.is_regular:
+            return False
+        try:
+            with open_source(self.location) as source:
+                line, newline, _ = bytes(source.read_at(0, min(source.size_bytes, _MAX_HEAD_BYTES))).partition(
+                    b"\n"
+                )
+            head = json.loads(line)
+            return bool(newline) and head["keptKeys"] == 1 and head["kind"] == self.kind
+        except (ValueError, KeyError, TypeError, RecursionError, KeytoolsError, OSError):
+            return False
 
 
 def kept_files_in(filesystem: pafs.FileSystem, folder: str) -> dict[str, list[KeptFile]]:
     """Return what is kept in a folder: name of the Parquet file -> its kept files, the newest first."""
     found: dict[str, list[KeptFile]] = {}
-    infos = filesystem.get_file_info(pafs.FileSelector(folder))
-    for info in sorted(infos, key=lambda info: info.base_name, reverse=True):
-        parts = _NAME.fullmatch(info.base_name)
-        if info.type == pafs.FileType.File and parts:
-            kept = KeptFile(FileLocation(filesystem, info.path), parts["kind"])
+    for name, path, is_file in sorted(names_in(FileLocation(filesystem, folder)), reverse=True):
+        parts = _NAME.fullmatch(name)
+        if parts:
+            location = FileLocation(filesystem, path)
+            is_regular = is_file and _is_regular(location)
+            kept = KeptFile(location, parts["kind"], is_regular)
             found.setdefault(parts["name"], []).append(kept)
     return found
+
+
+def _is_regular(location: FileLocation) -> bool:
+    """Return whether it is a file, and no link to one."""
+    if not location.is_local:
+        return True
+    try:
+        return stat.S_ISREG(os.lstat(location.path).st_mode)
+    except OSError:
+        return False
 
 
 def read_kept(file: KeptFile) -> KeptKeys:
     """Read a kept file.
 
     Raises:
-        KeyMaterialError: It is damaged.
+        KeyMaterialError: It is damaged, or a link.
     """
     location = file.location
+    if not file.is_regular:
+        raise KeyMaterialError("not a regular file: nothing is restored from it", path=str(location))
     line, _, old = read_whole(location, _MAX_FILE_BYTES).partition(b"\n")
     try:
         head: dict[str, Any] = json.loads(line)
         kept = KeptKeys(location, head["kind"], int(head["offset"]), str(head["newSHA256"]), old)
         intact = head["keptKeys"] == 1 and head["oldSHA256"] == _sha256(old) and kept.kind == file.kind
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise KeyMaterialError("the old keys that were kept are damaged", path=str(location))

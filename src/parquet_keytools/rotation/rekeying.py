@@ -1,101 +1,107 @@
-"""Files encrypted anew in their place, page by page, with new data keys: after a DEK or a KEK leaked."""
+"""Files re-encrypted in their place, page by page, with new data keys: after a DEK or a KEK leaked."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parquet_keytools import audit
-from parquet_keytools.encryption import file_encryptor
+from parquet_keytools.encryption import file_decryptor, file_encryptor
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
-from parquet_keytools.encryption.footer import ColumnEncryption, Footer, FooterMode
+from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
-from parquet_keytools.errors import KeytoolsError, KmsUnavailableError, NotEncryptedError, OutputError
-from parquet_keytools.format.byte_ranges import ByteSink
-from parquet_keytools.key_service import KeyService, NewFileKeys, new_reference_suffix
-from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_metadata import DataKeyId, parse_key_metadata
-from parquet_keytools.keys.material_store import (
-    key_material_location,
-    read_key_materials,
-    remove_key_materials,
-    serialise_key_materials,
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
+from parquet_keytools.errors import (
+    KeyMaterialError,
+    KeytoolsError,
+    NotEncryptedError,
+    OutputError,
+    StorageFailedError,
+    value_or_raise,
 )
-from parquet_keytools.opened_file import OpenedFile, as_verified
-from parquet_keytools.rotation.claimed_output import claimed_output, without_leftovers
-from parquet_keytools.rotation.external_material import state_with_material
-from parquet_keytools.rotation.journal import Journal, kms_digest
-from parquet_keytools.rotation.rekey_check import check_rekeyed
-from parquet_keytools.rotation.replacement import real_location, sink_like
-from parquet_keytools.rotation.report import FileRotation, Outcome
-from parquet_keytools.rotation.rotation_files import rotation_files
-from parquet_keytools.rotation.tail import ChangedMeanwhileError, Tail, check_unchanged, read_tail
-from parquet_keytools.storage import FileLocation, exclusive_folder, open_source
-
-TURNS = 3
-"""How often a file is tried that others change at the same time; the last time its folder is kept from them."""
-
-
-class RekeyOutcome(Enum):
-    """What became of a file."""
-
-    REKEYED = "rekeyed"
-    NOT_ENCRYPTED = "not encrypted"
-    FINISHED_BEFORE = "finished before"
-    FAILED = "failed"
+from parquet_keytools.files.key_service import KeyService, NewFileKeys, new_reference_suffix
+from parquet_keytools.files.opened_file import OpenedFile, as_verified
+from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, replacement
+from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
+from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
+from parquet_keytools.keys.key_wrapping import KmsKeys
+from parquet_keytools.rotation.data_set_run import OneByOne, OnFile, RunOptions, change_data_set
+from parquet_keytools.rotation.journal import Journal, kms_digest, refuse_inside
+from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
+from parquet_keytools.rotation.tail import check_unchanged, read_tail
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation, real_location
+from parquet_keytools.storage.sources import open_source
 
 
-@dataclass(frozen=True, slots=True)
-class FileRekeying:
-    """What became of one file.
+def check_rekeyed(
+    written: ByteSource, new: NewFileKeys, old: Footer, kms_keys: KmsKeys, *, all_modules: bool
+) -> Footer:
+    """Open a new file as its readers will, and have the KMS unwrap its keys again.
 
-    Attributes:
-        path: The Parquet file, as in `FileLocation`'s text.
-        outcome: What became of it.
-        old_size_bytes: Its length before; 0 where nothing was done.
-        new_size_bytes: Its length now.
-        error: Why it failed, without traceback; None where it did not.
+    Args:
+        written: The new file.
+        new: Its keys.
+        old: Footer of the old file.
+        kms_keys: Asks the KMS.
+        all_modules: Whether to authenticate all that is encrypted; else the footer and metadata of columns alone.
+
+    Returns:
+        Its footer.
+
+    Raises:
+        KeyMaterialError: What the KMS unwraps is not the key that encrypts.
+        KmsError: The KMS does not unwrap a new key.
+        OutputError: The new file does not have what the old one has.
+        KeytoolsError: It does not authenticate, or is not what the format says.
     """
+    wrapped = list(_wrapped_deks(new))
+    for (dek, _), outcome in zip(wrapped, kms_keys.deks([material for _, material in wrapped]), strict=True):
+        if value_or_raise(outcome) != dek:
+            raise KeyMaterialError("a new key does not unwrap to itself", path=written.path)
+    encryption = new.encryption
+    footer = read_envelope(written).open(encryption.footer_dek, encryption.aad_prefix)
+    deks = {path: key.dek for path, key in encryption.columns.items() if isinstance(key, ColumnKey)}
+    for column in footer.columns:
+        cipher = footer.cipher_of(column, deks.get(column.path))
+        for row_group_ordinal in range(len(footer.row_groups)):
+            footer.chunk_metadata(row_group_ordinal, column, cipher)
+    if _content(footer) != _content(old):
+        raise OutputError(f"{written.path}: the new file does not have what the old one has.")
+    if all_modules:
+        file_decryptor.decrypt_columns(written, _Nowhere(), footer, deks)
+    return footer
 
-    path: str
-    outcome: RekeyOutcome
-    old_size_bytes: int = 0
-    new_size_bytes: int = 0
-    error: KeytoolsError | OSError | None = None
+
+def _content(footer: Footer) -> tuple[object, ...]:
+    rows = [row_group.num_rows for row_group in footer.row_groups]
+    return footer.metadata.num_rows, rows, [leaf.path for leaf in footer.leaves]
 
 
-@dataclass
-class RekeyReport:
-    """What became of a data set.
+def _wrapped_deks(new: NewFileKeys) -> Iterator[tuple[SecretBytes, KeyMaterial]]:
+    """Yield the DEKs that a KMS has to do with, and their key material."""
+    encryption = new.encryption
+    keys = [(encryption.footer_dek, encryption.footer_key_metadata)]
+    keys += [(key.dek, key.key_metadata) for key in encryption.columns.values() if isinstance(key, ColumnKey)]
+    for dek, key_metadata in keys:
+        material = new.material(key_metadata)
+        if material is not None:
+            yield dek, material
 
-    Attributes:
-        counts: How many files had each outcome.
-        files: What became of each; only of those that failed, where not all results were to be kept.
-        bytes_written: How long the new files are.
-        journal: Path of the journal, if it is still there: the same call goes on where this one ended.
-        stopped_by: Why the run ended before all files had their turn; None where it did not.
-    """
 
-    counts: Counter[RekeyOutcome] = field(default_factory=Counter)
-    files: list[FileRekeying] = field(default_factory=list)
-    bytes_written: int = 0
-    journal: str | None = None
-    stopped_by: KeytoolsError | None = None
+class _Nowhere:
+    """Takes what is decrypted for the sake of its authentication."""
 
-    @property
-    def failures(self) -> list[FileRekeying]:
-        """The files that failed."""
-        return [file for file in self.files if file.outcome is RekeyOutcome.FAILED]
+    takes_any_order = True
 
-    @property
-    def succeeded(self) -> bool:
-        """Whether all files had their turn and none failed."""
-        return self.stopped_by is None and not self.counts[RekeyOutcome.FAILED]
+    def reserve(self, length: int) -> None:
+        pass
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -109,64 +115,44 @@ class RekeyRequest:
     verify: bool = True
     journal: Path | None = None
     keep_results: bool = True
-    on_file: Callable[[FileRekeying], None] | None = None
+    on_file: OnFile | None = None
     on_progress: Callable[[int], None] | None = None
 
 
 def rekey_data_set(
     keys: KeyService, new_keys: KeyService, path: FileLocation, request: RekeyRequest
-) -> RekeyReport:
-    """Encrypt a file anew in its place, or all Parquet files under a folder.
+) -> RotationReport:
+    """Re-encrypt a file in its place, or all Parquet files under a folder.
 
     Raises:
         FileNotFoundError: There is no such file or folder.
-        ConfigurationError: There is no such table.
+        ConfigurationError: There is no such table, or several to choose from.
         KeytoolsError: The one file failed; failures of a folder's files are in the report.
         OutputError: The journal is of another run, or cannot be written.
     """
     is_folder = path.is_folder()
     if not is_folder and not path.is_file():
         raise FileNotFoundError(f"there is no file or folder {path}")
+    keys.configuration.table_of_files(request.table_name)
     new_keys.configuration.select_table(request.new_table_name)
     # Whoever rekeys after a leak must not get the KEK that leaked once more.
     keys.clear_caches()
     new_keys.clear_caches()
-    report = RekeyReport()
-    rekeying = _Rekeying(keys, new_keys, request)
-    with _journal(path, keys, new_keys, request) as journal:
-        for location in without_leftovers(rotation_files(path)):
-            result = rekeying.rekey(location, journal)
-            if not is_folder and result.error is not None:
-                raise result.error
-            if not is_folder and result.outcome is RekeyOutcome.NOT_ENCRYPTED:
-                raise NotEncryptedError(f"{location} is not encrypted.")
-            report.counts[result.outcome] += 1
-            report.bytes_written += result.new_size_bytes
-            if request.keep_results or result.error is not None:
-                report.files.append(result)
-            if request.on_file is not None:
-                request.on_file(result)
-            if isinstance(result.error, KmsUnavailableError):
-                # The other files would fare no better.
-                report.stopped_by = result.error
-                report.journal = None if journal is None else str(journal.path)
-                break
-        if journal is not None and report.stopped_by is None:
-            journal.close(remove=True)
+    report = RotationReport()
+    journal = _open_journal(path, keys, new_keys, request)
+    rekeying = _Rekeying(keys, new_keys, request, journal, raises_not_encrypted=not is_folder)
+    options = RunOptions(keep_results=request.keep_results, on_file=request.on_file, raises_failures=not is_folder)
+    change_data_set(path, OneByOne(rekeying.rekey), report, options, journal)
     return report
 
 
-@contextlib.contextmanager
-def _journal(
+def _open_journal(
     path: FileLocation, keys: KeyService, new_keys: KeyService, request: RekeyRequest
-) -> Iterator[Journal | None]:
-    """Open the journal, if one is wanted; it stays unless the run removes it.
-
-    Only where one is named: a run after another leak must not pass over what an earlier one finished.
-    """
+) -> Journal | None:
+    """Open the journal, if one is named: a run after another leak must not pass over what an earlier one did."""
     if request.journal is None:
-        yield None
-        return
+        return None
+    refuse_inside(request.journal, path)
     parameters = {
         "path": str(path),
         "rekey": True,
@@ -174,82 +160,82 @@ def _journal(
         "to_table": request.new_table_name,
         "kms": kms_digest(keys.configuration, new_keys.configuration),
     }
-    journal = Journal(request.journal, parameters)
-    try:
-        yield journal
-    finally:
-        # After a run to its end it is closed and gone.
-        with contextlib.suppress(OSError):
-            journal.close(remove=False)
+    return Journal(request.journal, parameters)
 
 
 class _Rekeying:
-    def __init__(self, keys: KeyService, new_keys: KeyService, request: RekeyRequest) -> None:
+    def __init__(
+        self,
+        keys: KeyService,
+        new_keys: KeyService,
+        request: RekeyRequest,
+        journal: Journal | None,
+        *,
+        raises_not_encrypted: bool,
+    ) -> None:
         self._keys = keys
         self._new_keys = new_keys
         self._request = request
+        self._journal = journal
+        self._raises_not_encrypted = raises_not_encrypted
 
-    def rekey(self, location: FileLocation, journal: Journal | None) -> FileRekeying:
-        """Encrypt one file anew; what fails with it is in the result."""
-        path = str(location)
+    def rekey(self, location: FileLocation, locked_folder: str | None) -> FileRotation:
+        """Re-encrypt one file.
+
+        Raises:
+            ChangedMeanwhileError: Somebody changed it at the same time; it is not replaced.
+            KeytoolsError: It cannot be done; the file stays as it is.
+        """
+        tail, envelope = read_tail(location)
         try:
-            if journal is not None and journal.is_finished(path, state_with_material(location)):
-                return FileRekeying(path, RekeyOutcome.FINISHED_BEFORE)
-            with audit.about(location):
-                result = self._rekey_in_turns(location)
-            if journal is not None:
-                journal.add(FileRotation(path, Outcome.ROTATED), state_with_material(location))
-            return result
-        except NotEncryptedError:
-            return FileRekeying(path, RekeyOutcome.NOT_ENCRYPTED)
-        except (KeytoolsError, OSError) as error:
-            # Frames hold keys and footers, and a report may be kept for long.
-            error.__cause__ = error.__context__ = None
-            return FileRekeying(path, RekeyOutcome.FAILED, error=error.with_traceback(None))
-
-    def _rekey_in_turns(self, location: FileLocation) -> FileRekeying:
-        target = real_location(location)
-        for turn in range(TURNS):
-            is_last = turn == TURNS - 1
-            with exclusive_folder(target) if is_last else contextlib.nullcontext():
-                try:
-                    return self._rekey(location, target, is_locked=is_last)
-                except ChangedMeanwhileError:
-                    continue
-        raise OutputError(
-            f"{location} is changed by others all the time.", hint="Stop its writers, and try again."
-        )
-
-    def _rekey(self, location: FileLocation, target: FileLocation, *, is_locked: bool) -> FileRekeying:
-        tail, _ = read_tail(location)
-        try:
+            if envelope.mode is FooterMode.UNENCRYPTED:
+                # It says so itself; that its columns are encrypted all the same would be an error.
+                envelope.open(None)
             opened = self._open(location)
+            if self._journal is not None and self._journal.was_made(
+                _identity(opened.footer, opened.retriever.material)
+            ):
+                return FileRotation(str(location), RotationOutcome.FINISHED_BEFORE)
             new = self._new_file_keys(opened)
+        except NotEncryptedError:
+            if self._raises_not_encrypted:
+                raise NotEncryptedError(f"{location} is not encrypted.") from None
+            return FileRotation(str(location), RotationOutcome.NOT_ENCRYPTED)
         except (KeytoolsError, OSError):
-            # What was opened may be half old and half new: then it is told as that, and tried again.
+            # What was opened may be half old and half new: then it is reported as that, and attempted again.
             check_unchanged(location, tail)
             raise
-        with contextlib.ExitStack() as lock:
-            with claimed_output(target) as pending:
-                try:
-                    self._write(opened, new, sink=sink_like(pending, location))
-                except (KeytoolsError, OSError):
-                    check_unchanged(location, tail)
-                    raise
-                with open_source(pending.location) as written:
-                    check_rekeyed(
-                        written, new, opened.footer, self._new_keys.kms_keys(), all_modules=self._request.verify
-                    )
-                if not is_locked:
-                    lock.enter_context(exclusive_folder(target))
+        with replacement(
+            location,
+            lambda: check_unchanged(location, tail),
+            key_material=NewKeyMaterial(location, new.key_materials),
+            locked_folder=locked_folder,
+        ) as pending:
+            try:
+                self._write(opened, new, sink=pending.open_sink())
+            except StorageFailedError:
+                raise
+            except (KeytoolsError, OSError):
                 check_unchanged(location, tail)
-                _place_key_materials(location, new)
-            _finish_key_materials(location, new)
-        return _rekeyed(location, tail)
+                raise
+            with pending.open_written() as written:
+                footer = check_rekeyed(
+                    written, new, opened.footer, self._new_keys.kms_keys(), all_modules=self._request.verify
+                )
+        if self._journal is not None:
+            self._journal.add_made([_identity(footer, new.material)])
+        new_size_bytes = location.info().size or 0
+        return FileRotation(
+            str(location),
+            RotationOutcome.REKEYED,
+            bytes_written=new_size_bytes,
+            old_size_bytes=tail.size_bytes,
+            new_size_bytes=new_size_bytes,
+        )
 
     def _open(self, location: FileLocation) -> OpenedFile:
         request = self._request
-        (opened,) = self._keys.open_files([location], request.table_name, request.aad_prefix)
+        (opened,) = self._keys.open_files([location], request.table_name, request.aad_prefix, again=False)
         opened.refuse_unencrypted()
         opened.refuse_denied(None)
         return opened
@@ -258,19 +244,17 @@ class _Rekeying:
         """Make the keys of the new file. It keeps its AAD prefix, unless another table was named."""
         location, footer = opened.location, opened.footer
         policy = self._new_keys.policy(self._request.new_table_name, [leaf.path for leaf in footer.leaves])
-        suffix = new_reference_suffix() if _existing_key_materials(location) else ""
+        suffix = new_reference_suffix() if existing_key_materials(location) else ""
         new = self._new_keys.new_file_keys(policy, location, suffix)
         _refuse_two_names(opened, new)
         if not self._request.as_before:
             return new
         _refuse_same_keys(opened, new.encryption)
         _refuse_less_protection(location, footer, new.encryption, policy.table_name)
-        stored = footer.envelope.aad_prefix
-        prefix = self._keys.expected_aad_prefix(
-            location, self._request.table_name, self._request.aad_prefix, stored
-        )
         encryption = replace(
-            new.encryption, aad_prefix=stored or prefix or None, store_aad_prefix=stored is not None
+            new.encryption,
+            aad_prefix=footer.aad_prefix or None,
+            store_aad_prefix=footer.envelope.aad_prefix is not None,
         )
         return NewFileKeys(encryption, new.key_materials)
 
@@ -288,37 +272,20 @@ class _Rekeying:
             )
 
 
-def _rekeyed(location: FileLocation, old: Tail) -> FileRekeying:
-    return FileRekeying(str(location), RekeyOutcome.REKEYED, old.size_bytes, location.info().size or 0)
+def _identity(footer: Footer, material_of: Callable[[bytes | None], KeyMaterial | None]) -> bytes:
+    """Return what tells an authentic file from all others: its file unique, and how its keys are wrapped.
 
-
-# --- key material beside the file, as docs/adr/0005 has it ---
-
-
-def _existing_key_materials(location: FileLocation) -> dict[str, KeyMaterial]:
-    return read_key_materials(location) if key_material_location(location).is_file() else {}
-
-
-def _place_key_materials(location: FileLocation, new: NewFileKeys) -> None:
-    """Write key material that fits the old and the new file, just before the new one takes its place."""
-    if new.key_materials is not None:
-        # As it is now: a rotation may have replaced it since the file was opened.
-        _write_key_materials(location, _existing_key_materials(location) | new.key_materials)
-
-
-def _finish_key_materials(location: FileLocation, new: NewFileKeys) -> None:
-    """Take the keys of the old file out, which nobody needs any more."""
-    if new.key_materials is not None:
-        _write_key_materials(location, new.key_materials)
-    else:
-        remove_key_materials(location)
-
-
-def _write_key_materials(location: FileLocation, materials: dict[str, KeyMaterial]) -> None:
-    beside = key_material_location(location)
-    like = beside if beside.is_file() else location
-    with claimed_output(real_location(beside)) as pending, sink_like(pending, like) as sink:
-        sink.write_at(0, serialise_key_materials(materials))
+    A journal names files by it. Whoever has the data keys that leaked can seal a footer with any file unique, but
+    cannot have them wrapped as the new ones are.
+    """
+    all_metadata = [footer.key_metadata, *(column.key_metadata for column in footer.columns)]
+    texts = [
+        (metadata or b"").hex()
+        if (material := material_of(metadata)) is None
+        else material.serialise(internal=True)
+        for metadata in all_metadata
+    ]
+    return json.dumps([(footer.envelope.aad_file_unique or b"").hex(), *texts]).encode()
 
 
 # --- what is refused ---

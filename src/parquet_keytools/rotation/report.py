@@ -1,4 +1,4 @@
-"""What became of each file of a rotation."""
+"""What became of each file whose keys were rotated: master keys, data keys, or old ones that were put back."""
 
 from __future__ import annotations
 
@@ -8,19 +8,29 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from parquet_keytools.errors import KeytoolsError
+from parquet_keytools.storage.walk import Unseen
+
+MOST_LEFT_BEHIND = 100
+"""How much of what is left behind a report names; where nothing may be listed, each file has something."""
 
 
-class Outcome(Enum):
+class RotationOutcome(Enum):
     """What became of a file."""
 
     ROTATED = "rotated"
     WOULD_ROTATE = "would rotate"
     ALREADY_CURRENT = "already current"
+    REKEYED = "rekeyed"
     NOTHING_TO_ROTATE = "nothing to rotate"
+    NOT_ENCRYPTED = "not encrypted"
     FINISHED_BEFORE = "finished before"
     RESTORED = "restored"
     NOTHING_TO_RESTORE = "nothing to restore"
     FAILED = "failed"
+
+
+Outcome = RotationOutcome
+"""The name of former versions; that of a rule of conformance is another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +64,19 @@ class FileRotation:
         bytes_written: What went through this process.
         bytes_copied: What the operating system or the store copied by itself.
         error: Why it failed, without traceback; None where it did not.
+        old_size_bytes: Its length before it was rekeyed; 0 for all else.
+        new_size_bytes: Its length since then; 0 for all else.
     """
 
     path: str
-    outcome: Outcome
+    outcome: RotationOutcome
     keys: tuple[KeyChange, ...] = ()
     how: str = ""
     bytes_written: int = 0
     bytes_copied: int = 0
     error: KeytoolsError | OSError | None = None
+    old_size_bytes: int = 0
+    new_size_bytes: int = 0
 
     @property
     def error_class(self) -> str | None:
@@ -74,7 +88,14 @@ class FileRotation:
         """Return that of a file that could not be done and stays as it is."""
         # Frames hold keys and footers, and a report may be kept for long.
         error.__cause__ = error.__context__ = None
-        return cls(path, Outcome.FAILED, error=error.with_traceback(None))
+        return cls(path, RotationOutcome.FAILED, error=error.with_traceback(None))
+
+    @classmethod
+    def of_unseen(cls, unseen: Unseen) -> FileRotation:
+        """Return that of what could not be looked into; a folder that was removed meanwhile has no files."""
+        if unseen.is_gone:
+            return cls(unseen.path, RotationOutcome.NOTHING_TO_ROTATE, how="removed meanwhile")
+        return cls.failed(unseen.path, unseen.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +135,15 @@ class RotationReport:
         expected_kms_calls: After a dry run, what the rotation itself would ask.
         journal: Path of the journal, if it is still there: the same call goes on where this one ended.
         journal_in_use: Whether another run holds the journal, so that this one went without.
-        stopped_by: Why the run ended before all files had their turn; None where it did not.
+        no_journal: Why the run went without a journal that nobody asked for; empty where it had one.
+        ignored_journal: Path of a journal of a former version in the data set, which is not read; None without.
+        stopped_by: Why the run ended before all files were processed; None where it did not.
+        left_behind: What stays in a store because it could not be removed, or looked for; for people. At most
+            `MOST_LEFT_BEHIND`.
     """
 
     dry_run: bool = False
-    counts: Counter[Outcome] = field(default_factory=Counter)
+    counts: Counter[RotationOutcome] = field(default_factory=Counter)
     files: list[FileRotation] = field(default_factory=list)
     bytes_written: int = 0
     bytes_copied: int = 0
@@ -126,17 +151,25 @@ class RotationReport:
     expected_kms_calls: KmsCalls = field(default_factory=KmsCalls)
     journal: str | None = None
     journal_in_use: bool = False
+    no_journal: str = ""
+    ignored_journal: str | None = None
     stopped_by: KeytoolsError | None = None
+    left_behind: list[str] = field(default_factory=list)
 
     @property
     def failures(self) -> list[FileRotation]:
         """The files that failed."""
-        return [file for file in self.files if file.outcome is Outcome.FAILED]
+        return [file for file in self.files if file.outcome is RotationOutcome.FAILED]
 
     @property
     def succeeded(self) -> bool:
-        """Whether all files had their turn and none failed."""
-        return self.stopped_by is None and not self.counts[Outcome.FAILED]
+        """Whether all files were processed and none failed."""
+        return self.stopped_by is None and not self.counts[RotationOutcome.FAILED]
+
+    def note_left_behind(self, text: str) -> None:
+        """Name something that stays in a store, once."""
+        if len(self.left_behind) < MOST_LEFT_BEHIND and text not in self.left_behind:
+            self.left_behind.append(text)
 
     def add(self, results: Iterable[FileRotation], *, keep_results: bool) -> None:
         """Count results."""
@@ -144,5 +177,5 @@ class RotationReport:
             self.counts[result.outcome] += 1
             self.bytes_written += result.bytes_written
             self.bytes_copied += result.bytes_copied
-            if keep_results or result.outcome is Outcome.FAILED:
+            if keep_results or result.outcome is RotationOutcome.FAILED:
                 self.files.append(result)

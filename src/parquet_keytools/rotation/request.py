@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from parquet_keytools.config.mistakes import did_you_mean, one_of
-from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError, MasterKeyNotFoundError
-from parquet_keytools.key_service import KeyService
+from parquet_keytools.config.key_names import check_moves
+from parquet_keytools.config.mistakes import Mistake, did_you_mean, one_of
+from parquet_keytools.config.settings import Configuration, ConfigurationWarning
+from parquet_keytools.encryption.aad_prefix import AadPrefix
+from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError, MasterKeyNotFoundError, OutputError
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.rotation.data_set_rotation import OnFile, RunOptions, rotate_data_set
-from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
-from parquet_keytools.rotation.journal import kms_digest
+from parquet_keytools.rotation.batch import KmsInstance
+from parquet_keytools.rotation.data_set_run import OnFile, RunOptions, change_data_set
+from parquet_keytools.rotation.held_keys import AadPrefixOf
+from parquet_keytools.rotation.journal import (
+    FORMER_JOURNAL_NAME,
+    Journal,
+    JournalInUseError,
+    JournalUnsafeError,
+    is_inside,
+    journal_folder,
+    kms_digest,
+    refuse_inside,
+)
 from parquet_keytools.rotation.kept_keys import new_rotation_id
 from parquet_keytools.rotation.master_key_versions import MasterKeyVersions
-from parquet_keytools.rotation.new_material import KmsInstance
 from parquet_keytools.rotation.report import RotationReport
 from parquet_keytools.rotation.rewrapper import Rewrapper
-from parquet_keytools.rotation.rotation_plan import RotationPlan
-from parquet_keytools.rotation.window import RotationContext
-from parquet_keytools.storage import FileLocation
-
-PrefixOf = Callable[[FileLocation, bytes | None], bytes | None]
+from parquet_keytools.rotation.rewrapping import MasterKeyRotation
+from parquet_keytools.rotation.rotation_plan import RotationContext, RotationPlan
+from parquet_keytools.storage.locations import FileLocation
 
 
 @dataclass(frozen=True)
 class RotationRequest:
     """What a rotation is asked for; see `Keytools.rotate`."""
 
-    moves: Mapping[str, str] = field(default_factory=dict)
+    # None, here and in `keep_old`, is what the configuration says.
+    moves: Mapping[str, str] | None = None
     only_master_keys: Collection[str] | None = None
     older_than: str | None = None
     new_keks: bool = False
-    keep_old: bool = False
+    keep_old: bool | None = None
     dry_run: bool = False
     journal: Path | None = None
     new_kms: KmsClient | None = None
@@ -58,6 +70,70 @@ def run_rotation(keys: KeyService, path: FileLocation, request: RotationRequest)
     return rotate_data_set(path, rotation_context(keys, request), options)
 
 
+def rotate_data_set(path: FileLocation, context: RotationContext, options: RunOptions) -> RotationReport:
+    """Rotate the master keys of a file, or of all Parquet files under a folder.
+
+    Raises:
+        ConfigurationError: The journal would lie in the data set.
+        FileNotFoundError: There is no such file or folder.
+        NoParquetFilesError: The folder has no Parquet files.
+        OutputError: The journal is of a rotation with other parameters, or others may write it, or it cannot be
+            written.
+    """
+    report = RotationReport(dry_run=context.dry_run)
+    is_folder = path.is_folder()
+    if not is_folder and not path.is_file():
+        raise FileNotFoundError(f"there is no file or folder {path}")
+    if is_folder and path.is_local and (former := Path(path.path) / FORMER_JOURNAL_NAME).is_file():
+        report.ignored_journal = str(former)
+    journal = _open_journal(path, context, options, report, is_folder=is_folder)
+    change_data_set(path, MasterKeyRotation(context, journal), report, options, journal)
+    report.kms_calls = context.rewrapper.calls + context.versions.calls
+    if context.dry_run:
+        # To describe master keys changes nothing, so it was done.
+        report.expected_kms_calls = context.rewrapper.expected_calls + context.versions.calls
+    return report
+
+
+def _open_journal(
+    path: FileLocation, context: RotationContext, options: RunOptions, report: RotationReport, *, is_folder: bool
+) -> Journal | None:
+    if context.dry_run or (options.journal is None and not is_folder):
+        return None
+    if options.journal is not None:
+        refuse_inside(options.journal, path)
+    elif is_inside(journal_folder(), path):
+        report.no_journal = f"{journal_folder()} lies in the data set itself"
+        return None
+    parameters = {
+        "path": str(path),
+        **context.plan.parameters(),
+        "keep_old": context.keep_old is not None,
+        "kms": context.kms_digest,
+    }
+    try:
+        journal = Journal(options.journal, parameters)
+    except JournalInUseError:
+        # Two rotations of one data set do no harm; the second goes without.
+        report.journal_in_use = True
+        return None
+    except JournalUnsafeError:
+        raise
+    except OutputError as error:
+        if options.journal is not None:
+            raise
+        # Nobody asked for one: such as with a home that is read-only.
+        report.no_journal = str(error)
+        return None
+    for master_key_id, version in journal.versions.items():
+        now = context.versions.current_new(master_key_id)
+        if None not in (version, now) and version != now:
+            # A newer version is there since: what was made is not current any more.
+            journal.forget_made()
+            break
+    return journal
+
+
 def rotation_context(keys: KeyService, request: RotationRequest) -> RotationContext:
     """Return what all files of a rotation share.
 
@@ -65,6 +141,8 @@ def rotation_context(keys: KeyService, request: RotationRequest) -> RotationCont
         ConfigurationError: There is no KMS, or a name means no master key, or the moves are not possible.
         KmsError: A master key to move to cannot be used.
     """
+    wanted = _configured_moves(keys, request) if request.moves is None else request.moves
+    keep_old = keys.configuration.rotation.keep_old if request.keep_old is None else request.keep_old
     kms = _kms_of(keys)
     if request.new_configuration is not None and request.new_kms is None:
         # Else the rotation would stay within the KMS that is to be left.
@@ -79,9 +157,9 @@ def rotation_context(keys: KeyService, request: RotationRequest) -> RotationCont
         only = frozenset(master_key_id(keys.configuration, key) for key in request.only_master_keys)
     moves = {
         master_key_id(keys.configuration, old): master_key_id(new_configuration, new)
-        for old, new in request.moves.items()
+        for old, new in wanted.items()
     }
-    if len(moves) < len(request.moves):
+    if len(moves) < len(wanted):
         raise ConfigurationError("two names of master keys to be moved mean the same one.", hint="Name it once.")
     plan = RotationPlan(
         moves=moves,
@@ -90,6 +168,8 @@ def rotation_context(keys: KeyService, request: RotationRequest) -> RotationCont
         new_keks=request.new_keks,
         other_kms=new_kms is not kms,
     )
+    if new_kms is kms:
+        _warn_of_readers(keys, request.table_name, plan)
     trust_master_keys(plan, kms, new_kms)
     versions = MasterKeyVersions(kms, new_kms)
     _check_known(kms, versions, {*plan.moves, *(only or ())})
@@ -103,29 +183,43 @@ def rotation_context(keys: KeyService, request: RotationRequest) -> RotationCont
         aad_prefix_of=prefix_of(keys, request.table_name, request.aad_prefix),
         instance=_instance_of(new_configuration) if new_kms is not kms else None,
         kms_digest=kms_digest(keys.configuration, new_configuration),
-        keep_old=new_rotation_id() if request.keep_old else None,
+        keep_old=new_rotation_id() if keep_old else None,
         dry_run=request.dry_run,
     )
+
+
+def _configured_moves(keys: KeyService, request: RotationRequest) -> Mapping[str, str]:
+    moves = keys.configuration.rotation.moves
+    if moves and (request.new_kms is not None or request.new_configuration is not None):
+        mistake = Mistake(("rotation", "moves"), "moves are within one KMS, but another one is given.")
+        raise keys.configuration.error_for([mistake])
+    if moves and keys.kms is not None:
+        check_moves(keys.configuration, keys.kms.master_key_ids())
+    return moves
+
+
+def _warn_of_readers(keys: KeyService, table_name: str | None, plan: RotationPlan) -> None:
+    """Warn of moves after which tables would refuse their files, before any of these is touched."""
+    tables = keys.configuration.tables if table_name is None else [table_name]
+    for name in sorted(tables):
+        check = TableCheck(keys.configuration, name)
+        for old, new in sorted(plan.moves.items()):
+            if check.loses_by_move(old, new):
+                # Shown at the call of `Keytools.rotate`.
+                warnings.warn(
+                    f"files of the table {name!r} that are moved from the master key {old!r} to {new!r} cannot be "
+                    "read by this configuration from then on, for the table does not name that one. Add the move "
+                    "under `rotation: {moves: ...}`, here and in the configurations of all readers, before you "
+                    "rotate.",
+                    ConfigurationWarning,
+                    stacklevel=5,
+                )
 
 
 def trust_master_keys(plan: RotationPlan, kms: KmsClient, new_kms: KmsClient) -> None:
     """Trust the master keys that a rotation names: who asks for it says with it that these are theirs."""
     kms.trust_also({*plan.moves, *(plan.only_master_keys or ())})
     new_kms.trust_also(plan.moves.values())
-
-
-def list_keys(
-    keys: KeyService, path: FileLocation, table_name: str | None, aad_prefix: str | None
-) -> Iterator[FileKeyUses]:
-    """Yield the keys of files; see `Keytools.key_inventory`."""
-    kms = keys.kms
-    inventory = Inventory(
-        Rewrapper(kms, kms, new_keks=False, only_count=False) if kms is not None else None,
-        MasterKeyVersions(kms, kms) if kms is not None else None,
-        keys.data_keys,
-        prefix_of(keys, table_name, aad_prefix),
-    )
-    return inventory.list(path)
 
 
 def master_key_id(configuration: Configuration | None, key: str) -> str:
@@ -182,10 +276,10 @@ def _instance_of(configuration: Configuration | None) -> KmsInstance:
     return KmsInstance(settings.instance_id, getattr(settings, "instance_url", "DEFAULT"))
 
 
-def prefix_of(keys: KeyService, table_name: str | None, aad_prefix: str | None) -> PrefixOf:
+def prefix_of(keys: KeyService, table_name: str | None, aad_prefix: str | None) -> AadPrefixOf:
     """Return what tells the AAD prefix that a file must have, given what it stores, or that it has none."""
 
-    def expected(location: FileLocation, stored: bytes | None) -> bytes | None:
+    def expected(location: FileLocation, stored: bytes | None) -> AadPrefix:
         if stored is not None and aad_prefix is None:
             # A rotation shows no data and changes no AAD; a file under another prefix, or under none, must not be
             # left behind.

@@ -1,25 +1,187 @@
-"""Old key material put back, or dropped, over a file or a data set."""
+"""Old key material put back, or dropped, over a file or a data set.
+
+What is kept beside a file may have been put there by others. So it is believed only if it leads to the keys of the
+file itself: the old footer key must open the footer that is in place, and each old key of a column must decrypt
+metadata of its column. That is more than a comparison with what the new keys unwrap to, and works also where these
+cannot be used any more.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable
 
-from parquet_keytools import audit
-from parquet_keytools.errors import KeyMaterialError, KeytoolsError, OutputError
+from parquet_keytools.encryption.aad_prefix import AadPrefix
+from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
+from parquet_keytools.encryption.protection import FooterMode
+from parquet_keytools.errors import (
+    ChangedMeanwhileError,
+    KeyMaterialError,
+    KeytoolsError,
+    KmsUnavailableError,
+    OutputError,
+)
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import WithTail
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.keys.material_store import MAX_FILE_BYTES, key_material_location
-from parquet_keytools.rotation.claimed_output import without_leftovers
-from parquet_keytools.rotation.external_material import replace_external_material
-from parquet_keytools.rotation.kept_keys import KeptFile, KeptKeys, kept_files_in, read_kept
-from parquet_keytools.rotation.report import FileRotation, Outcome, RotationReport
-from parquet_keytools.rotation.restored_check import RestoredCheck
-from parquet_keytools.rotation.rotation_files import rotation_files
-from parquet_keytools.rotation.tail import read_tail
-from parquet_keytools.rotation.tail_rewriter import ReplacedTail, tail_rewriter
-from parquet_keytools.storage import FileLocation, read_whole
+from parquet_keytools.format.structs import FileMetaData
+from parquet_keytools.keys.key_material import KeyReference, parse_key_metadata
+from parquet_keytools.rotation.data_set_run import OneByOne, RunOptions, change_data_set, data_set_files
+from parquet_keytools.rotation.held_keys import (
+    AadPrefixOf,
+    HeldKey,
+    HeldKeys,
+    external_material,
+    own_key_columns,
+    read_file_keys,
+    require_footer_key,
+)
+from parquet_keytools.rotation.kept_keys import KeptFile, KeptKeys, kept_files_in, read_kept, remove_kept
+from parquet_keytools.rotation.replacement import ReplacedTail, replace_external_material, replace_tail
+from parquet_keytools.rotation.report import FileRotation, KmsCalls, RotationOutcome, RotationReport
+from parquet_keytools.rotation.rewrapper import Rewrapper
+from parquet_keytools.rotation.tail import check_unchanged
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.walk import Unseen, raise_for_unseen
+
+
+class RestoredCheck:
+    """Has the KMS unwrap old keys, each distinct one once in a run, and proves them.
+
+    What readers have in their caches proves nothing: the KMS may refuse it by now.
+
+    Args:
+        keys: The KMS, if there is one, and the data keys.
+        aad_prefix_of: The AAD prefixes of files.
+    """
+
+    def __init__(self, keys: KeyService, aad_prefix_of: AadPrefixOf) -> None:
+        self._rewrapper = None if keys.kms is None else Rewrapper(keys.kms)
+        self._data_keys = keys.data_keys
+        self._aad_prefix_of = aad_prefix_of
+
+    @property
+    def calls(self) -> KmsCalls:
+        """What the KMS was asked for."""
+        return KmsCalls() if self._rewrapper is None else self._rewrapper.calls
+
+    def material(self, keys: HeldKeys, old: bytes) -> bytes:
+        """Check the content of a key material file.
+
+        Args:
+            keys: The file, whose footer was not yet opened.
+            old: What is to be put back.
+
+        Returns:
+            The entries of it that the footer refers to; others are not put back.
+
+        Raises:
+            KmsError: The KMS does not unwrap an old key.
+            KeytoolsError: An old key is not that of the file, or is missing, or the footer is not authentic.
+        """
+        assert keys.external is not None
+        path = str(keys.external.location)
+        old_external = external_material(keys.external.location, old)
+        aad_prefix = self._aad_prefix(keys)
+
+        def old_key(key_metadata: bytes | None) -> HeldKey | None:
+            parsed = parse_key_metadata(key_metadata)
+            if not isinstance(parsed, KeyReference):
+                return keys.key_of(key_metadata)
+            if parsed.reference not in old_external.by_reference:
+                raise KeyMaterialError(f"the old key material lacks {parsed.reference!r}", path=path)
+            return old_external.by_reference[parsed.reference]
+
+        held = old_key(keys.envelope.key_metadata)
+        require_footer_key(held, path)
+        keys.open(self._dek(keys, held), aad_prefix)
+        assert keys.footer is not None
+        needed = [] if held is None or held.reference is None else [held.reference]
+        for column in own_key_columns(keys.footer):
+            held = old_key(column.key_metadata)
+            if held is None or held.reference is None:
+                continue
+            needed.append(held.reference)
+            now = keys.key_of(column.key_metadata)
+            # Keys that the rotation left alone need not be there for its undoing.
+            if now is None or now.material != held.material:
+                keys.prove(column, self._dek(keys, held))
+        others = old_external.by_reference.keys() - needed
+        return old_external.with_new({}, others) if others else old
+
+    def tail(self, keys: HeldKeys, restored: ByteSource) -> None:
+        """Check the tail of a Parquet file.
+
+        Args:
+            keys: The file as it is in place, whose footer was not yet opened.
+            restored: As it will be.
+
+        Raises:
+            KmsError: The KMS does not unwrap an old key.
+            KeytoolsError: The old footer is another one, or an old key is not that of the file, or the footer that
+                is in place is not authentic.
+        """
+        path = str(keys.location)
+        old = HeldKeys(keys.location, keys.tail, read_envelope(restored), keys.external)
+        if old.envelope.footer_offset != keys.tail.offset or not _is_alike(old.envelope, keys.envelope):
+            raise _other_footer(path)
+        old.add_footer_key()
+        aad_prefix = self._aad_prefix(old)
+        dek = self._dek(old, old.footer_key)
+        old.open(dek, aad_prefix)
+        keys.open(dek, aad_prefix)
+        assert old.footer is not None
+        assert keys.footer is not None
+        if _without_key_metadata(old.footer) != _without_key_metadata(keys.footer):
+            raise _other_footer(path)
+        there = {column.key_metadata for column in own_key_columns(keys.footer)}
+        for column, held in old.column_keys():
+            if column.key_metadata not in there:
+                keys.prove(column, self._dek(old, held))
+
+    def _aad_prefix(self, keys: HeldKeys) -> AadPrefix:
+        return keys.expected_prefix(self._aad_prefix_of)
+
+    def _dek(self, keys: HeldKeys, held: HeldKey | None) -> SecretBytes:
+        if held is None:
+            return keys.data_key(self._data_keys)
+        return keys.dek(held, None if self._rewrapper is None else self._rewrapper.unwrap([held.wrapped_key]))
+
+
+def _is_alike(old: FooterEnvelope, now: FooterEnvelope) -> bool:
+    """Return whether two footers say the same of how they are protected, but for their key."""
+    return (old.mode, old.algorithm, old.aad_prefix, old.aad_file_unique, old.supply_aad_prefix) == (
+        now.mode,
+        now.algorithm,
+        now.aad_prefix,
+        now.aad_file_unique,
+        now.supply_aad_prefix,
+    )
+
+
+def _without_key_metadata(footer: Footer) -> FileMetaData:
+    """Return what a footer says, but for its key metadata."""
+    metadata, _ = FileMetaData.read(footer.metadata.serialise())
+    for row_group in metadata.row_groups:
+        for chunk in row_group.columns:
+            crypto = chunk.crypto_metadata
+            column = crypto.encryption_with_column_key if crypto is not None else None
+            if column is not None:
+                column.key_metadata = None
+    if footer.mode is FooterMode.PLAINTEXT_FOOTER:
+        metadata.footer_signing_key_metadata = None
+    return metadata
+
+
+def _other_footer(path: str) -> KeyMaterialError:
+    return KeyMaterialError("the old footer that was kept is not that of the file", path=path)
+
 
 _LISTED_FOLDERS = 16
+_NOT_REGULAR = "it is not a regular file"
+_NOT_KEPT = "it is named like old keys, and holds none"
 
 
 def restore_data_set(path: FileLocation, check: RestoredCheck) -> RotationReport:
@@ -34,29 +196,37 @@ def restore_data_set(path: FileLocation, check: RestoredCheck) -> RotationReport
     """
     report = RotationReport()
     kept_of = _KeptOf()
-    for location in without_leftovers(rotation_files(path)):
-        try:
-            with audit.about(location):
-                result = _restore(location, kept_of(location), check)
-        except (KeytoolsError, OSError) as error:
-            result = FileRotation.failed(str(location), error)
-        report.add([result], keep_results=True)
+
+    def restore(location: FileLocation, locked_folder: str | None) -> FileRotation:
+        return _restore(location, kept_of(location), check, locked_folder)
+
+    change_data_set(path, OneByOne(restore), report, RunOptions())
     report.kms_calls = check.calls
     return report
 
 
-def drop_data_set(path: FileLocation) -> int:
+def drop_data_set(path: FileLocation, on_left: Callable[[str, str], None] | None = None) -> int:
     """Remove the old keys that were kept of a file, or of all files under a folder. Returns how many there were.
+
+    Args:
+        path: The file or folder.
+        on_left: Called with the path of what is named like old keys and is left in place, and why.
 
     Raises:
         FileNotFoundError: There is no such file or folder.
+        IncompleteDataSetError: Something could not be looked into; what was found is removed.
     """
     count = 0
     kept_of = _KeptOf()
-    for location in rotation_files(path):
+    unseen: list[Unseen] = []
+    for location in data_set_files(path, unseen.append):
         for kept in kept_of(location):
-            kept.location.filesystem.delete_file(kept.location.path)
-            count += 1
+            if kept.looks_kept():
+                kept.location.filesystem.delete_file(kept.location.path)
+                count += 1
+            elif on_left is not None:
+                on_left(str(kept.location), _NOT_KEPT if kept.is_regular else _NOT_REGULAR)
+    raise_for_unseen(unseen, hint=f"{count} kept files were removed. Repeat the command when this is solved.")
     return count
 
 
@@ -75,62 +245,125 @@ class _KeptOf:
         return self._by_folder[folder].get(parquet_file.name, [])
 
 
-def _restore(location: FileLocation, files: list[KeptFile], check: RestoredCheck) -> FileRotation:
+def _restore(
+    location: FileLocation, files: list[KeptFile], check: RestoredCheck, locked_folder: str | None
+) -> FileRotation:
     if not files:
-        return FileRotation(str(location), Outcome.NOTHING_TO_RESTORE)
+        return FileRotation(str(location), RotationOutcome.NOTHING_TO_RESTORE)
     done: list[ReplacedTail] = []
+    refused: list[str] = []
+    is_begun = False
     for kind, restore in (("key_material", _restore_material), ("tail", _restore_tail)):
-        # The newest first; one that a run that was cut off left behind fits nothing.
-        kept = [read_kept(file) for file in files if file.kind == kind]
-        if kept:
-            done += restore(location, kept, check)
-    how = "; ".join(part.how for part in done)
+        of_kind = [file for file in files if file.kind == kind]
+        if of_kind:
+            try:
+                done += _newest_that_is_proven(location, of_kind, restore, check, refused, locked_folder)
+            except ChangedMeanwhileError as error:
+                if not is_begun:
+                    raise
+                # Another attempt would put back what an earlier rotation kept of the other part.
+                raise OutputError(str(error), hint="Undo the rotation again.") from None
+            is_begun = True
+    how = "; ".join([*(part.how for part in done), *refused])
     written, copied = sum(part.bytes_written for part in done), sum(part.bytes_copied for part in done)
-    return FileRotation(str(location), Outcome.RESTORED, (), how, written, copied)
+    return FileRotation(str(location), RotationOutcome.RESTORED, (), how, written, copied)
+
+
+_Restore = Callable[[FileLocation, KeptKeys, RestoredCheck, "str | None"], "list[ReplacedTail] | None"]
+
+
+def _newest_that_is_proven(
+    location: FileLocation,
+    files: list[KeptFile],
+    restore: _Restore,
+    check: RestoredCheck,
+    refused: list[str],
+    locked_folder: str | None,
+) -> list[ReplacedTail]:
+    """Put back the newest that fits and is proven; others stay where they are, and are named.
+
+    Raises:
+        KeytoolsError: None is.
+    """
+    failure: KeytoolsError | None = None
+    for file in files:
+        try:
+            kept = _read(location, file)
+            # One that a run that was cut off left behind fits nothing.
+            done = restore(location, kept, check, locked_folder)
+        except (ChangedMeanwhileError, KmsUnavailableError, OutputError):
+            raise
+        except KeytoolsError as error:
+            refused.append(f"{file.location} was left in place: {error}")
+            failure = failure or error
+        else:
+            if done is not None:
+                remove_kept(kept.location)
+                return done
+    if failure is None:
+        raise KeyMaterialError(
+            "the file changed since its old keys were kept: they are not restored.",
+            path=str(location),
+            hint="Restore the file from a backup, or drop the old keys.",
+        )
+    left = "; ".join(dict.fromkeys(str(file.location) for file in files if str(file.location) not in str(failure)))
+    if left:
+        failure.args = (f"{failure.args[0]} Nothing was restored of {left}.", *failure.args[1:])
+    raise failure
+
+
+def _read(location: FileLocation, file: KeptFile) -> KeptKeys:
+    try:
+        return read_kept(file)
+    except FileNotFoundError:
+        # This run must not go on with what an earlier rotation kept.
+        raise OutputError(
+            f"{location}: its old keys were put back or dropped by another process meanwhile.",
+            hint="Undo the rotation again if an earlier one is to be undone, too.",
+        ) from None
 
 
 def _restore_material(
-    location: FileLocation, all_kept: list[KeptKeys], check: RestoredCheck
-) -> Iterator[ReplacedTail]:
-    material = key_material_location(location)
-    content = read_whole(material, MAX_FILE_BYTES)
-    kept, is_there = _fitting(location, all_kept, hashlib.sha256(content).hexdigest(), None)
-    if not is_there:
-        check.material(kept.old, content, str(material))
-        replace_external_material(material, content, kept.old)
-        yield ReplacedTail("old key material file", len(kept.old), 0)
-    kept.location.filesystem.delete_file(kept.location.path)
+    location: FileLocation, kept: KeptKeys, check: RestoredCheck, locked_folder: str | None
+) -> list[ReplacedTail] | None:
+    keys = read_file_keys(location)
+    keys.take_external()
+    if keys.external is None:
+        return None
+    content = keys.external.content
+    is_there = content == kept.old
+    if not is_there and kept.new_sha256 != hashlib.sha256(content).hexdigest():
+        return None
+    old = check.material(keys, kept.old)
+    if is_there:
+        return []
+    replace_external_material(
+        keys.external.location,
+        content,
+        old,
+        lambda: check_unchanged(location, keys.tail),
+        locked_folder=locked_folder,
+    )
+    return [ReplacedTail("old key material file", len(old), 0)]
 
 
 def _restore_tail(
-    location: FileLocation, all_kept: list[KeptKeys], check: RestoredCheck
-) -> Iterator[ReplacedTail]:
-    tail, envelope = read_tail(location)
-    kept, is_there = _fitting(location, all_kept, tail.sha256, tail.offset)
-    if not is_there:
+    location: FileLocation, kept: KeptKeys, check: RestoredCheck, locked_folder: str | None
+) -> list[ReplacedTail] | None:
+    keys = read_file_keys(location)
+    tail = keys.tail
+    is_there = tail.data == kept.old
+    if kept.offset != tail.offset or not (is_there or kept.new_sha256 == tail.sha256):
+        return None
+    # Before anything is written: what is kept may be anybody's.
+    with open_source(location) as source:
+        check.tail(keys, WithTail(source, tail.offset, kept.old))
+    if is_there:
+        return []
 
-        def check_written(source: ByteSource) -> None:
-            length = source.size_bytes - tail.offset
-            if length != len(kept.old) or bytes(source.read_at(tail.offset, length)) != kept.old:
-                raise OutputError(f"{source.path}: what was written does not read back.", hint="Check the disk.")
-            check.tail(location, source, envelope)
+    def check_written(source: ByteSource) -> None:
+        length = source.size_bytes - tail.offset
+        if length != len(kept.old) or bytes(source.read_at(tail.offset, length)) != kept.old:
+            raise OutputError(f"{source.path}: what was written does not read back.", hint="Check the disk.")
 
-        yield tail_rewriter(location).replace(location, tail, kept.old, check_written)
-    kept.location.filesystem.delete_file(kept.location.path)
-
-
-def _fitting(
-    location: FileLocation, all_kept: list[KeptKeys], sha256: str, offset: int | None
-) -> tuple[KeptKeys, bool]:
-    """Return the newest kept keys that belong to the state of now, and whether they are in place already."""
-    for kept in all_kept:
-        if offset is None or kept.offset == offset:
-            if kept.new_sha256 == sha256:
-                return kept, False
-            if hashlib.sha256(kept.old).hexdigest() == sha256:
-                return kept, True
-    raise KeyMaterialError(
-        "the file changed since its old keys were kept: they are not put back.",
-        path=str(location),
-        hint="Restore the file from a backup, or drop the old keys.",
-    )
+    return [replace_tail(location, tail, kept.old, check_written, locked_folder=locked_folder)]

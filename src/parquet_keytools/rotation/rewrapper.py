@@ -1,13 +1,15 @@
-"""Wraps wrapped keys anew, each distinct one once in a run, and proves that the new ones unwrap to the same keys.
+"""Re-wraps wrapped keys, each distinct one once in a run, and unwraps what came back.
 
-Where the KMS can rewrap, the old key is never unwrapped here; the new one is, for the proof.
+Where the KMS re-wraps by itself, the old key is never unwrapped here; the new one is. It is proven by what it
+opens: a KEK by the DEKs that it unwraps, and a DEK by the footer or the column metadata that it decrypts.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from parquet_keytools.errors import (
     KmsError,
@@ -18,12 +20,83 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.keys.kek import Kek
 from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
-from parquet_keytools.rotation.remembered import Remembered
 from parquet_keytools.rotation.report import KmsCalls
-from parquet_keytools.rotation.rewrap_task import Rewrapped, RewrapTask, WrappedKey
 from parquet_keytools.secret_bytes import SecretBytes
 
+
+@dataclass(frozen=True, slots=True)
+class WrappedKey:
+    """A wrapped key, and the master key that wrapped it, as the KMS knows it."""
+
+    master_key_id: str
+    wrapped_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class RewrapTask:
+    """A wrapped key to re-wrap.
+
+    Attributes:
+        old: The wrapped key.
+        new_master_key_id: The master key whose current version shall wrap it.
+        is_kek: Whether it is a KEK: then the wrapped DEK proves what it unwraps to, else it is compared.
+    """
+
+    old: WrappedKey
+    new_master_key_id: str
+    is_kek: bool
+
+
+@dataclass(frozen=True)
+class Rewrapped:
+    """What a wrapped key became.
+
+    Attributes:
+        wrapped_key: The new one.
+        new_master_key_id: The master key that wrapped it.
+        key: What the KMS unwraps it to.
+        new_kek: The fresh KEK that took the place of the old one; None where the key is the same.
+        old_key: With a fresh KEK the old one, else the same as `key`.
+        was_there: Whether an earlier run did it: the wrapped key is that of the new KMS already.
+    """
+
+    wrapped_key: str
+    new_master_key_id: str
+    key: SecretBytes
+    new_kek: Kek | None
+    old_key: SecretBytes
+    was_there: bool = False
+
+
+REMEMBERED_KEYS = 100_000
+"""How many distinct keys a run remembers, so that a KEK of many files is rewrapped once."""
+
+K = TypeVar("K")
 V = TypeVar("V")
+
+
+class Remembered(Generic[K, V]):
+    """What was found last; what was not used for longest goes first."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def split(self, wanted: Iterable[K], found: dict[K, V] | dict[K, V | KmsError]) -> list[K]:
+        """Put into `found` what is known, and return the rest, each once."""
+        missing = []
+        for key in dict.fromkeys(wanted):
+            if key in self._values:
+                self._values.move_to_end(key)
+                found[key] = self._values[key]
+            else:
+                missing.append(key)
+        return missing
+
+    def remember(self, key: K, value: V) -> None:
+        """Keep what was found."""
+        self._values[key] = value
+        if len(self._values) > REMEMBERED_KEYS:
+            self._values.popitem(last=False)
 
 
 class Rewrapper:
@@ -31,14 +104,16 @@ class Rewrapper:
 
     Args:
         kms: The KMS whose master keys wrapped what is there.
-        new_kms: The one whose master keys shall wrap it; often the same.
+        new_kms: The one whose master keys shall wrap it; None for the same.
         new_keks: Whether fresh KEKs take the place of those that are there.
         only_count: Whether to count what would be asked, and ask nothing.
     """
 
-    def __init__(self, kms: KmsClient, new_kms: KmsClient, *, new_keks: bool, only_count: bool) -> None:
+    def __init__(
+        self, kms: KmsClient, new_kms: KmsClient | None = None, *, new_keks: bool = False, only_count: bool = False
+    ) -> None:
         self._kms = kms
-        self._new_kms = new_kms
+        self._new_kms = kms if new_kms is None else new_kms
         self._new_keks = new_keks
         self._only_count = only_count
         self._rewrapped: Remembered[RewrapTask, Rewrapped] = Remembered()
@@ -109,7 +184,7 @@ class Rewrapper:
         for task in self._counted.split(wanted, {}):
             self._counted.remember(task, None)
             if not self._is_unwrapped(task):
-                self._expected.update(rewrap=1, unwrap=1 if task.is_kek else 2)
+                self._expected.update(rewrap=1, unwrap=1)
             elif not (self._new_keks and task.is_kek):
                 self._expected.update(unwrap=2, wrap=1)
             else:
@@ -125,14 +200,8 @@ class Rewrapper:
             RewrapRequest(task.old.wrapped_key, task.old.master_key_id, task.new_master_key_id) for task in tasks
         ]
         wrapped = self._asked("rewrap", self._kms.rewrap_many(requests)) if requests else []
-        compared = [task.old for task in tasks if not task.is_kek]
-        old_keys = dict(zip(compared, self._unwrap(self._kms, compared), strict=True))
         keys = self._unwrap_new(self._kms, tasks, wrapped)
-        return [
-            _first_error(key, old_keys.get(task.old))
-            or self._proven(task, new, _value(key), _value(old_keys.get(task.old, key)))
-            for task, new, key in zip(tasks, wrapped, keys, strict=True)
-        ]
+        return [unwrapped(task, new, key) for task, new, key in zip(tasks, wrapped, keys, strict=True)]
 
     def _wrap_anew(self, tasks: Sequence[RewrapTask]) -> list[Rewrapped | KmsError]:
         """Unwrap, and have the KMS wrap the same keys or fresh KEKs, and unwrap what it made."""
@@ -150,7 +219,10 @@ class Rewrapper:
         same = list(usable)
         wrapped = self._wrap([WrapRequest(usable[task], task.new_master_key_id) for task in same])
         for task, new, key in zip(same, wrapped, self._unwrap_new(self._new_kms, same, wrapped), strict=True):
-            there[task] = _first_error(key) or self._proven(task, new, _value(key), usable[task])
+            is_other = not isinstance(key, KmsError) and key != usable[task]
+            there[task] = (
+                self._not_the_same("rewrap", task.new_master_key_id) if is_other else unwrapped(task, new, key)
+            )
         return [
             there[task] if task in there else _as_error(key) for task, key in zip(tasks, old_keys, strict=True)
         ]
@@ -209,15 +281,6 @@ class Rewrapper:
             if not isinstance(key, KmsError)
         }
 
-    def _proven(
-        self, task: RewrapTask, wrapped_key: str | KmsError, key: SecretBytes, old_key: SecretBytes
-    ) -> Rewrapped | KmsError:
-        if isinstance(wrapped_key, KmsError):
-            return wrapped_key
-        if key != old_key:
-            return self._not_the_same("rewrap", task.new_master_key_id)
-        return Rewrapped(wrapped_key, task.new_master_key_id, key, None, old_key)
-
     def _not_the_same(self, operation: str, master_key_id: str) -> KmsError:
         return KmsResponseInvalidError(
             "the new wrapped key does not unwrap to the same key",
@@ -259,8 +322,11 @@ class Rewrapper:
         return outcomes
 
 
-def _first_error(*outcomes: object) -> KmsError | None:
-    return next((outcome for outcome in outcomes if isinstance(outcome, KmsError)), None)
+def unwrapped(task: RewrapTask, new: str | KmsError, key: SecretBytes | KmsError) -> Rewrapped | KmsError:
+    """Return what a wrapped key became, given the new one and what the KMS unwraps that to."""
+    if isinstance(new, KmsError):
+        return new
+    return key if isinstance(key, KmsError) else Rewrapped(new, task.new_master_key_id, key, None, key)
 
 
 def _as_error(outcome: SecretBytes | KmsError) -> KmsError:

@@ -1,4 +1,4 @@
-"""Which keys a rotation changes, and to what. Nothing here reads or asks anything."""
+"""Which keys a rotation changes, and to what."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.keys.file_key_retriever import DataKeys
+from parquet_keytools.rotation.batch import KmsInstance
+from parquet_keytools.rotation.held_keys import AadPrefixOf
+from parquet_keytools.rotation.master_key_versions import MasterKeyVersions
+from parquet_keytools.rotation.rewrapper import Rewrapper, WrappedKey
 
 _NUMBER = re.compile(r"v?([0-9]{1,18})")
 
@@ -43,6 +48,11 @@ class RotationPlan:
             # Readers decode what key material says: they would look for another master key, and not find it.
             raise ConfigurationError(f"the identifier {ambiguous[0]!r} of a master key must not contain `%`.")
 
+    @property
+    def named(self) -> frozenset[str]:
+        """The master keys that it is asked for by name; empty where it is about all."""
+        return frozenset(self.moves) | (self.only_master_keys or frozenset())
+
     def concerns(self, master_key_id: str) -> bool:
         """Whether keys under this master key may change at all."""
         if self.only_master_keys is not None:
@@ -57,7 +67,7 @@ class RotationPlan:
         current_version: Callable[[str], str | None],
         has_kek: bool,
     ) -> str | None:
-        """Return the master key that shall wrap a key anew, or None where the key stays as it is.
+        """Return the master key to re-wrap a key under, or None where the key stays as it is.
 
         Args:
             master_key_id: The one that wraps it now, as the KMS knows it.
@@ -89,6 +99,45 @@ class RotationPlan:
         }
 
 
+@dataclass(frozen=True)
+class RotationContext:
+    """What all files of a run share.
+
+    Attributes:
+        plan: What the rotation is asked for.
+        rewrapper: Asks the KMS.
+        versions: Of master keys and wrapped keys.
+        data_keys: The data keys that the caller manages.
+        aad_prefix_of: The AAD prefixes of files.
+        instance: What footer key material says of the KMS from now on; None leaves that as it is.
+        kms_digest: What tells the KMSs from others; for the journal.
+        keep_old: The id of this rotation if old key material is to be kept; else None.
+        dry_run: Whether nothing is to be changed.
+    """
+
+    plan: RotationPlan
+    rewrapper: Rewrapper
+    versions: MasterKeyVersions
+    data_keys: DataKeys
+    aad_prefix_of: AadPrefixOf
+    instance: KmsInstance | None = None
+    kms_digest: str = ""
+    keep_old: str | None = None
+    dry_run: bool = False
+
+    def concerns(self, master_key_id: str) -> bool:
+        """Whether keys under this master key may change at all, by whichever of its names a file calls it."""
+        return self.plan.concerns(self.versions.as_named(master_key_id, self.plan.named))
+
+    def target_of(self, old: WrappedKey, *, has_kek: bool) -> str | None:
+        """Return the master key that shall re-wrap a key, or None where the key stays as it is."""
+        named = self.versions.as_named(old.master_key_id, self.plan.named)
+        target = self.plan.new_master_key_id(
+            named, version=self.versions.of(old), current_version=self.versions.current, has_kek=has_kek
+        )
+        return old.master_key_id if target == named else target
+
+
 def is_same_version(version: str, other: str) -> bool:
     """Return whether two names mean the same version: `v2` is 2."""
     return _version(version) == _version(other)
@@ -101,7 +150,7 @@ def check_version(master_key_id: str, version: str, newest: str | None) -> None:
         ConfigurationError: The KMS counts versions, and this is none up to the newest.
     """
     number, newest_number = _version(version), _version(newest or "")
-    if isinstance(newest_number, int) and not (isinstance(number, int) and number <= newest_number):
+    if isinstance(newest_number, int) and not (isinstance(number, int) and 1 <= number <= newest_number):
         raise ConfigurationError(
             f"the master key {master_key_id!r} has no version {version!r}: its newest is {newest}."
         )

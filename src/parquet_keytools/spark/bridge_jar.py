@@ -18,7 +18,7 @@ from parquet_keytools.errors import ConfigurationError
 _SOURCES = Path(__file__).parent / "java"
 _COMPILER = "org.codehaus.commons.compiler.samples.CompilerDemo"
 _COMPILER_JARS = ("janino-", "commons-compiler-")
-# What the classes are compiled against: with other versions of these, they are compiled anew.
+# What the classes are compiled against: with other versions of these, they are compiled again.
 _VERSIONS = (*_COMPILER_JARS, "parquet-hadoop-", "spark-core_", "hadoop-client-api-")
 _TIMEOUT_SECONDS = 120
 

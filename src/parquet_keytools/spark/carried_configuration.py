@@ -16,6 +16,7 @@ from parquet_keytools.config.loader import load_configuration, restore_configura
 from parquet_keytools.config.mistakes import yaml_path_text
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.kms.client import KmsClient
 
 
 def carried(configuration: Configuration) -> str:
@@ -24,7 +25,7 @@ def carried(configuration: Configuration) -> str:
     Raises:
         ConfigurationError: It holds secrets itself and has no file, or did not come from a document.
     """
-    source = configuration._source
+    source = configuration.source
     if source is None:
         raise ConfigurationError(
             "a configuration that was put together in Python cannot be sent to Spark's executors.",
@@ -55,13 +56,13 @@ def carried_file(path: str) -> str:
     return _text({"load": path})
 
 
-def identity(configuration: Configuration) -> str:
+def configuration_identity(configuration: Configuration) -> str:
     """Return what is the same for two configurations that say the same, wherever their files are. No secret."""
-    document = None if configuration._source is None else configuration._source.document
+    document = None if configuration.source is None else configuration.source.document
     return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def unpacked(text: str, files_folder: Path) -> Configuration:
+def received_configuration(text: str, files_folder: Path) -> Configuration:
     """Make the configuration again, where it arrived.
 
     Args:
@@ -83,6 +84,19 @@ def unpacked(text: str, files_folder: Path) -> Configuration:
             parts["document"],
         )
     )
+
+
+def refuse_generated_keys(kms: KmsClient | None) -> None:
+    """Refuse a KMS client that another process cannot make again.
+
+    Raises:
+        ConfigurationError: It generated its master keys itself.
+    """
+    if getattr(kms, "has_generated_keys", False):
+        raise ConfigurationError(
+            "the in_memory KMS generates master keys, and every executor would have different ones.",
+            hint="Write the keys into the configuration, or use a keystore.",
+        )
 
 
 def _text(parts: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ class Operation(enum.IntEnum):
     WRAP = 2
     UNWRAP = 3
     STATISTICS = 4
+    CHECK = 5
 
 
 class Status(enum.IntEnum):

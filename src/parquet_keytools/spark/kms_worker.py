@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -27,11 +27,11 @@ from parquet_keytools.errors import (
     KeytoolsError,
     KmsError,
 )
-from parquet_keytools.keys.key_unwrapper import decode_master_key_id
+from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.spark.carried_configuration import unpacked
+from parquet_keytools.spark.carried_configuration import received_configuration, refuse_generated_keys
 from parquet_keytools.spark.frames import (
     PREAMBLE,
     Frame,
@@ -42,14 +42,53 @@ from parquet_keytools.spark.frames import (
     read_frame,
     read_key_request,
 )
-from parquet_keytools.spark.waiting_requests import WaitingRequests
+from parquet_keytools.spark.table_requests import TableRequests
 
 THREADS = 4
 """So many calls to the KMS at a time; what comes meanwhile waits, and goes together in the next one."""
 
+MOST_TOGETHER = 1000
+"""So many keys, at most, the KMS client is asked for together."""
+
 _COUNTS = ("wrap calls", "wrap keys", "unwrap calls", "unwrap keys")
 
 T = TypeVar("T")
+
+
+class WaitingRequests:
+    """A queue of requests, from which several threads take all that have the same operation."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Frame] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, request: Frame) -> None:
+        """Add a request."""
+        with self._changed:
+            self._waiting.append(request)
+            self._changed.notify()
+
+    def take(self) -> list[Frame]:
+        """Wait for requests, and return the first with all others of its operation; nothing after the end."""
+        with self._changed:
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            taken: list[Frame] = []
+            others: deque[Frame] = deque()
+            for request in self._waiting:
+                same = not taken or request.kind == taken[0].kind
+                (taken if same and len(taken) < MOST_TOGETHER else others).append(request)
+            self._waiting = others
+            if others:
+                self._changed.notify()
+            return taken
+
+    def close(self) -> None:
+        """Let every thread end that waits; what waits is still handed out."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class Statistics:
@@ -78,10 +117,10 @@ class Statistics:
             with self._changed:
                 while all(self._counts[name] == count for name, count in said.items()):
                     self._changed.wait()
-            # What comes in a moment is told together.
+            # What comes within a moment is reported together.
             time.sleep(seconds)
             said = self.as_dict()
-            _say("asked the KMS so far: " + ", ".join(f"{count} {name}" for name, count in said.items()))
+            _say("KMS requests so far: " + ", ".join(f"{count} {name}" for name, count in said.items()))
 
 
 class KmsWorker:
@@ -100,6 +139,7 @@ class KmsWorker:
         self._answers_lock = threading.Lock()
         self._waiting = WaitingRequests()
         self._kms = kms
+        self._tables: TableRequests | None = None
 
     def run(self) -> int:
         """Serve until the end of the requests; returns the exit status."""
@@ -125,6 +165,8 @@ class KmsWorker:
                 self._answer(frame, Status.FAILED, b"the worker was given no configuration")
             case Operation.WRAP | Operation.UNWRAP:
                 self._waiting.put(frame)
+            case Operation.CHECK:
+                self._answer(frame, *self._check(frame.content))
             case Operation.START:
                 self._answer(frame, *self._start(frame.content))
             case Operation.STATISTICS:
@@ -138,13 +180,24 @@ class KmsWorker:
     def _start(self, content: bytes) -> tuple[Status, bytes]:
         folder, _, text = content.partition(b"\n")
         try:
-            configuration = unpacked(text.decode(), Path(os.fsdecode(folder)))
+            configuration = received_configuration(text.decode(), Path(os.fsdecode(folder)))
             self._kms = _kms_of(configuration)
+            self._tables = TableRequests(configuration)
         except KeytoolsError as error:
             return Status.FAILED, str(error).encode()
         except Exception as error:
             return Status.FAILED, f"the configuration cannot be loaded: {type(error).__name__}".encode()
         return Status.OK, b""
+
+    def _check(self, content: bytes) -> tuple[Status, bytes]:
+        if self._tables is None:
+            return Status.FAILED, b"the worker was given no configuration"
+        try:
+            return Status.OK, self._tables.check(content)
+        except KeytoolsError as error:
+            return Status.FAILED, str(error).encode(errors="replace")
+        except Exception as error:
+            return Status.FAILED, f"a file cannot be compared with its table: {type(error).__name__}".encode()
 
     def _serve(self) -> None:
         while frames := self._waiting.take():
@@ -218,15 +271,11 @@ class KmsWorker:
 def _kms_of(configuration: Configuration) -> KmsClient:
     if configuration.kms is None:
         raise ConfigurationError(
-            "the configuration has no kms, and Spark takes no data keys.",
+            "the configuration has no kms, and Spark does not support data keys.",
             hint="Read and write with Keytools, or with parquet-keytools spark.",
         )
     kms = make_client(configuration.kms, configuration.folder)
-    if getattr(kms, "has_generated_keys", False):
-        raise ConfigurationError(
-            "the in_memory KMS generates master keys, and every executor would have others.",
-            hint="Write its keys into the configuration, or use a keystore.",
-        )
+    refuse_generated_keys(kms)
     check_key_names(configuration, kms.master_key_ids())
     kms.trust(configured_master_key_ids(configuration))
     return kms
@@ -247,7 +296,7 @@ def _log_to_stderr() -> None:
     ours.propagate = False
 
 
-def main() -> int:
+def serve_jvm() -> int:
     """Serve the JVM that started this process."""
     # Ctrl-C at a terminal reaches this process too; its JVM decides when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -268,4 +317,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_jvm())

@@ -6,13 +6,14 @@ import base64
 import hashlib
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.spark.bridge_jar import cached_jar
-from parquet_keytools.spark.carried_configuration import carried, carried_file, identity
+from parquet_keytools.spark.carried_configuration import carried, carried_file, configuration_identity
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -23,6 +24,21 @@ PLAINTEXT_FILES = {"parquet.keytools.plaintext.reads": "allow", "parquet.keytool
 TIMEOUT_SECONDS = 120
 
 _FACTORY = "parquet_keytools.KeytoolsCryptoFactory"
+
+FACTORY_OPTIONS = {
+    "parquet.crypto.factory.class": _FACTORY,
+    "parquet.encryption.kms.client.class": "parquet_keytools.PythonKmsClient",
+}
+"""What makes parquet-java ask us. Without these it ignores all other options, and writes plaintext in silence."""
+
+TABLE = "parquet.keytools.table"
+"""The option of a read or a write that names the table of its files."""
+
+AAD_PREFIX = "parquet.keytools.aad.prefix"
+"""The option of a read that gives the AAD prefix of its files, `{file_name}` in it."""
+
+_IDENTITY = "parquet.keytools.session.identity"
+_HADOOP = "spark.hadoop."
 
 
 def configure(
@@ -37,6 +53,8 @@ def configure(
     """Let a session of Spark use the keys of a configuration; call it last, before `getOrCreate`.
 
     Reading needs nothing else. A write needs the options of `Keytools.spark_options`, and fails without them.
+    Where `getOrCreate` finds a session that somebody else started meanwhile, that one is configured
+    (`configure_session`), or the call fails.
 
     Args:
         builder: `SparkSession.builder`, with its other settings made.
@@ -54,10 +72,10 @@ def configure(
     """
     from pyspark import SparkContext
 
-    if SparkContext._active_spark_context is not None:
+    if SparkContext._active_spark_context is not None or not hasattr(builder, "config"):
         raise ConfigurationError(
-            "Spark runs already, and takes no jar any more.",
-            hint="Stop its session first, or start Spark with what session_settings returns.",
+            "Spark is already running, and a builder cannot change it.",
+            hint="Configure the running session: parquet_keytools.spark.configure_session(spark, ...).",
         )
     given: dict[str, Any] = dict(getattr(builder, "_options", {}))
     settings = session_settings(
@@ -70,11 +88,142 @@ def configure(
     if "PYSPARK_GATEWAY_PORT" in os.environ or SparkContext._gateway is not None:
         SparkContext._ensure_initialized()
         _add_to_running_jvm(SparkContext._jvm, settings["spark.jars"])
+    ours = settings["spark.jars"]
     if given.get("spark.jars"):
-        settings["spark.jars"] = f"{given['spark.jars']},{settings['spark.jars']}"
+        settings["spark.jars"] = f"{given['spark.jars']},{ours}"
     for name, value in settings.items():
         builder = builder.config(name, value)
+    _check_what_it_makes(builder, settings | {"spark.jars": ours})
     return builder
+
+
+def configure_session(
+    spark: SparkSession,
+    configuration: Configuration | str | os.PathLike[str],
+    *,
+    file_on_nodes: str | None = None,
+    python: str | None = None,
+    jar: str | None = None,
+    timeout_seconds: int = TIMEOUT_SECONDS,
+) -> SparkSession:
+    """Let a session that runs already, a notebook's for one, use the keys of a configuration.
+
+    All sessions of its SparkContext do so from then on; data frames that were read before do not. With Spark
+    Connect nothing can be set from here: then this checks that the server was started with `session_settings`.
+
+    Args:
+        spark: The session.
+        configuration: The configuration, or its YAML file.
+        file_on_nodes: As with `configure`.
+        python: As with `configure`.
+        jar: As with `configure`.
+        timeout_seconds: As with `configure`.
+
+    Returns:
+        The same session.
+
+    Raises:
+        ConfigurationError: As with `configure`; or the session cannot be changed, and the text says how to start
+            it; or it has another configuration already.
+    """
+    settings = session_settings(
+        configuration,
+        file_on_nodes=file_on_nodes,
+        python=python or _setting_of(spark, "spark.pyspark.python"),
+        jar=jar,
+        timeout_seconds=timeout_seconds,
+    )
+    _configure_running(spark, settings)
+    return spark
+
+
+def _setting_of(spark: SparkSession, name: str) -> str | None:
+    found: str | None = spark.conf.get(name, None)
+    return found
+
+
+def _check_what_it_makes(builder: SparkSession.Builder, settings: dict[str, str]) -> None:
+    """Let a builder configure the session that it finds in place of making one, which Spark itself would not."""
+    make = getattr(builder, "getOrCreate", None)
+    if make is None:
+        return
+
+    def get_or_create() -> SparkSession:
+        remote = str(builder._options.get("spark.remote", os.environ.get("SPARK_REMOTE", "")))
+        if remote.startswith("sc://"):
+            # A server that runs already takes none of them, and would seem to have them.
+            for name in settings:
+                builder._options.pop(name, None)
+        spark: SparkSession = make()
+        _configure_running(spark, settings)
+        return spark
+
+    # Of this one builder: each access to `SparkSession.builder` makes another.
+    builder.getOrCreate = get_or_create  # type: ignore[method-assign]
+
+
+def _configure_running(spark: SparkSession, settings: dict[str, str]) -> None:
+    """Give settings to a session that runs; does nothing where they are there.
+
+    Raises:
+        ConfigurationError: It takes none of them, or has those of another configuration.
+    """
+    jar = settings["spark.jars"]
+    wanted = {name.removeprefix(_HADOOP): value for name, value in settings.items() if name.startswith(_HADOOP)}
+    if not hasattr(spark, "_jsc"):
+        _check_connect_server(spark, wanted[_IDENTITY])
+        return
+    context = spark.sparkContext
+    hadoop = context._jsc.hadoopConfiguration()
+    found = hadoop.get(_IDENTITY)
+    if found is not None and found != wanted[_IDENTITY]:
+        raise ConfigurationError(
+            "Spark is already running with another configuration, and supports only one.",
+            hint="Stop its session first, and start another one.",
+        )
+    if found is None:
+        # First the jar: where that fails, the session stays as it is.
+        if "://" not in jar:
+            _add_to_running_jvm(context._jvm, jar)
+        context._jsc.addJar(jar)
+        _forget_missing_classes(hadoop)
+        # As parquet-java looks for it.
+        if hadoop.getClassByNameOrNull(_FACTORY) is None:
+            raise ConfigurationError(
+                "the driver of Spark does not find our Java classes.", hint=f"Start Spark with --jars {jar}"
+            )
+        for name, value in wanted.items():
+            hadoop.set(name, value)
+
+
+def _forget_missing_classes(hadoop: Any) -> None:
+    """Let Hadoop forget that our class was not there, which it found when options named it before."""
+    from py4j.protocol import Py4JError
+
+    # Where it does not: the class is not found, and that is an error.
+    with suppress(Py4JError, AttributeError):
+        field = hadoop.getClass().getDeclaredField("CACHE_CLASSES")
+        field.setAccessible(True)
+        # In one JVM, executors have class loaders of their own.
+        for classes in list(field.get(None).values()):
+            classes.pop(_FACTORY, None)
+
+
+def _check_connect_server(spark: SparkSession, identity_of_ours: str) -> None:
+    """Refuse a session of Spark Connect whose server was started without our settings.
+
+    Raises:
+        ConfigurationError: It was.
+    """
+    # Another session: what this one was given, its server shows as if it had been started with it.
+    other = spark.newSession()
+    found = other.conf.get(f"{_HADOOP}{_IDENTITY}", None)
+    if found != identity_of_ours:
+        what = "without our settings" if found is None else "with another configuration"
+        raise ConfigurationError(
+            f"the server of Spark Connect was started {what}, and a client cannot change that.",
+            hint="Start it with what parquet_keytools.spark.session_settings returns, in its spark-defaults.conf.",
+        )
 
 
 def _add_to_running_jvm(jvm: Any, jar: str) -> None:
@@ -100,7 +249,7 @@ def _add_to_running_jvm(jvm: Any, jar: str) -> None:
         unwilling = False
     if unwilling:
         raise ConfigurationError(
-            "the driver's JVM runs already and takes no jar any more.", hint=f"Start it with --jars {jar}"
+            "the driver's JVM is already running and cannot load a jar.", hint=f"Start it with --jars {jar}"
         )
 
 
@@ -120,33 +269,34 @@ def session_settings(
         configuration = load_configuration(configuration)
     if configuration.kms is None:
         raise ConfigurationError(
-            "the configuration has no kms, and Spark takes no data keys.",
+            "the configuration has no kms, and Spark does not support data keys.",
             hint="Read and write with Keytools, or with parquet-keytools spark.",
         )
     text = carried(configuration) if file_on_nodes is None else carried_file(file_on_nodes)
     reading = configuration.reading
     properties = {
-        "parquet.crypto.factory.class": _FACTORY,
-        "parquet.encryption.kms.client.class": "parquet_keytools.PythonKmsClient",
+        **FACTORY_OPTIONS,
         "parquet.encryption.kms.instance.id": configuration.kms.instance_id,
         # Else parquet-java looks for one in the files.
         "parquet.encryption.kms.instance.url": "DEFAULT",
         "parquet.encryption.cache.lifetime.seconds": _whole_seconds(reading.cache_lifetime_seconds),
         "parquet.encryption.key.access.token": cache_name(text, "reading", reading.cache_lifetime_seconds),
         "parquet.keytools.configuration": base64.b64encode(text.encode()).decode(),
-        "parquet.keytools.session.identity": identity(configuration),
+        _IDENTITY: configuration_identity(configuration),
         "parquet.keytools.plaintext.reads": reading.plaintext_files,
         "parquet.keytools.plaintext.writes": "reject",
         "parquet.keytools.ctr.files": reading.ctr_files,
+        "parquet.keytools.file.unique.lengths": reading.file_unique_lengths,
         "parquet.keytools.worker.python": python or os.environ.get("PYSPARK_PYTHON") or sys.executable,
         "parquet.keytools.worker.python.driver": sys.executable,
         "parquet.keytools.worker.timeout.seconds": str(timeout_seconds),
     }
-    prefix = _expected_aad_prefix(configuration)
+    prefix = table_aad_prefix(configuration, None) if len(configuration.tables) == 1 else None
     if prefix is not None:
-        properties["parquet.keytools.aad.prefix"] = prefix
+        # The text: ExpectedAadPrefix.java looks for it with NUL at its end, and without.
+        properties[AAD_PREFIX] = prefix
     return {"spark.jars": jar or str(cached_jar())} | {
-        f"spark.hadoop.{name}": value for name, value in properties.items()
+        f"{_HADOOP}{name}": value for name, value in properties.items()
     }
 
 
@@ -162,9 +312,7 @@ def _whole_seconds(seconds: float) -> str:
     return str(int(seconds))
 
 
-def _expected_aad_prefix(configuration: Configuration) -> str | None:
-    """Return the AAD prefix that files must have, `{file_name}` in it, where there is one table to tell it."""
-    if len(configuration.tables) != 1:
-        return None
-    name, table = configuration.select_table()
+def table_aad_prefix(configuration: Configuration, table_name: str | None) -> str | None:
+    """Return the AAD prefix that files of a table must have, `{file_name}` in it; None where it has none."""
+    name, table = configuration.select_table(table_name)
     return table.rendered_aad_prefix(table_name=name, file_name="{file_name}")

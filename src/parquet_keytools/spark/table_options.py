@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import quote_plus
 
 from parquet_keytools.config.column_policy import ColumnPath
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError
-from parquet_keytools.key_service import KeyService, TablePolicy
-from parquet_keytools.keys.key_unwrapper import encode_master_key_id
-from parquet_keytools.spark.carried_configuration import carried, identity
-from parquet_keytools.spark.session import cache_name
+from parquet_keytools.files.key_service import KeyService, TablePolicy
+from parquet_keytools.keys.key_wrapping import encode_master_key_id
+from parquet_keytools.spark.carried_configuration import carried, configuration_identity
+from parquet_keytools.spark.session import AAD_PREFIX, FACTORY_OPTIONS, TABLE, cache_name, table_aad_prefix
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType, StructType
 
 _HINT = "`parquet-keytools spark encrypt` can: let Spark write plaintext files, and encrypt these."
 
@@ -40,14 +44,30 @@ def table_options(
     return _key_options(policy) | _other_options(keys.configuration, policy, written)
 
 
+def read_options(configuration: Configuration, table_name: str | None) -> dict[str, str]:
+    """Return the options of a read; see `Keytools.spark_read_options`."""
+    name, _ = configuration.select_table(table_name)
+    options = {
+        # Else a session that was not configured would read plaintext files in place of encrypted ones.
+        **FACTORY_OPTIONS,
+        TABLE: name,
+    }
+    prefix = table_aad_prefix(configuration, name)
+    if prefix is not None:
+        options[AAD_PREFIX] = prefix
+    return options
+
+
 def spark_limits(policy: TablePolicy) -> list[str]:
     """Return what parquet-java cannot do of what a table asks for, one sentence each."""
     table = policy.table
     reasons = []
     if table.aad_prefix is not None:
-        reasons.append("it takes no AAD prefix together with keys from a KMS")
+        reasons.append("it does not support an AAD prefix together with keys from a KMS")
     if len(policy.master_key_ids) < len({name for _, name in table.key_uses()}):
-        reasons.append("it takes no data keys that the caller manages")
+        reasons.append("it does not support data keys that the caller manages")
+    if table.plaintext_footer:
+        reasons.append("its plaintext footers show size statistics of encrypted columns")
     if table.key_material == "external":
         reasons.append("its external key material can be left behind when a committer moves the files")
     column_keys = [path for path, key in policy.columns.items() if key.kind == "column_key"]
@@ -85,14 +105,17 @@ def _other_options(
 ) -> dict[str, str]:
     table = policy.table
     options = {
+        # Else a session that was not configured would write plaintext, and so would one that inserts into a
+        # catalog table with these options.
+        **FACTORY_OPTIONS,
         "parquet.encryption.algorithm": table.algorithm,
-        "parquet.encryption.plaintext.footer": _java(table.plaintext_footer),
+        "parquet.encryption.plaintext.footer": "false",
         "parquet.encryption.data.key.length.bits": str(table.data_key_length_bits),
         "parquet.encryption.double.wrapping": _java(table.double_wrapping),
         "parquet.encryption.key.material.store.internally": "true",
         "parquet.encryption.cache.lifetime.seconds": str(int(table.cache_lifetime_seconds)),
-        "parquet.keytools.table": policy.table_name,
-        "parquet.keytools.options.identity": identity(configuration),
+        TABLE: policy.table_name,
+        "parquet.keytools.options.identity": configuration_identity(configuration),
         "parquet.keytools.columns": ",".join(quote_plus(".".join(path)) for path in written),
         # Tables share KEKs where these may be the same.
         "parquet.encryption.key.access.token": cache_name(
@@ -111,3 +134,32 @@ def _listed_id(master_key_id: str) -> str:
 
 def _java(value: bool) -> str:
     return str(value).lower()
+
+
+def spark_leaf_paths(schema: StructType) -> list[ColumnPath]:
+    """Return the paths of all leaf columns that Spark writes for a schema, in its order.
+
+    They are those of Spark's writer in its normal form: not with `spark.sql.parquet.writeLegacyFormat`, and
+    not with shredded variants. A file with other columns than these is refused when it is written.
+    """
+    return [path for field in schema.fields for path in _leaves(field.dataType, (field.name,))]
+
+
+def _leaves(data_type: DataType, path: ColumnPath) -> Iterator[ColumnPath]:
+    from pyspark.sql import types
+
+    if isinstance(data_type, types.StructType):
+        for field in data_type.fields:
+            yield from _leaves(field.dataType, (*path, field.name))
+    elif isinstance(data_type, types.ArrayType):
+        yield from _leaves(data_type.elementType, (*path, "list", "element"))
+    elif isinstance(data_type, types.MapType):
+        yield from _leaves(data_type.keyType, (*path, "key_value", "key"))
+        yield from _leaves(data_type.valueType, (*path, "key_value", "value"))
+    elif isinstance(data_type, types.UserDefinedType):
+        yield from _leaves(data_type.sqlType(), path)
+    elif isinstance(data_type, types.VariantType):
+        yield (*path, "value")
+        yield (*path, "metadata")
+    else:
+        yield path

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from engines.policy import AAD_PREFIX, EncryptedFile, Policy
 from engines.sample import MASTER_KEYS, column_keys, sample, write_options, write_plain
 from parquet_keytools import Keytools
-from parquet_keytools.key_service import KeyService
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.storage.locations import FileLocation
 
 ARROW_PATH = "ours (Arrow)"
 MODULE_PATH = "ours (module)"
@@ -29,12 +29,13 @@ def base64_keys(keys: Mapping[str, bytes]) -> dict[str, str]:
     return {name: base64.b64encode(key).decode() for name, key in keys.items()}
 
 
-def keytools(policy: Policy, *, keys_in_file: bool = True) -> Keytools:
+def keytools(policy: Policy, *, keys_in_file: bool = True, moves: Mapping[str, str] | None = None) -> Keytools:
     """Return a Keytools for a policy.
 
     Args:
         policy: The policy.
         keys_in_file: Whether files carry key metadata; if not, the configuration says which data key is for what.
+        moves: Master keys that files have moved from, and those that they are under now.
     """
     document: dict[str, object] = {
         "version": 1,
@@ -42,6 +43,7 @@ def keytools(policy: Policy, *, keys_in_file: bool = True) -> Keytools:
     }
     if not policy.data_keys:
         document["kms"] = {"type": "in_memory", "keys": base64_keys(MASTER_KEYS)}
+        document["rotation"] = {"moves": dict(moves or {})}
         return Keytools.from_mapping(document)
     document["data_keys"] = base64_keys(DATA_KEYS)
     if not keys_in_file:
@@ -77,13 +79,9 @@ class ArrowPath:
     def write(self, policy: Policy, folder: Path) -> Path:
         """Write the sample; refuses what the module encryptor would have to do."""
         path = folder / "file.parquet"
-        if policy.plaintext_footer:  # write_table leaves it to the module encryptor, which shows less of columns.
-            table, tools = sample(policy), keytools(policy)
-            properties = tools.encryption_properties(None, table.schema, path)
-            pq.write_table(table, path, encryption_properties=properties, **write_options(policy))
-            return path
         result = keytools(policy).write_table(sample(policy), path, **write_options(policy))
-        assert result.engine == "pyarrow", result.reasons
+        # pyarrow would show size statistics of encrypted columns in a plaintext footer.
+        assert result.engine == ("module encryptor" if policy.plaintext_footer else "pyarrow"), result.reasons
         return path
 
     def read(self, file: EncryptedFile) -> pa.Table:
@@ -133,11 +131,15 @@ def column_data_keys(policy: Policy) -> dict[str, bytes]:
 
 def deks_of(file: EncryptedFile) -> Deks:
     """Return the DEKs of a file: the data keys, or what its key material holds."""
-    prefix = AAD_PREFIX if file.policy.aad_prefix == "supplied" else None
+    if file.policy.data_keys and file.policy.aad_prefix != "supplied":
+        # DuckDB writes files that nobody else can open.
+        return Deks(DATA_KEYS["footer"], column_data_keys(file.policy), None)
+    service = KeyService(_keytools_for(file).configuration, None, lambda: 0.0)
+    (opened,) = service.open_files([FileLocation.resolve(file.path, None)])
+    # Not every writer ends it with NUL.
+    prefix = opened.footer.aad_prefix.decode() if file.policy.aad_prefix == "supplied" else None
     if file.policy.data_keys:
         return Deks(DATA_KEYS["footer"], column_data_keys(file.policy), prefix)
-    service = KeyService(keytools(file.policy).configuration, None, lambda: 0.0)
-    (opened,) = service.open_files([FileLocation.resolve(file.path, None)])
     return Deks(
         opened.retriever.footer_dek(opened.footer.key_metadata).reveal(),
         {".".join(path): dek.reveal() for path, dek in opened.deks.items()},

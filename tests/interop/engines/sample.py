@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -61,7 +62,9 @@ SCHEMA = pa.schema(
 )
 TABLE = pa.Table.from_pylist([_row(number) for number in range(ROWS)], SCHEMA)
 FLAT_COLUMNS = [field.name for field in SCHEMA if not pa.types.is_nested(field.type)]
-BLOOM_FILTERS = {"bloom_filter_options": {"id": {"ndv": ROWS, "fpp": 0.01}, "name": {"ndv": 11, "fpp": 0.01}}}
+BLOOM_FILTERS: dict[str, Any] = {
+    "bloom_filter_options": {"id": {"ndv": ROWS, "fpp": 0.01}, "name": {"ndv": 11, "fpp": 0.01}}
+}
 
 
 def sample(policy: Policy) -> pa.Table:
@@ -74,7 +77,7 @@ def column_keys(policy: Policy) -> dict[str, list[str]]:
     return {name: list(columns) for name, columns in COLUMN_KEYS.items()} if policy.column_keys else {}
 
 
-def write_options(policy: Policy) -> dict[str, object]:
+def write_options(policy: Policy) -> dict[str, Any]:
     """Return how pyarrow lays the file out: several row groups and pages, page index, CRCs."""
     return {
         "row_group_size": ROW_GROUP_ROWS,

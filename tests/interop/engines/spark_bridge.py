@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from engines import policy as policies
 from engines.ours import base64_keys, keytools, table_settings
-from engines.policy import AAD_PREFIX, EncryptedFile, Policy
+from engines.policy import EncryptedFile, Policy
 from engines.sample import MASTER_KEYS
 from parquet_keytools import Keytools
 from parquet_keytools.spark import session_settings
@@ -25,12 +25,14 @@ WRITABLE = (
     policies.COLUMN_KEYS,
     policies.FOOTER_KEY,
     policies.FLAT,
-    policies.PLAINTEXT_FOOTER,
     policies.CTR,
     policies.SINGLE_256,
     policies.UNLISTED,
 )
 """What our options for Spark's writer do not refuse."""
+
+TABLES = (*dict.fromkeys((*WRITABLE, *policies.ARROW_CAN, policies.PREFIX_STORED, policies.PREFIX_SUPPLIED)),)
+"""The policies whose files it reads, each as a table."""
 
 
 class SparkBridge:
@@ -50,7 +52,7 @@ class SparkBridge:
         document = {
             "version": 1,
             "kms": {"type": "in_memory", "keys": base64_keys(MASTER_KEYS)},
-            "tables": {_table_name(policy): table_settings(policy) for policy in WRITABLE},
+            "tables": {_table_name(policy): table_settings(policy) for policy in TABLES},
         }
         self._path.write_text(json.dumps(document))
         return Keytools.from_yaml(self._path)
@@ -71,15 +73,13 @@ class SparkBridge:
         )
 
     def read(self, file: EncryptedFile) -> pa.Table:
-        """Read a file; that it is to have an AAD prefix has to be said, as there are several tables."""
-        options = self._options
-        if file.policy.aad_prefix == "supplied":
-            options = options | {"parquet.keytools.aad.prefix": AAD_PREFIX}
+        """Read a file, as one of its policy's table."""
         if file.policy.data_keys:
             # Refused before Spark starts.
-            options = options | session_settings(keytools(file.policy).configuration)
-        return self._spark.read_with(file.path, options)
+            session_settings(keytools(file.policy).configuration)
+        options = self._keytools.spark_read_options(_table_name(file.policy))
+        return self._spark.read_with(file.path, self._options | options)
 
 
 def _table_name(policy: Policy) -> str:
-    return f"sample_{WRITABLE.index(policy)}"
+    return f"sample_{TABLES.index(policy)}"

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools
-from parquet_keytools.config.json_schema import configuration_json_schema
+from parquet_keytools.config.settings import configuration_json_schema
 from parquet_keytools.kms.in_memory import InMemoryKms
 
 
@@ -59,7 +59,7 @@ def test_a_master_key_that_unwraps_another_key_is_3(run, config: Path, monkeypat
     monkeypatch.setattr(InMemoryKms, "_unwrap", lambda *_: SecretBytes(bytes(16)))
     done = run("check", config, "--json")
     assert done.exit_code == 3
-    assert "another key" in json.loads(done.stdout)["master_keys"][0]["message"]
+    assert "a different key" in json.loads(done.stdout)["master_keys"][0]["message"]
 
 
 def test_an_unknown_master_key_is_a_wrong_configuration(run, config: Path) -> None:

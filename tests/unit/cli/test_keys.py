@@ -34,8 +34,14 @@ def test_which_files_and_columns(run, keystore_case, key_material: str, plaintex
         (None, "footer", "1"),
         ("name", "pii", "2"),
     }
-    assert document["counts"] == {"encrypted": 2, "not_encrypted": 0, "not_all_keys_seen": 0}
-    assert "2 encrypted files, 0 not encrypted; all keys seen." in done.stderr
+    assert document["counts"] == {
+        "encrypted": 2,
+        "not_encrypted": 0,
+        "not_all_keys_seen": 0,
+        "not_looked_into": 0,
+        "passed_over": 0,
+    }
+    assert "2 encrypted files, 0 not encrypted; all keys are visible." in done.stderr
 
 
 @pytest.mark.parametrize("key", ["pii", "footer", "times"])
@@ -73,7 +79,7 @@ def test_what_cannot_be_told_is_1(run, keystore_case) -> None:
     assert document["counts"]["not_all_keys_seen"] == 2
     assert document["fail_if_uses"][0]["cannot_be_told"] == 2
     assert {file["error"] for file in document["files"]} == {"MasterKeyDisabledError"}
-    assert "Of 2 files it cannot be told whether they need times: take that for a yes." in done.stderr
+    assert "For 2 files it is unknown whether they need times: assume that they do." in done.stderr
     # What it does see, it tells: and that is no failure by itself.
     assert run("keys", case.data, "--config", case.config).exit_code == 0
     assert keys_of(done) == {("footer", "1", 2, 2, ())}
@@ -84,7 +90,7 @@ def test_damaged_files_cannot_be_told(run, keystore_case) -> None:
     case.files[0].write_bytes(b"PAR1, and no more")
     done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "times")
     assert done.exit_code == 1
-    assert "Not all keys seen" in done.stderr and "a.parquet" in done.stderr
+    assert "Keys unknown" in done.stderr and "a.parquet" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -102,10 +108,10 @@ def test_without_a_kms(run, keystore_case, settings, seen) -> None:
     assert keys_of(done) == seen
     assert run("keys", case.data, "--fail-if-uses", "footer").exit_code == 1
     assert run("keys", case.data, "--fail-if-uses", "pii").exit_code == 1
-    # All is seen but where the footer hides it; then that is not taken for a no.
+    # What files say of themselves proves nothing: that is not taken for a no.
     done = run("keys", case.data, "--fail-if-uses", "times")
-    assert done.exit_code == (0 if settings else 1)
-    assert ("cannot be told" in done.stderr) == (not settings)
+    assert done.exit_code == 1
+    assert "is unknown" in done.stderr
     # Without a KMS nobody tells versions.
     assert run("keys", case.data, "--fail-if-uses", "pii@2").exit_code == 1
 
@@ -137,11 +143,12 @@ def test_data_keys_and_plaintext_files(run, tmp_path: Path) -> None:
     assert done.exit_code == 0
     document = json.loads(done.stdout)
     assert [(key["kind"], key["key"]) for key in document["master_keys"]] == [("data key", "own")]
-    assert document["counts"] == {"encrypted": 1, "not_encrypted": 1, "not_all_keys_seen": 0}
+    assert document["counts"] | {"not_looked_into": 0, "passed_over": 0} == document["counts"]
+    assert (document["counts"]["encrypted"], document["counts"]["not_encrypted"]) == (1, 1)
     assert run("keys", data, "--config", config, "--fail-if-uses", "pii").exit_code == 0
     done = run("keys", data, "--config", config, "--fail-if-uses", "own")
     assert done.exit_code == 2
-    assert "'own' is a data key, and no master key." in done.stderr
+    assert "'own' is a data key, not a master key." in done.stderr
 
 
 def test_mistakes(run, keystore_case, tmp_path: Path) -> None:
@@ -155,7 +162,7 @@ def test_mistakes(run, keystore_case, tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "'pii@' names no version." in done.stderr
     assert run("keys", case.data, "--config", case.config, "--fail-if-uses", "pii@v1").exit_code == 1
-    for version in ("2", "x", "1.0"):
+    for version in ("2", "0", "x", "1.0"):
         done = run("keys", case.data, "--config", case.config, "--fail-if-uses", f"pii@{version}")
         assert done.exit_code == 2
         assert f"the master key 'pii' has no version '{version}': its newest is 1." in done.stderr
@@ -171,3 +178,45 @@ def test_it_changes_nothing(run, keystore_case) -> None:
     before = case.digest()
     assert run("keys", case.data, "--config", case.config).exit_code == 0
     assert case.digest() == before
+
+
+@pytest.mark.parametrize("plaintext_footer", [True, False])
+@pytest.mark.parametrize(
+    "name", ["_x.parquet", ".x", "_delta_log/1.checkpoint", "_temporary/0/part-0", "_metadata"]
+)
+def test_an_encrypted_file_that_readers_pass_over(run, keystore_case, name: str, plaintext_footer: bool) -> None:
+    case = keystore_case(plaintext_footer=plaintext_footer)
+    hidden = case.data / name
+    hidden.parent.mkdir(parents=True, exist_ok=True)
+    case.files[0].rename(hidden)
+    ask = ("keys", case.data, "--config", case.config, "--fail-if-uses", "times", "--json")
+    done = run(*ask)
+    assert done.exit_code == 1 and "Nothing here needs times" not in done.stderr
+    assert "all keys are visible" not in done.stderr and str(hidden) in done.stderr
+    document = json.loads(done.stdout)
+    assert document["complete"] is False and document["passed_over"] == [str(hidden)]
+    assert document["fail_if_uses"][0]["cannot_be_told"] == 1
+    (file,) = [file for file in document["files"] if file["path"] == str(hidden)]
+    assert file["error"] == "IncompleteDataSetError" and not file["all_keys_seen"]
+    done = run(*ask, "--ignore-passed-over")
+    assert done.exit_code == 0 and "Nothing here needs times" in done.stderr and str(hidden) not in done.stdout
+    # By its name it is asked for like any other.
+    done = run("keys", hidden, "--config", case.config, "--fail-if-uses", "footer")
+    assert done.exit_code == 1 and "footer is still needed by 1 files" in done.stderr
+
+
+def test_what_is_passed_over_and_needs_no_key(run, keystore_case) -> None:
+    case = keystore_case()
+    (case.data / "_delta_log").mkdir()
+    pq.write_table(pa.table({"a": [1]}), case.data / "_delta_log" / "1.checkpoint.parquet")
+    encrypted = case.files[0].read_bytes()
+    for name, content in {
+        "_SUCCESS": b"",
+        ".x.parquet.crc": b"crc\x00" + bytes(100),
+        "_cut-off.parquet": encrypted[:-20],
+        ".kept.tail.old_keys": b"{}\n" + encrypted[-100:],
+    }.items():
+        (case.data / name).write_bytes(content)
+    (case.data / ".#lock").symlink_to("somebody@machine:1")
+    done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "times", "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["passed_over"] == []

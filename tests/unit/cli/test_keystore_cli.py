@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from parquet_keytools.cli import keystore as cli
 from parquet_keytools.errors import ConfigurationError, KmsConfigurationError, MasterKeyNotFoundError
-from parquet_keytools.kms import keystore_document, keystore_file
-from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.keystore import document as keystore_document
+from parquet_keytools.kms.keystore import file as keystore_file
+from parquet_keytools.kms.keystore.file import Keystore
 from parquet_keytools.secret_bytes import SecretBytes
 
 PASSPHRASE = "correct horse battery"
@@ -143,7 +144,7 @@ def test_a_terminal_is_asked_and_shows_nothing(path: Path, monkeypatch: pytest.M
         stdin = Terminal()
 
     monkeypatch.setattr(cli, "sys", FakeSys)
-    nothing = {VARIABLE: None}
+    nothing: dict[str, str | None] = {VARIABLE: None}
     done = run("create-key", "pii", "--path", path, env=nothing, input=f"{PASSPHRASE}\n{PASSPHRASE}\n")
     assert done.exit_code == 0
     assert done.stdout.strip() == "", "the prompt is for people"

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -15,7 +16,7 @@ from parquet_keytools.cli.exit_status import ExitStatus
 from parquet_keytools.cli.failures import status_of
 
 PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
-KMS = {"backend": "vault", "operation": "unwrap", "master_key_id": "pii"}
+KMS: dict[str, Any] = {"backend": "vault", "operation": "unwrap", "master_key_id": "pii"}
 DENIED = errors.KmsAccessDeniedError(**KMS)
 
 
@@ -45,7 +46,7 @@ def test_help_names_every_command_and_the_exit_statuses(run) -> None:
     assert done.exit_code == 0
     for name in ("demo", "check", "encrypt", "decrypt", "rekey", "rotate", "keys", "keystore"):
         assert f"\n  {name} " in done.stdout
-    assert "Exit status: 0 done; 1 the answer is no; 2 wrong usage" in done.stdout
+    assert "Exit status: 0 done; 1 the check failed, or some files failed; 2 wrong usage" in done.stdout
     assert "..." not in done.stdout.split("Commands:")[1]
 
 
@@ -80,7 +81,10 @@ FILE_OPTIONS = ["SRC", "DST", "--config", "--table", "--overwrite", "--json"]
                 *("--keep-old", "--undo", "--drop-old", "--dry-run", "--journal", "--aad-prefix", "--json"),
             ],
         ),
-        ("keys", ["PATH", "--config", "--table", "--aad-prefix", "--fail-if-uses", "--json"]),
+        (
+            "keys",
+            ["PATH", "--config", "--table", "--aad-prefix", "--fail-if-uses", "--ignore-passed-over", "--json"],
+        ),
         ("keystore", ["create-key"]),
     ],
 )
@@ -135,6 +139,7 @@ def test_debug_shows_the_traceback(run, tmp_path: Path) -> None:
         (errors.DecryptionError("x"), 1),
         (errors.FooterSignatureError("x"), 1),
         (errors.AadPrefixError("x"), 1),
+        (errors.TableMismatchError("x", "t", []), 1),
         (errors.ColumnAccessDeniedError(["a"], [DENIED]), 3),
         (errors.ColumnAccessDeniedError(["a"], [errors.DecryptionError("x")]), 1),
         (errors.ColumnAccessDeniedError(["a", "b"], [errors.DecryptionError("x"), DENIED]), 3),
@@ -204,5 +209,5 @@ def test_warnings_are_one_line_each_on_stderr(run, config: Path) -> None:
     assert (done.exit_code, done.stdout) == (0, "")
     first, second = done.stderr.splitlines()
     assert first.startswith(f"Warning: {config}:9: tables.people.algorithm: page data is not authenticated")
-    assert second == f"{config}: no mistakes. The KMS was not asked."
+    assert second == f"{config}: no mistakes. The KMS was not called."
     assert warnings.showwarning is shown

@@ -1,6 +1,9 @@
+import errno
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools
+from parquet_keytools.errors import StorageFailedError
 from parquet_keytools.rotation import rekeying
+from parquet_keytools.rotation.journal import Journal
 
 KINDS = pytest.mark.parametrize(
     "settings",
@@ -90,7 +95,7 @@ def test_it_follows_another_table_where_one_is_named(run, keystore_case) -> None
 @pytest.mark.parametrize(
     ("weaker", "lost"),
     [
-        ('{footer_key: footer, column_keys: {pii: ["id"]}}', "name"),
+        ("{footer_key: footer, also_trusted: [pii]}", "name"),
         ('{footer_key: footer, column_keys: {pii: ["name"]}, plaintext_footer: true}', "the footer"),
     ],
 )
@@ -163,15 +168,15 @@ def test_an_altered_page_changes_nothing(run, keystore_case) -> None:
 def test_with_a_journal_it_goes_on(run, keystore_case, tmp_path: Path, monkeypatch) -> None:
     case = keystore_case()
     journal = tmp_path / "journal"
-    original = rekeying._Rekeying._rekey
+    original = rekeying._Rekeying.rekey
 
-    def rekey(self, location, target, *, is_locked):
+    def rekey(self, location, locked_folder):
         if location.name == "b.parquet":
             raise KeyboardInterrupt
-        return original(self, location, target, is_locked=is_locked)
+        return original(self, location, locked_folder)
 
     arguments = ["rekey", case.data, "--config", case.config, "--in-place", "--journal", journal, "--json"]
-    monkeypatch.setattr(rekeying._Rekeying, "_rekey", rekey)
+    monkeypatch.setattr(rekeying._Rekeying, "rekey", rekey)
     assert run(*arguments).exit_code == 130
     monkeypatch.undo()
     first = case.files[0].read_bytes()
@@ -186,15 +191,15 @@ def test_with_a_journal_it_goes_on(run, keystore_case, tmp_path: Path, monkeypat
 def test_a_journal_is_of_one_kms(run, keystore_case, config: Path, tmp_path: Path, monkeypatch) -> None:
     case = keystore_case()
     journal = tmp_path / "journal"
-    original = rekeying._Rekeying._rekey
+    original = rekeying._Rekeying.rekey
 
-    def rekey(self, location, target, *, is_locked):
+    def rekey(self, location, locked_folder):
         if location.name == "b.parquet":
             raise KeyboardInterrupt
-        return original(self, location, target, is_locked=is_locked)
+        return original(self, location, locked_folder)
 
     arguments = ["rekey", case.data, "--config", case.config, "--in-place", "--journal", journal]
-    monkeypatch.setattr(rekeying._Rekeying, "_rekey", rekey)
+    monkeypatch.setattr(rekeying._Rekeying, "rekey", rekey)
     assert run(*arguments).exit_code == 130
     monkeypatch.undo()
     done = run(*arguments, "--to-config", config)
@@ -242,10 +247,32 @@ def test_mistakes_change_nothing(run, keystore_case, arguments: list[str], text:
     assert not Path("DST").exists()
 
 
+def dead_temporary_name(target: str) -> str:
+    """Return a name as a process that is gone has made it."""
+    program = f"from parquet_keytools.storage.temporary_names import temporary_name as n; print(n({target!r}))"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
+
+
 def test_nothing_is_left_over(run, keystore_case) -> None:
     case = keystore_case()
     for path in case.files:
-        path.with_name(f".{path.name}.0123456789ab.claimed").write_bytes(b"half of it")
+        path.with_name(dead_temporary_name(path.name)).write_bytes(b"half of it")
     assert run("rekey", case.data, "--config", case.config, "--in-place").exit_code == 0
     assert case.names() == ["a.parquet", "b.parquet"]
     assert os.access(case.files[0], os.R_OK)
+
+
+def test_a_journal_that_cannot_be_written_is_1(run, keystore_case, tmp_path: Path, monkeypatch) -> None:
+    """Every file is done, and no KMS failed."""
+    case = keystore_case()
+    journal = tmp_path / "journal"
+
+    def fail(self: Journal, *, remove: bool) -> None:
+        raise StorageFailedError("the journal cannot be written: disk full.", error_number=errno.ENOSPC)
+
+    monkeypatch.setattr(Journal, "close", fail)
+    done = run("rekey", case.data, "--config", case.config, "--in-place", "--journal", journal, "--json")
+    assert done.exit_code == 1
+    document = json.loads(done.stdout)
+    assert document["counts"] == {"rekeyed": 2} and document["complete"] is False
+    assert document["journal"] == str(journal) and "the journal cannot be written" in document["stopped_by"]

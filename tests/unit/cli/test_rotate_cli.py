@@ -1,4 +1,5 @@
 import json
+import logging
 from pathlib import Path
 
 import pyarrow as pa
@@ -7,9 +8,9 @@ import pytest
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli.output import FilesDocument
-from parquet_keytools.rotation import window
-
-JOURNAL = "._parquet_keytools_rotation.journal"
+from parquet_keytools.errors import TableMismatchError
+from parquet_keytools.rotation import rekeying, rewrapping
+from parquet_keytools.storage.left_behind import warn_left_behind
 
 
 def test_the_old_version_is_needed_no_more(run, keystore_case) -> None:
@@ -36,7 +37,7 @@ def test_the_old_version_is_needed_no_more(run, keystore_case) -> None:
 
 @pytest.mark.parametrize("key_material", ["internal", "external"])
 def test_moves_to_another_master_key(run, keystore_case, key_material: str) -> None:
-    case = keystore_case(key_material=key_material)
+    case = keystore_case(key_material=key_material, also_trusted=["times"])
     arguments = ["rotate", case.data, "--config", case.config]
     done = run(*arguments, "--from", "pii", "--to", "times", "--from", "footer", "--to", "times", "--json")
     assert done.exit_code == 0
@@ -129,7 +130,7 @@ def test_undo_with_an_aad_prefix(run, keystore_case) -> None:
 
 
 def test_undo_needs_the_old_master_key(run, keystore_case) -> None:
-    case = keystore_case()
+    case = keystore_case(also_trusted=["times"])
     arguments = ["rotate", case.data, "--config", case.config]
     assert run(*arguments, "--from", "pii", "--to", "times", "--keep-old").exit_code == 0
     case.keystore.set_enabled("pii", False)
@@ -154,7 +155,7 @@ def test_what_the_configuration_says(run, keystore_case) -> None:
 def test_a_run_that_was_cut_off_goes_on(run, keystore_case, tmp_path: Path, monkeypatch) -> None:
     case = keystore_case()
     case.keystore.rotate_key("pii")
-    original, turns = window.Window._finish, []
+    original, turns = rewrapping.Rewrapping._finish, []
 
     def finish(self, work):
         turns.append(work.location.name)
@@ -164,7 +165,7 @@ def test_a_run_that_was_cut_off_goes_on(run, keystore_case, tmp_path: Path, monk
 
     journal = tmp_path / "journal"
     arguments = ["rotate", case.data, "--config", case.config, "--journal", journal, "--json"]
-    monkeypatch.setattr(window.Window, "_finish", finish)
+    monkeypatch.setattr(rewrapping.Rewrapping, "_finish", finish)
     done = run(*arguments)
     assert done.exit_code == 130
     document = json.loads(done.stdout)
@@ -173,7 +174,8 @@ def test_a_run_that_was_cut_off_goes_on(run, keystore_case, tmp_path: Path, monk
     assert journal.exists()
     monkeypatch.undo()
     document = json.loads(run(*arguments).stdout)
-    assert document["counts"] == {"finished before": 1, "rotated": 1}
+    # The file itself shows that it is finished: its version is that of now, and is proven.
+    assert document["counts"] == {"already current": 1, "rotated": 1}
     assert not journal.exists()
     case.keystore.set_enabled("pii", False, 1)
     case.read()
@@ -184,7 +186,7 @@ def test_others_in_between_are_reported_and_not_harmed(run, keystore_case, table
     case.keystore.rotate_key("pii")
     pq.write_table(table, case.data / "plain.parquet")
     (case.data / "broken.parquet").write_bytes(b"PAR1, and no more")
-    before = {path.name: path.read_bytes() for path in case.data.iterdir() if path.is_file()}
+    before = case.digest()
     done = run("rotate", case.data, "--config", case.config, "--json")
     assert done.exit_code == 1
     document = json.loads(done.stdout)
@@ -193,7 +195,61 @@ def test_others_in_between_are_reported_and_not_harmed(run, keystore_case, table
     assert failed["path"].endswith("broken.parquet") and failed["error"] == "ParquetFormatError"
     assert "1 nothing to rotate, 1 failed (1 not encrypted)" in done.stderr
     assert "Failed: " in done.stderr and "broken.parquet" in done.stderr
-    assert {path.name: path.read_bytes() for path in case.data.iterdir() if path.is_file()} == before
+    after = case.digest()
+    rotated = set(map(str, case.files))
+    assert len(rotated) == 2 and {path for path in before if after.get(path) != before[path]} == rotated
+    # Nor is anything left that was not there, in whatever folder.
+    assert after.keys() == before.keys()
+    case.read()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"], ["--table", "people"]])
+def test_a_move_that_the_table_would_refuse_is_warned_of(
+    run, keystore_case, recwarn, arguments: list[str]
+) -> None:
+    case = keystore_case()
+    done = run("rotate", case.data, "--config", case.config, "--from", "pii", "--to", "times", *arguments)
+    assert done.exit_code == 0
+    text = " ".join(done.stderr.split())
+    assert "moved from the master key 'pii' to 'times' cannot be read by this configuration" in text
+    assert "Add the move under `rotation: {moves: ...}`" in text
+    with Keytools.from_yaml(case.config) as keytools:
+        if "--dry-run" in arguments:
+            assert keytools.read_table(case.files[0]).equals(case.table)
+        else:
+            with pytest.raises(TableMismatchError):
+                keytools.read_table(case.files[0])
+
+
+@pytest.mark.parametrize("settings", [{"also_trusted": ["times"]}, {"more": "rotation: {moves: {pii: times}}"}])
+def test_no_warning_of_a_move_that_the_configuration_knows(
+    run, keystore_case, settings: dict[str, object]
+) -> None:
+    case = keystore_case(**settings)
+    done = run("rotate", case.data, "--config", case.config, "--from", "pii", "--to", "times")
+    assert done.exit_code == 0 and "cannot be read" not in " ".join(done.stderr.split())
+    case.read()
+
+
+@pytest.mark.parametrize("command", ["rotate", "rekey"])
+def test_what_is_left_behind_is_named(run, keystore_case, monkeypatch, command: str) -> None:
+    """It is found where files are replaced, which other threads do."""
+    case = keystore_case()
+    case.keystore.rotate_key("pii")
+    module, name = (rewrapping, "replace_tail") if command == "rotate" else (rekeying, "check_rekeyed")
+    original = getattr(module, name)
+
+    def leaving(*arguments, **options):
+        warn_left_behind(logging.getLogger("test"), "an upload of s3://b/x stays")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(module, name, leaving)
+    options = ["--in-place"] if command == "rekey" else []
+    done = run(command, case.data, "--config", case.config, *options, "--json")
+    assert done.exit_code == 0
+    # Once, not for each file.
+    assert json.loads(done.stdout)["left_behind"] == ["an upload of s3://b/x stays"]
+    assert done.stderr.count("Left behind: an upload of s3://b/x stays.") == 1
 
 
 def test_a_kms_that_refuses_is_3(run, keystore_case) -> None:
@@ -247,7 +303,7 @@ def test_mistakes_change_nothing(run, keystore_case, arguments: list[str], text:
 @pytest.mark.parametrize(
     ("rotation", "text"),
     [
-        ("{moves: {pi: times}}", "rotation.moves.pi: no key is named 'pi' in"),
+        ("{moves: {pi: times}}", "rotation.moves.pi: there is no key 'pi' in"),
         ("{moves: {pii: tmes}}", "Did you mean 'times'?"),
         ("{moves: {pii: times, times: footer}}", "is to be moved and is the target of a move"),
         ("{moves: {pii: pii}}", "both names are the same master key"),
@@ -272,7 +328,7 @@ def test_moves_of_the_configuration_are_not_for_another_kms(run, keystore_case, 
     case = keystore_case("rotation: {moves: {pii: times}}\n")
     done = run("rotate", case.data, "--config", case.config, "--to-config", config)
     assert done.exit_code == 2
-    assert "rotation.moves: these moves are within one KMS" in done.stderr
+    assert "rotation.moves: moves are within one KMS" in done.stderr
 
 
 def test_a_journal_of_another_rotation_is_2(run, keystore_case, tmp_path: Path) -> None:
@@ -288,9 +344,9 @@ def test_a_folder_without_files(run, keystore_case, tmp_path: Path) -> None:
     case = keystore_case()
     (tmp_path / "empty").mkdir()
     done = run("rotate", tmp_path / "empty", "--config", case.config, "--json")
-    assert done.exit_code == 0
-    assert json.loads(done.stdout)["files"] == []
-    assert "No Parquet files" in done.stderr
+    assert done.exit_code == 1
+    assert "the folder has no Parquet files" in done.stderr
+    assert not list((tmp_path / "empty").iterdir())
     assert run("rotate", tmp_path / "nowhere", "--config", case.config).exit_code == 2
 
 
@@ -301,7 +357,7 @@ def test_master_keys_made_anew_in_each_process_are_refused(run, keystore_case, t
     for arguments in (["--config", config], ["--config", case.config, "--to-config", config]):
         done = run("rotate", case.data, *arguments)
         assert done.exit_code == 2
-        assert "makes these master keys anew in each process" in done.stderr
+        assert "makes new random master keys in each process" in done.stderr
 
 
 def test_progress_on_a_terminal(on_a_terminal, keystore_case) -> None:

@@ -57,7 +57,7 @@ def test_a_spark_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(spark.shutil, "which", lambda *_, **__: "java")
     result = CliRunner().invoke(app, ["spark", "verify", "path", "--config", "c", "--master", "bogus"])
     assert result.exit_code == 2
-    assert "Spark does not start: [JAVA_GATEWAY_EXITED]" in result.stderr and "at java" not in result.stderr
+    assert "Spark did not start: [JAVA_GATEWAY_EXITED]" in result.stderr and "at java" not in result.stderr
 
 
 def test_settings_of_spark_have_a_form() -> None:

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parquet_keytools.config.column_policy import ColumnKey, resolve_columns
+from parquet_keytools.config.column_policy import ChosenKey, resolve_columns
 from parquet_keytools.config.loader import parse_configuration
 from parquet_keytools.errors import ConfigurationError
 
-PLAINTEXT = ColumnKey("plaintext", None)
-FOOTER = ColumnKey("footer_key", "footer")
-PII = ColumnKey("column_key", "pii")
-TIMES = ColumnKey("column_key", "times")
+PLAINTEXT = ChosenKey("plaintext", None)
+FOOTER = ChosenKey("footer_key", "footer")
+PII = ChosenKey("column_key", "pii")
+TIMES = ChosenKey("column_key", "times")
 
 
 def configuration(column_keys, **table):
@@ -43,7 +43,7 @@ def test_unlisted_columns_may_get_the_footer_key():
 
 def test_a_column_under_the_footer_keys_name_has_a_data_key_of_its_own():
     keys = resolve({"footer": ["tailnum"]}, "tailnum", "year", unlisted_columns="footer_key")
-    assert keys == [ColumnKey("column_key", "footer"), FOOTER]
+    assert keys == [ChosenKey("column_key", "footer"), FOOTER]
 
 
 def test_the_order_is_that_of_the_schema():
@@ -228,5 +228,5 @@ def test_every_column_gets_the_one_key_that_lists_it(leaves, column_keys, with_f
     keys = resolve_columns(made, "flights", leaves)
     assert list(keys) == leaves
     for leaf, key in keys.items():
-        expected = {ColumnKey("column_key", name) for name in covering[leaf]}
+        expected = {ChosenKey("column_key", name) for name in covering[leaf]}
         assert {key} == (expected or {FOOTER if with_footer_key else PLAINTEXT})

@@ -7,10 +7,14 @@ import pytest
 import yaml
 
 from parquet_keytools.config.column_policy import resolve_columns
-from parquet_keytools.config.json_schema import configuration_json_schema
 from parquet_keytools.config.key_names import check_key_names
 from parquet_keytools.config.loader import load_configuration
-from parquet_keytools.config.settings import Configuration, ReadingSettings, TableSettings
+from parquet_keytools.config.settings import (
+    Configuration,
+    ReadingSettings,
+    TableSettings,
+    configuration_json_schema,
+)
 
 FOLDER = Path(__file__).parents[3] / "configs"
 FLIGHTS = [

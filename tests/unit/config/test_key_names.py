@@ -52,7 +52,7 @@ def test_a_name_under_data_keys_is_a_data_key(text):
 
 
 def test_without_a_kms_a_name_that_is_not_declared_is_a_mistake():
-    with pytest.raises(ConfigurationError, match="no key is named 'kx' in data_keys, and there is no kms"):
+    with pytest.raises(ConfigurationError, match="there is no key 'kx' in data_keys, and there is no kms"):
         resolve_key(parse(WITHOUT_KMS), "kx")
 
 
@@ -71,7 +71,7 @@ def mistake(text, known):
 def test_a_name_that_the_kms_does_not_know_is_a_mistake_where_it_is_used():
     error = mistake(WITH_KMS.replace("footer_key: footer", "footer_key: footr"), frozenset({"footer", ARN}))
     assert (error.file, error.line, error.yaml_path) == ("flights.yaml", 8, "tables.flights.footer_key")
-    assert "no key is named 'footr' in master_keys, data_keys, or the KMS. Did you mean 'footer'?" in str(error)
+    assert "there is no key 'footr' in master_keys, data_keys, or the KMS. Did you mean 'footer'?" in str(error)
 
 
 def test_a_declared_name_may_be_meant_too():

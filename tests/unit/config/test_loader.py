@@ -341,7 +341,7 @@ MISTAKES = {
         "    column_keys:\n      kf2: [a]\n",
         "tables.t.column_keys.kf2",
         7,
-        ["no key is named 'kf2'", "no kms", "Did you mean 'kf1'?"],
+        ["there is no key 'kf2'", "no kms", "Did you mean 'kf1'?"],
     ),
     # --- environment variables
     "variable not set": (
@@ -450,12 +450,12 @@ def test_what_a_plugin_says_of_a_secret_is_not_repeated(monkeypatch):
 
 def test_a_kms_client_that_cannot_be_loaded_is_a_mistake(monkeypatch):
     def fails(name):
-        raise ConfigurationError("needs what is not installed.", hint="Install it.")
+        raise ConfigurationError("needs a package that is not installed.", hint="Install it.")
 
     monkeypatch.setattr(loader, "client_class", fails)
     with pytest.raises(ConfigurationError) as caught:
         parse("version: 1\nkms:\n  type: in_memory\n")
-    assert str(caught.value) == "flights.yaml:3: kms.type: needs what is not installed. Install it."
+    assert str(caught.value) == "flights.yaml:3: kms.type: needs a package that is not installed. Install it."
 
 
 # --- files
@@ -646,3 +646,33 @@ def test_names_in_a_mapping_are_texts(name):
         parse_configuration({"version": 1, name: 1})
     with pytest.raises(ConfigurationError):
         parse_configuration({"version": 1, "tables": {name: {"footer_key": "a"}}})
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"), [(0o644, "everybody on this machine"), (0o640, "its group"), (0o600, None), (0o400, None)]
+)
+def test_secrets_in_a_file_that_others_may_read(tmp_path: Path, mode: int, text: str | None) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(
+        "version: 1\ndata_keys: {kf: MDEyMzQ1Njc4OTAxMjM0NQ==}\n"
+        "tables: {t: {footer_key: kf, column_keys: {}, unlisted_columns: footer_key}}\n"
+    )
+    path.chmod(mode)
+    found = [warning for warning in load_configuration(path).warnings if "secret" in warning]
+    if text is None:
+        assert found == []
+    else:
+        (warning,) = found
+        assert f"{path}:2: data_keys.kf" in warning and text in warning and "chmod 600" in warning
+        assert "MDEy" not in warning
+
+
+def test_names_of_secrets_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(
+        "version: 1\ndata_keys: {kf: '${KF}'}\n"
+        "tables: {t: {footer_key: kf, column_keys: {}, unlisted_columns: footer_key}}\n"
+    )
+    path.chmod(0o644)
+    configuration = load_configuration(path, environment={"KF": "MDEyMzQ1Njc4OTAxMjM0NQ=="})
+    assert not [warning for warning in configuration.warnings if "secret" in warning]

@@ -171,7 +171,7 @@ def test_with_literal_secrets_the_file_must_say_the_same(tmp_path, change):
     if len(change) == 3:  # another spelling of the same document
         assert pickle.loads(content) == made
         return
-    with pytest.raises(ConfigurationError, match=r"has changed since it was sent here.*environment variable"):
+    with pytest.raises(ConfigurationError, match=r"changed after it was sent here.*environment variable"):
         pickle.loads(content)
 
 

@@ -36,7 +36,10 @@ def test_defaults():
         "column_keys": {"pii": ("tailnum",)},
         "unlisted_columns": "plaintext",
         "plaintext_footer": False,
+        "plaintext_footer_key_values": "drop",
+        "plaintext_footer_keys": (),
         "algorithm": "AES_GCM_V1",
+        "also_trusted": (),
         "data_key_length_bits": 128,
         "kek_length_bits": None,
         "double_wrapping": True,
@@ -49,6 +52,7 @@ def test_defaults():
         "plaintext_files": "reject",
         "ctr_files": "allow",
         "denied_columns": "error",
+        "file_unique_lengths": "exact",
         "cache_lifetime_seconds": 600,
         "keys_without_metadata": {"footer": None, "columns": {}},
     }
@@ -57,8 +61,11 @@ def test_defaults():
 def test_everything_can_be_said():
     fields = {
         "column_keys": {"pii": ["tailnum", "passenger.*"]},
+        "also_trusted": ["pii_2024"],
         "unlisted_columns": "footer_key",
         "plaintext_footer": True,
+        "plaintext_footer_key_values": "refuse",
+        "plaintext_footer_keys": ["owner"],
         "algorithm": "AES_GCM_CTR_V1",
         "data_key_length_bits": 256,
         "kek_length_bits": 192,
@@ -126,7 +133,7 @@ def test_models_are_frozen_and_closed():
         with pytest.raises(ValidationError):
             setattr(model, name, None)
     with pytest.raises(ValidationError):
-        TableSettings(footer_key="a", unknown=1)
+        TableSettings(footer_key="a", unknown=1)  # type: ignore[call-arg]
 
 
 def test_rules_hold_for_models_made_in_python_too():

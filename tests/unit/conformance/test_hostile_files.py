@@ -32,11 +32,11 @@ from vector_kit.vector import (
 from vector_kit.write_kit import data_keys
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance.expectation import Expectation
 from parquet_keytools.conformance.file_verifier import verify_source
 from parquet_keytools.conformance.inspector import inspect_source
+from parquet_keytools.conformance.opening import Expectation
 from parquet_keytools.conformance.report import FileReport, Loss, Outcome, Verdict
-from parquet_keytools.file_verification import finder_of
+from parquet_keytools.conformance.verification import finder_of
 from parquet_keytools.format.file_layout import read_footer_bytes
 from parquet_keytools.format.structs import (
     BloomFilterHeader,
@@ -48,7 +48,8 @@ from parquet_keytools.format.structs import (
     SchemaElement,
 )
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, read_struct, write_struct
-from parquet_keytools.storage import BufferSource, FileLocation
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import BufferSource
 
 _PRICE = 2
 _DEFINITION_LEVELS_LENGTH = 5

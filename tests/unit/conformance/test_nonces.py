@@ -7,11 +7,10 @@ import tracemalloc
 
 import pytest
 
-from parquet_keytools.conformance.findings import Outcome
-from parquet_keytools.conformance.nonce_ledger import NonceLedger
+from parquet_keytools.conformance.nonce_ledger import NonceLedger, SharedNonces
+from parquet_keytools.conformance.report import Outcome
 from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import FILE_SCOPES, Scope
-from parquet_keytools.conformance.shared_nonces import SharedNonces
 
 LIMIT = 2**32
 DEK, OTHER_DEK = b"dek" * 5 + b"1", b"dek" * 5 + b"2"

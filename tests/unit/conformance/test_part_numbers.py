@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from parquet_keytools.conformance.part_numbers import PartName, numberings, part_ordinals
+from parquet_keytools.conformance.data_set import PartName, numberings, part_ordinals
 
 UUID = "8a4f9c2e-0d11-4b7a-9e1c-55f0a2b3c4d5"
 OTHER_UUID = "11112222-3333-4444-5555-666677778888"

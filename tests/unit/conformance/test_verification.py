@@ -17,18 +17,22 @@ from vector_kit.vector import FOOTER_KEY, SealedFile, recipe
 
 from parquet_keytools import Keytools
 from parquet_keytools.conformance.report import Damage, DataSetReport, FileReport, Loss, Outcome, Verdict
+from parquet_keytools.conformance.rules import RULES
+from parquet_keytools.conformance.verification import verify_file, verify_folder
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
     DecryptionError,
     FooterSignatureError,
+    NoParquetFilesError,
     NotEncryptedError,
     OutputError,
     ParquetFormatError,
+    TableMismatchError,
 )
-from parquet_keytools.file_verification import verify_file, verify_folder
 from parquet_keytools.format.structs import PageHeader
-from parquet_keytools.storage import FileLocation, open_source
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import open_source
 
 MASTER_KEYS = {name: base64.b64encode((name[:1] * 16).encode()).decode() for name in ("footer", "pii", "other")}
 ROWS = 90
@@ -199,22 +203,84 @@ def test_what_the_table_wants_is_compared(make) -> None:
     path = make()
     assert broken(keytools(column_keys={"pii": ["name"], "other": ["id"]}).verify_file(path)) == {"wanted-keys"}
     assert broken(keytools(column_keys={"other": ["name"]}).verify_file(path)) == {"wanted-keys"}
-    assert broken(keytools(column_keys={"pii": ["surname"]}).verify_file(path)) == {"wanted-columns"}
+    # What is there of other columns is compared nevertheless: readers do that, too.
+    without = keytools(column_keys={"pii": ["name", "surname"]})
+    assert broken(without.verify_file(path)) == {"wanted-columns"}
+    assert broken(keytools(column_keys={"pii": ["surname"]}).verify_file(path)) == {
+        "wanted-columns",
+        "wanted-keys",
+    }
     plain = make("plain.parquet", unlisted_columns="plaintext")
     assert broken(keytools().verify_file(plain)) == {"wanted-encryption"}
     assert broken(keytools(aad_prefix="office/{file_name}").verify_file(path)) == {"prefix-expected"}
 
 
 def test_one_of_several_tables(make) -> None:
-    """Without a name, the stored prefix says which table a file seems to be of; a third one's is refused."""
+    """Without a name all but the table is checked, and the report says so; a stranger's prefix is refused."""
     path = make()
     kms = {"type": "in_memory", "keys": MASTER_KEYS}
     tables = {"office": POLICY | {"aad_prefix": "office/{file_name}"}, "shop": POLICY}
     reader = Keytools.from_mapping({"version": 1, "kms": kms, "tables": tables})
-    assert reader.verify_file(path).conforms
+    report = reader.verify_file(path)
+    assert (report.verdict, report.table) == (Verdict.INCOMPLETE, None)
+    unchecked = {result.rule.id: result.reasons for result in report.rules if result.reasons}
+    assert set(unchecked) == {rule.id for rule in RULES if rule.id.startswith("wanted-")}
+    assert set(unchecked.values()) == {("there are 2 tables, and none was named",)}
+    named = reader.verify_file(path, table_name="shop")
+    assert (named.verdict, named.table) == (Verdict.CONFORMS, "shop")
+    assert reader.verify_file(path, table_name="office").verdict is Verdict.VIOLATED
     assert reader.inspect_file(path).footer_is_authentic
     stranger = make("stranger.parquet", aad_prefix="attic/{file_name}")
     assert broken(reader.verify_file(stranger)) == {"prefix-expected"}
+
+
+def test_without_tables_a_file_is_compared_with_none(make) -> None:
+    path = make()
+    without = Keytools.from_mapping({"version": 1, "kms": {"type": "in_memory", "keys": MASTER_KEYS}})
+    report = without.verify_file(path)
+    assert (report.verdict, report.table) == (Verdict.CONFORMS, None)
+    assert {result.outcome for result in report.rules if result.rule.id.startswith("wanted-")} == {
+        Outcome.NOT_APPLICABLE
+    }
+
+
+FOREIGN = {
+    "footer key": ({"footer_key": "other"}, {"wanted-keys"}),
+    "column key": ({"column_keys": {"other": ["name"]}}, {"wanted-keys"}),
+    "a key for what is plaintext": ({"column_keys": {"pii": ["name"], "other": ["price"]}}, {"wanted-keys"}),
+    "plaintext": ({"column_keys": {"footer": ["id"]}, "unlisted_columns": "plaintext"}, {"wanted-encryption"}),
+    "algorithm": ({"algorithm": "AES_GCM_CTR_V1"}, {"wanted-algorithm", "ctr"}),
+}
+
+
+@pytest.mark.parametrize(("changes", "rules"), FOREIGN.values(), ids=FOREIGN)
+def test_what_readers_refuse_is_a_finding(make, changes: dict[str, Any], rules: set[str]) -> None:
+    path = make(**changes)
+    own = keytools(unlisted_columns="plaintext")
+    with pytest.raises(TableMismatchError):
+        own.read_table(path)
+    report = own.verify_file(path)
+    assert broken(report) >= rules
+    assert report.verdict is Verdict.VIOLATED
+
+
+def test_a_foreign_footer_key_is_found_also_where_it_is_refused(make) -> None:
+    path, reader = make(footer_key="other"), keytools()
+    reader.kms.deny("other")  # type: ignore[union-attr]
+    assert broken(reader.verify_file(path)) == {"wanted-keys"}
+
+
+def test_a_key_that_the_table_trusts_is_no_finding(make) -> None:
+    path = make(column_keys={"other": ["name"]})
+    assert broken(keytools().verify_file(path)) == {"wanted-keys"}
+    assert keytools(also_trusted=["other"]).verify_file(path).conforms
+
+
+def test_which_key_counts_and_not_which_dek(make) -> None:
+    """A column under the footer's DEK, or under one of its own that the footer's master key wraps."""
+    path = make(column_keys={"footer": ["id"], "pii": ["name"]})
+    assert keytools().verify_file(path).conforms
+    assert keytools(column_keys={"footer": ["id", "price"], "pii": ["name"]}).verify_file(make()).conforms
 
 
 # --- Keys and names ----------------------------------------------------------------------------------------
@@ -540,8 +606,9 @@ def test_what_is_no_file_where_readers_look_for_one_is_no_pass(make) -> None:
     os.mkfifo(folder / "part-2.parquet")
     assert keytools().verify_folder(folder).verdict is Verdict.INCOMPLETE
     (folder / "part-2.parquet").rename(folder / "_pipe")
-    (folder / "loop").symlink_to(folder)
     assert keytools().verify_folder(folder).conforms
+    (folder / "loop").symlink_to(folder)
+    assert keytools().verify_folder(folder).verdict is Verdict.INCOMPLETE
 
 
 @pytest.mark.parametrize("name", ["part-1", "PART-1.PARQUET", "part-00001.gz"])
@@ -552,7 +619,7 @@ def test_what_is_called_a_part_and_is_none_is_no_pass(make, name: str) -> None:
     assert keytools().verify_folder(folder).conforms
     (folder / name).write_bytes(bytes(100))
     report = keytools().verify_folder(folder)
-    assert report.verdict is Verdict.INCOMPLETE
+    assert report.verdict is Verdict.VIOLATED
     assert [file.path for file in report.files if not file.conforms] == [str(folder / name)]
 
 
@@ -574,7 +641,7 @@ def test_a_file_that_cannot_be_read_hides_nothing(make, monkeypatch: pytest.Monk
         with open_source(location) as source:
             yield source
 
-    monkeypatch.setattr("parquet_keytools.file_verification.open_source", opening)
+    monkeypatch.setattr("parquet_keytools.conformance.verification.open_source", opening)
     report = verify_folder(None, FileLocation.resolve(folder))
     assert [file.verdict for file in report.files] == [*[Verdict.INCOMPLETE] * 3, Verdict.CONFORMS]
     with keytools() as reader:
@@ -635,7 +702,9 @@ def test_a_name_that_is_no_text_hides_nothing(make) -> None:
 
 
 def test_an_empty_folder_is_no_pass(tmp_path: Path) -> None:
-    assert not keytools().verify_folder(tmp_path).conforms
+    (tmp_path / "_passed_over.parquet").write_bytes(b"PAR1")
+    with pytest.raises(NoParquetFilesError, match="no Parquet files"):
+        keytools().verify_folder(tmp_path)
 
 
 # --- Inspection --------------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ import pyarrow.parquet.encryption as pe
 import pytest
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted
 
-from parquet_keytools.encryption.chunk_cipher import ChunkCipher
-from parquet_keytools.encryption.file_decryptor import decrypt_columns, decrypt_file
+from parquet_keytools.encryption.file_decryptor import decrypt_columns, decrypt_source
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_file, rekey_file
-from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption, read_envelope, read_footer
-from parquet_keytools.encryption.module_cipher import ModuleCipher
+from parquet_keytools.encryption.file_encryptor import encrypt_source, rekey_source
+from parquet_keytools.encryption.footer import read_envelope, read_footer
+from parquet_keytools.encryption.module_cipher import ChunkCipher, ModuleCipher
 from parquet_keytools.encryption.page_walk import walk_chunk
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import (
     AadPrefixError,
     ColumnAccessDeniedError,
@@ -114,12 +114,17 @@ def test_what_arrow_writes_comes_back(name: str, algorithm: Algorithm, plaintext
         b"kf",
         columns,
         algorithm=algorithm,
-        plaintext_footer=plaintext_footer,  # type: ignore[arg-type]
+        plaintext_footer=plaintext_footer,
     )
     back = decrypted(encrypted(data, encryption), keys)
     assert pq.read_table(io.BytesIO(back)).equals(pq.read_table(io.BytesIO(data)))
     assert back[: _footer_offset(data)] == data[: _footer_offset(data)]
-    assert pq.read_metadata(io.BytesIO(back)).metadata == pq.read_metadata(io.BytesIO(data)).metadata
+    metadata = pq.read_metadata(io.BytesIO(data)).metadata
+    # The owner says nothing of the schema, and a plaintext footer does not show it; nor does it come back.
+    kept = (metadata or {}).keys() - ({b"owner"} if plaintext_footer else set())
+    assert (pq.read_metadata(io.BytesIO(back)).metadata or {}).keys() == kept
+    if not plaintext_footer:
+        assert pq.read_metadata(io.BytesIO(back)).metadata == metadata
 
 
 def _footer_offset(data: bytes) -> int:
@@ -180,7 +185,7 @@ def test_what_polars_writes_comes_back_and_polars_reads_it() -> None:
 @pytest.mark.parametrize("plaintext_footer", [False, True])
 def test_what_duckdb_writes_comes_back_with_its_bloom_filters(duckdb_file: bytes, plaintext_footer: bool) -> None:
     footer = read_footer(MemorySource(duckdb_file), None)
-    filters = [chunk.meta_data.bloom_filter_offset for chunk in footer.chunks[0] if chunk.meta_data]  # type: ignore[union-attr]
+    filters = [chunk.meta_data.bloom_filter_offset for chunk in footer.chunks[0] if chunk.meta_data]
     assert any(filters)
     keys = NamedKeys()
     encryption = FileEncryption(keys.new(b"kf"), b"kf", plaintext_footer=plaintext_footer)
@@ -204,7 +209,7 @@ def test_a_plaintext_footer_shows_nothing_sensitive_of_encrypted_columns() -> No
     for column in footer.columns:
         metadata = footer.chunks[0][column.ordinal].meta_data
         assert metadata is not None
-        shown = set(metadata.struct.fields) & set(ColumnMetaData.SENSITIVE_FIELD_IDS)
+        shown = set(metadata.struct.fields) & {8, 12, 13, 14, 15, 16, 17}
         assert bool(shown) == (column.encryption is ColumnEncryption.PLAINTEXT)
         assert metadata.total_compressed_size > 0
 
@@ -239,9 +244,9 @@ def test_fields_of_newer_writers_survive() -> None:
         encryption = FileEncryption(keys.new(b"kf"), b"kf", plaintext_footer=plaintext_footer)
         back = decrypted(encrypted(changed, encryption), keys)
         footer = read_footer(MemorySource(back), None)
-        assert footer.metadata.struct.fields[99] == unknown
-        assert footer.row_groups[0].struct.fields[77] == unknown
-        assert footer.chunks[0][0].struct.fields[77] == unknown
+        # A plaintext footer must not show what it does not know; the column's own metadata is encrypted.
+        for record, field_id in ((footer.metadata, 99), (footer.row_groups[0], 77), (footer.chunks[0][0], 77)):
+            assert record.struct.fields.get(field_id) == (None if plaintext_footer else unknown)
         assert footer.chunks[0][0].meta_data.struct.fields[77] == unknown  # type: ignore[union-attr]
 
 
@@ -251,7 +256,7 @@ def test_fields_of_newer_writers_survive() -> None:
 def _refused(data: bytes, encryption: FileEncryption, error: type[KeytoolsError], match: str) -> None:
     sink = MemorySink()
     with pytest.raises(error, match=match):
-        encrypt_file(MemorySource(data), sink, encryption)
+        encrypt_source(MemorySource(data), sink, encryption)
     assert sink.reserved_bytes is None and sink.written_bytes == 0
 
 
@@ -276,9 +281,9 @@ def test_a_key_for_a_column_that_is_not_there_is_refused() -> None:
 def test_a_plaintext_file_is_not_decrypted_or_rekeyed() -> None:
     data, keys = _written(pa.table({"a": [1]})), NamedKeys()
     with pytest.raises(NotEncryptedError):
-        decrypt_file(MemorySource(data), MemorySink(), keys)
+        decrypt_source(MemorySource(data), MemorySink(), keys)
     with pytest.raises(NotEncryptedError, match="encrypt"):
-        rekey_file(MemorySource(data), MemorySink(), keys, FileEncryption(SecretBytes.random(128)))
+        rekey_source(MemorySource(data), MemorySink(), keys, FileEncryption(SecretBytes.random(128)))
 
 
 def test_columns_whose_keys_are_missing_are_named() -> None:
@@ -316,12 +321,12 @@ def test_a_damaged_page_is_an_error_and_no_fresh_crc(is_encrypted: bool) -> None
     with pytest.raises(ParquetFormatError, match="damaged"):
         decrypted(bytes(stored), keys)
     with pytest.raises(ParquetFormatError, match="damaged"):
-        rekey_file(MemorySource(stored), MemorySink(), keys, FileEncryption(SecretBytes.random(128)))
+        rekey_source(MemorySource(stored), MemorySink(), keys, FileEncryption(SecretBytes.random(128)))
 
 
 def _refused_late(data: bytes, encryption: FileEncryption) -> None:
     with pytest.raises(ParquetFormatError, match="damaged"):
-        encrypt_file(MemorySource(data), MemorySink(), encryption)
+        encrypt_source(MemorySource(data), MemorySink(), encryption)
 
 
 def test_a_flipped_bit_anywhere_makes_decryption_fail() -> None:
@@ -446,11 +451,11 @@ def test_a_page_that_would_be_too_long_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("data_page_offset", 3, "do not lie before"),
-        ("data_page_offset", 10**9, "do not lie before"),
-        ("data_page_offset", -5, "do not lie before"),
-        ("total_compressed_size", 10**9, "do not lie before"),
-        ("total_compressed_size", -1, "do not lie before"),
+        ("data_page_offset", 3, "are not before"),
+        ("data_page_offset", 10**9, "are not before"),
+        ("data_page_offset", -5, "are not before"),
+        ("total_compressed_size", 10**9, "are not before"),
+        ("total_compressed_size", -1, "are not before"),
         ("total_compressed_size", 10, "ends before it is complete"),
         ("total_compressed_size", 200, "overlaps"),
     ],

@@ -11,13 +11,8 @@ import pytest
 from memory_files import MemorySource, NamedKeys, encrypted
 
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
-from parquet_keytools.encryption.footer import (
-    Algorithm,
-    ColumnEncryption,
-    FooterMode,
-    read_envelope,
-    read_footer,
-)
+from parquet_keytools.encryption.footer import read_envelope, read_footer
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.errors import (
     AadPrefixError,
     DecryptionError,

@@ -6,8 +6,10 @@ import struct
 
 import pytest
 
-from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.module_cipher import GCM_FRAMING, ModuleCipher, ModulePlace
+from parquet_keytools.encryption import module_cipher
+from parquet_keytools.encryption.aad import ModulePlace, ModuleType
+from parquet_keytools.encryption.aes import AesCtr
+from parquet_keytools.encryption.module_cipher import GCM_FRAMING, ModuleCipher
 from parquet_keytools.errors import DecryptionError, FormatLimitError
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -50,16 +52,42 @@ def test_a_module_in_another_place_does_not_authenticate(place: ModulePlace) -> 
 
 def test_a_module_of_another_file_does_not_authenticate() -> None:
     module = ModuleCipher(_DEK, b"file").encrypt(b"secret", _PLACE)
-    with pytest.raises(DecryptionError, match="does not authenticate"):
+    with pytest.raises(DecryptionError, match="does not authenticate") as caught:
         ModuleCipher(_DEK, b"eilf").decrypt(module, _PLACE)
+    assert caught.value.hint is not None and "the AAD prefix is not the one" in caught.value.hint
 
 
 @pytest.mark.parametrize("change", [-1, 1, 1 << 31])
 def test_the_length_field_must_be_that_of_the_container(change: int) -> None:
     module = bytearray(ModuleCipher(_DEK, b"file").encrypt(b"secret", _PLACE))
     struct.pack_into("<I", module, 0, len(module) - 4 + change)
-    with pytest.raises(DecryptionError, match="length field"):
+    with pytest.raises(DecryptionError, match=f"length field says {len(module) - 4 + change} bytes") as caught:
         ModuleCipher(_DEK, b"file").decrypt(module, _PLACE)
+    assert caught.value.hint is not None and "parquet-java" in caught.value.hint
+
+
+def test_pages_alone_may_have_a_length_field_of_parquet_java() -> None:
+    place = _PLACE._replace(module_type=ModuleType.DATA_PAGE_HEADER)
+    module = bytearray(ModuleCipher(_DEK, b"file").encrypt(b"secret", place))
+    module[0] += 1
+    with pytest.raises(DecryptionError, match="length field") as caught:
+        ModuleCipher(_DEK, b"file").decrypt(module, place)
+    assert not caught.value.hint
+
+
+def test_a_module_has_a_length_that_readers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_cipher, "MAX_MODULE_LENGTH", 100)
+    cipher = ModuleCipher(_DEK, b"file")
+    assert len(cipher.encrypt(bytes(72), _PLACE)) == 4 + 100
+    with pytest.raises(FormatLimitError, match="data page: 105 bytes are too long for a module"):
+        cipher.encrypt(bytes(73), _PLACE)
+
+
+def test_ctr_has_the_same_key() -> None:
+    outs = bytearray(6), bytearray(6)
+    for ctr, out in zip((ModuleCipher(_DEK, b"file").ctr(), AesCtr(_DEK)), outs, strict=True):
+        ctr.apply_into(bytes(12), b"secret", b"", out)
+    assert outs[0] == outs[1] != b"secret"
 
 
 @pytest.mark.parametrize("length", [0, 3, 31])
@@ -72,8 +100,9 @@ def test_the_invocation_limit_holds() -> None:
     cipher = ModuleCipher(_DEK, b"file", invocation_limit=3)
     cipher.reserve(2)
     cipher.encrypt(b"", _PLACE)
-    with pytest.raises(FormatLimitError, match="no key may encrypt more than 3"):
+    with pytest.raises(FormatLimitError, match="no key may encrypt more than 3") as caught:
         cipher.encrypt(b"", _PLACE)
+    assert caught.value.hint is not None and "write more and smaller files" in caught.value.hint
 
 
 def test_the_invocation_limit_cannot_be_raised() -> None:

@@ -11,12 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted
 
-from parquet_keytools.encryption.chunk_cipher import ChunkCipher
 from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption, KeyChoice
-from parquet_keytools.encryption.file_encryptor import rekey_file
-from parquet_keytools.encryption.footer import Algorithm, ColumnEncryption, Footer, read_footer
+from parquet_keytools.encryption.file_encryptor import rekey_source
+from parquet_keytools.encryption.footer import Footer, read_footer
+from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.page_walk import walk_chunk
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import DecryptionError
 from parquet_keytools.format.structs import FileCryptoMetaData
@@ -189,7 +190,7 @@ def test_rekey_refuses_it_before_it_writes() -> None:
     data = swapped(sealed(written(), keys, GCM))
     new = FileEncryption(keys.new(b"new"), b"new")
     with pytest.raises(DecryptionError, match="is encrypted with AES-GCM"):
-        rekey_file(MemorySource(data), sink, keys, new)
+        rekey_source(MemorySource(data), sink, keys, new)
     assert sink.reserved_bytes is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.offset_index import move_pages
+from parquet_keytools.format.pages import move_pages
 from parquet_keytools.format.structs import OffsetIndex, PageLocation
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
 

@@ -7,7 +7,7 @@ import zlib
 import pytest
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.page_headers import (
+from parquet_keytools.format.pages import (
     crc_position,
     padded_crc,
     read_page_header,

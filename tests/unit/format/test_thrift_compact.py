@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, read_struct, write_struct
+from parquet_keytools.format.structs import FileCryptoMetaData
+from parquet_keytools.format.thrift_compact import (
+    Struct,
+    ThriftList,
+    ThriftMap,
+    WireType,
+    read_struct,
+    write_struct,
+)
+from parquet_keytools.format.thrift_skim import check_value_count
 
 
 @pytest.mark.parametrize(
@@ -71,3 +82,38 @@ def test_lists_of_all_lengths_keep_their_elements() -> None:
     for count in (0, 1, 14, 15, 16, 1_000):
         struct = Struct({1: (WireType.LIST, ThriftList(WireType.I64, list(range(count))))})
         assert read_struct(write_struct(struct))[0] == struct
+
+
+_MANY = 300_000
+_HOSTILE = {
+    "empty structs": b"\x39\xfc" + b"\xe0\xa7\x12" + bytes(_MANY) + b"\0",
+    "empty lists": b"\x39\xf9" + b"\xe0\xa7\x12" + b"\x05" * _MANY + b"\0",
+    "empty binaries": b"\x39\xf8" + b"\xe0\xa7\x12" + bytes(_MANY) + b"\0",
+    "a map": b"\x3b" + b"\xf0\x93\x09" + b"\xcc" + bytes(_MANY) + b"\0",
+    "tiny fields": b"\x11" * _MANY + b"\0",
+    "an algorithm of structs": b"\x1c\x1c\x39\xfc" + b"\xe0\xa7\x12" + bytes(_MANY) + b"\0\0\0",
+}
+
+
+@pytest.mark.parametrize("name", _HOSTILE)
+def test_what_no_key_authenticates_takes_little_memory(name: str) -> None:
+    data = _HOSTILE[name]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ParquetFormatError, match=r"FileCryptoMetaData: .* more than 1,000 values"):
+            FileCryptoMetaData.read(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(data)
+
+
+def test_values_are_counted_as_they_are_read() -> None:
+    inner = Struct({1: (WireType.TRUE, None), 2: (WireType.LIST, ThriftList(WireType.I64, [1, 2, 3]))})
+    many = ThriftMap(WireType.BINARY, WireType.STRUCT, [(b"a", inner), (b"b", inner)])
+    struct = Struct({1: (WireType.MAP, many), 5: (WireType.DOUBLE, bytes(8)), 400: (WireType.I16, 7)})
+    # The struct, the map, in it twice a key, a struct, its boolean and its list of three; the double, the integer.
+    data = write_struct(struct)
+    check_value_count(data, 0, 1 + 1 + 2 * (1 + 1 + 1 + 4) + 2)
+    with pytest.raises(ParquetFormatError, match="more than 17 values"):
+        check_value_count(data, 0, 17)

@@ -7,13 +7,11 @@ from faults import FaultyKms, TurnedClock
 
 from parquet_keytools.errors import KeyMaterialError, KeyNotAvailableError, KmsAccessDeniedError
 from parquet_keytools.keys.file_key_retriever import DataKeys, FileKeyRetriever
-from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_metadata import DataKeyId, KeyReference
-from parquet_keytools.keys.key_unwrapper import KeyUnwrapper, KmsKeys
-from parquet_keytools.keys.key_wrapper import DekToWrap, KeyWrapper, Wrapping
+from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference
+from parquet_keytools.keys.key_wrapping import DekToWrap, KeyUnwrapper, KeyWrapper, KmsKeys, Wrapping
 from parquet_keytools.keys.material_store import write_key_materials
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.storage.locations import FileLocation
 
 DATA_KEYS = {"kf": SecretBytes(b"0" * 16), "kc1": SecretBytes(b"1" * 16), "kc2": SecretBytes(b"2" * 32)}
 DEK = SecretBytes(b"d" * 16)
@@ -110,7 +108,7 @@ def test_files_without_key_metadata(location: FileLocation) -> None:
     outcomes = found.column_deks([(("double_field",), None), (("a", "b"), b""), (("other",), None)])
     assert outcomes[:2] == [DATA_KEYS["kc1"], DATA_KEYS["kc2"]]
     assert isinstance(outcomes[2], KeyNotAvailableError)
-    assert "column 'other' carries no key metadata" in str(outcomes[2])
+    assert "column 'other' has no key metadata" in str(outcomes[2])
 
 
 def test_key_metadata_goes_before_the_configuration(location: FileLocation) -> None:

@@ -86,5 +86,10 @@ def test_a_dek_of_a_length_that_aes_does_not_have(length: int) -> None:
         Kek(KEK_ID, SecretBytes(KEY)).unwrap_dek(base64.b64encode(wrapped).decode())
 
 
-def test_repr_shows_no_key() -> None:
-    assert "sixteen byte KEK" not in repr(Kek(KEK_ID, SecretBytes(KEY)))
+def test_no_text_shows_the_key_in_any_spelling() -> None:
+    kek = Kek(KEK_ID, SecretBytes(KEY))
+    texts = [repr(kek), str(kek), f"{kek}", repr(vars(kek)), repr([kek])]
+    encoded = base64.b64encode(KEY).decode().rstrip("=")
+    spellings = [KEY.decode(), KEY.hex(), KEY.hex(" "), KEY.hex().upper(), encoded, repr(list(KEY))[1:-1]]
+    assert [spelling for spelling in spellings for text in texts if spelling in text] == []
+    assert KEK_ID.hex() in repr(kek) or repr(KEK_ID) in repr(kek), "the id is no secret, and helps to find the KEK"

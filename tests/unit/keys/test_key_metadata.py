@@ -5,8 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parquet_keytools.errors import KeyMaterialError
-from parquet_keytools.keys.key_material import MAX_KEY_METADATA_BYTES, KeyMaterial
-from parquet_keytools.keys.key_metadata import DataKeyId, KeyReference, parse_key_metadata
+from parquet_keytools.keys.key_material import (
+    MAX_KEY_METADATA_BYTES,
+    DataKeyId,
+    KeyMaterial,
+    KeyReference,
+    parse_key_metadata,
+)
 
 MATERIAL = KeyMaterial(True, "kf", "d2Rlaw==")
 

@@ -15,13 +15,15 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_unwrapper import (
+from parquet_keytools.keys.key_wrapping import (
+    DekToWrap,
     KeyUnwrapper,
+    KeyWrapper,
     KmsKeys,
+    Wrapping,
     decode_master_key_id,
     encode_master_key_id,
 )
-from parquet_keytools.keys.key_wrapper import DekToWrap, KeyWrapper, Wrapping
 from parquet_keytools.secret_bytes import SecretBytes
 
 ARN = "arn:aws:kms:eu-west-1:111122223333:key/1234abcd-12ab-34cd-56ef-1234567890ab"

@@ -9,13 +9,12 @@ from parquet_keytools.errors import KeyMaterialError, OutputError, ParquetFormat
 from parquet_keytools.keys import material_store
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.material_store import (
-    key_material_location,
     parse_key_materials,
     read_key_materials,
     serialise_key_materials,
     write_key_materials,
 )
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.storage.locations import FileLocation, key_material_location
 
 MATERIALS = {
     "footerKey": KeyMaterial(True, "kf", "d2Rlaw==", bytes(16), "d2tlaw=="),
@@ -60,7 +59,7 @@ def test_reads_what_parquet_java_wrote(parquet_test_data: Path) -> None:
 def test_missing(location: FileLocation) -> None:
     with pytest.raises(KeyMaterialError, match="is missing") as caught:
         read_key_materials(location)
-    assert caught.value.path == location.path and "copied" in caught.value.hint
+    assert caught.value.path == location.path and "copy, move and keep both together" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ def test_names_only_are_generated() -> None:
     assert kms.has_generated_keys
     assert kms.master_key_ids() == {"a", "b"}
     wrapped = kms.wrap(KEY, "a")
-    with pytest.raises(WrappedKeyInvalidError):
+    with pytest.raises(
+        WrappedKeyInvalidError, match="unwrap with master key 'a': the wrapped key does not belong"
+    ):
         from_yaml(["a", "b"]).unwrap(wrapped, "a")
 
 
@@ -130,9 +132,17 @@ def test_settings_do_not_show_keys() -> None:
     assert text not in repr(vars(InMemoryKms.from_settings(settings, Path())))
 
 
-@pytest.mark.parametrize("keys", [{"a": bytes(15)}, {"a": []}, {"a": [bytes(16), bytes(1)]}, {"": None}])
-def test_wrong_keys_from_python(keys) -> None:
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"a": bytes(15)}, "16, 24 or 32 bytes, not 15"),
+        ({"a": []}, "'a' has no version"),
+        ({"a": [bytes(16), bytes(1)]}, "16, 24 or 32 bytes, not 1$"),
+        ({"": None}, "is empty or taken"),
+    ],
+)
+def test_wrong_keys_from_python(keys: dict[str, bytes | list[bytes] | None], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         InMemoryKms(keys)
 
 
@@ -155,7 +165,7 @@ def test_a_disabled_version() -> None:
     assert kms.unwrap(new, "a") == KEY
     with pytest.raises(MasterKeyDisabledError, match="version"):
         kms.unwrap(old, "a")
-    with pytest.raises(WrappedKeyInvalidError):
+    with pytest.raises(WrappedKeyInvalidError, match="unwrap with master key 'a'"):
         kms.unwrap(old[::-1], "a")
     description = kms.describe("a")
     assert (description.enabled, description.enabled_versions) == (True, ("2",))
@@ -166,7 +176,7 @@ def test_a_disabled_version() -> None:
 def test_a_disabled_current_version_does_not_wrap_with_an_older_one() -> None:
     kms = InMemoryKms({"a": [bytes(16), bytes(32)]})
     kms.disable("a", 2)
-    with pytest.raises(MasterKeyDisabledError):
+    with pytest.raises(MasterKeyDisabledError, match="its current version"):
         kms.wrap(KEY, "a")
     assert not kms.describe("a").enabled
 
@@ -176,7 +186,7 @@ def test_enabling_a_key_leaves_its_disabled_versions_disabled() -> None:
     kms.disable("a", 1)
     kms.disable("a")
     assert kms.describe("a").enabled_versions == ()
-    with pytest.raises(MasterKeyDisabledError):
+    with pytest.raises(MasterKeyDisabledError, match=r"the master key is disabled\. Enable"):
         kms.wrap(KEY, "a")
     kms.enable("a")
     assert kms.describe("a").enabled_versions == ("2",)
@@ -189,7 +199,7 @@ def test_denied_and_allowed_again() -> None:
     with pytest.raises(KmsAccessDeniedError) as caught:
         kms.unwrap(wrapped, "a")
     assert caught.value.master_key_id == "a"
-    with pytest.raises(KmsAccessDeniedError):
+    with pytest.raises(KmsAccessDeniedError, match="describe with master key 'a'"):
         kms.describe("a")
     kms.allow("a")
     assert kms.unwrap(wrapped, "a") == KEY
@@ -197,7 +207,7 @@ def test_denied_and_allowed_again() -> None:
 
 @pytest.mark.parametrize("method", ["add_version", "disable", "enable", "deny", "allow"])
 def test_an_operator_cannot_change_what_is_not_there(method: str) -> None:
-    with pytest.raises(MasterKeyNotFoundError):
+    with pytest.raises(MasterKeyNotFoundError, match="update with master key 'b'"):
         getattr(InMemoryKms({"a": None}), method)("b")
 
 

@@ -28,13 +28,13 @@ from parquet_keytools.errors import (
     OutputError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms import keystore_document, private_file
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.client import UnwrapRequest
-from parquet_keytools.kms.keystore import KeystoreKms, KeystoreSettings
-from parquet_keytools.kms.keystore_document import PassphraseKeys
-from parquet_keytools.kms.keystore_file import Keystore
-from parquet_keytools.kms.passphrase import passphrase_from_file, passphrase_from_text
+from parquet_keytools.kms.keystore import document as keystore_document
+from parquet_keytools.kms.keystore import private_file
+from parquet_keytools.kms.keystore.client import KeystoreKms, KeystoreSettings
+from parquet_keytools.kms.keystore.document import PassphraseKeys
+from parquet_keytools.kms.keystore.file import Keystore, passphrase_from_file, passphrase_from_text
 from parquet_keytools.secret_bytes import SecretBytes
 
 PASSPHRASE = "canary horse battery"
@@ -189,8 +189,13 @@ def test_a_missing_file_says_how_to_create_it(tmp_path: Path) -> None:
 def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     (tmp_path / "folder").mkdir(mode=0o700)
-    for name in ("pipe", "folder", "pipe/x"):
-        with pytest.raises(KmsConfigurationError):
+    mistakes = {
+        "pipe": "not a regular file",
+        "folder": "not a regular file|directory",
+        "pipe/x": "cannot be opened",
+    }
+    for name, words in mistakes.items():
+        with pytest.raises(KmsConfigurationError, match=f"{name}.*({words})"):
             Keystore(tmp_path / name, right).open()
 
 
@@ -339,8 +344,9 @@ def test_tampering_is_found_by_a_client_that_runs(path: Path, name: str) -> None
     kms = KeystoreKms(path, right)
     kms.wrap(KEY, "a")
     edit(path, TAMPERINGS[name])
-    with pytest.raises(KmsResponseInvalidError):
+    with pytest.raises(KmsResponseInvalidError, match=r"was altered|is not a keystore") as caught:
         kms.wrap(KEY, "a")
+    assert "from a backup" in caught.value.hint
 
 
 def test_every_single_byte_counts(path: Path) -> None:
@@ -365,10 +371,9 @@ def test_every_single_byte_counts(path: Path) -> None:
 )
 def test_what_is_no_keystore(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(KmsResponseInvalidError):
-        Keystore(path, right).open()
-    with pytest.raises(KmsResponseInvalidError):
-        KeystoreKms(path, right).master_key_ids()
+    for call in (Keystore(path, right).open, KeystoreKms(path, right).master_key_ids):
+        with pytest.raises(KmsResponseInvalidError, match="is not a keystore that can be read here"):
+            call()
 
 
 def test_a_huge_file_is_not_read(path: Path) -> None:
@@ -465,7 +470,7 @@ def test_what_cannot_be_changed(path: Path) -> None:
         with pytest.raises(KmsConfigurationError, match="printable"):
             keystore.create_key(name)
     for call in (keystore.rotate_key, lambda name: keystore.set_enabled(name, False)):
-        with pytest.raises(MasterKeyNotFoundError):
+        with pytest.raises(MasterKeyNotFoundError, match="update with master key 'none'"):
             call("none")
     for version in (0, 3, -1):
         with pytest.raises(MasterKeyNotFoundError, match="no version"):
@@ -733,7 +738,7 @@ def test_scrypt_runs_once_and_changes_are_seen_at_once(path: Path, scrypt_runs: 
         kms.unwrap(wrapped, "a")
     assert kms.describe("a").enabled_versions == ("1", "3")
     operator.set_enabled("a", False)
-    with pytest.raises(MasterKeyDisabledError):
+    with pytest.raises(MasterKeyDisabledError, match=r"the master key is disabled\. Enable"):
         kms.wrap(KEY, "a")
     assert kms.describe("a").enabled_versions == ()
     operator.set_enabled("a", True)
@@ -752,7 +757,7 @@ def test_a_disabled_current_version_does_not_wrap_with_an_older_one(path: Path, 
 def test_a_keystore_that_disappears_is_not_used_from_memory(path: Path, kms: KeystoreKms) -> None:
     kms.wrap(KEY, "a")
     path.rename(path.with_name("elsewhere"))
-    with pytest.raises(KmsConfigurationError):
+    with pytest.raises(KmsConfigurationError, match="there is no file"):
         kms.wrap(KEY, "a")
     path.with_name("elsewhere").rename(path)
     kms.wrap(KEY, "a")
@@ -762,7 +767,7 @@ def test_the_version_in_a_wrapped_key_is_authenticated(path: Path, kms: Keystore
     wrapped = kms.wrap(KEY, "a")
     assert wrapped.startswith("keystore:v2:")
     for forged in ("v1", "v3", "v02", "v0", "v999999999", "v9999999999", "v٢"):
-        with pytest.raises(WrappedKeyInvalidError):
+        with pytest.raises(WrappedKeyInvalidError, match="unwrap with master key 'a'"):
             kms.unwrap(wrapped.replace("v2", forged), "a")
 
 
@@ -779,7 +784,7 @@ def test_the_aad_of_a_wrapped_key(path: Path, kms: KeystoreKms) -> None:
 
 def test_a_key_wrapped_by_the_keystore_of_another_is_refused(tmp_path: Path, kms: KeystoreKms) -> None:
     create(tmp_path / "other", "a").rotate_key("a")
-    with pytest.raises(WrappedKeyInvalidError):
+    with pytest.raises(WrappedKeyInvalidError, match="unwrap with master key 'a'"):
         kms.unwrap(KeystoreKms(tmp_path / "other", right).wrap(KEY, "a"), "a")
 
 
@@ -856,10 +861,10 @@ def test_passphrases_that_are_none(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "p"
     file.touch(0o600)
     file.write_bytes(content)
-    with pytest.raises(KmsConfigurationError):
+    with pytest.raises(KmsConfigurationError, match=r"empty, longer than 4096 bytes|is longer than 4097 bytes"):
         passphrase_from_file(file)
     if content != b"\n":
-        with pytest.raises(KmsConfigurationError):
+        with pytest.raises(KmsConfigurationError, match="the passphrase is empty, longer than 4096 bytes"):
             passphrase_from_text(content.decode())
 
 

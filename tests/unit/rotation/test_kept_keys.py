@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import fs as pafs
 from rotation_case import TABLE, Case, key_material_file, names, read_with_pyarrow, tree_digest
 
-from parquet_keytools import storage
 from parquet_keytools.errors import MasterKeyDisabledError
-from parquet_keytools.rotation import restoring, window
-from parquet_keytools.rotation.kept_keys import keep
+from parquet_keytools.rotation import data_set_run, restoring, rewrapping
+from parquet_keytools.rotation.kept_keys import SUFFIX, keep
 from parquet_keytools.rotation.report import Outcome
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
@@ -49,9 +51,13 @@ def test_undo(tmp_path: Path, key_material: str, plaintext_footer: bool) -> None
 def test_old_keys_that_nobody_can_unwrap_do_not_replace_the_new_ones(
     tmp_path: Path, key_material: str, plaintext_footer: bool, double: bool, moved: str
 ) -> None:
-    settings = {"key_material": key_material, "plaintext_footer": plaintext_footer, "double_wrapping": double}
+    settings: dict[str, Any] = {
+        "key_material": key_material,
+        "plaintext_footer": plaintext_footer,
+        "double_wrapping": double,
+    }
     case = Case.make(tmp_path, "keystore", **settings)
-    path, tools = case.write(), case.tools()
+    path, tools = case.write(), case.tools(also_trusted=["new"])
     before = tree_digest(case.folder)
     assert tools.rotate(path, moves={moved: "new"}, keep_old=True).succeeded
     # What this process has unwrapped before proves nothing.
@@ -61,7 +67,7 @@ def test_old_keys_that_nobody_can_unwrap_do_not_replace_the_new_ones(
     (file,) = tools.undo_rotation(case.folder).files
     assert file.outcome is Outcome.FAILED and isinstance(file.error, MasterKeyDisabledError)
     assert tree_digest(case.folder) == rotated
-    assert case.tools().read_table(path).equals(TABLE)
+    assert case.tools(also_trusted=["new"]).read_table(path).equals(TABLE)
     case.keystore.set_enabled(moved, True)  # type: ignore[union-attr]
     # Keys that the rotation left alone need not be there for its undoing.
     case.disable(None, "kb")
@@ -94,6 +100,54 @@ def test_several_rotations_are_undone_one_by_one(tmp_path: Path, key_material: s
         assert tools.undo_rotation(path).succeeded
         assert changing.read_bytes() == content
     assert kept(case.folder) == []
+
+
+@every_key_material
+def test_a_file_that_others_change_while_it_is_undone(
+    tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is attempted again, and the last time its folder is kept from others."""
+    case = Case.make(tmp_path, "in_memory", key_material=key_material)
+    path, tools = case.write(), case.tools()
+    before = tree_digest(case.folder)
+    assert tools.rotate(path, keep_old=True).succeeded
+    name = "replace_tail" if key_material == "internal" else "replace_external_material"
+    replace, locked = getattr(restoring, name), []
+
+    def disturbed(*arguments: Any, locked_folder: str | None = None) -> Any:
+        locked.append(locked_folder)
+        if locked_folder is None:
+            os.utime(path)
+        return replace(*arguments, locked_folder=locked_folder)
+
+    monkeypatch.setattr(restoring, name, disturbed)
+    assert tools.undo_rotation(case.folder).counts == Counter({Outcome.RESTORED: 1})
+    assert locked == [None] * data_set_run.ATTEMPTS + [str(case.folder)]
+    assert tree_digest(case.folder) == before
+
+
+@every_key_material
+def test_two_at_once_do_not_undo_two_rotations(
+    tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.make(tmp_path, "in_memory", key_material=key_material)
+    path, tools = case.write(), case.tools()
+    assert tools.rotate(path, keep_old=True).succeeded
+    once = {name: digest for name, digest in tree_digest(case.folder).items() if not name.endswith(SUFFIX)}
+    assert tools.rotate(path, keep_old=True).succeeded
+    read = restoring.read_kept
+
+    def overtaken(file: Any) -> Any:
+        monkeypatch.setattr(restoring, "read_kept", read)
+        assert case.tools().undo_rotation(path).counts == Counter({Outcome.RESTORED: 1})
+        return read(file)
+
+    monkeypatch.setattr(restoring, "read_kept", overtaken)
+    (file,) = tools.undo_rotation(path).files
+    assert file.outcome is Outcome.FAILED and "by another process meanwhile" in str(file.error)
+    now = tree_digest(case.folder)
+    assert {name: digest for name, digest in now.items() if not name.endswith(SUFFIX)} == once
+    assert len(kept(case.folder)) == 1
 
 
 @every_key_material
@@ -148,8 +202,8 @@ def test_a_rotation_that_fails_keeps_nothing(
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(5, "the disk is broken")
 
-    monkeypatch.setattr(window, "replace_external_material", fail)
-    monkeypatch.setattr(window, "tail_rewriter", fail)
+    monkeypatch.setattr(rewrapping, "replace_external_material", fail)
+    monkeypatch.setattr(rewrapping, "replace_tail", fail)
     (file,) = case.tools().rotate(path, keep_old=True).files
     assert file.outcome is Outcome.FAILED and tree_digest(case.folder) == before
 
@@ -161,26 +215,29 @@ def test_an_error_after_the_new_keys_are_in_place(
     case = Case.make(tmp_path, "in_memory", key_material=key_material)
     path, tools = case.write(), case.tools()
     before = tree_digest(case.folder)
-    sync = storage._sync
+    sync = os.fsync
 
-    def fail(path: str) -> None:
+    def fail(descriptor: int) -> None:
         # Of the folder, after the rename.
-        if Path(path).is_dir() and tree_digest(case.folder).items() & before.items() != before.items():
+        if (
+            stat.S_ISDIR(os.fstat(descriptor).st_mode)
+            and tree_digest(case.folder).items() & before.items() != before.items()
+        ):
             raise OSError(5, "the disk is broken")
-        sync(path)
+        sync(descriptor)
 
-    monkeypatch.setattr(storage, "_sync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     # The first folder that is synced is that of what is kept.
-    monkeypatch.setattr(window, "keep", lambda *rest: undisturbed(lambda: keep(*rest)))
+    monkeypatch.setattr(rewrapping, "keep", lambda *rest: undisturbed(lambda: keep(*rest)))
 
     def undisturbed(call: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(storage, "_sync", sync)
+            patch.setattr(os, "fsync", sync)
             return call()
 
     (file,) = tools.rotate(path, keep_old=True).files
     monkeypatch.undo()
-    assert file.outcome is Outcome.FAILED and "broken" in str(file.error)
+    assert file.outcome is Outcome.FAILED and "input/output error" in str(file.error)
     assert tools.read_table(path).equals(TABLE) and len(kept(case.folder)) == 1
     assert tools.undo_rotation(path).counts == Counter({Outcome.RESTORED: 1})
     assert tree_digest(case.folder) == before
@@ -246,3 +303,24 @@ def test_folders_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(restoring, "kept_files_in", counted)
     assert case.tools().undo_rotation(case.folder).counts == Counter({Outcome.NOTHING_TO_RESTORE: 5})
     assert len(listed) == 1
+
+
+@every_key_material
+def test_what_may_not_be_removed_is_named(tmp_path: Path, key_material: str) -> None:
+    """The keys are back in any case: that is no failure."""
+
+    class NoDelete(pafs.LocalFileSystem):  # type: ignore[misc]
+        def delete_file(self, path: str) -> None:
+            raise PermissionError(13, "AWS Error ACCESS_DENIED during DeleteObject operation")
+
+    case = Case.make(tmp_path, "in_memory", key_material=key_material)
+    path, tools = case.write(), case.tools()
+    before = tree_digest(case.folder)
+    assert tools.rotate(path, keep_old=True).succeeded
+    (left,) = kept(case.folder)
+    report = tools.undo_rotation(str(case.folder), filesystem=NoDelete())
+    assert report.succeeded and report.counts == Counter({Outcome.RESTORED: 1})
+    (text,) = report.left_behind
+    assert left in text and "cannot be removed: remove it" in text
+    after = tree_digest(case.folder)
+    assert {name: digest for name, digest in after.items() if not name.endswith(SUFFIX)} == before

@@ -14,11 +14,11 @@ from parquet_keytools.errors import KeytoolsError, OutputError
 from parquet_keytools.format.file_layout import MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.format.structs import FileCryptoMetaData
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
-from parquet_keytools.rotation.new_tail import check_new_tail, new_tail
 from parquet_keytools.rotation.report import Outcome
-from parquet_keytools.rotation.tail import footer_of, read_tail, with_trailer
+from parquet_keytools.rotation.tail import check_new_tail, footer_of, new_tail, read_tail, with_trailer
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage import BufferSource, FileLocation
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import BufferSource
 
 every_footer = pytest.mark.parametrize("plaintext_footer", [True, False])
 

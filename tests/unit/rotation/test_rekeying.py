@@ -13,9 +13,10 @@ from rotation_case import TABLE, Case, external_entries, names, read_with_pyarro
 
 from parquet_keytools import KeytoolsError
 from parquet_keytools.errors import KeyMaterialError, OutputError
-from parquet_keytools.rotation import rekey_check, rekeying
-from parquet_keytools.rotation.claimed_output import claimed_output, without_leftovers
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.rotation import rekeying
+from parquet_keytools.storage.leftovers import without_leftovers
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import whole_output
 
 KINDS: dict[str, dict[str, Any]] = {
     "encrypted footer": {},
@@ -72,7 +73,7 @@ def test_a_file_that_is_changed_all_the_time(tmp_path: Path, monkeypatch: pytest
         original(*arguments, **options)
 
     monkeypatch.setattr(rekeying, "check_rekeyed", check)
-    with pytest.raises(OutputError, match="changed by others all the time"):
+    with pytest.raises(OutputError, match="constantly being changed by others"):
         case.tools().rekey_in_place(path)
     assert names(case.folder) == ["x.parquet"]
 
@@ -126,7 +127,7 @@ def test_a_kms_that_wraps_another_key(tmp_path: Path, monkeypatch: pytest.Monkey
     path = case.write()
     before = path.read_bytes()
     monkeypatch.setattr(
-        rekey_check, "_wrapped_deks", lambda new, found=rekey_check._wrapped_deks: _swapped(list(found(new)))
+        rekeying, "_wrapped_deks", lambda new, found=rekeying._wrapped_deks: _swapped(list(found(new)))
     )
     with pytest.raises(KeyMaterialError, match="does not unwrap to itself"):
         case.tools().rekey_in_place(path)
@@ -141,14 +142,14 @@ def test_what_another_process_writes_is_not_left_over(tmp_path: Path) -> None:
     target = FileLocation.resolve(tmp_path / "x")
     target_path = Path(target.path)
     target_path.write_bytes(b"old")
-    with claimed_output(target) as pending:
+    with whole_output(target) as pending:
         assert list(without_leftovers([target])) == [target]
         with pending.open_sink() as sink:
             sink.write_at(0, b"new")
         assert list(without_leftovers([target])) == [target]
     assert target_path.read_bytes() == b"new"
     assert names(tmp_path) == ["x"]
-    with pytest.raises(RuntimeError), claimed_output(target):
+    with pytest.raises(RuntimeError), whole_output(target):
         raise RuntimeError
     assert names(tmp_path) == ["x"]
 

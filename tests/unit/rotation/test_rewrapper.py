@@ -1,19 +1,20 @@
-"""Wrapped keys wrapped anew: how often the KMS is asked, and that a wrong answer is noticed."""
+"""Wrapped keys re-wrapped: how often the KMS is asked, and that a wrong answer is noticed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from faults import FaultyKms
+from rotation_case import MASTER_KEYS, TABLE, Case
 
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsResponseInvalidError, KmsUnavailableError
 from parquet_keytools.kms.client import RewrapRequest
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.rotation import remembered as module
-from parquet_keytools.rotation.report import KmsCalls
-from parquet_keytools.rotation.rewrap_task import Rewrapped, RewrapTask, WrappedKey
-from parquet_keytools.rotation.rewrapper import Rewrapper
+from parquet_keytools.rotation import rewrapper as module
+from parquet_keytools.rotation.report import KmsCalls, Outcome
+from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask, WrappedKey
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEYS = {"a": b"0123456789012345", "b": b"5432109876543210"}
@@ -38,8 +39,8 @@ def tasks_of(kms: InMemoryKms | FaultyKms, count: int, *, is_kek: bool = True) -
     return [RewrapTask(WrappedKey("a", kms.wrap(SecretBytes.random(128), "a")), "a", is_kek) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("is_kek", "unwraps"), [(True, 3), (False, 6)])
-def test_each_distinct_key_is_asked_for_once(is_kek: bool, unwraps: int) -> None:
+@pytest.mark.parametrize("is_kek", [True, False])
+def test_each_distinct_key_is_asked_for_once(is_kek: bool) -> None:
     kms = RewrappingKms(KEYS)
     rewrapper = Rewrapper(kms, kms, new_keks=False, only_count=False)
     tasks = tasks_of(kms, 3, is_kek=is_kek)
@@ -47,8 +48,8 @@ def test_each_distinct_key_is_asked_for_once(is_kek: bool, unwraps: int) -> None
     first = rewrapper.rewrap(tasks * 5)
     second = rewrapper.rewrap(tasks)
     assert first == second and len(first) == 3
-    assert rewrapper.calls == KmsCalls(rewrap=3, unwrap=unwraps)
-    assert kms.call_counts - before == {"rewrap": 3, "unwrap": unwraps}
+    assert rewrapper.calls == KmsCalls(rewrap=3, unwrap=3)
+    assert kms.call_counts - before == {"rewrap": 3, "unwrap": 3}
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +64,19 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rewrapper.calls.rewrap == 4
 
 
-def test_another_key_under_single_wrapping_is_noticed() -> None:
-    kms = RewrappingKms(KEYS)
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("wrong", ["kf", "ka"])
+def test_another_key_is_noticed_where_it_opens_nothing(tmp_path: Path, wrong: str, double: bool) -> None:
+    kms = RewrappingKms(dict.fromkeys(MASTER_KEYS))
+    case = Case(tmp_path, kms, None, {"column_keys": {"ka": ["a"]}, "double_wrapping": double})
+    path = case.write()
+    before = path.read_bytes()
     kms.wrong = True
-    (outcome,) = (
-        Rewrapper(kms, kms, new_keks=False, only_count=False).rewrap(tasks_of(kms, 1, is_kek=False)).values()
-    )
-    assert isinstance(outcome, KmsResponseInvalidError) and "does not unwrap to the same key" in str(outcome)
+    (file,) = case.tools().rotate(path, only_master_keys=[wrong]).files
+    assert file.outcome is Outcome.FAILED and str(path) in str(file.error)
+    assert path.read_bytes() == before
+    kms.wrong = False
+    assert case.tools().rotate(path).succeeded and case.tools().read_table(path).equals(TABLE)
 
 
 @pytest.mark.parametrize("new_keks", [True, False])

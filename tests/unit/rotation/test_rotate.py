@@ -29,7 +29,13 @@ from rotation_case import (
 )
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError, MasterKeyNotFoundError
+from parquet_keytools.errors import (
+    ConfigurationError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+    NoParquetFilesError,
+    TableMismatchError,
+)
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation.report import KeyChange, KmsCalls, Outcome
 
@@ -150,8 +156,8 @@ def test_what_is_current_stays(tmp_path: Path) -> None:
     before = tree_digest(case.folder)
     report = case.tools().rotate(case.folder)
     assert report.counts == Counter({Outcome.ALREADY_CURRENT: 1})
-    # The footer's key is unwrapped, to see those of columns.
-    assert report.kms_calls == KmsCalls(unwrap=1, describe=3)
+    # That they are current is proven: each key is unwrapped.
+    assert report.kms_calls == KmsCalls(unwrap=3, describe=3)
     assert tree_digest(case.folder) == before
 
 
@@ -199,7 +205,11 @@ def test_moves_to_another_master_key(tmp_path: Path, kind: str, variant: dict[st
     assert report.succeeded
     assert {(change.master_key_id, change.new_master_key_id) for change in report.files[0].keys} == {("kf", "new")}
     case.disable(None, "kf")
-    assert case.tools().read_table(path).equals(TABLE)
+    assert case.tools(also_trusted=["new"]).read_table(path).equals(TABLE)
+    with pytest.raises(
+        TableMismatchError, match="under the master key 'new', and the table has the master key 'kf'"
+    ):
+        case.tools().read_table(path)
     assert read_with_pyarrow(case.kms, path).equals(TABLE)
     # A second run finds nothing more to move.
     assert case.tools().rotate(path, moves={"kf": "new"}).counts == Counter({Outcome.NOTHING_TO_ROTATE: 1}) or (
@@ -213,7 +223,7 @@ def test_names_of_the_configuration(tmp_path: Path) -> None:
         "version": 1,
         "kms": {"type": "in_memory", "keys": ["arn:aws:kms:eu:1:key/a", "arn:aws:kms:eu:1:key/b"]},
         "master_keys": {"old": "arn:aws:kms:eu:1:key/a", "new": "arn:aws:kms:eu:1:key/b"},
-        "tables": {"t": {"footer_key": "old", **UNIFORM}},
+        "tables": {"t": {"footer_key": "old", "also_trusted": ["new"], **UNIFORM}},
     }
     tools = Keytools(parse_configuration(document), kms=kms)
     path = tmp_path / "x.parquet"
@@ -240,7 +250,8 @@ def test_encoded_master_key_ids_stay_encoded(tmp_path: Path, key_material: str) 
         internal_key_material=key_material == "internal",
     )
     case.keystore.rotate_key("arn:a;1")  # type: ignore[union-attr]
-    tools = case.tools()
+    columns = {"arn:a;1": ["a"], "kb": ["b"]}
+    tools = case.tools(column_keys=columns, also_trusted=["arn:b,2", "new"], key_material=key_material)
     (file,) = tools.rotate(path).files
     assert file.keys == (KeyChange("arn:a;1", "arn:a;1", "1", "2", 1),)
     assert materials(tools, path)[1].master_key_id == "arn%3Aa%3B1"
@@ -305,7 +316,7 @@ def test_names_that_change_their_meaning_in_another_kms(tmp_path: Path, key_mate
     before = tree_digest(case.folder)
     assert case.tools().rotate(path, to=other, moves=moves).counts == Counter({Outcome.ALREADY_CURRENT: 1})
     assert tree_digest(case.folder) == before
-    assert case.tools(other).read_table(path).equals(TABLE)
+    assert case.tools(other, column_keys={"kb": ["a", "nested"], "ka": ["b"]}).read_table(path).equals(TABLE)
 
 
 @every_key_material
@@ -518,10 +529,16 @@ def test_a_name_that_is_not_utf8_is_told(tmp_path: Path) -> None:
     case = Case.make(tmp_path, "keystore")
     path = case.write()
     os.rename(path, os.fsencode(case.folder) + b"/caf\xe9.parquet")  # noqa: PTH104 - a path of bytes
-    for ask in (case.tools().rotate, lambda folder: list(case.tools().key_inventory(folder))):
-        with pytest.raises(OSError, match="not valid UTF-8") as caught:
-            ask(case.folder)
-        assert str(caught.value.filename).endswith("caf\\xe9.parquet")
+    other = case.write("other.parquet")
+    case.add_version()
+    report = case.tools().rotate(case.folder)
+    assert report.counts == Counter({Outcome.ROTATED: 1, Outcome.FAILED: 1}) and not report.succeeded
+    (failed,) = report.failures
+    assert failed.path.endswith("caf\\xe9.parquet") and "not valid UTF-8" in str(failed.error)
+    seen, unseen = case.tools().key_inventory(case.folder)
+    assert seen.path == str(other) and seen.unknown is None
+    assert unseen.path == failed.path and "not valid UTF-8" in str(unseen.unknown)
+    assert unseen.depends_on("pii") is None
 
 
 # --- AAD prefixes ---
@@ -756,7 +773,9 @@ def test_nothing_there(tmp_path: Path) -> None:
     case = Case.make(tmp_path, "keystore")
     with pytest.raises(FileNotFoundError):
         case.tools().rotate(tmp_path / "nope")
-    assert case.tools().rotate(case.folder).counts == Counter()
+    with pytest.raises(NoParquetFilesError, match="no Parquet files"):
+        case.tools().rotate(case.folder)
+    assert not list(case.folder.iterdir())
 
 
 def test_without_a_kms(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import errno
+import os
 import shutil
 import threading
 from collections import Counter
@@ -15,12 +16,21 @@ from faults import FaultyKms
 from rotation_case import MASTER_KEYS, TABLE, Case, key_material_file, materials, tree_digest
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.errors import FileChangedError, KeyMaterialError, KmsUnavailableError, OutputError
+from parquet_keytools.errors import (
+    FileChangedError,
+    KeyMaterialError,
+    KmsUnavailableError,
+    OutputError,
+    StorageFailedError,
+)
 from parquet_keytools.keys import file_key_retriever
-from parquet_keytools.rotation import data_set_rotation, file_keys, file_work, window
-from parquet_keytools.rotation.journal import JOURNAL_NAME, Journal, JournalInUseError
+from parquet_keytools.rotation import batch, data_set_run, held_keys, rewrapping
+from parquet_keytools.rotation.journal import Journal, JournalInUseError, journal_folder
 from parquet_keytools.rotation.report import FileRotation, KmsCalls, Outcome
-from parquet_keytools.storage import FileLocation, exclusive_folder
+from parquet_keytools.rotation.rewrapper import WrappedKey
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locks import exclusive_folder
+from parquet_keytools.storage.outputs import LocalSink
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
 
@@ -40,10 +50,16 @@ def cut_off_after(count: int) -> Callable[[FileRotation], None]:
     return on_file
 
 
+def only_journal() -> Path:
+    """Return the one journal in the folder of this user's state."""
+    (journal,) = journal_folder().iterdir()
+    return journal
+
+
 @pytest.fixture
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_work, "FILES_PER_WINDOW", 4)
-    monkeypatch.setattr(file_work, "FILES_PER_READ", 2)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "FILES_PER_BATCH", 4)
+    monkeypatch.setattr(batch, "FILES_PER_READ", 2)
 
 
 def make(tmp_path: Path, count: int, kind: str = "keystore", **settings: Any) -> Case:
@@ -62,15 +78,17 @@ def make(tmp_path: Path, count: int, kind: str = "keystore", **settings: Any) ->
 
 
 @every_key_material
-def test_a_run_goes_on_where_it_was(tmp_path: Path, key_material: str, small_windows: None) -> None:
+def test_a_run_goes_on_where_it_was(tmp_path: Path, key_material: str, small_batches: None) -> None:
     case = make(tmp_path, 10, "in_memory", key_material=key_material)
+    # Each file has keys of its own.
+    for path in sorted(case.folder.glob("*.parquet")):
+        case.write(path.name)
     with pytest.raises(CutOffError):
         case.tools().rotate(case.folder, on_file=cut_off_after(5))
-    journal = case.folder / JOURNAL_NAME
-    assert journal.exists()
+    journal = only_journal()
     before = tree_digest(case.folder)
     report = case.tools().rotate(case.folder)
-    # What the journal does not say was done, is done again.
+    # What the journal does not say was made, is made again.
     assert report.counts == Counter({Outcome.FINISHED_BEFORE: 5, Outcome.ROTATED: 5})
     finished = [file.path for file in report.files if file.outcome is Outcome.FINISHED_BEFORE]
     after = tree_digest(case.folder)
@@ -85,7 +103,8 @@ def test_a_finished_file_that_changed_gets_another_turn(tmp_path: Path) -> None:
         case.tools().rotate(case.folder, on_file=cut_off_after(2))
     case.write("000.parquet")
     outcomes = [file.outcome for file in case.tools().rotate(case.folder).files]
-    assert outcomes == [Outcome.FINISHED_BEFORE, Outcome.ROTATED, Outcome.ROTATED]
+    # The others are copies: they have the keys that were made for the second one.
+    assert outcomes == [Outcome.ROTATED, Outcome.FINISHED_BEFORE, Outcome.FINISHED_BEFORE]
 
 
 def test_a_new_version_begins_anew(tmp_path: Path) -> None:
@@ -125,7 +144,7 @@ def test_what_was_moved_to_one_kms_is_not_finished_for_another_one(tmp_path: Pat
     with pytest.raises(CutOffError):
         case.tools().rotate(case.folder, to=one, on_file=cut_off_after(2))
     with pytest.raises(OutputError, match="other parameters"):
-        case.tools().rotate(case.folder, to=another)
+        case.tools().rotate(case.folder, to=another, journal=only_journal())
     assert case.tools().rotate(case.folder, to=one).succeeded
     assert one.dataset(case.folder).to_table().num_rows == 3 * TABLE.num_rows
 
@@ -137,10 +156,9 @@ def test_failed_files_get_another_turn(tmp_path: Path) -> None:
     lost.unlink()
     with pytest.raises(CutOffError):
         case.tools().rotate(case.folder, on_file=cut_off_after(2))
-    assert '"error":"KeyMaterialError"' in (case.folder / JOURNAL_NAME).read_text()
     lost.write_bytes(content)
     outcomes = [file.outcome for file in case.tools().rotate(case.folder).files]
-    assert sorted(outcome.value for outcome in outcomes) == ["finished before", "rotated", "rotated"]
+    assert sorted(outcome.value for outcome in outcomes) == ["finished before", "finished before", "rotated"]
 
 
 def test_a_journal_of_other_parameters(tmp_path: Path) -> None:
@@ -149,12 +167,15 @@ def test_a_journal_of_other_parameters(tmp_path: Path) -> None:
     with pytest.raises(CutOffError):
         case.tools().rotate(case.folder, on_file=cut_off_after(1))
     before = tree_digest(case.folder)
+    first = only_journal()
     with pytest.raises(OutputError, match="other parameters"):
-        case.tools().rotate(case.folder, moves={"kf": "new"})
+        case.tools().rotate(case.folder, moves={"kf": "new"}, journal=first)
     assert tree_digest(case.folder) == before
     elsewhere = tmp_path / "journal"
     assert case.tools().rotate(case.folder, moves={"kf": "new"}, journal=elsewhere).succeeded
-    assert not elsewhere.exists() and (case.folder / JOURNAL_NAME).exists()
+    assert not elsewhere.exists() and only_journal() == first
+    # Without a name each has its own.
+    assert case.tools().rotate(case.folder, moves={"ka": "new"}).succeeded and only_journal() == first
 
 
 def test_a_dry_run_needs_no_journal(tmp_path: Path) -> None:
@@ -162,7 +183,7 @@ def test_a_dry_run_needs_no_journal(tmp_path: Path) -> None:
     case.add_version()
     with pytest.raises(CutOffError):
         case.tools().rotate(case.folder, dry_run=True, on_file=cut_off_after(1))
-    assert not (case.folder / JOURNAL_NAME).exists()
+    assert not journal_folder().exists()
 
 
 def test_failures_of_files_do_not_keep_the_journal(tmp_path: Path) -> None:
@@ -176,25 +197,23 @@ def test_failures_of_files_do_not_keep_the_journal(tmp_path: Path) -> None:
 # --- the journal itself ---
 
 
-def result(name: str, outcome: Outcome = Outcome.ROTATED) -> FileRotation:
-    return FileRotation(name, outcome)
-
-
 def test_a_torn_last_line(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path, {"moves": {}})
-    journal.add(result("a"), (1,))
-    journal.add(result("b"), (2,))
+    journal.add_made([b"a"])
+    journal.add_made([WrappedKey("k", "b")])
     journal.close(remove=False)
     whole = path.read_bytes()
     for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
         journal = Journal(path, {"moves": {}})
-        finished = [name for name, state in (("a", (1,)), ("b", (2,))) if journal.is_finished(name, state)]
-        assert finished == ["a", "b"][: max(0, whole[:length].count(b"\n") - 1)]
-        journal.add(result("c"), (3,))
+        made = [key for key in (b"a", WrappedKey("k", "b")) if journal.was_made(key)]
+        assert len(made) == journal.made_count == max(0, whole[:length].count(b"\n") - 1)
+        journal.add_made([b"c"])
         journal.close(remove=False)
-        assert [json.loads(line) for line in path.read_bytes().splitlines()][-1]["file"] == "c"
+        journal = Journal(path, {"moves": {}})
+        assert journal.was_made(b"c")
+        journal.close(remove=False)
 
 
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
@@ -212,24 +231,29 @@ def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
 def test_two_runs_at_a_time(tmp_path: Path) -> None:
     case = make(tmp_path, 3, "in_memory")
     parameters: dict[str, Any] = {}
-    journal = Journal(case.folder / JOURNAL_NAME, parameters)
+    path = tmp_path / "journal"
+    journal = Journal(path, parameters)
     with pytest.raises(JournalInUseError):
-        Journal(case.folder / JOURNAL_NAME, parameters)
-    report = case.tools().rotate(case.folder)
+        Journal(path, parameters)
+    report = case.tools().rotate(case.folder, journal=path)
     assert report.journal_in_use and report.counts == Counter({Outcome.ROTATED: 3})
-    assert (case.folder / JOURNAL_NAME).exists()
+    assert path.exists()
     journal.close(remove=True)
+    assert not path.exists()
 
 
-def test_states_tell_files_apart(tmp_path: Path) -> None:
+def test_many_made_keys(tmp_path: Path) -> None:
+    keys = [WrappedKey(f"k{i % 3}", f"wrapped {i}") for i in range(2000)]
     journal = Journal(tmp_path / "journal", {})
-    journal.add(result("a"), (1, None))
-    journal.add(result("failed", Outcome.FAILED), (1, None))
+    journal.add_made(keys[::2])
+    journal.add_made(keys[::2])
     journal.close(remove=False)
     journal = Journal(tmp_path / "journal", {})
-    assert journal.is_finished("a", (1, None)) and journal.finished_count == 1
-    assert not journal.is_finished("a", (2, None)) and not journal.is_finished("b", (1, None))
-    assert not journal.is_finished("failed", (1, None))
+    assert journal.made_count == 1000
+    assert [key for key in keys if journal.was_made(key)] == keys[::2]
+    assert not journal.was_made(WrappedKey("k9", "wrapped 0"))
+    journal.forget_made()
+    assert not any(map(journal.was_made, keys))
     journal.close(remove=True)
 
 
@@ -244,16 +268,16 @@ def test_a_file_that_is_replaced_between_read_and_replace(
     path = case.write()
     case.add_version()
     newer = TABLE.slice(0, 10)
-    finish = window.Window._finish
+    finish = rewrapping.Rewrapping._finish
     turns = []
 
-    def disturbed(self: window.Window, work: Any) -> None:
+    def disturbed(self: rewrapping.Rewrapping, work: Any) -> None:
         turns.append(work)
         if len(turns) == 1:
             case.write(table=newer)
         finish(self, work)
 
-    monkeypatch.setattr(window.Window, "_finish", disturbed)
+    monkeypatch.setattr(rewrapping.Rewrapping, "_finish", disturbed)
     report = case.tools().rotate(path)
     # The new file was written with the new version.
     assert report.counts == Counter({Outcome.ALREADY_CURRENT: 1}) and len(turns) == 2
@@ -265,7 +289,7 @@ def test_a_file_that_is_replaced_while_its_keys_are_read(tmp_path: Path, monkeyp
     case = Case.make(tmp_path, "keystore", key_material="external")
     path = case.write()
     case.add_version()
-    read = file_keys.read_external_material
+    read = held_keys.read_external_material
     for changes in ({}, {"key_material": "internal"}):
         turns = []
 
@@ -275,7 +299,7 @@ def test_a_file_that_is_replaced_while_its_keys_are_read(tmp_path: Path, monkeyp
                 case.write(tools=case.tools(**changes))
             return read(location)
 
-        monkeypatch.setattr(file_keys, "read_external_material", disturbed)
+        monkeypatch.setattr(held_keys, "read_external_material", disturbed)
         assert case.tools().rotate(path).counts == Counter({Outcome.ALREADY_CURRENT: 1})
         assert len(turns) == (1 if changes else 2)
         assert case.tools().read_table(path).equals(TABLE)
@@ -286,36 +310,36 @@ def test_somebody_who_never_stops(tmp_path: Path, key_material: str, monkeypatch
     case = Case.make(tmp_path, "in_memory", key_material=key_material)
     path = case.write()
     other, tools = case.tools(), case.tools()
-    finish = window.Window._finish
+    finish = rewrapping.Rewrapping._finish
     turns: list[str | None] = []
 
-    def disturbed(self: window.Window, work: Any) -> None:
+    def disturbed(self: rewrapping.Rewrapping, work: Any) -> None:
         turns.append(self._locked_folder)
         if self._locked_folder is None:
-            monkeypatch.setattr(window.Window, "_finish", finish)
+            monkeypatch.setattr(rewrapping.Rewrapping, "_finish", finish)
             other.rotate(path)
-            monkeypatch.setattr(window.Window, "_finish", disturbed)
+            monkeypatch.setattr(rewrapping.Rewrapping, "_finish", disturbed)
         finish(self, work)
 
-    monkeypatch.setattr(window.Window, "_finish", disturbed)
+    monkeypatch.setattr(rewrapping.Rewrapping, "_finish", disturbed)
     assert tools.rotate(path).counts == Counter({Outcome.ROTATED: 1})
     # The last turn has the folder for itself.
-    assert turns == [None] * data_set_rotation.TURNS + [str(case.folder)]
+    assert turns == [None] * data_set_run.ATTEMPTS + [str(case.folder)]
     assert tools.read_table(path).equals(TABLE)
 
 
 def test_a_writer_that_minds_no_lock_and_never_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
-    finish = window.Window._finish
+    finish = rewrapping.Rewrapping._finish
 
-    def disturbed(self: window.Window, work: Any) -> None:
+    def disturbed(self: rewrapping.Rewrapping, work: Any) -> None:
         copy = path.with_name(".copy")
         shutil.copy(path, copy)
         copy.rename(path)
         finish(self, work)
 
-    monkeypatch.setattr(window.Window, "_finish", disturbed)
+    monkeypatch.setattr(rewrapping.Rewrapping, "_finish", disturbed)
     before = path.read_bytes()
     (file,) = case.tools().rotate(path).files
     assert (file.outcome, file.error_class) == (Outcome.FAILED, "OutputError")
@@ -371,13 +395,13 @@ def test_many_threads_rotate_and_read(tmp_path: Path, key_material: str) -> None
 def test_a_file_that_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(tmp_path, 2)
     case.add_version()
-    read = file_work.read_file_keys
+    read = batch.read_file_keys
 
     def remove_first(location: FileLocation) -> Any:
         (case.folder / "000.parquet").unlink(missing_ok=True)
         return read(location)
 
-    monkeypatch.setattr(file_work, "read_file_keys", remove_first)
+    monkeypatch.setattr(batch, "read_file_keys", remove_first)
     report = case.tools().rotate(case.folder)
     assert report.counts == Counter({Outcome.NOTHING_TO_ROTATE: 1, Outcome.ROTATED: 1}) and report.succeeded
 
@@ -389,9 +413,9 @@ def test_a_file_that_is_away_for_a_moment_is_not_passed_over(
     case = make(tmp_path, 1, key_material=key_material)
     path = case.folder / "000.parquet"
     case.add_version()
-    finish, away = window.Window._finish, []
+    finish, away = rewrapping.Rewrapping._finish, []
 
-    def finish_without(self: window.Window, work: file_work.FileWork) -> None:
+    def finish_without(self: rewrapping.Rewrapping, work: batch.BatchFile) -> None:
         replaced = path if key_material == "internal" else key_material_file(path)
         if not away:
             away.append(replaced.rename(tmp_path / "away"))
@@ -402,7 +426,7 @@ def test_a_file_that_is_away_for_a_moment_is_not_passed_over(
         else:
             finish(self, work)
 
-    monkeypatch.setattr(window.Window, "_finish", finish_without)
+    monkeypatch.setattr(rewrapping.Rewrapping, "_finish", finish_without)
     assert case.tools().rotate(case.folder).counts == Counter({Outcome.ROTATED: 1})
     case.disable(1)
     assert case.tools().read_table(path).equals(TABLE)
@@ -411,7 +435,7 @@ def test_a_file_that_is_away_for_a_moment_is_not_passed_over(
 # --- the KMS ---
 
 
-def test_a_kms_that_is_down_ends_the_run(tmp_path: Path, small_windows: None) -> None:
+def test_a_kms_that_is_down_ends_the_run(tmp_path: Path, small_batches: None) -> None:
     kms = FaultyKms({name: name.ljust(16).encode() for name in MASTER_KEYS})
     case = Case(tmp_path / "data", kms, None)
     case.folder.mkdir()
@@ -422,16 +446,14 @@ def test_a_kms_that_is_down_ends_the_run(tmp_path: Path, small_windows: None) ->
     report = case.tools().rotate(case.folder)
     assert isinstance(report.stopped_by, KmsUnavailableError) and not report.succeeded
     assert report.counts == Counter({Outcome.FAILED: 4})
-    assert report.journal == str(case.folder / JOURNAL_NAME)
-    Path(report.journal).rename(tmp_path / "journal")
+    assert report.journal == str(only_journal())
     assert tree_digest(case.folder) == before
-    (tmp_path / "journal").rename(report.journal)
     kms.failure = None
     report = case.tools().rotate(case.folder)
     assert report.counts == Counter({Outcome.ROTATED: 8}) and report.journal is None
 
 
-def test_a_kms_that_refuses_one_key_does_not_end_it(tmp_path: Path, small_windows: None) -> None:
+def test_a_kms_that_refuses_one_key_does_not_end_it(tmp_path: Path, small_batches: None) -> None:
     kms = FaultyKms({name: name.ljust(16).encode() for name in MASTER_KEYS})
     case = Case(tmp_path / "data", kms, None, {"column_keys": {"ka": ["a"]}})
     case.folder.mkdir()
@@ -517,3 +539,34 @@ def test_key_material_that_is_missing_is_said(tmp_path: Path) -> None:
     key_material_file(path).write_text("{}")
     with pytest.raises(KeyMaterialError, match="has no 'footerKey'"):
         case.tools().read_table(path)
+
+
+# --- the storage ---
+
+
+@every_key_material
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_storage_that_takes_no_more_ends_the_run(
+    tmp_path: Path, key_material: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make(tmp_path, 20, "in_memory", key_material=key_material)
+    before = tree_digest(case.folder)
+    write, left = LocalSink.write_at, [3]
+
+    def write_at(self: LocalSink, offset: int, data: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(number, os.strerror(number))
+        write(self, offset, data)
+
+    monkeypatch.setattr(LocalSink, "write_at", write_at)
+    report = case.tools().rotate(case.folder)
+    assert isinstance(report.stopped_by, StorageFailedError) and not report.succeeded
+    assert os.strerror(number).lower() in str(report.stopped_by)
+    assert report.counts[Outcome.FAILED] == 1 and report.counts[Outcome.ROTATED] <= 3
+    assert sum(report.counts.values()) < 20 and len(report.failures) == 1
+    monkeypatch.undo()
+    changed = {name for name, digest in tree_digest(case.folder).items() if before.get(name) != digest}
+    assert len(changed) == report.counts[Outcome.ROTATED] and set(tree_digest(case.folder)) == set(before)
+    report = case.tools().rotate(case.folder)
+    assert report.succeeded and sum(report.counts.values()) == 20

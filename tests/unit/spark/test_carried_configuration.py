@@ -7,7 +7,12 @@ import pytest
 
 from parquet_keytools import load_configuration, parse_configuration
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.spark.carried_configuration import carried, carried_file, identity, unpacked
+from parquet_keytools.spark.carried_configuration import (
+    carried,
+    carried_file,
+    configuration_identity,
+    received_configuration,
+)
 
 SECRET = "canary-of-the-passphrase"
 YAML = """
@@ -31,7 +36,7 @@ def test_it_arrives_as_it_was_without_its_secrets(file: Path, tmp_path: Path) ->
     text = carried(configuration)
     assert "${PASSPHRASE_OF_TEST}" in text and SECRET not in text
     assert base64.b64encode(SECRET.encode()).decode() not in text
-    arrived = unpacked(text, tmp_path / "elsewhere")
+    arrived = received_configuration(text, tmp_path / "elsewhere")
     assert arrived == configuration
     assert arrived.folder == tmp_path, "the keystore's path starts there"
 
@@ -40,7 +45,7 @@ def test_variables_are_those_of_the_worker(file: Path, monkeypatch: pytest.Monke
     text = carried(load_configuration(file))
     monkeypatch.delenv("PASSPHRASE_OF_TEST")
     with pytest.raises(ConfigurationError, match=r"c\.yaml:3: kms.passphrase: .*PASSPHRASE_OF_TEST is not set"):
-        unpacked(text, Path("/"))
+        received_configuration(text, Path("/"))
 
 
 def test_a_file_with_secrets_in_it_stays_where_it_is(file: Path) -> None:
@@ -48,7 +53,7 @@ def test_a_file_with_secrets_in_it_stays_where_it_is(file: Path) -> None:
     configuration = load_configuration(file)
     text = carried(configuration)
     assert SECRET not in text and str(file) in text
-    assert unpacked(text, Path("/")) == configuration
+    assert received_configuration(text, Path("/")) == configuration
 
 
 def test_secrets_without_a_file_cannot_travel() -> None:
@@ -65,8 +70,8 @@ def test_what_was_put_together_in_python_cannot_travel(file: Path) -> None:
 
 
 def test_one_of_sparks_files(file: Path, tmp_path: Path) -> None:
-    assert unpacked(carried_file("c.yaml"), tmp_path) == load_configuration(file)
-    assert unpacked(carried_file(str(file)), Path("/")) == load_configuration(file)
+    assert received_configuration(carried_file("c.yaml"), tmp_path) == load_configuration(file)
+    assert received_configuration(carried_file(str(file)), Path("/")) == load_configuration(file)
 
 
 def test_identity_is_of_what_it_says_and_not_of_where_it_is(file: Path, tmp_path: Path) -> None:
@@ -74,5 +79,5 @@ def test_identity_is_of_what_it_says_and_not_of_where_it_is(file: Path, tmp_path
     other.write_text(YAML)
     changed = tmp_path / "changed.yaml"
     changed.write_text(YAML.replace("pii: [a]", "pii: [b]"))
-    identities = [identity(load_configuration(path)) for path in (file, other, changed)]
+    identities = [configuration_identity(load_configuration(path)) for path in (file, other, changed)]
     assert identities[0] == identities[1] != identities[2]

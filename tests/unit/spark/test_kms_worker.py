@@ -32,7 +32,7 @@ from parquet_keytools.spark.frames import (
     key_request_bytes,
     read_frame,
 )
-from parquet_keytools.spark.kms_worker import THREADS, KmsWorker
+from parquet_keytools.spark.kms_worker import MOST_TOGETHER, THREADS, KmsWorker, WaitingRequests
 
 MASTER_KEYS = {"footer": os.urandom(16), "pii": os.urandom(16), "arn:aws:kms:1,2;3": os.urandom(16)}
 KEY = bytes(range(16))
@@ -123,6 +123,26 @@ def test_wrap_and_unwrap(kms: SlowKms) -> None:
         assert (back.kind, back.content) == (Status.OK, KEY)
 
 
+def test_files_are_compared_with_their_table(kms: SlowKms, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "{version: 1, kms: {type: in_memory, keys: {footer: AAECAwQFBgcICQoLDA0ODw==, pii: "
+        "AAECAwQFBgcICQoLDA0ODg==}}, tables: {t: {footer_key: footer, column_keys: {pii: [a]}}}}"
+    )
+    request = {"table": "", "file": "f.parquet", "algorithm": "AES_GCM_V1", "footer_key": "footer"}
+    with worker(kms) as asker:
+        before = asker.ask(Operation.CHECK, json.dumps(request).encode())
+        assert (before.kind, before.content) == (Status.FAILED, b"the worker was given no configuration")
+        assert asker.ask(Operation.START, b"\n" + carried_file(str(path)).encode()).kind == Status.OK
+        assert asker.ask(Operation.CHECK, json.dumps(request).encode()).kind == Status.OK
+        refused = asker.ask(Operation.CHECK, json.dumps(request | {"footer_key": "pii"}).encode())
+        assert refused.kind == Status.FAILED and b"f.parquet" in refused.content and b"'t'" in refused.content
+        for content in (b"", b"[]", b"{}", b"\xff"):
+            unreadable = asker.ask(Operation.CHECK, content)
+            assert unreadable.kind == Status.FAILED
+            assert unreadable.content.startswith(b"a file cannot be compared with its table: ")
+
+
 def test_identifiers_come_encoded(kms: SlowKms) -> None:
     kms.may_answer.set()
     with worker(kms) as asker:
@@ -204,7 +224,7 @@ def test_an_operation_of_another_version(kms: SlowKms) -> None:
             Status.DENIED,
             "access denied",
         ),
-        (KmsUnavailableError(backend="b", operation="unwrap"), Status.FAILED, "cannot be reached"),
+        (KmsUnavailableError(backend="b", operation="unwrap"), Status.FAILED, "is unavailable"),
         (RuntimeError("canary of a key"), Status.FAILED, "unexpected RuntimeError"),
     ],
 )
@@ -274,7 +294,7 @@ def test_the_process_serves_until_the_end_of_stdin(process: WorkerProcess, confi
     time.sleep(1.5)
     status, stdout, stderr = process.end()
     assert (status, stdout) == (0, b"")
-    assert b"asked the KMS so far: 2 wrap calls, 2 wrap keys" in stderr
+    assert b"KMS requests so far: 2 wrap calls, 2 wrap keys" in stderr
     assert not any(key in stderr or base64.b64encode(key) in stderr for key in (KEY, *MASTER_KEYS.values()))
 
 
@@ -309,7 +329,7 @@ def test_generated_master_keys_are_refused(process: WorkerProcess, configuration
     )
     answer = process.start(carried_file(str(configuration)))
     assert answer.kind == Status.FAILED
-    assert b"every executor would have others" in answer.content
+    assert b"every executor would have different ones" in answer.content
 
 
 def test_a_program_that_prints_does_not_come_between_the_frames(tmp_path: Path, configuration: Path) -> None:
@@ -329,3 +349,39 @@ def test_a_program_that_prints_does_not_come_between_the_frames(tmp_path: Path, 
         assert process.wrap().kind == Status.OK
         threading.Event().wait(0.005)
     assert process.end()[0] == 0
+
+
+def test_what_waits_is_taken_together_by_operation() -> None:
+    waiting = WaitingRequests()
+    kinds = [Operation.WRAP, Operation.UNWRAP, Operation.WRAP, Operation.UNWRAP, Operation.UNWRAP]
+    for request_id, kind in enumerate(kinds):
+        waiting.put(Frame(request_id, kind))
+    assert [frame.request_id for frame in waiting.take()] == [0, 2]
+    assert [frame.request_id for frame in waiting.take()] == [1, 3, 4]
+
+
+def test_no_more_than_a_limit_is_taken() -> None:
+    waiting = WaitingRequests()
+    for request_id in range(MOST_TOGETHER + 1):
+        waiting.put(Frame(request_id, Operation.WRAP))
+    assert [len(waiting.take()), len(waiting.take())] == [MOST_TOGETHER, 1]
+
+
+def test_the_end_wakes_all_and_loses_nothing() -> None:
+    waiting = WaitingRequests()
+    taken: list[list[Frame]] = []
+
+    def serve() -> None:
+        while frames := waiting.take():
+            taken.append(frames)
+
+    threads = [threading.Thread(target=serve) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for request_id in range(50):
+        waiting.put(Frame(request_id, Operation.WRAP))
+    waiting.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert sorted(frame.request_id for frames in taken for frame in frames) == list(range(50))

@@ -16,12 +16,11 @@ from fake_spark import FakeSpark
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import ConfigurationError, OutputError, ParquetFormatError
-from parquet_keytools.kms.keystore import KeystoreSettings
+from parquet_keytools.kms.keystore.client import KeystoreSettings
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.spark import pipelines
 from parquet_keytools.spark.pipelines import encryption, kms_share, rekeying, rotation, worker_keys
 from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, state_of
-from parquet_keytools.spark.pipelines.footer_groups import group_files
 from parquet_keytools.spark.pipelines.job import Job
 from parquet_keytools.spark.pipelines.kms_share import (
     first_pause_seconds,
@@ -29,17 +28,18 @@ from parquet_keytools.spark.pipelines.kms_share import (
     shared_settings,
     task_slots,
 )
-from parquet_keytools.spark.pipelines.places import location_of, place_of
 from parquet_keytools.spark.pipelines.planned_files import (
     cut,
     cut_by_group,
+    node_location,
     number_of_pieces,
     packed,
-    plan_files,
+    place_of,
+    plan_data_set,
     unpacked,
 )
 from parquet_keytools.spark.pipelines.report import TaskResult
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.storage.locations import FileLocation
 
 EMPTY_KEY_MATERIAL = "_KEY_MATERIAL_FOR_a.parquet.json"
 
@@ -60,26 +60,28 @@ def test_a_plan_has_all_that_lies_there(tmp_path: Path) -> None:
     (tmp_path / "a=1" / EMPTY_KEY_MATERIAL).touch()
     (tmp_path / EMPTY_KEY_MATERIAL).touch()
     (tmp_path / "a=1" / "loop").symlink_to(tmp_path)
-    plan = plan_files(FileLocation.resolve(tmp_path))
+    plan = plan_data_set(FileLocation.resolve(tmp_path))
     assert sorted(plan.table["path"].to_pylist()) == ["a=1/a.parquet", "a=1/b.parquet", "c.parquet"]
     assert plan.size_bytes == 15
     reasons = {row["path"]: row["reason"] for row in plan.left_out.to_pylist()}
     # Key material belongs to its Parquet file; what has none is told.
-    assert reasons.keys() == {"_metadata", ".hidden", "notes.txt", EMPTY_KEY_MATERIAL, "a=1/loop"}
-    assert "a link to a folder that it lies in" in reasons["a=1/loop"]
-    (single,) = plan_files(FileLocation.resolve(tmp_path / "c.parquet")).table.to_pylist()
+    assert reasons.keys() == {"_metadata", ".hidden", "notes.txt", EMPTY_KEY_MATERIAL}
+    (unseen,) = plan.unseen
+    assert unseen.path == str(tmp_path / "a=1" / "loop") and "a link to a folder that contains it" in unseen.reason
+    (single,) = plan_data_set(FileLocation.resolve(tmp_path / "c.parquet")).table.to_pylist()
     assert single == {"path": "", "size_bytes": 5}
     with pytest.raises(FileNotFoundError):
-        plan_files(FileLocation.resolve(tmp_path / "nowhere"))
+        plan_data_set(FileLocation.resolve(tmp_path / "nowhere"))
 
 
 def test_a_name_that_is_not_utf_8_is_not_lost(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").touch()
     with open(str(tmp_path).encode() + b"/\xff.parquet", "wb"):  # noqa: PTH123
         pass
-    plan = plan_files(FileLocation.resolve(tmp_path))
+    plan = plan_data_set(FileLocation.resolve(tmp_path))
     assert plan.table["path"].to_pylist() == ["a.parquet"]
-    assert len(plan.unreadable) == 1 and ".parquet" in plan.unreadable[0]
+    (unseen,) = plan.unseen
+    assert unseen.path == f"{tmp_path}/\\xff.parquet" and "not valid UTF-8" in unseen.reason
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5, 100])
@@ -218,7 +220,7 @@ def encrypted(tmp_path: Path) -> tuple[Keytools, Path]:
 
 
 def piece_of(folder: Path) -> bytes:
-    return packed(plan_files(FileLocation.resolve(folder)).table)
+    return packed(plan_data_set(FileLocation.resolve(folder)).table)
 
 
 def test_later_tasks_of_a_job_have_a_share_of_their_own(encrypted: tuple[Keytools, Path]) -> None:
@@ -232,7 +234,7 @@ def test_later_tasks_of_a_job_have_a_share_of_their_own(encrypted: tuple[Keytool
 def test_attempts_of_one_task_do_not_take_each_others_old_keys(
     encrypted: tuple[Keytools, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from parquet_keytools.rotation import window
+    from parquet_keytools.rotation import rewrapping
     from parquet_keytools.rotation.kept_keys import keep
     from parquet_keytools.rotation.request import RotationRequest, rotation_context
 
@@ -241,13 +243,11 @@ def test_attempts_of_one_task_do_not_take_each_others_old_keys(
     spark: Any = FakeSpark([2], spark_master="local[2]")
     job = Job(spark, keytools.configuration)
     context = rotation_context(job.keys, RotationRequest(moves={"pii": "new"}))
-    given = rotation._rewrap(
-        job,
-        context,
-        group_files(job, str(folder), plan_files(location_of(str(folder))).table, with_keys=True).visible,
-    )
+    opening = rotation.OpeningTask(job.carried_keys(1), str(folder), None, None, context.plan)
+    distinct = opening(0, 0, piece_of(folder)).other
+    given = rotation._rewrap(job, context, distinct)
     broadcast: Any = SimpleNamespace(value=given)
-    work = rotation._WriteWork(
+    writing = rotation.WritingTask(
         job.carried_keys(1), str(folder), None, None, context.plan, None, {}, True, False, broadcast
     )
     attempts: list[TaskResult] = []
@@ -255,7 +255,7 @@ def test_attempts_of_one_task_do_not_take_each_others_old_keys(
     def attempt(number: int) -> TaskResult:
         # Each is a process of its own.
         monkeypatch.setattr(worker_keys._Held, "job", None)
-        return rotation._rotate_piece(work, 0, number, piece_of(folder))
+        return writing(0, number, piece_of(folder))
 
     def keep_while_another_attempt_works(*arguments: Any) -> FileLocation:
         kept = keep(*arguments)
@@ -264,7 +264,7 @@ def test_attempts_of_one_task_do_not_take_each_others_old_keys(
             attempts.append(attempt(1))
         return kept
 
-    monkeypatch.setattr(window, "keep", keep_while_another_attempt_works)
+    monkeypatch.setattr(rewrapping, "keep", keep_while_another_attempt_works)
     attempts.append(attempt(0))
     assert [sum(found.outcomes.values()) for found in attempts[1:]] == [1, 1]
     assert all(not found.outcomes["failed"] for found in attempts)
@@ -305,7 +305,7 @@ def test_a_file_that_no_task_can_be_told_of_is_not_passed_over(
     report = getattr(pipelines, name)(spark, folder, folder.with_name("config.yaml"))
     assert not report.succeeded
     (row,) = [row for row in report.rows() if row["error"] is not None]
-    assert "is not valid UTF-8" in row["error"]
+    assert "not valid UTF-8" in row["error"] and row["path"].endswith("\\xff.parquet")
     assert sum(report.outcomes.values()) == 2
 
 
@@ -314,10 +314,10 @@ def test_a_plaintext_file_in_a_folder_is_not_rekeyed(encrypted: tuple[Keytools, 
     pq.write_table(pa.table({"a": [1]}), folder / "plain.parquet")
     spark: Any = FakeSpark([2], spark_master="local[2]")
     job = Job(spark, keytools.configuration)
-    work = rekeying._Work(job.carried_keys(1), str(folder), None, "t", None)
-    assert rekeying._rekey_piece(work, 0, 0, piece_of(folder)).outcomes == {"rekeyed": 1, "not encrypted": 1}
-    alone = rekeying._Work(job.carried_keys(1), str(folder / "plain.parquet"), None, "t", None)
-    assert rekeying._rekey_piece(alone, 0, 0, piece_of(folder / "plain.parquet")).outcomes == {"failed": 1}
+    task = rekeying.RekeyTask(job.carried_keys(1), str(folder), None, None, "t")
+    assert task(0, 0, piece_of(folder)).outcomes == {"rekeyed": 1, "not encrypted": 1}
+    alone = rekeying.RekeyTask(job.carried_keys(1), str(folder / "plain.parquet"), None, None, "t")
+    assert alone(0, 0, piece_of(folder / "plain.parquet")).outcomes == {"failed": 1}
 
 
 def write_plain(folder: Path, name: str = "part-0.parquet") -> Path:
@@ -336,7 +336,7 @@ def test_what_the_configuration_says_of_rotations_holds(encrypted: tuple[Keytool
     assert [(key["master_key"], key["new_master_key"]) for key in row["keys"]] == [("pii", "new")]
     assert keytools.undo_rotation(folder).succeeded
     assert next(folder.glob("*.parquet")).read_bytes() == before
-    with pytest.raises(ConfigurationError, match="these moves are within one KMS, and another one is named"):
+    with pytest.raises(ConfigurationError, match="moves are within one KMS, but another one is given"):
         rotation.rotate(spark, folder, config, to=config)
     # What a caller says is stronger.
     (row,) = rotation.rotate(spark, folder, config, moves={"footer": "new"}, keep_old=False).rows()
@@ -357,7 +357,7 @@ def test_a_call_that_is_refused_leaves_a_complete_target_complete(
     with pytest.raises(ParquetFormatError, match="no Parquet files"):
         encryption.encrypt(spark, empty, target, tmp_path / "config.yaml", overwrite=True)
     within = write_plain(target / "source")
-    with pytest.raises(OutputError, match="lies in the target"):
+    with pytest.raises(OutputError, match="is inside the target"):
         encryption.encrypt(spark, within, target, tmp_path / "config.yaml", overwrite=True)
     assert {path.name for path in target.iterdir()} == {"_SUCCESS", "part-0.parquet", "source"}
 
@@ -370,11 +370,11 @@ def test_values_of_a_column_with_a_key_do_not_stay_in_the_names_of_folders(
     config = tmp_path / "config.yaml"
     text = config.read_text()
     config.write_text(text.replace("[a]", '["a*"]'))
-    with pytest.raises(ConfigurationError, match=r"'a c' stand in the names of folders.*under the key 'pii'"):
+    with pytest.raises(ConfigurationError, match=r"'a c' are in the names of folders.*under the key 'pii'"):
         encryption.encrypt(spark, source, tmp_path / "target", config)
     assert not (tmp_path / "target").exists()
     config.write_text(text.replace("[a]}", "[a]}, unlisted_columns: footer_key"))
-    with pytest.warns(UserWarning, match="stand in the names of folders"):
+    with pytest.warns(UserWarning, match="are in the names of folders"):
         assert encryption.encrypt(spark, source, tmp_path / "target", config).succeeded
 
 
@@ -387,7 +387,7 @@ def test_places_are_the_same_on_every_node(tmp_path: Path, monkeypatch: pytest.M
         place_of("s3://AKIA:canary@bucket/flights")
     assert "canary" not in str(raised.value)
     with pytest.raises(ConfigurationError, match="scheme 'ftp'"):
-        location_of("ftp://host/x")
+        node_location("ftp://host/x")
 
 
 def test_records_tell_what_is_finished(tmp_path: Path) -> None:
@@ -416,3 +416,14 @@ def test_records_tell_what_is_finished(tmp_path: Path) -> None:
     records.remove()
     assert not records.exists()
     records.remove()
+
+
+def test_a_plaintext_file_beside_encrypted_ones_is_named(encrypted: tuple[Keytools, Path]) -> None:
+    _, folder = encrypted
+    pq.write_table(pa.table({"a": [1], "b": [2]}), folder / "part-1.parquet")
+    spark: Any = FakeSpark([2], spark_master="local[2]")
+    report = pipelines.verify(spark, folder, folder.with_name("config.yaml"))
+    assert not report.succeeded
+    broken = {row["rule"]: row for row in report.rule_rows() if row["outcome"] == "broken"}
+    assert broken["encrypted"]["file"] == str(folder / "part-1.parquet")
+    assert broken["plaintext-among"]["message"] == "part-1.parquet is not encrypted."

@@ -13,7 +13,7 @@ import pytest
 
 from parquet_keytools import Keytools, load_configuration
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.spark import bridge_jar, configure, session_settings
+from parquet_keytools.spark import bridge_jar, configure, configure_session, session_settings
 
 SECRET = "canary-of-the-passphrase"
 YAML = """
@@ -95,7 +95,7 @@ def test_data_keys_alone_are_no_use_to_spark(tmp_path: Path) -> None:
         f"{{version: 1, data_keys: {{k: {'A' * 22}==}}, "
         "tables: {t: {footer_key: k, unlisted_columns: footer_key}}}"
     )
-    with pytest.raises(ConfigurationError, match="Spark takes no data keys"):
+    with pytest.raises(ConfigurationError, match="Spark does not support data keys"):
         session_settings(path, jar="j")
 
 
@@ -126,8 +126,155 @@ def test_configure_comes_before_spark(file: Path, monkeypatch: pytest.MonkeyPatc
     from pyspark import SparkContext
 
     monkeypatch.setattr(SparkContext, "_active_spark_context", SimpleNamespace())
-    with pytest.raises(ConfigurationError, match="runs already"):
+    with pytest.raises(ConfigurationError, match=r"is already running.*configure_session\(spark"):
         configure(Builder(), file, jar="j")  # type: ignore[arg-type]
+
+
+class FakeSession:
+    """What `configure_session` needs of a session that runs.
+
+    Args:
+        hadoop: Its Hadoop configuration.
+        takes_jars: Whether the class loader of its driver does.
+        finds_class: Whether Hadoop finds our class, with the jar.
+    """
+
+    def __init__(
+        self, hadoop: dict[str, str] | None = None, *, takes_jars: bool = True, finds_class: bool = True
+    ) -> None:
+        self.hadoop = {} if hadoop is None else hadoop
+        self.jars: list[str] = []
+        self.urls: list[str] = []
+        self._finds_class = finds_class
+        self._takes_jars = takes_jars
+        self._jsc = self.sparkContext = self
+        self._jvm = SimpleNamespace(
+            java=SimpleNamespace(
+                lang=SimpleNamespace(
+                    Thread=SimpleNamespace(
+                        currentThread=lambda: SimpleNamespace(getContextClassLoader=lambda: self)
+                    )
+                ),
+                io=SimpleNamespace(
+                    File=lambda path: SimpleNamespace(toURI=lambda: SimpleNamespace(toURL=lambda: path))
+                ),
+            )
+        )
+        self.conf = SimpleNamespace(get=lambda name, default: {"spark.pyspark.python": "/p"}.get(name, default))
+
+    def hadoopConfiguration(self) -> Any:  # noqa: N802 - Spark's names
+        found = object() if self._finds_class else None
+        return SimpleNamespace(
+            get=self.hadoop.get, set=self.hadoop.__setitem__, getClassByNameOrNull=lambda _: found
+        )
+
+    def addJar(self, jar: str) -> None:  # noqa: N802
+        self.jars.append(jar)
+
+    def loadClass(self, _: str) -> None:  # noqa: N802
+        from py4j.protocol import Py4JError
+
+        if not self.urls:
+            raise Py4JError("ClassNotFoundException")
+
+    def addURL(self, url: str) -> None:  # noqa: N802
+        from py4j.protocol import Py4JError
+
+        if not self._takes_jars:
+            raise Py4JError("addURL does not exist")
+        self.urls.append(url)
+
+
+def as_session(fake: Any) -> Any:
+    return fake
+
+
+def test_a_session_that_runs_gets_all_settings_and_the_jar(file: Path) -> None:
+    spark = FakeSession()
+    assert configure_session(as_session(spark), file, jar="/ours.jar") is as_session(spark)
+    expected = hadoop(session_settings(file, jar="/ours.jar", python="/p"))
+    assert expected.pop("spark.jars") == "/ours.jar"
+    assert spark.hadoop == expected
+    assert spark.jars == spark.urls == ["/ours.jar"]
+    configure_session(as_session(spark), file, jar="/ours.jar")
+    assert spark.jars == ["/ours.jar"], "once is enough"
+
+
+def test_a_session_that_takes_no_jar_stays_as_it_is(file: Path) -> None:
+    spark = FakeSession(takes_jars=False)
+    with pytest.raises(ConfigurationError, match=r"cannot load a jar.*--jars /ours.jar"):
+        configure_session(as_session(spark), file, jar="/ours.jar")
+    assert (spark.hadoop, spark.jars) == ({}, [])
+
+
+def test_a_session_that_does_not_find_our_classes_stays_as_it_is(file: Path) -> None:
+    spark = FakeSession(finds_class=False)
+    with pytest.raises(ConfigurationError, match=r"does not find our Java classes.*--jars /ours.jar"):
+        configure_session(as_session(spark), file, jar="/ours.jar")
+    assert spark.hadoop == {}
+
+
+def test_a_session_with_another_configuration_is_refused(file: Path) -> None:
+    spark = FakeSession({"parquet.keytools.session.identity": "another"})
+    with pytest.raises(ConfigurationError, match="is already running with another configuration"):
+        configure_session(as_session(spark), file, jar="j")
+    assert spark.hadoop == {"parquet.keytools.session.identity": "another"}
+
+
+def connect_session(**settings: str) -> Any:
+    """Return a session of Spark Connect; only a new one shows what its server was started with."""
+    of_server = SimpleNamespace(get=settings.get)
+    seeming = SimpleNamespace(get=lambda name, default: "as the client said")
+    return SimpleNamespace(conf=seeming, newSession=lambda: SimpleNamespace(conf=of_server))
+
+
+def test_a_server_of_spark_connect_must_have_our_settings(file: Path) -> None:
+    settings = session_settings(file, jar="j")
+    configure_session(connect_session(**settings), file, jar="j")
+    with pytest.raises(ConfigurationError, match=r"started without our settings.*session_settings"):
+        configure_session(connect_session(), file, jar="j")
+    settings["spark.hadoop.parquet.keytools.session.identity"] = "another"
+    with pytest.raises(ConfigurationError, match="started with another configuration"):
+        configure_session(connect_session(**settings), file, jar="j")
+
+
+class BuilderOf(Builder):
+    """One that finds a session which is there already, and gives it nothing, as Spark's does."""
+
+    def __init__(self, spark: Any, **options: str) -> None:
+        super().__init__(**options)
+        self.spark = spark
+
+    def getOrCreate(self) -> Any:  # noqa: N802 - Spark's name
+        return self.spark
+
+
+def test_a_builder_configures_the_session_that_it_finds(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody started one between `configure` and `getOrCreate`."""
+    from pyspark import SparkContext
+
+    for name in ("_active_spark_context", "_gateway", "_jvm"):
+        monkeypatch.setattr(SparkContext, name, None)
+    spark = FakeSession()
+    builder: Any = BuilderOf(spark)
+    assert configure(builder, file, jar="/ours.jar").getOrCreate() is as_session(spark)
+    assert spark.hadoop["parquet.crypto.factory.class"] == "parquet_keytools.KeytoolsCryptoFactory"
+    builder = BuilderOf(FakeSession(takes_jars=False))
+    with pytest.raises(ConfigurationError, match="cannot load a jar"):
+        configure(builder, file, jar="/ours.jar").getOrCreate()
+
+
+def test_a_client_of_spark_connect_gives_a_server_nothing_that_looks_like_ours(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyspark import SparkContext
+
+    for name in ("_active_spark_context", "_gateway", "_jvm"):
+        monkeypatch.setattr(SparkContext, name, None)
+    builder: Any = BuilderOf(connect_session(), spark_remote="sc://somewhere")
+    with pytest.raises(ConfigurationError, match="started without our settings"):
+        configure(builder, file, jar="j").getOrCreate()
+    assert builder._options == {"spark.remote": "sc://somewhere"}
 
 
 # --- the jar ---

@@ -11,7 +11,7 @@ from parquet_keytools import Keytools
 from parquet_keytools.config.table_settings import TableSettings
 from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.spark.spark_columns import leaf_paths
+from parquet_keytools.spark.table_options import spark_leaf_paths
 
 SCHEMA = t.StructType(
     [
@@ -45,7 +45,7 @@ def test_leaf_columns_have_parquets_names() -> None:
     schema = t.StructType(
         [*SCHEMA.fields, t.StructField("v", t.VariantType()), t.StructField("gone", t.StructType([]))]
     )
-    assert [".".join(path) for path in leaf_paths(schema)] == [
+    assert [".".join(path) for path in spark_leaf_paths(schema)] == [
         "id",
         "name",
         "month",
@@ -61,6 +61,8 @@ def test_the_defaults() -> None:
     found = short(options({"column_keys": {"pii": ["name", "tags", "scores.*"]}}))
     assert len(found.pop("parquet.keytools.options.identity")) == len(found.pop("key.access.token")) == 32
     assert found == {
+        "parquet.crypto.factory.class": "parquet_keytools.KeytoolsCryptoFactory",
+        "kms.client.class": "parquet_keytools.PythonKmsClient",
         "footer.key": "footer",
         "column.keys": "pii:name,tags.list.element.key,scores.key_value.key,scores.key_value.value.list.element",
         "complete.columns": "false",
@@ -81,15 +83,19 @@ def test_the_defaults() -> None:
 CHANGES: dict[str, tuple[Any, dict[str, str] | str]] = {
     "footer_key": ("pii", {"footer.key": "pii"}),
     "column_keys": ({"footer": ["id"]}, {"column.keys": "footer:id"}),
+    # Files that are there may be under it; none that Spark writes is.
+    "also_trusted": (["pii"], {}),
     "unlisted_columns": ("footer_key", {"complete.columns": "true"}),
-    "plaintext_footer": (True, {"plaintext.footer": "true"}),
+    "plaintext_footer": (True, "its plaintext footers show size statistics of encrypted columns"),
+    "plaintext_footer_key_values": ("refuse", "its plaintext footers show size statistics of encrypted columns"),
+    "plaintext_footer_keys": (["owner"], "its plaintext footers show size statistics of encrypted columns"),
     "algorithm": ("AES_GCM_CTR_V1", {"algorithm": "AES_GCM_CTR_V1"}),
     "data_key_length_bits": (192, {"data.key.length.bits": "192", "kek.length.bits": "192"}),
     "kek_length_bits": (256, {"kek.length.bits": "256"}),
     "double_wrapping": (False, {"double.wrapping": "false"}),
     "key_material": ("external", "left behind when a committer moves"),
-    "aad_prefix": ("flights/{file_name}", "no AAD prefix together with keys from a KMS"),
-    "store_aad_prefix": (False, "no AAD prefix together with keys from a KMS"),
+    "aad_prefix": ("flights/{file_name}", "an AAD prefix together with keys from a KMS"),
+    "store_aad_prefix": (False, "an AAD prefix together with keys from a KMS"),
     "cache_lifetime_seconds": (5, {"cache.lifetime.seconds": "5"}),
 }
 
@@ -102,6 +108,8 @@ def test_every_setting_is_there() -> None:
 def test_a_setting_becomes_an_option_or_an_error(name: str) -> None:
     value, expected = CHANGES[name]
     table = {"column_keys": {"pii": ["name"]}, name: value}
+    if name.startswith("plaintext_footer_"):
+        table["plaintext_footer"] = True
     if name == "store_aad_prefix":
         table["aad_prefix"] = "flights"
     if isinstance(expected, str):
@@ -111,6 +119,12 @@ def test_a_setting_becomes_an_option_or_an_error(name: str) -> None:
     else:
         found = short(options(table))
         assert {option: found[option] for option in expected} == expected
+
+
+def test_names_of_options_are_in_lower_case() -> None:
+    """Spark passes some on in lower case, and parquet-java does not find others by that."""
+    found = options({"column_keys": {"pii": ["name"]}, "unlisted_columns": "footer_key"})
+    assert [name for name in found if name != name.lower()] == []
 
 
 def test_all_columns_with_the_footer_key() -> None:
@@ -163,9 +177,9 @@ def test_partition_columns_are_not_in_the_files() -> None:
 
 
 def test_a_partition_column_under_a_key_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"'month' would stand in the names of folders.*key 'pii'"):
+    with pytest.raises(ConfigurationError, match=r"'month' would be in the names of folders.*key 'pii'"):
         options({"column_keys": {"pii": ["month"]}}, partition_by=["month"])
-    with pytest.warns(UserWarning, match="'month' would stand in the names of folders"):
+    with pytest.warns(UserWarning, match="'month' would be in the names of folders"):
         options({"unlisted_columns": "footer_key"}, partition_by=["month"])
     with pytest.raises(ConfigurationError, match="no columns 'year'"):
         options({"unlisted_columns": "footer_key"}, partition_by=["year"])
@@ -184,3 +198,24 @@ def test_a_kms_that_was_passed_in_is_refused() -> None:
     configuration = keytools({"column_keys": {"pii": ["name"]}}).configuration
     with pytest.raises(ConfigurationError, match="passed in"):
         Keytools(configuration, kms=InMemoryKms({"footer": None, "pii": None})).spark_options("t", SCHEMA)
+
+
+def test_the_options_of_a_read() -> None:
+    tables = {
+        "t": {"footer_key": "footer"},
+        "u": {"footer_key": "footer", "aad_prefix": "{table_name}/{file_name}"},
+    }
+    tools = keytools({}, tables=tables)
+    factory = {
+        "parquet.crypto.factory.class": "parquet_keytools.KeytoolsCryptoFactory",
+        "parquet.encryption.kms.client.class": "parquet_keytools.PythonKmsClient",
+    }
+    assert tools.spark_read_options("t") == factory | {"parquet.keytools.table": "t"}
+    assert tools.spark_read_options("u") == factory | {
+        "parquet.keytools.table": "u",
+        "parquet.keytools.aad.prefix": "u/{file_name}",
+    }
+    with pytest.raises(ConfigurationError, match="there are 2 tables"):
+        tools.spark_read_options()
+    with pytest.raises(ConfigurationError, match="there is no table 'v'"):
+        tools.spark_read_options("v")

@@ -1,13 +1,8 @@
 package parquet_keytools;
 
-import java.io.IOException;
-import java.nio.ByteBuffer;
-import java.nio.ByteOrder;
 import java.nio.charset.StandardCharsets;
 import java.util.TreeSet;
 import org.apache.hadoop.conf.Configuration;
-import org.apache.hadoop.fs.FSDataInputStream;
-import org.apache.hadoop.fs.FileSystem;
 import org.apache.hadoop.fs.Path;
 import org.apache.parquet.column.ColumnDescriptor;
 import org.apache.parquet.column.ParquetProperties.WriterVersion;
@@ -15,8 +10,6 @@ import org.apache.parquet.crypto.FileDecryptionProperties;
 import org.apache.parquet.crypto.FileEncryptionProperties;
 import org.apache.parquet.crypto.ParquetCryptoRuntimeException;
 import org.apache.parquet.crypto.keytools.PropertiesDrivenCryptoFactory;
-import org.apache.parquet.format.EncryptionAlgorithm;
-import org.apache.parquet.format.Util;
 import org.apache.parquet.hadoop.ParquetOutputFormat;
 import org.apache.parquet.hadoop.api.WriteSupport;
 
@@ -28,11 +21,10 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
   private static final String PLAINTEXT_WRITES = "parquet.keytools.plaintext.writes";
   private static final String PLAINTEXT_READS = "parquet.keytools.plaintext.reads";
   private static final String COLUMNS = "parquet.keytools.columns";
-  private static final String TABLE = "parquet.keytools.table";
+  private static final String TABLE = CheckedFile.TABLE;
   private static final String OPTIONS_IDENTITY = "parquet.keytools.options.identity";
   private static final String SESSION_IDENTITY = "parquet.keytools.session.identity";
   private static final String CTR_FILES = "parquet.keytools.ctr.files";
-  private static final String AAD_PREFIX = "parquet.keytools.aad.prefix";
   private static final String HINT = "Give the write .options(**keytools.spark_options(table, df.schema))";
 
   public FileEncryptionProperties getFileEncryptionProperties(
@@ -58,6 +50,12 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
       throw new ParquetCryptoRuntimeException(
           "External key material may be left behind when a committer moves files. Leave key material internal.");
     }
+    if (configuration.getBoolean(PLAINTEXT_FOOTER_PROPERTY_NAME, false)) {
+      throw new ParquetCryptoRuntimeException(
+          "A plaintext footer of parquet-java shows size statistics of encrypted columns: how many values are null, and"
+              + " how long all are together. Let Spark write plaintext files, and encrypt these with"
+              + " `parquet-keytools spark encrypt`.");
+    }
     if (ParquetOutputFormat.getJobSummaryLevel(configuration) != ParquetOutputFormat.JobSummaryLevel.NONE) {
       throw new ParquetCryptoRuntimeException(
           "A summary file would show the statistics of encrypted columns in plaintext. "
@@ -81,18 +79,17 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
           "ignoreCorruptFiles would leave out, in silence, files that somebody changed or whose keys are refused. "
               + "Leave spark.sql.files.ignoreCorruptFiles at false.");
     }
-    FileDecryptionProperties properties = super.getFileDecryptionProperties(configuration, path);
-    FileDecryptionProperties.Builder builder =
-        FileDecryptionProperties.builder().withKeyRetriever(properties.getKeyRetriever());
+    FileTail tail = FileTail.read(configuration, path);
+    if ("reject".equals(configuration.get(CTR_FILES, "allow"))) {
+      rejectCtr(path, tail);
+    }
+    CheckedFile file = new CheckedFile(configuration, path, tail);
+    FileDecryptionProperties.Builder builder = FileDecryptionProperties.builder().withKeyRetriever(file);
     if (isAllowed(configuration, PLAINTEXT_READS)) {
       builder = builder.withPlaintextFilesAllowed();
     }
-    if ("reject".equals(configuration.get(CTR_FILES, "allow"))) {
-      rejectCtr(configuration, path);
-    }
-    String prefix = configuration.get(AAD_PREFIX, "");
-    if (!prefix.isEmpty()) {
-      builder = builder.withAADPrefix(prefix.replace("{file_name}", path.getName()).getBytes(StandardCharsets.UTF_8));
+    if (file.aadPrefix() != null) {
+      builder = builder.withAADPrefix(file.aadPrefix());
     }
     return builder.build();
   }
@@ -101,33 +98,8 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
    * Refuses a file that says that its pages are not authenticated: parquet-java asks nobody before it believes that.
    * Beside an encrypted footer no key protects what it says.
    */
-  private static void rejectCtr(Configuration configuration, Path path) {
-    EncryptionAlgorithm algorithm;
-    try {
-      FileSystem fileSystem = path.getFileSystem(configuration);
-      long length = fileSystem.getFileStatus(path).getLen();
-      FSDataInputStream stream = fileSystem.open(path);
-      try {
-        byte[] end = new byte[8];
-        stream.readFully(Math.max(0, length - 8), end);
-        String magic = new String(end, 4, 4, StandardCharsets.US_ASCII);
-        int footerLength = ByteBuffer.wrap(end).order(ByteOrder.LITTLE_ENDIAN).getInt();
-        if (footerLength < 0 || footerLength > length - 8) {
-          throw new IOException("no Parquet file");
-        }
-        stream.seek(length - 8 - footerLength);
-        if (magic.equals("PARE")) {
-          algorithm = Util.readFileCryptoMetaData(stream).getEncryption_algorithm();
-        } else {
-          algorithm = Util.readFileMetaData(stream, true).getEncryption_algorithm();
-        }
-      } finally {
-        stream.close();
-      }
-    } catch (IOException error) {
-      throw new ParquetCryptoRuntimeException("The algorithm of " + path.getName() + " cannot be read", error);
-    }
-    if (algorithm != null && algorithm.isSetAES_GCM_CTR_V1()) {
+  private static void rejectCtr(Path path, FileTail tail) {
+    if (tail.isCtr()) {
       throw new ParquetCryptoRuntimeException(
           path.getName() + " says AES_GCM_CTR_V1: its page data would not be authenticated, and the configuration has"
               + " ctr_files: reject.");
@@ -141,6 +113,11 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
     if (expected == null || identity == null) {
       throw new ParquetCryptoRuntimeException(
           "The encryption options of this write were not made by parquet-keytools. " + HINT + ".");
+    }
+    if (configuration.get(SESSION_IDENTITY) == null) {
+      throw new ParquetCryptoRuntimeException(
+          "This session has no configuration of parquet-keytools. Make it with parquet_keytools.spark.configure, or"
+              + " give it one with configure_session.");
     }
     if (!identity.equals(configuration.get(SESSION_IDENTITY))) {
       throw new ParquetCryptoRuntimeException(

@@ -1,5 +1,6 @@
 package parquet_keytools;
 
+import com.fasterxml.jackson.databind.node.ObjectNode;
 import java.io.File;
 import java.io.IOException;
 import java.nio.charset.StandardCharsets;
@@ -13,12 +14,13 @@ import org.apache.parquet.crypto.ParquetCryptoRuntimeException;
 import org.apache.spark.SparkEnv;
 import org.apache.spark.SparkFiles;
 
-/** The worker of one configuration in this JVM: its process is started when it is needed, and anew when it died. */
+/** The worker of one configuration in this JVM: its process is started when it is needed, and again when it died. */
 final class KmsWorker {
   static final int START = 1;
   static final int WRAP = 2;
   static final int UNWRAP = 3;
   static final int STATISTICS = 4;
+  static final int CHECK = 5;
 
   static final int OK = 0;
   static final int DENIED = 1;
@@ -31,6 +33,7 @@ final class KmsWorker {
   private static final int MOST_FAILURES = 5;
   private static final long REST_MILLISECONDS = 30000;
   private static final long LONGEST_WAIT_MILLISECONDS = 3000;
+  private static final int MOST_CHECKED = 10000;
 
   private static final Map WORKERS = new HashMap();
   private static boolean hasHook = false;
@@ -39,6 +42,8 @@ final class KmsWorker {
   private final String python;
   private final String encodedConfiguration;
   private final long timeoutMilliseconds;
+  /** What was found to be as its table says -> the answer. */
+  private final Map checked = new HashMap();
   private WorkerProcess process;
   private int failures = 0;
   private long lastFailure = 0;
@@ -79,6 +84,35 @@ final class KmsWorker {
       }
       return worker;
     }
+  }
+
+  /**
+   * Fails where what a file says of its keys is not what its table says; asks once for files that say the same.
+   *
+   * @return the AAD prefix that the table has, {file_name} in it; empty where it has none
+   */
+  String check(ObjectNode seen, String file) {
+    String content = seen.toString();
+    synchronized (checked) {
+      if (checked.containsKey(content)) {
+        return (String) checked.get(content);
+      }
+    }
+    ObjectNode request = seen.deepCopy();
+    request.put("file", file);
+    String answer = new String(ask(CHECK, request.toString().getBytes(StandardCharsets.UTF_8)), StandardCharsets.UTF_8);
+    synchronized (checked) {
+      if (checked.size() >= MOST_CHECKED) {
+        checked.clear();
+      }
+      checked.put(content, answer);
+    }
+    return answer;
+  }
+
+  /** Returns what is the same for requests that this worker answers alike. */
+  String identity() {
+    return encodedConfiguration;
   }
 
   /** Asks the worker, and once more where its process died meanwhile: wrapping twice does no harm. */

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
-import re
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,21 +17,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import fs as pafs
 
-from parquet_keytools import module_files
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.config.table_settings import TableSettings
-from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputError, ParquetFormatError
-from parquet_keytools.file_plan import check_target_folder
-from parquet_keytools.spark.carried_configuration import identity
+from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputError
+from parquet_keytools.files import conversion
+from parquet_keytools.files.file_plan import check_target_folder
+from parquet_keytools.spark.carried_configuration import configuration_identity
 from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, parameters_hash, state_of
-from parquet_keytools.spark.pipelines.job import Job, configuration_of
-from parquet_keytools.spark.pipelines.places import file_at, is_object_store, location_of, place_of
+from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles, timed_row
 from parquet_keytools.spark.pipelines.planned_files import (
     PlannedFiles,
     cut,
-    plan_files,
+    file_at,
+    is_object_store,
+    node_location,
+    place_of,
+    plan_data_set,
     rows_of,
-    unpacked,
 )
 from parquet_keytools.spark.pipelines.report import (
     FAILED,
@@ -41,8 +43,11 @@ from parquet_keytools.spark.pipelines.report import (
     file_row,
     task_result,
 )
-from parquet_keytools.spark.pipelines.worker_keys import CarriedKeys, JobKeyService, worker_keys
-from parquet_keytools.storage import FileLocation, PathLike, whole_output, write_whole
+from parquet_keytools.spark.pipelines.worker_keys import JobKeyService, WorkerKeys
+from parquet_keytools.storage.locations import FileLocation, PathLike
+from parquet_keytools.storage.outputs import whole_output, write_whole
+from parquet_keytools.storage.temporary_names import parse_temporary_name
+from parquet_keytools.storage.walk import LeftOutReason, all_files
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -54,20 +59,8 @@ COPIED = "copied"
 SUCCESS_FILE = "_SUCCESS"
 RECORDS = "._parquet_keytools_encrypt"
 
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)
 _COPY_LENGTH = 8 * 1024 * 1024
 _TRIES = 3
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What every task of the job is sent."""
-
-    keys: CarriedKeys
-    source: str
-    target: str
-    table_name: str
-    run: str
 
 
 def encrypt(
@@ -112,38 +105,34 @@ def encrypt(
         SparkJobFailedError: Spark gave the job up.
     """
     source_place, target_place = place_of(source), place_of(target)
-    source_root, target_root = location_of(source_place), location_of(target_place)
-    job = Job(spark, configuration_of(configuration), None, file_on_nodes, max_tasks)
-    try:
+    source_root, target_root = node_location(source_place), node_location(target_place)
+    with Job(spark, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         name, table = job.configuration.select_table(table_name)
         if table.key_material == "external" and is_object_store(target_root):
             raise ConfigurationError(
                 "external key material cannot be written to an object store by several tasks: there is no lock "
                 "that keeps two attempts of one file from mixing their keys.",
-                hint="Say `key_material: internal`.",
+                hint="Set `key_material: internal`.",
             )
         is_folder = source_root.is_folder()
-        run = {"source": source_place, "configuration": identity(job.configuration), "table": name}
+        run = {"source": source_place, "configuration": configuration_identity(job.configuration), "table": name}
         records_root = target_root if is_folder else target_root.sibling(f".{target_root.name}")
         records = RecordFolder(records_root.child(RECORDS), parameters_hash(run))
         _check_target(source_root, target_root, records, overwrite=overwrite, is_folder=is_folder)
-        plan = plan_files(source_root, partial(_refuse_target, os.path.realpath(target_root.path), source_root))
-        if not plan.table.num_rows:
-            raise ParquetFormatError("the folder has no Parquet files.", path=str(source_root))
+        refuse_target = partial(_refuse_target, os.path.realpath(target_root.path), source_root)
+        plan = plan_data_set(source_root, refuse_target)
         _check_folder_names(plan, name, table)
         known = _begin(target_root, records, is_folder=is_folder)
         number = job.number_of_pieces(plan.table.num_rows)
-        work = _Work(job.carried_keys(number), source_place, target_place, name, records.run)
+        task = EncryptionTask(job.carried_keys(number), source_place, name, None, target_place, records.run)
         pieces = cut(_with_records(plan.table, known), number)
-        rows = [result.rows for result in job.run(f"encrypt {source_root}", partial(_encrypt_piece, work), pieces)]
-        rows.append(_other_files(job, plan, source_root, target_root, copy_others=copy_others))
-        rows.append(job.unreadable(plan))
+        job.work_on_files(f"encrypt {source_root}", task, pieces)
+        job.add_rows(_other_files(plan, source_root, target_root, copy_others=copy_others))
+        job.add_unseen(plan)
         _check_complete(job, plan)
         if not job.outcomes[FAILED]:
             _finish(target_root, records, is_folder=is_folder)
-    finally:
-        job.close()
-    return job.report(rows)
+    return job.report()
 
 
 # --- the driver ---
@@ -158,7 +147,7 @@ def _check_target(
             raise OutputError(
                 f"{target} has what another run began and did not finish: of another source, table or "
                 "configuration.",
-                hint="Repeat that run to its end, or give --overwrite.",
+                hint="Finish that run first, or use --overwrite.",
             )
         check_target_folder(source, target, overwrite=overwrite or records.exists())
         return
@@ -168,9 +157,9 @@ def _check_target(
     if kind == pafs.FileType.Directory:
         raise OutputError(f"{target} is a folder, and the source is a file.", hint="Name a file in it.")
     if source.is_same_file(target):
-        raise OutputError(f"{target} is the source itself.", hint="Name another file for the output.")
+        raise OutputError(f"{target} is the source itself.", hint="Choose another file for the output.")
     if kind != pafs.FileType.NotFound and not overwrite:
-        raise OutputError(f"{target} exists already.", hint="Give --overwrite to replace it.")
+        raise OutputError(f"{target} exists already.", hint="Use --overwrite to replace it.")
 
 
 def _begin(target: FileLocation, records: RecordFolder, *, is_folder: bool) -> pa.Table:
@@ -190,7 +179,7 @@ def _begin(target: FileLocation, records: RecordFolder, *, is_folder: bool) -> p
 def _refuse_target(target: str, source: FileLocation, folder: str) -> None:
     """Refuse a source that leads into the target by a link: its files would be encrypted twice."""
     if source.is_local and os.path.commonpath([target, os.path.realpath(folder)]) == target:
-        raise OutputError(f"{folder} lies in the target {target}.", hint="Name another folder for the output.")
+        raise OutputError(f"{folder} is inside the target {target}.", hint="Choose another folder for the output.")
 
 
 def _check_folder_names(plan: PlannedFiles, table_name: str, table: TableSettings) -> None:
@@ -201,7 +190,7 @@ def _check_folder_names(plan: PlannedFiles, table_name: str, table: TableSetting
     folders = pc.unique(pc.replace_substring_regex(plan.table["path"], "[^/]*$", "")).to_pylist()
     parts = {part for folder in folders for part in folder.split("/") if "=" in part}
     for column in sorted({unquote(part.partition("=")[0]) for part in parts}):
-        message = f"the values of column {column!r} stand in the names of folders, in plaintext"
+        message = f"the values of column {column!r} are in the names of folders, in plaintext"
         for key_name, patterns in table.column_keys.items():
             if any(fnmatch.fnmatchcase(column, pattern.replace("[", "[[]")) for pattern in patterns):
                 raise ConfigurationError(
@@ -223,16 +212,16 @@ def _with_records(files: pa.Table, records: pa.Table) -> pa.Table:
 
 
 def _other_files(
-    job: Job, plan: PlannedFiles, source: FileLocation, target: FileLocation, *, copy_others: bool
-) -> bytes:
+    plan: PlannedFiles, source: FileLocation, target: FileLocation, *, copy_others: bool
+) -> list[dict[str, Any]]:
     """Return the rows of all that is no Parquet file, after what is to be copied was."""
     rows = []
     for left in rows_of(plan.left_out):
         path, reason = left["path"], left["reason"]
         if path == SUCCESS_FILE:
-            # It is written anew, last of all.
+            # It is written again, last of all.
             continue
-        if copy_others and reason == "not a Parquet file":
+        if copy_others and reason == LeftOutReason.NOT_PARQUET:
             started = time.monotonic()
             try:
                 size = _copy(source.child(path), target.child(path))
@@ -242,9 +231,7 @@ def _other_files(
                 rows.append(file_row(str(source.child(path)), FAILED, error=error))
         else:
             rows.append(file_row(str(source.child(path)), LEFT_OUT, detail=reason))
-    result = task_result(rows, job.kms_keys.__class__())
-    job.outcomes += result.outcomes
-    return result.rows
+    return rows
 
 
 def _copy(source: FileLocation, target: FileLocation) -> int:
@@ -265,9 +252,9 @@ def _copy(source: FileLocation, target: FileLocation) -> int:
 def _check_complete(job: Job, plan: PlannedFiles) -> None:
     """Check that each planned file had its turn; a mistake here would leave one unencrypted in silence."""
     done = sum(job.outcomes[outcome] for outcome in (ENCRYPTED, FINISHED_BEFORE, FAILED))
-    expected = plan.table.num_rows + len(plan.unreadable)
+    expected = plan.table.num_rows + len(plan.unseen)
     if done < expected:
-        raise OutputError(f"of {expected} files, {expected - done} had no turn.", hint="Call it again.")
+        raise OutputError(f"of {expected} files, {expected - done} were not processed.", hint="Repeat the call.")
 
 
 def _finish(target: FileLocation, records: RecordFolder, *, is_folder: bool) -> None:
@@ -288,76 +275,59 @@ def _remove_leftovers(target: FileLocation) -> None:
 
     An attempt that is still at work on one fails when it puts it into its place, where the file is already.
     """
-    for path, name in _all_files(target):
-        if _TEMPORARY.fullmatch(name):
+    for file in all_files(target):
+        if parse_temporary_name(file.name) is not None:
             with contextlib.suppress(OSError):
-                target.filesystem.delete_file(path)
-
-
-def _all_files(folder: FileLocation) -> Any:
-    """Yield path and name of each file under a folder, with one folder in memory at a time."""
-    if folder.is_local:
-        for parent, _, names in os.walk(folder.path):
-            yield from ((f"{parent}/{name}", name) for name in names)
-        return
-    for info in folder.filesystem.get_file_info(pafs.FileSelector(folder.path, allow_not_found=True)):
-        if info.type == pafs.FileType.Directory:
-            yield from _all_files(FileLocation(folder.filesystem, info.path))
-        else:
-            yield info.path, info.base_name
+                target.filesystem.delete_file(file.path)
 
 
 # --- the tasks ---
 
 
-def _encrypt_piece(work: _Work, position: int, attempt: int, piece: bytes) -> TaskResult:
-    """Encrypt the files of a piece. Another attempt may do the same at the same time: both end well."""
-    keys = worker_keys(work.keys, position)
-    before = keys.kms_counts()
-    source_root, target_root = location_of(work.source), location_of(work.target)
-    table = unpacked(piece)
-    is_single = table.num_rows == 1 and table["path"][0].as_py() == ""
-    records_root = target_root.sibling(f".{target_root.name}") if is_single else target_root
-    files = list(rows_of(table))
-    finished = FinishedFiles(
-        RecordFolder(records_root.child(RECORDS), work.run),
-        f"{work.keys.job_id[:12]}-{position}",
-        attempt,
-        {file["path"]: file for file in files if file["source_bytes"] is not None},
-    )
-    rows = []
-    folders: set[str] = set()
-    for file in files:
-        name = file["path"]
-        rows.append(
-            _encrypt_file(
-                keys.keys,
-                file_at(source_root, name),
-                file_at(target_root, name),
-                work.table_name,
-                name,
-                finished,
-                folders,
-            )
+@dataclass(frozen=True)
+class EncryptionTask(PipelineTask):
+    """Encrypts files. Another attempt may do the same at the same time: both end well.
+
+    Attributes:
+        target_place: Of the folder, or the single file, that is written.
+        run: Hash of what the run does; its records have that name.
+    """
+
+    target_place: str
+    run: str
+
+    def result(self, worker: WorkerKeys, root: FileLocation, piece: TaskFiles) -> TaskResult:
+        """Return what came of the files, after they were encrypted."""
+        target_root = node_location(self.target_place)
+        is_single = piece.table.num_rows == 1 and piece.table["path"][0].as_py() == ""
+        records_root = target_root.sibling(f".{target_root.name}") if is_single else target_root
+        finished = FinishedFiles(
+            RecordFolder(records_root.child(RECORDS), self.run),
+            f"{self.keys.job_id[:12]}-{piece.position}",
+            piece.attempt,
+            {file["path"]: file for file in piece.files if file["source_bytes"] is not None},
         )
-    # After the last of a run, the records are gone: an attempt that comes too late has nothing to say.
-    with contextlib.suppress(OSError, OutputError):
-        finished.flush()
-    return task_result(rows, keys.kms_counts() - before)
+        folders: set[str] = set()
+        rows = []
+        for file in piece.files:
+            encrypt = partial(self._encrypt, worker.keys, target_root, finished, folders)
+            rows.append(timed_row(encrypt, file_at(root, file["path"]), file))
+        # After the last of a run, the records are gone: an attempt that comes too late has nothing to say.
+        with contextlib.suppress(OSError, OutputError):
+            finished.flush()
+        return task_result(rows)
 
-
-def _encrypt_file(
-    keys: JobKeyService,
-    source: FileLocation,
-    target: FileLocation,
-    table_name: str,
-    name: str,
-    finished: FinishedFiles,
-    folders: set[str],
-) -> dict[str, Any]:
-    started = time.monotonic()
-    path = str(source)
-    try:
+    def _encrypt(
+        self,
+        keys: JobKeyService,
+        target_root: FileLocation,
+        finished: FinishedFiles,
+        folders: set[str],
+        source: FileLocation,
+        file: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return the row of a file, after it was encrypted."""
+        name, target, path = file["path"], file_at(target_root, file["path"]), str(source)
         folder = target.path.rpartition("/")[0]
         if folder not in folders and not is_object_store(target):
             target.filesystem.create_dir(folder, recursive=True)
@@ -368,7 +338,7 @@ def _encrypt_file(
         for turn in range(_TRIES):
             before = state_of(source)
             try:
-                result = module_files.encrypt_file(keys, source, target, table_name, threads=1)
+                result = conversion.encrypt_file(keys, source, target, self.table_name, threads=1)
             except OutputError:
                 # Another attempt wrote the key material file of the same target meanwhile.
                 if turn == _TRIES - 1 or target.info().type != pafs.FileType.File:
@@ -378,13 +348,5 @@ def _encrypt_file(
             if before == after and after is not None and written is not None:
                 with contextlib.suppress(OSError, OutputError):
                     finished.add(name, after, written)
-                return file_row(
-                    path,
-                    ENCRYPTED,
-                    keys=keys.take_last_keys(),
-                    size_bytes=result.source_bytes,
-                    seconds=time.monotonic() - started,
-                )
-        raise OutputError(f"{path} is changed by others all the time.", hint="Stop its writers, and try again.")
-    except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
-        return file_row(path, FAILED, seconds=time.monotonic() - started, error=error)
+                return file_row(path, ENCRYPTED, keys=keys.take_last_keys(), size_bytes=result.source_bytes)
+        raise OutputError(f"{path} is constantly being changed by others.", hint="Stop its writers, then retry.")

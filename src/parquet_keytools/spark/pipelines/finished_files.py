@@ -17,9 +17,10 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.spark.pipelines.places import is_object_store
-from parquet_keytools.spark.pipelines.planned_files import packed, unpacked
-from parquet_keytools.storage import FileLocation, read_whole, write_whole
+from parquet_keytools.spark.pipelines.planned_files import is_object_store, packed, unpacked
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import write_whole
+from parquet_keytools.storage.sources import read_whole
 
 _RECORDS = pa.schema(
     [

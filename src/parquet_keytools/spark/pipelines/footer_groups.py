@@ -12,14 +12,15 @@ from functools import partial
 import pyarrow as pa
 
 from parquet_keytools.errors import KeytoolsError
-from parquet_keytools.rotation.file_keys import read_file_keys
-from parquet_keytools.rotation.rewrap_task import WrappedKey
+from parquet_keytools.rotation.held_keys import read_file_keys
+from parquet_keytools.rotation.rewrapper import WrappedKey
 from parquet_keytools.spark.pipelines.job import Job
-from parquet_keytools.spark.pipelines.places import file_at, location_of
 from parquet_keytools.spark.pipelines.planned_files import (
     concatenated,
     cut,
     cut_by_group,
+    file_at,
+    node_location,
     packed,
     rows_of,
     unpacked,
@@ -31,11 +32,8 @@ MOST_PIECES_A_GROUP = 16
 tasks, at most, unwrap it."""
 
 _GROUPED = pa.schema(
-    [("path", pa.string()), ("size_bytes", pa.int64()), ("group", pa.int64()), ("hides", pa.bool_())]
+    [("path", pa.string()), ("size_bytes", pa.int64()), ("group", pa.int64()), ("is_encrypted", pa.bool_())]
 )
-
-KeyOf = tuple[WrappedKey, bool]
-"""A wrapped key, and whether it is a KEK."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,10 @@ class GroupedFiles:
     """Files, each with the group it is in.
 
     Attributes:
-        table: `path`, `size_bytes`, `group`, and `hides`: whether keys of columns are in its encrypted footer.
-        visible: The wrapped keys that show without a key; empty where they were not asked for.
+        table: `path`, `size_bytes`, `group`, and `is_encrypted`.
     """
 
     table: pa.Table
-    visible: set[KeyOf]
 
     def pieces(self, job: Job, table: pa.Table | None = None, *, whole_files: bool = False) -> list[bytes]:
         """Return the files, or some of them, cut into pieces by group.
@@ -64,48 +60,39 @@ class GroupedFiles:
         return cut_by_group(table, pieces, pieces if whole_files else MOST_PIECES_A_GROUP)
 
 
-def group_files(job: Job, place: str, files: pa.Table, *, with_keys: bool = False) -> GroupedFiles:
+def group_files(job: Job, place: str, files: pa.Table) -> GroupedFiles:
     """Read the footers' wrapped keys of files, in a job of its own.
 
     Args:
         job: The pipeline.
         place: Of the data set.
         files: `path` and `size_bytes`.
-        with_keys: Whether the wrapped keys that show are wanted.
     """
     # To read the end of a file costs the same for each.
     alike = files.set_column(1, "size_bytes", pa.nulls(files.num_rows, pa.int64()).fill_null(0))
     pieces = cut(alike, job.number_of_pieces(files.num_rows))
-    tables: list[bytes] = []
-    visible: set[KeyOf] = set()
-    for result in job.run(
-        f"find the keys of {location_of(place)}", partial(_group_piece, place, with_keys), pieces
-    ):
-        tables.append(result.rows)
-        visible |= result.other
+    task = partial(_group_piece, place)
+    tables = [result.rows for result in job.run(f"find the keys of {node_location(place)}", task, pieces)]
     grouped = concatenated(tables, _GROUPED).drop_columns("size_bytes").join(files, "path")
-    return GroupedFiles(grouped.select(_GROUPED.names), visible)
+    return GroupedFiles(grouped.select(_GROUPED.names))
 
 
-def _group_piece(place: str, with_keys: bool, position: int, attempt: int, piece: bytes) -> TaskResult:
-    root = location_of(place)
+def _group_piece(place: str, position: int, attempt: int, piece: bytes) -> TaskResult:
+    root = node_location(place)
     rows = []
-    visible: set[KeyOf] = set()
     for file in rows_of(unpacked(piece)):
-        group, hides = 0, False
+        group, is_encrypted = 0, False
         try:
             keys = read_file_keys(file_at(root, file["path"]))
             held = keys.footer_key
             if held is not None:
                 group = _group(held.wrapped_key)
-            hides = keys.hides_columns
-            if with_keys:
-                visible |= {(held.wrapped_key, held.material.double_wrapping) for held in keys.held}
+            is_encrypted = keys.is_encrypted
         except (KeytoolsError, OSError):
             # Whoever works on it says what is wrong with it.
             pass
-        rows.append({"path": file["path"], "size_bytes": file["size_bytes"], "group": group, "hides": hides})
-    return TaskResult(packed(pa.Table.from_pylist(rows, _GROUPED)), other=visible)
+        rows.append({**file, "group": group, "is_encrypted": is_encrypted})
+    return TaskResult(packed(pa.Table.from_pylist(rows, _GROUPED)))
 
 
 def _group(key: WrappedKey) -> int:

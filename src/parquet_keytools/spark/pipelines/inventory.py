@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import KeytoolsError
-from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
-from parquet_keytools.rotation.master_key_versions import MasterKeyVersions
+from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES
+from parquet_keytools.rotation.inventory import FileKeyUses, Inventory, uses_of_left_out
 from parquet_keytools.rotation.request import prefix_of
-from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.spark.pipelines.footer_groups import group_files
-from parquet_keytools.spark.pipelines.job import Job, configuration_of
-from parquet_keytools.spark.pipelines.places import file_at, location_of, place_of
-from parquet_keytools.spark.pipelines.planned_files import plan_files, rows_of, unpacked
-from parquet_keytools.spark.pipelines.report import FAILED, PipelineReport, TaskResult, file_row, task_result
-from parquet_keytools.spark.pipelines.worker_keys import CarriedKeys, WorkerKeys, worker_keys
-from parquet_keytools.storage import PathLike
+from parquet_keytools.spark.pipelines.job import Job, PipelineTask
+from parquet_keytools.spark.pipelines.planned_files import (
+    node_location,
+    place_of,
+    plan_data_set,
+)
+from parquet_keytools.spark.pipelines.report import FAILED, PipelineReport, file_row
+from parquet_keytools.spark.pipelines.worker_keys import WorkerKeys
+from parquet_keytools.storage.locations import FileLocation, PathLike
+from parquet_keytools.storage.walk import LeftOut
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -27,14 +29,6 @@ if TYPE_CHECKING:
 LISTED = "listed"
 NOT_ENCRYPTED = "not encrypted"
 INCOMPLETE = "not all keys can be seen"
-
-
-@dataclass(frozen=True)
-class _Work:
-    keys: CarriedKeys
-    place: str
-    table_name: str | None
-    aad_prefix: str | None
 
 
 def keys(
@@ -46,6 +40,7 @@ def keys(
     aad_prefix: str | None = None,
     file_on_nodes: str | None = None,
     max_tasks: int | None = None,
+    ignore_passed_over: bool = False,
 ) -> PipelineReport:
     """List which master keys, and versions of them, each file of a data set depends on; nothing is changed.
 
@@ -57,6 +52,8 @@ def keys(
         aad_prefix: The AAD prefix that they must have.
         file_on_nodes: See `encrypt`.
         max_tasks: How many tasks there may be.
+        ignore_passed_over: Whether encrypted files are left out that readers of data sets pass over for their
+            names. Else they count as failed: which keys they need is unknown.
 
     Raises:
         ConfigurationError: The configuration is wrong here, or on an executor.
@@ -64,49 +61,36 @@ def keys(
         SparkJobFailedError: Spark gave the job up.
     """
     place = place_of(path)
-    job = Job(spark, configuration_of(configuration), None, file_on_nodes, max_tasks)
-    try:
-        plan = plan_files(location_of(place))
+    with Job(spark, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+        left_out: list[LeftOut] = []
+        plan = plan_data_set(node_location(place), on_left_out=None if ignore_passed_over else left_out.append)
+        with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
+            passed_over = [_row(file, 0) for file in uses_of_left_out(pool, left_out)]
         pieces = group_files(job, place, plan.table).pieces(job)
-        work = _Work(job.carried_keys(len(pieces)), place, table_name, aad_prefix)
-        results = job.run(f"list the keys of {place}", partial(_list_piece, work), pieces)
-        rows = [*(result.rows for result in results), job.unreadable(plan)]
-    finally:
-        job.close()
-    return job.report(rows)
+        task = InventoryTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix)
+        job.work_on_files(f"list the keys of {place}", task, pieces)
+        job.add_unseen(plan)
+        job.add_rows(passed_over)
+    return job.report()
 
 
-def _list_piece(work: _Work, position: int, attempt: int, piece: bytes) -> TaskResult:
-    worker = worker_keys(work.keys, position)
-    before = worker.kms_counts()
-    inventory = _inventory(worker, work)
-    root = location_of(work.place)
-    rows = []
-    for file in rows_of(unpacked(piece)):
-        location, started = file_at(root, file["path"]), time.monotonic()
-        try:
-            (uses,) = inventory.list(location)
-            rows.append(_row(uses, file["size_bytes"], time.monotonic() - started))
-        except (KeytoolsError, OSError) as error:
-            rows.append(file_row(str(location), FAILED, error=error))
-    return task_result(rows, worker.kms_counts() - before)
+@dataclass(frozen=True)
+class InventoryTask(PipelineTask):
+    """Lists the keys of files."""
+
+    def row(self, worker: WorkerKeys, location: FileLocation, file: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the row of a file, with its keys."""
+        if "inventory" not in worker.remembered:
+            # It remembers the footer keys of all tasks in this process.
+            worker.remembered["inventory"] = Inventory(
+                worker.keys, prefix_of(worker.keys, self.table_name, self.aad_prefix)
+            )
+        inventory: Inventory = worker.remembered["inventory"]
+        (uses,) = inventory.list(location)
+        return _row(uses, file["size_bytes"])
 
 
-def _inventory(worker: WorkerKeys, work: _Work) -> Inventory:
-    """Return what remembers the footer keys of all tasks in this process."""
-    if "inventory" not in worker.remembered:
-        kms = worker.keys.kms
-        worker.remembered["inventory"] = Inventory(
-            Rewrapper(kms, kms, new_keks=False, only_count=False) if kms is not None else None,
-            MasterKeyVersions(kms, kms) if kms is not None else None,
-            worker.keys.data_keys,
-            prefix_of(worker.keys, work.table_name, work.aad_prefix),
-        )
-    found: Inventory = worker.remembered["inventory"]
-    return found
-
-
-def _row(file: FileKeyUses, size_bytes: int, seconds: float) -> dict[str, Any]:
+def _row(file: FileKeyUses, size_bytes: int) -> dict[str, Any]:
     outcome = LISTED if file.is_encrypted else NOT_ENCRYPTED
     if file.unknown is not None:
         outcome = INCOMPLETE if file.uses else FAILED
@@ -123,4 +107,4 @@ def _row(file: FileKeyUses, size_bytes: int, seconds: float) -> dict[str, Any]:
         }
         for use in file.uses
     ]
-    return file_row(file.path, outcome, keys=uses, size_bytes=size_bytes, seconds=seconds, error=file.unknown)
+    return file_row(file.path, outcome, keys=uses, size_bytes=size_bytes, error=file.unknown)

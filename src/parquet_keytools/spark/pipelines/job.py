@@ -6,21 +6,35 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import pyarrow as pa
 
 from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputError, SparkJobFailedError
-from parquet_keytools.key_service import KeyService
-from parquet_keytools.spark.carried_configuration import carried, carried_file
+from parquet_keytools.errors import ConfigurationError, KeytoolsError, SparkJobFailedError
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.spark.carried_configuration import carried, carried_file, refuse_generated_keys
 from parquet_keytools.spark.pipelines.kms_share import most_tasks_of, task_slots
-from parquet_keytools.spark.pipelines.planned_files import PlannedFiles, number_of_pieces
+from parquet_keytools.spark.pipelines.planned_files import (
+    PlannedFiles,
+    file_at,
+    node_location,
+    number_of_pieces,
+    rows_of,
+    unpacked,
+)
 from parquet_keytools.spark.pipelines.report import FAILED, PipelineReport, TaskResult, file_row, task_result
-from parquet_keytools.spark.pipelines.worker_keys import CarriedKeys
-from parquet_keytools.storage import PathLike
+from parquet_keytools.spark.pipelines.worker_keys import (
+    CarriedKeys,
+    WorkerKeys,
+    worker_keys,
+)
+from parquet_keytools.storage.locations import FileLocation, PathLike
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,29 +46,117 @@ Work = Callable[[int, int, bytes], TaskResult]
 """Takes the position of the task, the number of its attempt from 0, and its piece."""
 
 
-@dataclass
-class Job:
-    """A pipeline that runs.
+RowOf = Callable[[FileLocation, Mapping[str, Any]], dict[str, Any]]
+"""Does something with a file that the plan has, and returns its row for the report."""
+
+
+@dataclass(frozen=True)
+class TaskFiles:
+    """The files of one task.
 
     Attributes:
-        spark: The session.
-        configuration: Whose keys it uses.
-        new_configuration: The one that new keys come from; None for the same.
-        file_on_nodes: The YAML file on every node; None where the configuration travels.
-        max_tasks: How many tasks there may be; None for as many as suits.
+        position: Of the task in its job.
+        attempt: How often it was begun before.
+        table: The files: `path`, `size_bytes`, and what the pipeline added.
     """
 
-    spark: SparkSession
-    configuration: Configuration
-    new_configuration: Configuration | None = None
-    file_on_nodes: str | None = None
-    max_tasks: int | None = None
+    position: int
+    attempt: int
+    table: pa.Table
 
-    def __post_init__(self) -> None:
-        self.started = time.monotonic()
-        self.job_id = uuid.uuid4().hex
+    @property
+    def files(self) -> Iterator[dict[str, Any]]:
+        """The rows of the table."""
+        return rows_of(self.table)
+
+
+@dataclass(frozen=True)
+class PipelineTask:
+    """What each task of a job does with the files of its piece; made on the driver, and called on an executor.
+
+    A pipeline implements `row`, or `result` where it wants to know more than a row for each file.
+
+    Attributes:
+        keys: What makes the keys of the configuration there.
+        place: Of the data set.
+        table_name: Table of the files; None where there is only one.
+        aad_prefix: The AAD prefix that they must have; None for that of the table.
+    """
+
+    keys: CarriedKeys
+    place: str
+    table_name: str | None
+    aad_prefix: str | None
+
+    def __call__(self, position: int, attempt: int, piece: bytes) -> TaskResult:
+        """Do it."""
+        worker = worker_keys(self.keys, position)
+        before = worker.kms_counts()
+        result = self.result(worker, node_location(self.place), TaskFiles(position, attempt, unpacked(piece)))
+        result.kms_keys = worker.kms_counts() - before
+        return result
+
+    def result(self, worker: WorkerKeys, root: FileLocation, piece: TaskFiles) -> TaskResult:
+        """Return what came of the files of a piece."""
+        make_row = partial(self.row, worker)
+        return task_result([timed_row(make_row, file_at(root, file["path"]), file) for file in piece.files])
+
+    def row(self, worker: WorkerKeys, location: FileLocation, file: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the row of a file; what it raises makes the row of one that failed."""
+        raise NotImplementedError
+
+
+def timed_row(make_row: RowOf, location: FileLocation, file: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a file that something was done with, and how long that took; an error makes one, too."""
+    started = time.monotonic()
+    try:
+        found = make_row(location, file)
+    except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
+        found = file_row(str(location), FAILED, error=error)
+    return found | {"seconds": time.monotonic() - started}
+
+
+class Job:
+    """A pipeline that runs, as one job of Spark or several; ends with its block.
+
+    Attributes:
+        configuration: Whose keys it uses.
+        new_configuration: The one that new keys come from; None for the same.
+        keys: Of the configuration, on the driver.
+        new_keys: Of the one that new keys come from.
+        outcomes: How many files had each outcome so far.
+        tasks: How many tasks there were so far.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        configuration: Configuration | PathLike,
+        new_configuration: Configuration | PathLike | None = None,
+        *,
+        file_on_nodes: str | None = None,
+        max_tasks: int | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            spark: The session.
+            configuration: The configuration, or its YAML file.
+            new_configuration: The one that new keys come from, or its YAML file; None for the same.
+            file_on_nodes: The YAML file on every node; None where the configuration travels.
+            max_tasks: How many tasks there may be; None for as many as suits.
+
+        Raises:
+            ConfigurationError: A configuration is wrong, or Spark or its executors could not do with it.
+        """
+        self._started = time.monotonic()
+        self._spark = spark
+        self.configuration = _configuration_of(configuration)
+        self.new_configuration = None if new_configuration is None else _configuration_of(new_configuration)
+        self._file_on_nodes = file_on_nodes
+        self._job_id = uuid.uuid4().hex
         try:
-            assert self.spark.sparkContext is not None
+            assert spark.sparkContext is not None
         except Exception:
             raise ConfigurationError(
                 "the session has no SparkContext: pipelines need a classic session, not one of Spark Connect."
@@ -65,28 +167,37 @@ class Job:
         if self.new_configuration is not None:
             self.new_keys = KeyService(self.new_configuration, None, time.monotonic)
         for service in (self.keys, self.new_keys):
-            if getattr(service.kms, "has_generated_keys", False):
-                raise ConfigurationError(
-                    "the in_memory KMS generates master keys, and every executor would have others.",
-                    hint="Write its keys into the configuration, or use a keystore.",
-                )
-        self.kms_keys: Counter[str] = Counter()
+            refuse_generated_keys(service.kms)
+        self._kms_keys: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.tasks = 0
+        self._rows: list[bytes] = []
         # A speculative copy of a task asks the KMS too.
-        speculates = self.spark.sparkContext.getConf().get("spark.speculation", "false").lower() == "true"
+        speculates = spark.sparkContext.getConf().get("spark.speculation", "false").lower() == "true"
         self._attempts_at_a_time = 2 if speculates else 1
         most_calls = most_tasks_of(self.configuration, self.new_configuration)
         if most_calls is not None:
             most_calls = max(1, most_calls // self._attempts_at_a_time)
-        limits = [self.max_tasks, most_calls]
+        limits = [max_tasks, most_calls]
         self._most_tasks = min((limit for limit in limits if limit is not None), default=None)
-        self._slots = task_slots(self.spark)
+        self._slots = task_slots(spark)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give back the driver's connections, and count what it asked the KMS for."""
+        for service in {id(service): service for service in (self.keys, self.new_keys)}.values():
+            if service.kms is not None:
+                self._kms_keys += service.kms.call_counts
+                service.kms.close()
 
     @property
     def slots(self) -> int:
         """How many tasks may run at a time, for planning."""
-        return self._slots or int(self.spark.sparkContext.defaultParallelism)
+        return self._slots or int(self._spark.sparkContext.defaultParallelism)
 
     def number_of_pieces(self, files: int) -> int:
         """Return into how many pieces so many files are cut."""
@@ -94,9 +205,9 @@ class Job:
 
     def carried_keys(self, pieces: int) -> CarriedKeys:
         """Return what makes the keys in workers, for a job of so many pieces."""
-        text = carried(self.configuration) if self.file_on_nodes is None else carried_file(self.file_on_nodes)
+        text = carried(self.configuration) if self._file_on_nodes is None else carried_file(self._file_on_nodes)
         new = None if self.new_configuration is None else carried(self.new_configuration)
-        return CarriedKeys(self.job_id, text, self._tasks_at_a_time(pieces), new)
+        return CarriedKeys(self._job_id, text, self._tasks_at_a_time(pieces), new)
 
     def _tasks_of(self, pieces: int) -> int:
         return pieces if self._most_tasks is None else min(pieces, self._most_tasks)
@@ -119,7 +230,7 @@ class Job:
         """
         if not pieces:
             return
-        context = self.spark.sparkContext
+        context = self._spark.sparkContext
         tag = f"parquet-keytools-{uuid.uuid4().hex}"
         context.setJobDescription(f"parquet-keytools: {what}")
         context.addJobTag(tag)
@@ -129,8 +240,8 @@ class Job:
             results: list[TaskResult] = data.mapPartitionsWithIndex(partial(_run, work)).collect()
         except Exception as error:
             raise SparkJobFailedError(
-                f"Spark gave the job up: {_last_line(error)}",
-                hint="What was done is kept; the same call goes on from there. The executors' logs say more.",
+                f"Spark aborted the job: {_last_line(error)}",
+                hint="Finished files are kept; the same call continues from there. See the logs of the executors.",
             ) from None
         finally:
             context.setJobDescription("")
@@ -144,38 +255,32 @@ class Job:
             if result.error is not None:
                 raise result.error
         for result in results:
-            self.kms_keys += result.kms_keys
+            self._kms_keys += result.kms_keys
             self.outcomes += result.outcomes
             yield result
 
-    def unreadable(self, plan: PlannedFiles, outcome: str = FAILED) -> bytes:
-        """Return rows of the files that no task can be told of, for their names are not valid UTF-8."""
-        rows = [
-            file_row(name, outcome, error=OutputError(f"the name {name} is not valid UTF-8."))
-            for name in plan.unreadable
-        ]
-        result = task_result(rows, Counter())
+    def work_on_files(self, what: str, work: Work, pieces: Sequence[bytes]) -> None:
+        """Run a task for each piece, and keep the rows of files for the report; see `run`."""
+        self._rows += [result.rows for result in self.run(what, work, pieces)]
+
+    def add_result(self, result: TaskResult) -> None:
+        """Add the rows of files that a task returned."""
+        self._rows.append(result.rows)
+
+    def add_rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Add the rows of files that no task worked on."""
+        result = task_result(rows)
         self.outcomes += result.outcomes
-        return result.rows
+        self._rows.append(result.rows)
 
-    def report(self, packed_files: Sequence[bytes]) -> PipelineReport:
-        """Return what came of it."""
-        return PipelineReport(
-            self.spark,
-            packed_files,
-            self.outcomes,
-            self.kms_keys,
-            self.tasks,
-            time.monotonic() - self.started,
-        )
+    def add_unseen(self, plan: PlannedFiles, outcome: str = FAILED) -> None:
+        """Add the rows of what could not be looked into: no task can work on it."""
+        self.add_rows([file_row(entry.path, outcome, error=entry.error) for entry in plan.unseen])
 
-    def close(self) -> None:
-        """Give back the driver's connections, and count what it asked the KMS for."""
-        services = {id(service): service for service in (self.keys, self.new_keys)}
-        for service in services.values():
-            if service.kms is not None:
-                self.kms_keys += service.kms.call_counts
-                service.kms.close()
+    def report(self) -> PipelineReport:
+        """Return what came of it; after the end."""
+        seconds = time.monotonic() - self._started
+        return PipelineReport(self._spark, self._rows, self.outcomes, self._kms_keys, self.tasks, seconds)
 
 
 def _wait_for_attempts(context: Any, tag: str) -> None:
@@ -194,8 +299,7 @@ def _wait_for_attempts(context: Any, tag: str) -> None:
             time.sleep(0.1)
 
 
-def configuration_of(configuration: Configuration | PathLike) -> Configuration:
-    """Return a configuration, given that or its YAML file."""
+def _configuration_of(configuration: Configuration | PathLike) -> Configuration:
     return configuration if isinstance(configuration, Configuration) else load_configuration(configuration)
 
 

@@ -1,21 +1,34 @@
-"""The files of a job: listed as a stream, kept as columns, cut into pieces, one a task.
+"""The files of a job: where they lie, listed as a stream, kept as columns, cut into pieces, one a task.
 
 A million files are about a hundred megabytes so; as objects of Python they would be a gigabyte.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from parquet_keytools.folder_files import LeftOut, ParquetFile, walk_folder
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.printable import escaped_path
+from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
+
+OBJECT_STORES = ("s3", "gcs", "abfs")
+"""Types of file systems that have no folders to create, no locks, and no replacement in one step with a check."""
+
+_HADOOP_S3 = re.compile(r"s3[an]:", re.IGNORECASE)
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 _FLUSH_ROWS = 16_384
 _FILE_COST_BYTES = 2_000_000
@@ -26,6 +39,46 @@ _PIECES_A_TASK_SLOT = 8
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 
 
+def place_of(path: str | os.PathLike[str]) -> str:
+    """Return a path or URI as it goes to executors.
+
+    Raises:
+        ConfigurationError: There are credentials in it: tasks are sent as they are, and Spark may log them.
+    """
+    text = os.fspath(path)
+    if not _URI.match(text):
+        return str(Path(text).expanduser().absolute())
+    if ":" in urlsplit(text).netloc.rpartition("@")[0]:
+        raise ConfigurationError(
+            "there are credentials in the URI, which must not be sent to Spark's executors.",
+            hint="Give every node its own: an instance profile, environment variables or files.",
+        )
+    return _HADOOP_S3.sub("s3:", text)
+
+
+def node_location(place: str) -> FileLocation:
+    """Return where a place is, with the credentials of this node.
+
+    Raises:
+        ConfigurationError: pyarrow knows no such URI.
+    """
+    try:
+        return FileLocation.resolve(place)
+    except (ValueError, NotImplementedError):
+        scheme = place.partition(":")[0]
+        raise ConfigurationError(f"pyarrow cannot open this URI of the scheme {scheme!r}.") from None
+
+
+def is_object_store(location: FileLocation) -> bool:
+    """Return whether a location is in an object store."""
+    return location.filesystem.type_name in OBJECT_STORES
+
+
+def file_at(root: FileLocation, name: str) -> FileLocation:
+    """Return a file of a data set; without a name, the one that the place itself is."""
+    return root.child(name) if name else root
+
+
 @dataclass(frozen=True)
 class PlannedFiles:
     """What lies in a folder.
@@ -33,12 +86,12 @@ class PlannedFiles:
     Attributes:
         table: `path` within the folder, and `size_bytes`; a single file has an empty path.
         left_out: `path` of what else is there, and `reason`.
-        unreadable: Names that are not valid UTF-8, for people.
+        unseen: What could not be looked into, such as names that are not valid UTF-8.
     """
 
     table: pa.Table
     left_out: pa.Table
-    unreadable: list[str] = field(default_factory=list)
+    unseen: list[Unseen] = field(default_factory=list)
 
     @property
     def size_bytes(self) -> int:
@@ -46,48 +99,53 @@ class PlannedFiles:
         return int(pc.sum(self.table["size_bytes"]).as_py() or 0)
 
 
-def plan_files(root: FileLocation, refuse_folder: Callable[[str], None] | None = None) -> PlannedFiles:
+def plan_data_set(
+    root: FileLocation,
+    refuse_folder: Callable[[str], None] | None = None,
+    on_left_out: Callable[[LeftOut], None] | None = None,
+) -> PlannedFiles:
     """List a folder, or take a single file.
 
     Args:
         root: The file or folder.
         refuse_folder: Called once for each folder with files, by its path; raises where it must not be taken.
+        on_left_out: Called with each thing that does not belong to the data set.
 
     Raises:
         FileNotFoundError: There is no such file or folder.
+        NoParquetFilesError: The folder has no Parquet files, and nothing that may hold some.
     """
-    if root.is_file():
-        table = pa.table({"path": [""], "size_bytes": pa.array([root.info().size or 0], pa.int64())})
-        return PlannedFiles(table, _no_left_out())
-    if not root.is_folder():
-        raise FileNotFoundError(f"there is no file or folder {root}")
     files, left_out = _Columns("path", "size_bytes"), _Columns("path", "reason")
-    unreadable: list[str] = []
+    unseen: list[Unseen] = []
     start = len(root.path.rstrip("/")) + 1
     last_folder = None
-    for found in walk_folder(root):
+    for found in data_set(root, into_passed_over=True):
+        if isinstance(found, Unseen):
+            unseen.append(found)
+            continue
+        # A single file has no name in itself.
         name = found.location.path[start:]
         folder = name.rpartition("/")[0]
         if folder != last_folder and refuse_folder is not None:
             refuse_folder(os.path.dirname(found.location.path))  # noqa: PTH120 - for each of a million files
             last_folder = folder
-        if not _is_utf8(name):
-            unreadable.append(ascii(name))
-        elif isinstance(found, ParquetFile):
+        if isinstance(found, ParquetFile):
             files.add(name, found.size_bytes)
         else:
-            left_out.add(name, found.reason)
+            left_out.add(escaped_path(name), found.reason.value)
+            if on_left_out is not None:
+                on_left_out(found)
     return PlannedFiles(
         files.table(pa.schema([("path", pa.string()), ("size_bytes", pa.int64())])),
         left_out.table(_no_left_out().schema),
-        unreadable,
+        unseen,
     )
 
 
 def left_out_of(root: FileLocation, planned: PlannedFiles) -> Iterator[LeftOut]:
     """Yield what was left out."""
     for row in rows_of(planned.left_out):
-        yield LeftOut(root.child(row["path"]), row["reason"])
+        yield LeftOut(root.child(row["path"]), LeftOutReason(row["reason"]))
 
 
 def number_of_pieces(files: int, task_slots: int, most_tasks: int | None) -> int:
@@ -104,7 +162,9 @@ def cut(table: pa.Table, pieces: int) -> list[bytes]:
     total = costs[-1].as_py() if table.num_rows else 0
     bounds = [0]
     for number in range(1, pieces):
-        bounds.append(max(bounds[-1], _first_above(costs, total * number // pieces)))
+        bounds.append(
+            max(bounds[-1], bisect.bisect_left(costs, total * number // pieces, key=methodcaller("as_py")))
+        )
     bounds.append(table.num_rows)
     return [packed(table.slice(start, end - start)) for start, end in itertools.pairwise(bounds) if end > start]
 
@@ -161,25 +221,6 @@ def rows_of(table: pa.Table) -> Iterator[dict[str, Any]]:
     """Yield the rows of a table, some in memory at a time."""
     for batch in table.to_batches(max_chunksize=1024):
         yield from batch.to_pylist()
-
-
-def _first_above(costs: pa.ChunkedArray, wanted: int) -> int:
-    low, high = 0, len(costs)
-    while low < high:
-        middle = (low + high) // 2
-        if costs[middle].as_py() < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _no_left_out() -> pa.Table:

@@ -101,21 +101,21 @@ def file_row(
         "bytes": size_bytes,
         "seconds": seconds,
         "error_class": None if error is None else type(error).__name__,
-        "error": None if error is None else error_text(error),
+        "error": None if error is None else _error_text(error),
     }
 
 
-def error_text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Return what happened, as one text."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__
 
 
-def task_result(rows: Sequence[dict[str, Any]], kms_keys: Counter[str], other: Any = None) -> TaskResult:
+def task_result(rows: Sequence[dict[str, Any]], other: Any = None) -> TaskResult:
     """Return what a task found of its files."""
     table = pa.Table.from_pylist(list(rows), FILE_ROWS)
-    return TaskResult(packed(table), Counter(row["outcome"] for row in rows), kms_keys, other=other)
+    return TaskResult(packed(table), Counter(row["outcome"] for row in rows), other=other)
 
 
 @dataclass(frozen=True)

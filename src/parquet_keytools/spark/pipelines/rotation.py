@@ -1,79 +1,81 @@
-"""Master keys of a data set rotated: each distinct wrapped key is wrapped anew once, then files are written.
+"""Master keys of a data set rotated: each distinct wrapped key is re-wrapped once, then files are written.
 
-1. Tasks read the end of each file: which wrapped keys show without a key. The KMS is asked nothing.
-2. Where footers are encrypted, tasks open them to see the keys of columns. Files are grouped by their footer's
-   wrapped key, so that few tasks unwrap the same one.
-3. The driver has each distinct wrapped key wrapped anew, in batches, with all that the KMS's limits allow.
-4. Tasks write the new keys into the files, grouped as before. What they unwrap proves the new wrapped keys.
+1. Tasks read the end of each file, and the KMS is asked nothing. Files are grouped by their footer's wrapped key,
+   so that few tasks unwrap the same one.
+2. Tasks authenticate the footers: only the wrapped keys that these refer to are re-wrapped.
+3. The driver has each distinct wrapped key re-wrapped, in batches, with all that the KMS's limits allow.
+4. Tasks write the new keys into the files, grouped as before. What they unwrap is proven by what it opens.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
-from parquet_keytools.config.key_names import check_moves
-from parquet_keytools.config.mistakes import Mistake
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import KeytoolsError, KmsUnavailableError, value_or_raise
-from parquet_keytools.keys.kek import Kek
-from parquet_keytools.rotation.data_set_rotation import RunOptions, rotate_data_set
-from parquet_keytools.rotation.file_keys import FileKeys, read_file_keys
+from parquet_keytools.errors import (
+    KeytoolsError,
+    KmsError,
+    KmsUnavailableError,
+    MasterKeyNotFoundError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
+from parquet_keytools.rotation.batch import KmsInstance
+from parquet_keytools.rotation.data_set_run import RunOptions
+from parquet_keytools.rotation.held_keys import HeldKeys, read_file_keys
 from parquet_keytools.rotation.kept_keys import new_rotation_id
-from parquet_keytools.rotation.new_material import KmsInstance
+from parquet_keytools.rotation.master_key_versions import KnownVersions, MasterKeyVersions
 from parquet_keytools.rotation.report import FileRotation
 from parquet_keytools.rotation.request import (
     RotationRequest,
     prefix_of,
+    rotate_data_set,
     rotation_context,
     trust_master_keys,
 )
-from parquet_keytools.rotation.rewrap_task import RewrapTask
-from parquet_keytools.rotation.rewrapper import Rewrapper
-from parquet_keytools.rotation.rotation_plan import RotationPlan
-from parquet_keytools.rotation.window import RotationContext
-from parquet_keytools.spark.pipelines.footer_groups import KeyOf, group_files
-from parquet_keytools.spark.pipelines.given_rewraps import (
-    GivenRewrapper,
-    KnownVersions,
-    all_known,
-    rewrap_each_once,
+from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask, WrappedKey, unwrapped
+from parquet_keytools.rotation.rotation_plan import RotationContext, RotationPlan
+from parquet_keytools.spark.pipelines.footer_groups import group_files
+from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
+from parquet_keytools.spark.pipelines.planned_files import (
+    file_at,
+    node_location,
+    place_of,
+    plan_data_set,
 )
-from parquet_keytools.spark.pipelines.job import Job, configuration_of
-from parquet_keytools.spark.pipelines.places import file_at, location_of, place_of
-from parquet_keytools.spark.pipelines.planned_files import plan_files, rows_of, unpacked
-from parquet_keytools.spark.pipelines.report import FAILED, PipelineReport, TaskResult, file_row, task_result
-from parquet_keytools.spark.pipelines.worker_keys import CarriedKeys, WorkerKeys, worker_keys
-from parquet_keytools.storage import FileLocation, PathLike
+from parquet_keytools.spark.pipelines.report import PipelineReport, TaskResult, file_row
+from parquet_keytools.spark.pipelines.worker_keys import WorkerKeys
+from parquet_keytools.storage.locations import FileLocation, PathLike
 
 if TYPE_CHECKING:
     from pyspark import Broadcast
     from pyspark.sql import SparkSession
 
+_KEYS_A_BATCH = 1000
+"""For so many the KMS client is asked together."""
 
-@dataclass(frozen=True)
-class _Work:
-    """What every task of the job is sent."""
-
-    keys: CarriedKeys
-    place: str
-    table_name: str | None
-    aad_prefix: str | None
-    plan: RotationPlan
+_KeyOf = tuple[WrappedKey, bool]
+"""A wrapped key, and whether it is a KEK."""
 
 
-@dataclass(frozen=True)
-class _WriteWork(_Work):
-    instance: KmsInstance | None
-    versions: Mapping[tuple[bool, str], str | None]
-    keep_old: bool
-    dry_run: bool
-    given: Broadcast[Any]
+@dataclass(frozen=True, slots=True)
+class GivenKey:
+    """What the driver got for a wrapped key. No secret.
+
+    Attributes:
+        wrapped_key: The new one.
+        was_there: Whether an earlier run did it: it is that of the new KMS already.
+    """
+
+    wrapped_key: str
+    was_there: bool = False
+
+
+Given = Mapping[RewrapTask, GivenKey | KmsError]
 
 
 def rotate(
@@ -93,9 +95,9 @@ def rotate(
     file_on_nodes: str | None = None,
     max_tasks: int | None = None,
 ) -> PipelineReport:
-    """Wrap the keys of a data set anew; see `Keytools.rotate`, which does the same on one machine.
+    """Re-wrap the keys of a data set; see `Keytools.rotate`, which does the same on one machine.
 
-    Each distinct wrapped key is wrapped anew once for all files. Footer keys are unwrapped by at most 16 tasks
+    Each distinct wrapped key is re-wrapped once for all files. Footer keys are unwrapped by at most 16 tasks
     each. With `new_keks`, each Python worker makes fresh KEKs of its own.
 
     A run that was cut off goes on when it is called again in the same way: files tell what is left to do.
@@ -125,31 +127,28 @@ def rotate(
         SparkJobFailedError: Spark gave the job up.
     """
     place = place_of(path)
-    new_configuration = None if to is None else configuration_of(to)
-    job = Job(spark, configuration_of(configuration), new_configuration, file_on_nodes, max_tasks)
-    try:
-        if keep_old is None:
-            keep_old = job.configuration.rotation.keep_old
+    with Job(spark, configuration, to, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         request = RotationRequest(
-            moves=_configured_moves(job) if moves is None else moves,
+            moves=moves,
             only_master_keys=only_master_keys,
             older_than=older_than,
             new_keks=new_keks,
+            keep_old=keep_old,
             dry_run=dry_run,
             new_kms=job.new_keys.kms if to is not None else None,
-            new_configuration=new_configuration,
+            new_configuration=job.new_configuration,
             table_name=table_name,
             aad_prefix=aad_prefix,
         )
         context = rotation_context(job.keys, request)
-        plan = plan_files(location_of(place))
-        grouped = group_files(job, place, plan.table, with_keys=True)
-        distinct = grouped.visible
-        hiding = grouped.table.filter(pc.field("hides"))
-        if hiding.num_rows:
-            pieces = grouped.pieces(job, hiding)
-            work = _Work(job.carried_keys(len(pieces)), place, table_name, aad_prefix, context.plan)
-            for result in job.run(f"open footers of {place}", partial(_collect_piece, work), pieces):
+        plan = plan_data_set(node_location(place))
+        grouped = group_files(job, place, plan.table)
+        distinct: set[_KeyOf] = set()
+        encrypted = grouped.table.filter(pc.field("is_encrypted"))
+        if encrypted.num_rows:
+            pieces = grouped.pieces(job, encrypted)
+            opening = OpeningTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix, context.plan)
+            for result in job.run(f"open footers of {place}", opening, pieces):
                 distinct |= result.other
         given = {} if new_keks or dry_run else _rewrap(job, context, distinct)
         if dry_run:
@@ -157,60 +156,42 @@ def rotate(
             _tasks(context, distinct)
         pieces = grouped.pieces(job)
         broadcast = spark.sparkContext.broadcast(given)
-        writing = _WriteWork(
+        writing = WritingTask(
             job.carried_keys(len(pieces)),
             place,
             table_name,
             aad_prefix,
             context.plan,
             context.instance,
-            all_known(context.versions),
-            keep_old,
+            context.versions.known,
+            context.keep_old is not None,
             dry_run,
             broadcast,
         )
-        results = job.run(f"rotate the keys of {place}", partial(_rotate_piece, writing), pieces)
-        rows = [*(result.rows for result in results), job.unreadable(plan)]
+        job.work_on_files(f"rotate the keys of {place}", writing, pieces)
+        job.add_unseen(plan)
         broadcast.destroy()
-    finally:
-        job.close()
-    return job.report(rows)
+    return job.report()
 
 
 # --- the driver ---
 
 
-def _configured_moves(job: Job) -> Mapping[str, str]:
-    configuration = job.configuration
-    moves = configuration.rotation.moves
-    if moves and job.new_configuration is not None:
-        mistake = Mistake(("rotation", "moves"), "these moves are within one KMS, and another one is named.")
-        raise configuration.error_for([mistake])
-    if moves and job.keys.kms is not None:
-        check_moves(configuration, job.keys.kms.master_key_ids())
-    return moves
-
-
-def _tasks(context: RotationContext, distinct: set[KeyOf]) -> list[RewrapTask]:
-    """Return what is to be wrapped anew among wrapped keys."""
+def _tasks(context: RotationContext, distinct: set[_KeyOf]) -> list[RewrapTask]:
+    """Return which of some wrapped keys to re-wrap."""
     tasks = []
     for key, is_kek in sorted(distinct, key=lambda found: (found[0].master_key_id, found[0].wrapped_key)):
-        target = context.plan.new_master_key_id(
-            key.master_key_id,
-            version=context.versions.of(key),
-            current_version=context.versions.current,
-            has_kek=is_kek,
-        )
+        target = context.target_of(key, has_kek=is_kek)
         if target is not None:
             context.versions.current_new(target)
             tasks.append(RewrapTask(key, target, is_kek))
     return tasks
 
 
-def _rewrap(job: Job, context: RotationContext, distinct: set[KeyOf]) -> dict[RewrapTask, Any]:
+def _rewrap(job: Job, context: RotationContext, distinct: set[_KeyOf]) -> dict[RewrapTask, Any]:
     assert job.keys.kms is not None
     assert job.new_keys.kms is not None
-    given = rewrap_each_once(job.keys.kms, job.new_keys.kms, _tasks(context, distinct))
+    given = _rewrap_each_once(job.keys.kms, job.new_keys.kms, _tasks(context, distinct))
     unreachable = [outcome for outcome in given.values() if isinstance(outcome, KmsUnavailableError)]
     if unreachable and len(unreachable) == len(given):
         # The files would all fail with it.
@@ -218,89 +199,178 @@ def _rewrap(job: Job, context: RotationContext, distinct: set[KeyOf]) -> dict[Re
     return given
 
 
+def _rewrap_each_once(
+    kms: KmsClient, new_kms: KmsClient, tasks: Sequence[RewrapTask]
+) -> dict[RewrapTask, GivenKey | KmsError]:
+    """Have each wrapped key re-wrapped, once; what came back is proven where it is used."""
+    found: dict[RewrapTask, GivenKey | KmsError] = {}
+    for start in range(0, len(tasks), _KEYS_A_BATCH):
+        batch = tasks[start : start + _KEYS_A_BATCH]
+        if new_kms is kms:
+            requests = [RewrapRequest(t.old.wrapped_key, t.old.master_key_id, t.new_master_key_id) for t in batch]
+            for task, new in zip(batch, kms.rewrap_many(requests), strict=True):
+                found[task] = new if isinstance(new, KmsError) else GivenKey(new)
+        else:
+            found |= _move(kms, new_kms, batch)
+    return found
+
+
+def _move(
+    kms: KmsClient, new_kms: KmsClient, tasks: Sequence[RewrapTask]
+) -> dict[RewrapTask, GivenKey | KmsError]:
+    """Unwrap with one KMS and wrap with another one."""
+    old = kms.unwrap_many([UnwrapRequest(task.old.wrapped_key, task.old.master_key_id) for task in tasks])
+    found: dict[RewrapTask, GivenKey | KmsError] = {}
+    keys = {}
+    unknown = []
+    for task, key in zip(tasks, old, strict=True):
+        if not isinstance(key, KmsError):
+            keys[task] = key
+        else:
+            found[task] = key
+            if isinstance(key, WrappedKeyInvalidError | MasterKeyNotFoundError):
+                unknown.append(task)
+    # An earlier run that was cut off may have moved some: these say where they are.
+    there = new_kms.unwrap_many([UnwrapRequest(t.old.wrapped_key, t.old.master_key_id) for t in unknown])
+    for task, key in zip(unknown, there, strict=True):
+        if not isinstance(key, KmsError):
+            found[task] = GivenKey(task.old.wrapped_key, was_there=True)
+    wrapped = new_kms.wrap_many([WrapRequest(key, task.new_master_key_id) for task, key in keys.items()])
+    for task, new in zip(keys, wrapped, strict=True):
+        found[task] = new if isinstance(new, KmsError) else GivenKey(new)
+    return found
+
+
 # --- the tasks ---
 
 
-def _collect_piece(work: _Work, position: int, attempt: int, piece: bytes) -> TaskResult:
-    """Open footers, and find the wrapped keys of columns."""
-    worker = worker_keys(work.keys, position)
-    before = worker.kms_counts()
-    kms = worker.keys.kms
-    assert kms is not None
-    trust_master_keys(work.plan, kms, kms)
-    rewrapper = worker.remembered.setdefault("unwrapper", Rewrapper(kms, kms, new_keks=False, only_count=False))
-    root = location_of(work.place)
-    found: set[KeyOf] = set()
-    for file in rows_of(unpacked(piece)):
-        try:
-            keys = read_file_keys(file_at(root, file["path"]))
-            _open(keys, rewrapper, worker, work)
-            found |= {(held.wrapped_key, held.material.double_wrapping) for held in keys.held}
-        except (KeytoolsError, OSError):
-            # The task that writes it says what is wrong with it.
-            continue
-    return TaskResult(kms_keys=worker.kms_counts() - before, other=found)
+@dataclass(frozen=True)
+class OpeningTask(PipelineTask):
+    """Authenticates footers, and finds the wrapped keys that they refer to.
+
+    Attributes:
+        plan: What the rotation does.
+    """
+
+    plan: RotationPlan
+
+    def result(self, worker: WorkerKeys, root: FileLocation, piece: TaskFiles) -> TaskResult:
+        """Return the wrapped keys of the files."""
+        kms = worker.keys.kms
+        assert kms is not None
+        trust_master_keys(self.plan, kms, kms)
+        unwrapper = worker.remembered.setdefault("unwrapper", Rewrapper(kms))
+        found: set[_KeyOf] = set()
+        for file in piece.files:
+            try:
+                keys = read_file_keys(file_at(root, file["path"]))
+                self._open(keys, unwrapper, worker)
+                found |= {(held.wrapped_key, held.material.double_wrapping) for held in keys.referenced}
+            except (KeytoolsError, OSError):
+                # The task that writes it says what is wrong with it.
+                continue
+        return TaskResult(other=found)
+
+    def _open(self, keys: HeldKeys, unwrapper: Rewrapper, worker: WorkerKeys) -> None:
+        aad_prefix = keys.expected_prefix(prefix_of(worker.keys, self.table_name, self.aad_prefix))
+        held = keys.footer_key
+        found = unwrapper.unwrap([] if held is None else [held.wrapped_key])
+        keys.open(keys.footer_dek(found, worker.keys.data_keys), aad_prefix)
 
 
-def _open(keys: FileKeys, rewrapper: Rewrapper, worker: WorkerKeys, work: _Work) -> None:
-    held = keys.footer_key
-    if held is None:
-        dek = keys.data_key(worker.keys.data_keys)
-    else:
-        key = value_or_raise(rewrapper.unwrap([held.wrapped_key])[held.wrapped_key])
-        kek_id = held.material.kek_id
-        dek = key if kek_id is None else Kek(kek_id, key).unwrap_dek(held.material.wrapped_dek)
-    prefix = prefix_of(worker.keys, work.table_name, work.aad_prefix)(keys.location, keys.envelope.aad_prefix)
-    keys.take_footer(keys.envelope.open(dek, prefix))
+@dataclass(frozen=True)
+class WritingTask(PipelineTask):
+    """Writes the new keys into files; a file that has them already stays as it is.
 
+    Attributes:
+        plan: What the rotation does.
+        instance: Of the KMS that new keys are of; None for the same.
+        versions: Those of master keys that the driver knows.
+        keep_old: Whether old keys are kept beside the files.
+        dry_run: Whether nothing is changed.
+        given: The wrapped keys that the driver had re-wrapped.
+    """
 
-def _rotate_piece(work: _WriteWork, position: int, attempt: int, piece: bytes) -> TaskResult:
-    """Write the new keys into the files of a piece; a file that has them already stays as it is."""
-    worker = worker_keys(work.keys, position)
-    before = worker.kms_counts()
-    context = worker.remembered.get("context")
-    if context is None:
-        context = worker.remembered["context"] = _context(work, worker)
-    root = location_of(work.place)
-    rows = [
-        _rotate_file(context, file_at(root, file["path"]), file["size_bytes"]) for file in rows_of(unpacked(piece))
-    ]
-    return task_result(rows, worker.kms_counts() - before)
+    plan: RotationPlan
+    instance: KmsInstance | None
+    versions: KnownVersions
+    keep_old: bool
+    dry_run: bool
+    given: Broadcast[Any]
 
-
-def _context(work: _WriteWork, worker: WorkerKeys) -> RotationContext:
-    kms, new_kms = worker.keys.kms, worker.new_keys.kms
-    assert kms is not None
-    assert new_kms is not None
-    trust_master_keys(work.plan, kms, new_kms)
-    if work.dry_run or work.plan.new_keks:
-        rewrapper = Rewrapper(kms, new_kms, new_keks=work.plan.new_keks, only_count=work.dry_run)
-    else:
-        rewrapper = GivenRewrapper(kms, new_kms, work.given.value)
-    return RotationContext(
-        plan=work.plan,
-        rewrapper=rewrapper,
-        versions=KnownVersions(kms, new_kms, work.versions),
-        data_keys=worker.keys.data_keys,
-        aad_prefix_of=prefix_of(worker.keys, work.table_name, work.aad_prefix),
-        instance=work.instance,
-        # Of this process alone: two attempts of a task must not take what the other one keeps for their own.
-        keep_old=new_rotation_id() if work.keep_old else None,
-        dry_run=work.dry_run,
-    )
-
-
-def _rotate_file(context: RotationContext, location: FileLocation, size_bytes: int) -> dict[str, Any]:
-    started = time.monotonic()
-    try:
-        report = rotate_data_set(location, context, RunOptions())
+    def row(self, worker: WorkerKeys, location: FileLocation, file: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the row of a file, after its keys were written."""
+        if "context" not in worker.remembered:
+            worker.remembered["context"] = self._context(worker)
+        report = rotate_data_set(location, worker.remembered["context"], RunOptions())
         (result,) = report.files
-    except (KeytoolsError, OSError) as error:
-        return file_row(str(location), FAILED, seconds=time.monotonic() - started, error=error)
-    return _row(result, size_bytes, time.monotonic() - started)
+        return _row(result, file["size_bytes"])
+
+    def _context(self, worker: WorkerKeys) -> RotationContext:
+        kms, new_kms = worker.keys.kms, worker.new_keys.kms
+        assert kms is not None
+        assert new_kms is not None
+        trust_master_keys(self.plan, kms, new_kms)
+        if self.dry_run or self.plan.new_keks:
+            rewrapper = Rewrapper(kms, new_kms, new_keks=self.plan.new_keks, only_count=self.dry_run)
+        else:
+            rewrapper = GivenRewrapper(kms, new_kms, self.given.value)
+        return RotationContext(
+            plan=self.plan,
+            rewrapper=rewrapper,
+            versions=MasterKeyVersions(kms, new_kms, self.versions),
+            data_keys=worker.keys.data_keys,
+            aad_prefix_of=prefix_of(worker.keys, self.table_name, self.aad_prefix),
+            instance=self.instance,
+            # Of this process alone: two attempts of a task must not take what the other one keeps for their own.
+            keep_old=new_rotation_id() if self.keep_old else None,
+            dry_run=self.dry_run,
+        )
 
 
-def _row(file: FileRotation, size_bytes: int, seconds: float) -> dict[str, Any]:
+class GivenRewrapper(Rewrapper):
+    """Takes new wrapped keys from the driver, and unwraps them: that proves them, and opens footers.
+
+    A wrapped key that the driver did not see, of a file that changed since, is re-wrapped here.
+
+    Args:
+        kms: See `Rewrapper`.
+        new_kms: See `Rewrapper`.
+        given: What the driver got.
+    """
+
+    def __init__(self, kms: KmsClient, new_kms: KmsClient, given: Given) -> None:
+        super().__init__(kms, new_kms, new_keks=False, only_count=False)
+        self._given = given
+
+    def rewrap(self, wanted: Iterable[RewrapTask]) -> dict[RewrapTask, Rewrapped | KmsError]:
+        """Return what wrapped keys became; see `Rewrapper.rewrap`."""
+        found: dict[RewrapTask, Rewrapped | KmsError] = {}
+        missing = self._rewrapped.split(wanted, found)
+        given = {task: self._given[task] for task in missing if task in self._given}
+        found.update(super().rewrap([task for task in missing if task not in given]))
+        there = [task for task, new in given.items() if isinstance(new, GivenKey) and new.was_there]
+        for task, there_key in zip(there, self._unwrap(self._new_kms, [task.old for task in there]), strict=True):
+            found[task] = (
+                there_key
+                if isinstance(there_key, KmsError)
+                else Rewrapped(
+                    task.old.wrapped_key, task.old.master_key_id, there_key, None, there_key, was_there=True
+                )
+            )
+            del given[task]
+        news = [new if isinstance(new, KmsError) else new.wrapped_key for new in given.values()]
+        keys = self._unwrap_new(self._new_kms, list(given), news)
+        for task, wrapped_key, key in zip(given, news, keys, strict=True):
+            found[task] = unwrapped(task, wrapped_key, key)
+        for task in missing:
+            proven = found[task]
+            if isinstance(proven, Rewrapped):
+                self._rewrapped.remember(task, proven)
+        return found
+
+
+def _row(file: FileRotation, size_bytes: int) -> dict[str, Any]:
     changes = [
         {
             "master_key": change.master_key_id,
@@ -317,6 +387,5 @@ def _row(file: FileRotation, size_bytes: int, seconds: float) -> dict[str, Any]:
         detail=file.how,
         keys=changes,
         size_bytes=size_bytes,
-        seconds=seconds,
         error=file.error,
     )

@@ -7,24 +7,30 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from parquet_keytools import file_verification
 from parquet_keytools.config.settings import Configuration
+from parquet_keytools.conformance import verification
 from parquet_keytools.conformance.data_set import Member
 from parquet_keytools.conformance.file_keys import use_fingerprint_key
 from parquet_keytools.conformance.file_verifier import FileFacts
-from parquet_keytools.conformance.nonce_ledger import Invocations, NonceLedger
+from parquet_keytools.conformance.nonce_ledger import Invocations, NonceLedger, SharedNonces
 from parquet_keytools.conformance.report import FileReport, RuleResult, Verdict, verdict_of
-from parquet_keytools.conformance.shared_nonces import SharedNonces
 from parquet_keytools.spark.pipelines.footer_groups import group_files
-from parquet_keytools.spark.pipelines.job import Job, configuration_of
-from parquet_keytools.spark.pipelines.places import file_at, location_of, place_of
-from parquet_keytools.spark.pipelines.planned_files import left_out_of, packed, plan_files, rows_of, unpacked
+from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
+from parquet_keytools.spark.pipelines.planned_files import (
+    file_at,
+    left_out_of,
+    node_location,
+    packed,
+    place_of,
+    plan_data_set,
+    rows_of,
+    unpacked,
+)
 from parquet_keytools.spark.pipelines.report import (
     RULE_ROWS,
     PipelineReport,
@@ -33,8 +39,8 @@ from parquet_keytools.spark.pipelines.report import (
     frame_of,
     task_result,
 )
-from parquet_keytools.spark.pipelines.worker_keys import CarriedKeys, worker_keys
-from parquet_keytools.storage import PathLike
+from parquet_keytools.spark.pipelines.worker_keys import WorkerKeys
+from parquet_keytools.storage.locations import FileLocation, PathLike
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -74,16 +80,6 @@ class VerificationReport(PipelineReport):
     def succeeded(self) -> bool:
         """Whether it conforms."""
         return self.conforms
-
-
-@dataclass(frozen=True)
-class _Work:
-    keys: CarriedKeys
-    place: str
-    table_name: str | None
-    aad_prefix: str | None
-    fingerprint_key: bytes
-    shared: frozenset[bytes] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -128,23 +124,21 @@ def verify(
         SparkJobFailedError: Spark gave the job up.
     """
     place = place_of(path)
-    root = location_of(place)
-    job = Job(spark, configuration_of(configuration), None, file_on_nodes, max_tasks)
-    try:
+    root = node_location(place)
+    with Job(spark, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         if table_name is not None:
             job.configuration.select_table(table_name)
-        plan = plan_files(root)
+        plan = plan_data_set(root)
         grouped = group_files(job, place, plan.table)
         pieces = grouped.pieces(job, whole_files=True)
         # Fingerprints can be compared within the job, and mean nothing outside of it.
         key = secrets.token_bytes(32)
-        work = _Work(job.carried_keys(len(pieces)), place, table_name, aad_prefix, key)
-        rows: list[bytes] = []
+        task = VerificationTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix, key)
         rules: list[bytes] = []
         found: list[_Found] = []
         columns: dict[object, Any] = {}
-        for result in job.run(f"verify {root}", partial(_verify_piece, work), pieces):
-            rows.append(result.rows)
+        for result in job.run(f"verify {root}", task, pieces):
+            job.add_result(result)
             rules.append(result.other[0])
             for file in result.other[1]:
                 # The same for all files, as a rule.
@@ -153,38 +147,34 @@ def verify(
         verdicts = Counter(file.verdict for file in found)
         if grouped.table["path"].to_pylist() != [""]:
             found.sort(key=lambda file: file.name)
-            nonces = _shared_nonces(job, work, found, grouped.table)
-            data_set = file_verification.folder_report(
+            nonces = _shared_nonces(job, task, found, grouped.table)
+            data_set = verification.folder_report(
                 root,
                 [],
                 [Member(file.name, file.facts) for file in found],
                 nonces,
-                left_out_of(root, plan),
+                list(left_out_of(root, plan)),
+                [],
                 part_count=part_count,
             )
             rules.append(_packed_rules(str(root), data_set.rules))
-            unreadable = [_row(other, 0, 0.0) for other in data_set.files]
             for other in data_set.files:
                 rules.append(_packed_rules(other.path, other.rules))
                 verdicts[other.verdict] += 1
-            extra = task_result(unreadable, Counter())
-            job.outcomes += extra.outcomes
-            rows.append(extra.rows)
+            job.add_rows([_row(other, 0) for other in data_set.files])
             verdicts[verdict_of(data_set.rules, with_keys=True)] += 1
-        rows.append(job.unreadable(plan, Verdict.INCOMPLETE.value))
-        verdicts[Verdict.INCOMPLETE] += len(plan.unreadable)
+        job.add_unseen(plan, Verdict.INCOMPLETE.value)
+        verdicts[Verdict.INCOMPLETE] += len(plan.unseen)
         verdict = Verdict.CONFORMS if found else Verdict.INCOMPLETE
         for worse in (Verdict.INCOMPLETE, Verdict.VIOLATED):
             verdict = worse if verdicts[worse] else verdict
-    finally:
-        job.close()
-    return VerificationReport(**vars(job.report(rows)), packed_rules=tuple(rules), verdict=verdict)
+    return VerificationReport(**vars(job.report()), packed_rules=tuple(rules), verdict=verdict)
 
 
 # --- the driver ---
 
 
-def _shared_nonces(job: Job, work: _Work, found: list[_Found], files: pa.Table) -> SharedNonces:
+def _shared_nonces(job: Job, task: VerificationTask, found: list[_Found], files: pa.Table) -> SharedNonces:
     """Return the nonces of files that share a DEK; there are none as a rule, and then no second look is needed."""
     users = Counter(fingerprint for file in found for fingerprint in file.fingerprints)
     shared = frozenset(fingerprint for fingerprint, number in users.items() if number > 1)
@@ -193,8 +183,9 @@ def _shared_nonces(job: Job, work: _Work, found: list[_Found], files: pa.Table) 
         names = [file.name for file in found if not shared.isdisjoint(file.fingerprints)]
         again = files.filter(pc.is_in(files["path"], pa.array(names, pa.string())))
         pieces = [packed(again.slice(at, 64)) for at in range(0, again.num_rows, 64)]
-        second = replace(work, keys=job.carried_keys(len(pieces)), shared=shared)
-        for result in job.run("compare nonces of files that share a DEK", partial(_nonces_piece, second), pieces):
+        first = vars(task) | {"keys": job.carried_keys(len(pieces))}
+        second = NoncesTask(**first, shared=shared)
+        for result in job.run("compare nonces of files that share a DEK", second, pieces):
             nonces |= result.other
     collected = SharedNonces()
     for file in found:
@@ -224,49 +215,67 @@ class _CarriedLedger:
 # --- the tasks ---
 
 
-def _verify_piece(work: _Work, position: int, attempt: int, piece: bytes) -> TaskResult:
-    rows: list[dict[str, Any]] = []
-    rules: list[dict[str, Any]] = []
-    found: list[_Found] = []
-    worker = worker_keys(work.keys, position)
-    before = worker.kms_counts()
-    for name, size_bytes, report, facts, seconds in _verified(work, position, piece):
-        rows.append(_row(report, size_bytes, seconds))
-        rules += _rule_rows(report.path, report.rules)
-        ledger = facts.nonces
-        fingerprints = {key: ledger.invocations(key) for key in ledger.fingerprints} if ledger is not None else {}
-        found.append(_Found(name, report.verdict, replace(facts, nonces=None), fingerprints))
-    packed_rules = packed(pa.Table.from_pylist(rules, RULE_ROWS))
-    return task_result(rows, worker.kms_counts() - before, (packed_rules, found))
+@dataclass(frozen=True)
+class VerificationTask(PipelineTask):
+    """Verifies files.
 
+    Attributes:
+        fingerprint_key: Of the fingerprints of DEKs.
+    """
 
-def _nonces_piece(work: _Work, position: int, attempt: int, piece: bytes) -> TaskResult:
-    found: dict[str, Nonces] = {}
-    worker = worker_keys(work.keys, position)
-    before = worker.kms_counts()
-    for name, _, _, facts, _ in _verified(work, position, piece):
-        ledger = facts.nonces
-        if ledger is not None:
-            found[name] = {key: list(ledger.nonces(key)) for key in work.shared.intersection(ledger.fingerprints)}
-    return TaskResult(kms_keys=worker.kms_counts() - before, other=found)
+    fingerprint_key: bytes
 
+    def result(self, worker: WorkerKeys, root: FileLocation, piece: TaskFiles) -> TaskResult:
+        """Return rows of files, and with them the rows of rules and what the checks of the data set need."""
+        rows: list[dict[str, Any]] = []
+        rules: list[dict[str, Any]] = []
+        found: list[_Found] = []
+        for file in piece.files:
+            started = time.monotonic()
+            report, facts = self._verified(worker, root, file["path"])
+            rows.append(_row(report, file["size_bytes"]) | {"seconds": time.monotonic() - started})
+            rules += _rule_rows(report.path, report.rules)
+            fingerprints: Fingerprints = {}
+            if (ledger := facts.nonces) is not None:
+                fingerprints = {key: ledger.invocations(key) for key in ledger.fingerprints}
+            found.append(_Found(file["path"], report.verdict, replace(facts, nonces=None), fingerprints))
+        return task_result(rows, (packed(pa.Table.from_pylist(rules, RULE_ROWS)), found))
 
-def _verified(work: _Work, position: int, piece: bytes) -> Iterator[tuple[str, int, FileReport, FileFacts, float]]:
-    use_fingerprint_key(work.fingerprint_key)
-    keys = worker_keys(work.keys, position).keys
-    root = location_of(work.place)
-    for file in rows_of(unpacked(piece)):
-        started = time.monotonic()
+    def _verified(self, worker: WorkerKeys, root: FileLocation, name: str) -> tuple[FileReport, FileFacts]:
+        use_fingerprint_key(self.fingerprint_key)
         # Of its own for each file: the answers of all would pile up. KEKs stay in the cache of the service.
-        report, facts = file_verification.verify_member(
-            keys, keys.kms_keys(), file_at(root, file["path"]), work.table_name, work.aad_prefix, threads=1
+        kms_keys = worker.keys.kms_keys()
+        location = file_at(root, name)
+        return verification.verify_member(
+            worker.keys, kms_keys, location, self.table_name, self.aad_prefix, threads=1
         )
-        yield file["path"], file["size_bytes"], report, facts, time.monotonic() - started
 
 
-def _row(report: FileReport, size_bytes: int, seconds: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class NoncesTask(VerificationTask):
+    """Collects the nonces of files that share a DEK.
+
+    Attributes:
+        shared: Fingerprints of the DEKs.
+    """
+
+    shared: frozenset[bytes]
+
+    def result(self, worker: WorkerKeys, root: FileLocation, piece: TaskFiles) -> TaskResult:
+        """Return the nonces of the files."""
+        found: dict[str, Nonces] = {}
+        for file in piece.files:
+            _, facts = self._verified(worker, root, file["path"])
+            ledger = facts.nonces
+            if ledger is not None:
+                shared = self.shared.intersection(ledger.fingerprints)
+                found[file["path"]] = {key: list(ledger.nonces(key)) for key in shared}
+        return TaskResult(other=found)
+
+
+def _row(report: FileReport, size_bytes: int) -> dict[str, Any]:
     detail = "; ".join(f"{user}: {reason}" for user, reason in report.denied.items())
-    return file_row(report.path, report.verdict.value, detail=detail, size_bytes=size_bytes, seconds=seconds)
+    return file_row(report.path, report.verdict.value, detail=detail, size_bytes=size_bytes)
 
 
 def _packed_rules(path: str, results: tuple[RuleResult, ...]) -> bytes:

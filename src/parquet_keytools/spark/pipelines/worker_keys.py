@@ -11,15 +11,13 @@ from typing import Any
 
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.file_encryption import ColumnKey
-from parquet_keytools.key_service import KeyService, NewFileKeys, TablePolicy
-from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_metadata import KeyReference, parse_key_metadata
-from parquet_keytools.keys.key_unwrapper import decode_master_key_id
+from parquet_keytools.files.key_service import KeyService, NewFileKeys, TablePolicy
+from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KmsClient, KmsSettings
 from parquet_keytools.kms.registry import make_client
-from parquet_keytools.spark.carried_configuration import unpacked
+from parquet_keytools.spark.carried_configuration import received_configuration
 from parquet_keytools.spark.pipelines.kms_share import first_pause_seconds, shared_settings
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.storage.locations import FileLocation
 
 _MOST_CLIENTS = 4
 """So many KMS clients stay open in a Python worker, which Spark ends when it is idle for a minute."""
@@ -71,7 +69,7 @@ class JobKeyService(KeyService):
         all_metadata += [choice.key_metadata for choice in columns if isinstance(choice, ColumnKey)]
         counts: Counter[tuple[str, str | None]] = Counter()
         for key_metadata in all_metadata:
-            material = _material(key_metadata, new)
+            material = new.material(key_metadata)
             if material is not None and self.kms is not None:
                 master_key_id = decode_master_key_id(material.master_key_id)
                 version = self.kms.wrapped_key_version(material.kms_wrapped_key, master_key_id)
@@ -80,13 +78,6 @@ class JobKeyService(KeyService):
             {"master_key": master_key_id, "version": version, "number": number}
             for (master_key_id, version), number in counts.items()
         ]
-
-
-def _material(key_metadata: bytes | None, new: NewFileKeys) -> KeyMaterial | None:
-    parsed = parse_key_metadata(key_metadata)
-    if isinstance(parsed, KeyReference):
-        return (new.key_materials or {}).get(parsed.reference)
-    return parsed if isinstance(parsed, KeyMaterial) else None
 
 
 class WorkerKeys:
@@ -145,7 +136,7 @@ def _configuration(text: str) -> Configuration:
     from pyspark import SparkFiles, TaskContext
 
     folder = Path(SparkFiles.getRootDirectory()) if TaskContext.get() is not None else Path.cwd()
-    return unpacked(text, folder)
+    return received_configuration(text, folder)
 
 
 def _service(text: str, tasks: int) -> JobKeyService:

@@ -1,0 +1,327 @@
+"""Files and folders verified with the keys and the tables of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+from parquet_keytools.conformance.data_set import Member, Surroundings, check_data_set
+from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
+from parquet_keytools.conformance.file_keys import MaterialFinder
+from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
+from parquet_keytools.conformance.inspection import Inspection
+from parquet_keytools.conformance.inspector import inspect_source
+from parquet_keytools.conformance.nonce_ledger import SharedNonces
+from parquet_keytools.conformance.opening import Expectation, ExpectedTable
+from parquet_keytools.conformance.report import DataSetReport, FileReport
+from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.conformance.rules import FILE_SCOPES
+from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
+from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
+from parquet_keytools.encryption.protection import FooterMode
+from parquet_keytools.errors import KeytoolsError, ParquetFormatError
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH
+from parquet_keytools.keys.file_key_retriever import FileKeyRetriever
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.key_wrapping import KmsKeys
+from parquet_keytools.runtime import audit
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
+
+
+class RetrieverFinder:
+    """Shows the verifier the keys of one file; see `MaterialFinder`."""
+
+    def __init__(self, keys: KeyService, kms_keys: KmsKeys, location: FileLocation) -> None:
+        self._kms_keys = kms_keys
+        self._data_keys = keys.data_keys
+        self._retriever = FileKeyRetriever(kms_keys, keys.data_keys, location)
+
+    def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
+        """Return the DEK of the footer."""
+        return self._retriever.footer_dek(key_metadata)
+
+    def column_deks(
+        self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
+    ) -> list[SecretBytes | KeytoolsError]:
+        """Return the DEKs of columns."""
+        return self._retriever.column_deks(columns)
+
+    def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
+        """Return the key material that key metadata is or refers to."""
+        return self._retriever.material(key_metadata)
+
+    def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
+        """Return the id of the data key that the configuration names for what has no key metadata."""
+        if column_path is None:
+            return self._data_keys.footer_without_metadata
+        return self._data_keys.columns_without_metadata.get(".".join(column_path))
+
+    def kek_length_bits(self, material: KeyMaterial) -> int | None:
+        """Return the length of the KEK, if the KMS has unwrapped it."""
+        if not material.double_wrapping:
+            return None
+        kek = self._kms_keys.answers.get((material.kms_wrapped_key, material.master_key_id))
+        return kek.length_bits if isinstance(kek, SecretBytes) else None
+
+
+Progress = Callable[[FileReport], None]
+"""Called with the report of each file."""
+
+
+def finder_of(
+    keys: KeyService | None, location: FileLocation, kms_keys: KmsKeys | None = None
+) -> MaterialFinder | None:
+    """Return what finds the keys of a file; None without a configuration."""
+    if keys is None:
+        return None
+    return RetrieverFinder(keys, kms_keys or keys.kms_keys(), location)
+
+
+def verify_file(
+    keys: KeyService | None, location: FileLocation, table_name: str | None = None, aad_prefix: str | None = None
+) -> FileReport:
+    """Verify a file; see `Keytools.verify_file`. Without keys, what needs none is checked."""
+    kms_keys = keys.kms_keys() if keys is not None else None
+    return _verify(keys, kms_keys, location, table_name, aad_prefix)[0]
+
+
+def inspect_file(
+    keys: KeyService,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | None,
+    *,
+    with_keys: bool,
+) -> Inspection:
+    """Show how a file is protected; see `Keytools.inspect_file`."""
+    with audit.about(location), open_source(location) as source:
+        prefix = expected_prefix(keys, source, location, table_name, aad_prefix)
+        return inspect_source(source, finder_of(keys if with_keys else None, location), prefix)
+
+
+def verify_folder(
+    keys: KeyService | None,
+    folder: FileLocation,
+    table_name: str | None = None,
+    aad_prefix: str | None = None,
+    *,
+    part_count: int | None = None,
+    on_progress: Progress | None = None,
+    invocation_limit: int = MAX_INVOCATIONS,
+) -> DataSetReport:
+    """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`."""
+    found = sorted(data_set(folder, into_passed_over=True), key=lambda entry: entry.location.path)
+    kms_keys = keys.kms_keys() if keys is not None else None
+    reports: list[FileReport] = []
+    members: list[Member] = []
+    nonces = SharedNonces()
+    for entry in found:
+        if not isinstance(entry, ParquetFile):
+            continue
+        report, facts = verify_member(keys, kms_keys, entry.location, table_name, aad_prefix)
+        reports.append(report)
+        name = _name_in(folder, entry.location)
+        if facts.nonces is not None:
+            nonces.add_file(name, facts.nonces)
+        members.append(Member(name, replace(facts, nonces=None)))
+        if on_progress is not None:
+            on_progress(report)
+    return folder_report(
+        folder,
+        reports,
+        members,
+        nonces,
+        [entry for entry in found if isinstance(entry, LeftOut)],
+        [entry for entry in found if isinstance(entry, Unseen)],
+        part_count=part_count,
+        invocation_limit=invocation_limit,
+    )
+
+
+def folder_report(
+    folder: FileLocation,
+    reports: Sequence[FileReport],
+    members: Sequence[Member],
+    nonces: SharedNonces,
+    left_out: Sequence[LeftOut],
+    unseen: Sequence[Unseen],
+    *,
+    part_count: int | None = None,
+    invocation_limit: int = MAX_INVOCATIONS,
+) -> DataSetReport:
+    """Check what was found in the files of a folder, wherever that was, and what else is in it.
+
+    Args:
+        folder: The folder.
+        reports: On its files.
+        members: The same files.
+        nonces: Those of all of them.
+        left_out: What else lies there.
+        unseen: What could not be looked into: nothing can be said of it, and so not that all conforms.
+        part_count: See `verify_folder`.
+        invocation_limit: See `check_data_set`.
+    """
+    unreadable = [_unreadable(entry.path, entry.reason) for entry in unseen]
+    return DataSetReport(
+        str(folder),
+        (*reports, *unreadable),
+        check_data_set(
+            members,
+            _surroundings(folder, left_out),
+            nonces,
+            part_count=part_count,
+            invocation_limit=invocation_limit,
+        ),
+        {left.path: left.reason for left in left_out},
+    )
+
+
+def _name_in(folder: FileLocation, file: FileLocation) -> str:
+    return str(PurePosixPath(file.path).relative_to(folder.path))
+
+
+def _surroundings(folder: FileLocation, left_out: Sequence[LeftOut]) -> Surroundings:
+    summaries = [left.location for left in left_out if left.reason is LeftOutReason.SUMMARY]
+    return Surroundings(
+        summary_files=sorted({summary.name for summary in summaries}),
+        listed_files=sorted({name for summary in summaries for name in _listed_files(folder, summary)}),
+        orphaned_key_materials=sorted(
+            {left.location.name for left in left_out if left.reason is LeftOutReason.KEY_MATERIAL}
+        ),
+        plaintext_passed_over=[
+            _name_in(folder, left.location)
+            for left in left_out
+            if left.reason is LeftOutReason.PASSED_OVER and _may_be_plaintext(left.location)
+        ],
+    )
+
+
+def _listed_files(folder: FileLocation, summary: FileLocation) -> Iterator[str]:
+    """Yield the files that a summary file lists, as far as it can be read; nothing of it is authenticated."""
+    try:
+        with open_source(summary) as source:
+            book = RuleBook(FILE_SCOPES)
+            envelope = check_envelope(source, book)
+            metadata = None if envelope is None else plaintext_metadata(envelope, book)
+            if metadata is None:
+                return
+            paths = {row_group.columns[0].file_path for row_group in metadata.row_groups if row_group.columns}
+    except (OSError, KeytoolsError):
+        return
+    within = PurePosixPath(_name_in(folder, summary)).parent
+    yield from (str(within / path) for path in paths if path)
+
+
+def _may_be_plaintext(location: FileLocation) -> bool:
+    """Return whether a file begins as plaintext ones do, and has no footer that says that it is encrypted."""
+    if location.info().type.name != "File":
+        return False
+    try:
+        with open_source(location) as source:
+            if source.size_bytes < MAGIC_LENGTH or bytes(source.read_at(0, MAGIC_LENGTH)) != MAGIC:
+                return False
+            envelope = check_envelope(source, RuleBook(FILE_SCOPES))
+            return envelope is None or envelope.mode is FooterMode.UNENCRYPTED
+    except (OSError, KeytoolsError):
+        return False
+
+
+def _verify(
+    keys: KeyService | None,
+    kms_keys: KmsKeys | None,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | None,
+    threads: int = 2,
+) -> tuple[FileReport, FileFacts]:
+    try:
+        with audit.about(location), open_source(location) as source:
+            finder = finder_of(keys, location, kms_keys)
+            expectation = _expectation(keys, source, location, table_name, aad_prefix)
+            return verify_source(source, finder, expectation, threads=threads)
+    except PermissionError as error:
+        return _unreadable(str(location), error.strerror or "permission denied"), FileFacts()
+    except ParquetFormatError as error:
+        # A file that becomes shorter while it is read.
+        return _unreadable(str(location), str(error)), FileFacts()
+
+
+def verify_member(
+    keys: KeyService | None,
+    kms_keys: KmsKeys | None,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | None,
+    *,
+    threads: int = 2,
+) -> tuple[FileReport, FileFacts]:
+    """Verify a file of a folder: one that cannot be read must not hide what is wrong with the others."""
+    try:
+        return _verify(keys, kms_keys, location, table_name, aad_prefix, threads)
+    except OSError as error:
+        return _unreadable(str(location), error.strerror or type(error).__name__), FileFacts()
+    except UnicodeError:
+        return _unreadable(str(location), "its name is not UTF-8, and so has no AAD prefix"), FileFacts()
+
+
+def _unreadable(path: str, reason: str) -> FileReport:
+    """Return the report on a file of which nothing can be said."""
+    book = RuleBook(FILE_SCOPES)
+    for scope in FILE_SCOPES:
+        book.scope_not_checked(scope, f"the file cannot be read: {reason}")
+    return FileReport(path, True, book.results())
+
+
+def expected_prefix(
+    keys: KeyService, source: ByteSource, location: FileLocation, table_name: str | None, aad_prefix: str | None
+) -> ExpectedAadPrefix | None:
+    """Return the AAD prefix that a file must have; which table it seems to be of, its stored prefix may say."""
+    envelope = check_envelope(source, RuleBook(FILE_SCOPES))
+    stored = None if envelope is None else envelope.aad_prefix
+    return keys.expected_aad_prefix(location, table_name, aad_prefix, stored)
+
+
+def _expectation(
+    keys: KeyService | None,
+    source: ByteSource,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | None,
+) -> Expectation:
+    if keys is None:
+        return Expectation(None if aad_prefix is None else ExpectedAadPrefix.of_text(aad_prefix))
+    table = _expected_table(keys, table_name)
+    number = len(keys.configuration.tables)
+    return Expectation(
+        aad_prefix=expected_prefix(keys, source, location, table_name, aad_prefix),
+        allow_plaintext=keys.configuration.reading.plaintext_files == "allow",
+        table=table,
+        without_table=f"there are {number} tables, and none was named" if table is None and number else "",
+    )
+
+
+def _expected_table(keys: KeyService, table_name: str | None) -> ExpectedTable | None:
+    """Return what the table of a file wants; None where there is none, or none of several was named."""
+    if table_name is None and len(keys.configuration.tables) != 1:
+        return None
+    check = keys.table_check(table_name)
+    assert check is not None
+    table = keys.configuration.tables[check.table_name]
+
+    def check_columns(leaf_paths: Sequence[tuple[str, ...]]) -> None:
+        keys.policy(check.table_name, leaf_paths)
+
+    return ExpectedTable(
+        check=check,
+        check_columns=check_columns,
+        plaintext_footer=table.plaintext_footer,
+        dek_length_bits=table.data_key_length_bits,
+        stores_aad_prefix=table.store_aad_prefix,
+        shown_keys=frozenset(table.plaintext_footer_keys),
+    )

@@ -1,0 +1,126 @@
+"""How a file and each of its columns are protected, as the footer says (spec 4.2, 5.2, 5.4, 5.5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from parquet_keytools.encryption.aad import MAX_ORDINAL
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.file_layout import LeafColumn
+from parquet_keytools.format.structs import ColumnChunk, RowGroup
+
+
+class FooterMode(Enum):
+    """How the footer of a file is protected."""
+
+    UNENCRYPTED = "unencrypted"
+    PLAINTEXT_FOOTER = "plaintext footer"
+    ENCRYPTED_FOOTER = "encrypted footer"
+
+
+class Algorithm(Enum):
+    """Encryption algorithm of a file (spec 4.2)."""
+
+    AES_GCM_V1 = "AES_GCM_V1"
+    AES_GCM_CTR_V1 = "AES_GCM_CTR_V1"
+
+
+class ColumnEncryption(Enum):
+    """What a column is encrypted with."""
+
+    PLAINTEXT = "plaintext"
+    FOOTER_KEY = "footer key"
+    COLUMN_KEY = "column key"
+
+
+@dataclass(frozen=True, slots=True)
+class FooterColumn:
+    """A leaf column of a file.
+
+    Attributes:
+        path: Names from below the root to the leaf.
+        ordinal: Position of the leaf in the schema.
+        encryption: What it is encrypted with; PLAINTEXT also where the file has no row group.
+        key_metadata: Of its own key; None with another key, and where the file carries none.
+    """
+
+    path: tuple[str, ...]
+    ordinal: int
+    encryption: ColumnEncryption
+    key_metadata: bytes | None
+
+
+def columns_of(
+    leaves: tuple[LeafColumn, ...],
+    row_groups: list[RowGroup],
+    chunks: list[list[ColumnChunk]],
+    is_encrypted: bool,
+) -> tuple[FooterColumn, ...]:
+    """Return how each column is encrypted, which must be the same in every row group.
+
+    Args:
+        leaves: The leaf columns of the schema.
+        row_groups: Those of the footer.
+        chunks: `chunks[row group ordinal][column ordinal]`.
+        is_encrypted: Whether the footer names an encryption algorithm.
+
+    Raises:
+        ParquetFormatError: It is not the same, the crypto metadata is not valid or that of another column, or
+            chunks, row groups or ordinals do not fit together.
+    """
+    if is_encrypted and max(len(leaves), len(row_groups)) > MAX_ORDINAL + 1:
+        raise ParquetFormatError("an encrypted file has more row groups or columns than ordinals (spec 4.4.2).")
+    columns: list[FooterColumn] = []
+    # Byte for byte the same in every row group, as a rule.
+    first = [_encryption_of(chunk) for chunk in chunks[0]] if chunks else []
+    for ordinal, row_group in enumerate(row_groups):
+        if is_encrypted and row_group.ordinal not in (None, ordinal):
+            raise ParquetFormatError(f"row group {ordinal} says that its ordinal is {row_group.ordinal}.")
+        if len(chunks[ordinal]) != len(leaves):
+            raise ParquetFormatError(
+                f"row group {ordinal} has {len(chunks[ordinal])} chunks for {len(leaves)} leaf columns."
+            )
+        if columns and [_encryption_of(chunk) for chunk in chunks[ordinal]] == first:
+            continue
+        found = [_column_of(leaf, chunk) for leaf, chunk in zip(leaves, chunks[ordinal], strict=True)]
+        columns = columns or found
+        if found != columns:
+            leaf = next(leaf for leaf, a, b in zip(leaves, found, columns, strict=True) if a != b)
+            raise ParquetFormatError(
+                f"row group {ordinal}: column {leaf.dotted_path!r} is encrypted in another way than before."
+            )
+    if not columns:
+        columns = [FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None) for leaf in leaves]
+    if not is_encrypted and any(column.encryption is not ColumnEncryption.PLAINTEXT for column in columns):
+        raise ParquetFormatError(
+            "columns are encrypted, and the footer names no encryption algorithm.",
+            hint="The field was removed from the footer, and with it the signature; restore the file.",
+        )
+    return tuple(columns)
+
+
+def _encryption_of(chunk: ColumnChunk) -> tuple[bytes | None, bool]:
+    """Return what a chunk says of its encryption: its crypto metadata, and whether it has encrypted metadata."""
+    crypto = chunk.bytes_of(ColumnChunk.crypto_metadata)
+    return crypto, crypto is not None or chunk.bytes_of(ColumnChunk.encrypted_column_metadata) is not None
+
+
+def _column_of(leaf: LeafColumn, chunk: ColumnChunk) -> FooterColumn:
+    crypto = chunk.copy_of(ColumnChunk.crypto_metadata)
+    if crypto is None:
+        if chunk.copy_of(ColumnChunk.encrypted_column_metadata) is not None:
+            raise ParquetFormatError(
+                f"column {leaf.dotted_path!r} has encrypted metadata, and does not say with which key (spec 5.2).",
+                hint="The field crypto_metadata was removed or altered; restore the file.",
+            )
+        return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None)
+    with_footer_key, with_column_key = crypto.encryption_with_footer_key, crypto.encryption_with_column_key
+    if len(crypto.struct.fields) == 1:
+        if with_footer_key is not None:
+            return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.FOOTER_KEY, None)
+        if with_column_key is not None:
+            if tuple(with_column_key.path_in_schema) != leaf.path:
+                raise ParquetFormatError(f"column {leaf.dotted_path!r} has the crypto metadata of another one.")
+            return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.COLUMN_KEY, with_column_key.key_metadata)
+    raise ParquetFormatError(f"column {leaf.dotted_path!r}: its crypto metadata is not valid (spec 5.2).")

@@ -1,0 +1,97 @@
+"""Every error that parquet-keytools raises, in one tree with one root.
+
+Each error carries its facts as attributes, and its text says what happened, where, and what to do next. No
+text and no attribute ever holds a key, a token or the body of a KMS response.
+"""
+
+from __future__ import annotations
+
+from parquet_keytools.errors.files import (
+    AadPrefixError,
+    AlreadyEncryptedError,
+    ChangedMeanwhileError,
+    ColumnAccessDeniedError,
+    DecryptionError,
+    DraftFormatError,
+    FileChangedError,
+    FooterSignatureError,
+    FormatLimitError,
+    IncompleteDataSetError,
+    KeyMaterialError,
+    KeyNotAvailableError,
+    NoParquetFilesError,
+    NotEncryptedError,
+    OutputError,
+    ParquetFormatError,
+    StorageFailedError,
+    TableMismatch,
+    TableMismatchError,
+    VisibleMetadataError,
+)
+from parquet_keytools.errors.kms import (
+    KEY_REFUSALS,
+    KmsAccessDeniedError,
+    KmsConfigurationError,
+    KmsError,
+    KmsResponseInvalidError,
+    KmsThrottledError,
+    KmsUnavailableError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+    MasterKeyNotTrustedError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.errors.root import (
+    ConfigurationError,
+    KeytoolsError,
+    SparkJobFailedError,
+    UnsupportedByArrowError,
+    UnsupportedBySparkError,
+    value_or_raise,
+)
+
+# In the order in which the reference shows them.
+__all__ = [  # noqa: RUF022
+    "KeytoolsError",
+    "ConfigurationError",
+    "UnsupportedByArrowError",
+    "UnsupportedBySparkError",
+    "SparkJobFailedError",
+    "value_or_raise",
+    "KmsError",
+    "KmsAccessDeniedError",
+    "MasterKeyNotFoundError",
+    "MasterKeyNotTrustedError",
+    "MasterKeyDisabledError",
+    "WrappedKeyInvalidError",
+    "KEY_REFUSALS",
+    "KmsThrottledError",
+    "KmsUnavailableError",
+    "KmsConfigurationError",
+    "KmsResponseInvalidError",
+    "ParquetFormatError",
+    "DraftFormatError",
+    "FormatLimitError",
+    "FileChangedError",
+    "NoParquetFilesError",
+    "IncompleteDataSetError",
+    "KeyMaterialError",
+    "VisibleMetadataError",
+    "NotEncryptedError",
+    "TableMismatch",
+    "TableMismatchError",
+    "AlreadyEncryptedError",
+    "OutputError",
+    "StorageFailedError",
+    "ChangedMeanwhileError",
+    "DecryptionError",
+    "FooterSignatureError",
+    "AadPrefixError",
+    "KeyNotAvailableError",
+    "ColumnAccessDeniedError",
+]
+
+# Tracebacks and pickles have the names that callers import.
+for _name in __all__:
+    if isinstance(globals()[_name], type):
+        globals()[_name].__module__ = __name__

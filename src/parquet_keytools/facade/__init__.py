@@ -1,0 +1,1 @@
+"""What `Keytools` can do, a source file for each subject; `keytools.py` puts them together."""

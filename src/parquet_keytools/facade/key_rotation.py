@@ -1,0 +1,253 @@
+"""New keys for files and data sets: master keys rotated, data keys replaced, and which keys are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from parquet_keytools.facade.configured import Configured
+from parquet_keytools.files import conversion
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.rotation import rekeying, restoring
+from parquet_keytools.rotation.data_set_run import OnFile
+from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
+from parquet_keytools.rotation.master_key_versions import same_master_key
+from parquet_keytools.rotation.report import RotationReport
+from parquet_keytools.rotation.request import RotationRequest, master_key_id, prefix_of, run_rotation
+from parquet_keytools.rotation.restoring import RestoredCheck
+from parquet_keytools.storage.locations import FileLocation, PathLike
+
+
+class KeyRotation(Configured):
+    """Rotates master keys, replaces data keys, and lists the keys in use."""
+
+    def rekey_in_place(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        new_table_name: str | None = None,
+        new_keytools: Self | None = None,
+        aad_prefix: str | None = None,
+        verify: bool = True,
+        journal: PathLike | None = None,
+        filesystem: Any = None,
+        keep_results: bool = True,
+        on_file: OnFile | None = None,
+        on_progress: conversion.Progress | None = None,
+    ) -> RotationReport:
+        """Encrypt a file, or all files under a folder, with new data keys, each in its place.
+
+        Each file is written again beside the old one, checked, and takes its place in one step, only while the old
+        one is what was read. Without another table or other tools a file keeps its AAD prefix, and nothing that is
+        encrypted comes to lie in plaintext.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            table_name: The table of the files, whose policy and AAD prefix they have.
+            new_table_name: The table whose policy they follow from now on; `table_name` if not given.
+            new_keytools: Of another configuration, whose keys and tables they use from now on.
+            aad_prefix: The AAD prefix that they must have.
+            verify: Authenticate every page of the new file; else its footer and metadata of columns alone.
+            journal: A local path for a journal: a run that was cut off then goes on when it is called again.
+                Without one, all files are re-encrypted.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            keep_results: Whether the report has all files, or only those that failed.
+            on_file: Called with what became of each file.
+            on_progress: Called with the number of bytes after each write, by any thread.
+
+        Raises:
+            FileNotFoundError: There is no such file or folder.
+            ConfigurationError: There is no such table.
+            KeytoolsError: The one file failed; what fails of a folder is in the report.
+        """
+        is_other = new_keytools is not None
+        # KEKs of this process may be what leaked.
+        self.clear_caches()
+        request = rekeying.RekeyRequest(
+            table_name=table_name,
+            new_table_name=new_table_name or (None if is_other else table_name),
+            aad_prefix=aad_prefix,
+            as_before=new_table_name in (None, table_name) and not is_other,
+            verify=verify,
+            journal=None if journal is None else Path(journal),
+            keep_results=keep_results,
+            on_file=on_file,
+            on_progress=on_progress,
+        )
+        return rekeying.rekey_data_set(
+            self._keys, (new_keytools or self)._keys, FileLocation.resolve(path, filesystem), request
+        )
+
+    def rotate(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        moves: Mapping[str, str] | None = None,
+        only_master_keys: Collection[str] | None = None,
+        older_than: str | None = None,
+        new_keks: bool = False,
+        keep_old: bool | None = None,
+        dry_run: bool = False,
+        journal: PathLike | None = None,
+        to: Self | KmsClient | None = None,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+        keep_results: bool = True,
+        on_file: OnFile | None = None,
+    ) -> RotationReport:
+        """Re-wrap the keys of a file, or of all files under a folder; their data stays as it is.
+
+        Without options: with the current version of their master keys, where they are not known to be. Each file
+        is replaced in one step after its new keys were proven, and what fails with one is in the report. A run
+        that was cut off goes on when it is called again in the same way.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            moves: Old master key -> the one that takes its place; names of the configuration, or identifiers.
+                Then other master keys stay as they are. None takes those of the configuration.
+            only_master_keys: The master keys that are rotated.
+            older_than: Only keys that an older version wrapped, or one that nobody can tell.
+            new_keks: Make fresh KEKs, as after a leak of one; without, KEKs stay the same.
+            keep_old: Keep the old keys beside the files, for `undo_rotation`, until `drop_old_keys`; None does as
+                the configuration says.
+            dry_run: Change nothing; the report says what would change and what the KMS would be asked for.
+            journal: A local path for the journal, outside of the data set; data sets have theirs in the folder of
+                this user's state if it is not given.
+            to: Another KMS, or the tools of another configuration, whose master keys wrap from now on. A journal
+                tells configurations apart, and not KMS clients without one.
+            table_name: Table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that they must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            keep_results: Whether the report has all files, or only those that failed: a million take memory.
+            on_file: Called with what became of each file.
+
+        Raises:
+            ConfigurationError: There is no KMS, or the moves are not possible.
+            KmsError: A master key to move to does not exist, or is disabled.
+            FileNotFoundError: There is no such file or folder.
+            OutputError: The journal is of a rotation with other parameters, or cannot be written.
+        """
+        request = RotationRequest(
+            moves=moves,
+            only_master_keys=only_master_keys,
+            older_than=older_than,
+            new_keks=new_keks,
+            keep_old=keep_old,
+            dry_run=dry_run,
+            journal=None if journal is None else Path(journal),
+            new_kms=to.kms if isinstance(to, Configured) else to,
+            new_configuration=to.configuration if isinstance(to, Configured) else None,
+            table_name=table_name,
+            aad_prefix=aad_prefix,
+            keep_results=keep_results,
+            on_file=on_file,
+        )
+        return run_rotation(self._keys, FileLocation.resolve(path, filesystem), request)
+
+    def undo_rotation(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+    ) -> RotationReport:
+        """Put back the keys that `rotate` kept of a file, or of all files under a folder.
+
+        A file that changed since is left as it is, and reported; so is one whose old keys the KMS does not unwrap.
+        Several rotations are undone one a call.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            table_name: Table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that they must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            FileNotFoundError: There is no such file or folder.
+        """
+        check = RestoredCheck(self._keys, prefix_of(self._keys, table_name, aad_prefix))
+        return restoring.restore_data_set(FileLocation.resolve(path, filesystem), check)
+
+    def drop_old_keys(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        filesystem: Any = None,
+        on_left: Callable[[str, str], None] | None = None,
+    ) -> int:
+        """Remove the keys that `rotate` kept of a file, or of all files under a folder.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            on_left: Called with the path of what is named like old keys and is none, such as a link, and why; it
+                is left in place.
+
+        Returns:
+            How many kept files were removed.
+
+        Raises:
+            FileNotFoundError: There is no such file or folder.
+        """
+        return restoring.drop_data_set(FileLocation.resolve(path, filesystem), on_left)
+
+    def key_inventory(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+        ignore_passed_over: bool = False,
+    ) -> Iterator[FileKeyUses]:
+        """Yield which master keys and versions a file, or each file under a folder, depends on.
+
+        What could not be looked into, such as a link to what is not there, comes with `unknown`.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            table_name: Table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that they must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            ignore_passed_over: Whether encrypted files are left out that readers of data sets pass over, for their
+                name or that of a folder begins with a dot or an underscore. Else they come with `unknown`.
+
+        Raises:
+            FileNotFoundError: There is no such file or folder.
+            NoParquetFilesError: The folder has no Parquet files.
+        """
+        inventory = Inventory(self._keys, prefix_of(self._keys, table_name, aad_prefix))
+        return inventory.list(FileLocation.resolve(path, filesystem), ignore_passed_over=ignore_passed_over)
+
+    def files_using(
+        self,
+        key: str,
+        path: PathLike | FileLocation,
+        *,
+        version: str | None = None,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+    ) -> Iterator[FileKeyUses]:
+        """Yield the files that need a master key, or a version of it, and those of which that cannot be told.
+
+        Args:
+            key: Name of the master key in the configuration, or its identifier.
+            path: A path or URI of a file or a folder.
+            version: The version; None means any.
+            table_name: Table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that they must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            FileNotFoundError: There is no such file or folder.
+            NoParquetFilesError: The folder has no Parquet files.
+        """
+        wanted, same = master_key_id(self.configuration, key), same_master_key(self.kms)
+        for file in self.key_inventory(path, table_name=table_name, aad_prefix=aad_prefix, filesystem=filesystem):
+            if file.depends_on(wanted, version, same) is not False:
+                yield file

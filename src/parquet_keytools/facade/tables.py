@@ -1,0 +1,280 @@
+"""Tables and data sets, written and read by pyarrow and by Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from parquet_keytools.arrow import reading, writing
+from parquet_keytools.arrow.decryption_properties import Filters, make_decryption_properties
+from parquet_keytools.arrow.encryption_properties import ArrowEncryptor
+from parquet_keytools.arrow.reading import ReadRequest
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.facade.configured import Configured
+from parquet_keytools.keys.kek import Clock
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.runtime import audit
+from parquet_keytools.storage.locations import FileLocation, PathLike
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds
+    import pyarrow.parquet as pq
+    from pyspark.sql.types import StructType
+
+
+class Tables(Configured):
+    """Writes and reads tables and data sets."""
+
+    def __init__(self, configuration: Configuration, *, kms: KmsClient | None, clock: Clock) -> None:
+        super().__init__(configuration, kms=kms, clock=clock)
+        self._arrow_encryptor = ArrowEncryptor(self._keys, clock)
+
+    def clear_caches(self) -> None:
+        """Forget all keys: the KMS is asked again, and new files get fresh KEKs."""
+        super().clear_caches()
+        self._arrow_encryptor.clear_cache()
+
+    # --- pyarrow's own readers and writers ---
+
+    def encryption_properties(
+        self, table_name: str | None, schema: pa.Schema, path: PathLike, *, filesystem: Any = None
+    ) -> pq.FileEncryptionProperties:
+        """Return encryption properties for one file that pyarrow writes.
+
+        They serve one file: two files with the same properties would share DEKs and file unique.
+
+        Args:
+            table_name: The table in the configuration; None where it has only one.
+            schema: Of the data.
+            path: Where the file will be written.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema.
+            UnsupportedByArrowError: pyarrow cannot do what the table asks for; `write_table` can.
+            OutputError: External key material would make the file that is there unreadable.
+            KmsError: A key cannot be wrapped.
+        """
+        return self._arrow_encryptor.properties(table_name, schema, FileLocation.resolve(path, filesystem))
+
+    def decryption_properties(
+        self,
+        path: PathLike,
+        *,
+        columns: Sequence[str] | None = None,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+    ) -> pq.FileDecryptionProperties:
+        """Return decryption properties for one file; its keys are unwrapped here, not while pyarrow reads.
+
+        Where the KMS refuses the keys of some columns, `pyarrow.parquet.read_table` reads the others, and
+        refuses these with our error. Other readers of pyarrow would hang or abort on them: for these, say in
+        `columns` what will be read. In this case make new properties for each read: Arrow keeps what it was
+        told for the first one. `read_table` and `dataset` of this class have none of these limits.
+
+        Args:
+            path: The file.
+            columns: The columns that will be read; None for those that pyarrow is asked for.
+            table_name: Its table, whose AAD prefix it must have; None where the configuration has only one.
+            aad_prefix: The AAD prefix that it must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            NotEncryptedError: The file is not encrypted.
+            ColumnAccessDeniedError: One of `columns` cannot be read.
+            UnsupportedByArrowError: pyarrow cannot decrypt the file; `read_table` can.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        (opened,) = self._keys.open_files([location], table_name, aad_prefix)
+        return make_decryption_properties(opened, columns)
+
+    # --- tables ---
+
+    def write_table(
+        self,
+        table: pa.Table,
+        path: PathLike,
+        *,
+        table_name: str | None = None,
+        filesystem: Any = None,
+        **options: Any,
+    ) -> writing.WriteResult:
+        """Write a table as an encrypted Parquet file, with everything that its configuration asks for.
+
+        The file appears whole under its name or not at all. pyarrow encrypts it where it can do what the table
+        asks for, the module encryptor where it cannot; the result says which.
+
+        Args:
+            table: The data.
+            path: A path, or a URI such as `s3://bucket/key.parquet`.
+            table_name: The table in the configuration; None where it has only one.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            options: Further arguments of `pyarrow.parquet.write_table`, such as `compression`.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema.
+            KmsError: A key cannot be wrapped; nothing is written.
+            OutputError: The file cannot be written there.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        with audit.about(location):
+            return writing.write_table(self._arrow_encryptor, table, location, table_name, options)
+
+    def read_table(
+        self,
+        path: PathLike,
+        *,
+        columns: Sequence[str] | None = None,
+        filters: Filters = None,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+        **options: Any,
+    ) -> pa.Table:
+        """Read an encrypted Parquet file, or a folder of them.
+
+        Args:
+            path: A path or URI.
+            columns: Names of columns; None reads all.
+            filters: As `pyarrow.parquet.read_table` takes them.
+            table_name: Its table, whose AAD prefix it must have; None where the configuration has only one.
+            aad_prefix: The AAD prefix that it must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            options: Further arguments of `pyarrow.parquet.read_table`.
+
+        Raises:
+            ColumnAccessDeniedError: The keys of columns that are asked for are unavailable.
+            NotEncryptedError: The file is not encrypted.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys.
+        """
+        request = ReadRequest(columns, filters, table_name, aad_prefix)
+        return reading.read_table(self._keys, FileLocation.resolve(path, filesystem), request, options)
+
+    # --- data sets ---
+
+    def write_dataset(
+        self,
+        data: Any,
+        folder: PathLike,
+        *,
+        table_name: str | None = None,
+        partitioning: Any = None,
+        partitioning_flavor: str | None = None,
+        filesystem: Any = None,
+        write_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Write a data set of encrypted files; they appear when all are complete.
+
+        Args:
+            data: A table, a data set, or what else `pyarrow.dataset.write_dataset` takes.
+            folder: A path or URI.
+            table_name: The table in the configuration; None where it has only one.
+            partitioning: Names of columns, or a pyarrow partitioning.
+            partitioning_flavor: `hive` unless a partitioning says otherwise.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            write_options: For the Parquet writer, such as `compression`.
+            options: Further arguments of `pyarrow.dataset.write_dataset`.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema.
+            KmsError: A key cannot be wrapped; nothing is written.
+        """
+        location = FileLocation.resolve(folder, filesystem)
+        with audit.about(location):
+            writing.write_dataset(
+                self._arrow_encryptor,
+                data,
+                location,
+                table_name,
+                partitioning=partitioning,
+                partitioning_flavor=partitioning_flavor,
+                write_options=write_options or {},
+                options=options,
+            )
+
+    def dataset(
+        self,
+        folder: PathLike,
+        *,
+        columns: Sequence[str] | None = None,
+        filters: Filters = None,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        partitioning: Any = "hive",
+        filesystem: Any = None,
+        schema: pa.Schema | None = None,
+    ) -> ds.Dataset:
+        """Return a pyarrow data set of encrypted files: projection, filters, batches.
+
+        All keys are unwrapped here, together. Columns whose keys are refused are left out of its schema where
+        the configuration says `denied_columns: hide`, or where `columns` does not name them.
+
+        Args:
+            folder: A path or URI of a folder, or of one file.
+            columns: The columns that will be read or filtered; None means all.
+            filters: What the data will be filtered by.
+            table_name: Its table; None where the configuration has only one.
+            aad_prefix: The AAD prefix that every file must have.
+            partitioning: As `pyarrow.dataset.dataset` takes it.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            schema: Of the data set; that of its first file if not given.
+
+        Raises:
+            ColumnAccessDeniedError: The keys of columns that are asked for are unavailable.
+            NotEncryptedError: A file is not encrypted.
+            KeytoolsError: Another subclass says what is wrong with a file or its keys.
+        """
+        request = ReadRequest(columns, filters, table_name, aad_prefix)
+        location = FileLocation.resolve(folder, filesystem)
+        return reading.open_dataset(self._keys, location, request, partitioning, schema)
+
+    # --- Spark's own writer ---
+
+    def spark_options(
+        self, table_name: str | None, schema: StructType, *, partition_by: Sequence[str] = ()
+    ) -> dict[str, str]:
+        """Return the options with which Spark writes a frame as a table asks for.
+
+        They go into a session that was made with `parquet_keytools.spark.configure` and this configuration:
+        `frame.write.options(**keytools.spark_options("flights", frame.schema)).parquet(path)`.
+
+        Args:
+            table_name: The table in the configuration; None where it has only one.
+            schema: Of the frame.
+            partition_by: The columns of the write's own `partitionBy`, whose values are not protected.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema, or one of them names folders.
+            UnsupportedBySparkError: Spark's writer cannot do what the table asks for.
+        """
+        from parquet_keytools.spark.table_options import spark_leaf_paths, table_options
+
+        if self._given_kms:
+            raise ConfigurationError(
+                "a KMS client that was passed in cannot be sent to Spark's executors.",
+                hint="Describe the KMS under `kms:` in the configuration instead.",
+            )
+        return table_options(self._keys, table_name, spark_leaf_paths(schema), partition_by)
+
+    def spark_read_options(self, table_name: str | None = None) -> dict[str, str]:
+        """Return the options with which Spark reads files of a table, and refuses others.
+
+        `spark.read.options(**keytools.spark_read_options("flights")).parquet(path)`. Where the configuration has
+        one table, files are of that one, and these options are not needed; nor are they to read a catalog table
+        that was written with `spark_options`.
+
+        Args:
+            table_name: The table in the configuration; None where it has only one.
+
+        Raises:
+            ConfigurationError: There is no such table.
+        """
+        from parquet_keytools.spark.table_options import read_options
+
+        return read_options(self.configuration, table_name)

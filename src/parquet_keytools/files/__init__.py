@@ -1,0 +1,1 @@
+"""One file and its keys: opened, checked, converted."""

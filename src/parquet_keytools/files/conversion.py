@@ -1,0 +1,223 @@
+"""Whole files through the module encryptor, with the keys that a configuration gives them."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from parquet_keytools.encryption import file_decryptor, file_encryptor
+from parquet_keytools.encryption.file_encryption import FileEncryption
+from parquet_keytools.encryption.footer import read_envelope
+from parquet_keytools.errors import OutputError
+from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
+from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place
+from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.column_selection import ARROW_SCHEMA_KEY
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import (
+    PLAINTEXT_MODE,
+    BufferSink,
+    PendingOutput,
+    discarded_unless_done,
+    pending_output,
+)
+from parquet_keytools.storage.sources import open_source
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes after each write, by any thread."""
+
+
+@dataclass(frozen=True)
+class FileResult:
+    """A file that was written.
+
+    Attributes:
+        source: What was read.
+        target: What was written.
+        source_bytes: Length of the source.
+        target_bytes: Length of the target.
+    """
+
+    source: str
+    target: str
+    source_bytes: int
+    target_bytes: int
+
+
+def encrypt_file(
+    keys: KeyService,
+    source: FileLocation,
+    target: FileLocation,
+    table_name: str | None,
+    on_progress: Progress | None = None,
+    *,
+    overwrite: bool = True,
+    threads: int = 2,
+) -> FileResult:
+    """Encrypt a plaintext file; see `Keytools.encrypt_file`."""
+    refuse_same_file(source, target)
+    with (
+        open_source(source) as opened_source,
+        discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending,
+    ):
+        put_in_place(
+            pending, encrypt_pending(keys, table_name, opened_source, pending, on_progress, threads=threads)
+        )
+        return _result(source, target, opened_source)
+
+
+def decrypt_file(
+    keys: KeyService,
+    source: FileLocation,
+    target: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | None,
+    on_progress: Progress | None = None,
+    *,
+    overwrite: bool = True,
+    mode: int | None = None,
+) -> FileResult:
+    """Decrypt a file as a whole; see `Keytools.decrypt_file`."""
+    refuse_same_file(source, target)
+    (opened,) = keys.open_files([source], table_name, aad_prefix)
+    opened.refuse_unencrypted()
+    opened.refuse_denied(None)
+    with open_source(source) as opened_source, plaintext_output(target, mode, overwrite=overwrite) as pending:
+        data = as_verified(opened, opened_source)
+        with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
+            file_decryptor.decrypt_columns(data, sink, opened.footer, opened.deks, on_progress=on_progress)
+    return FileResult(str(source), str(target), opened.tail.size_bytes, target.info().size)
+
+
+def rekey_file(
+    keys: KeyService,
+    new_keys: KeyService,
+    source: FileLocation,
+    target: FileLocation,
+    table_name: str | None,
+    new_table_name: str | None,
+    aad_prefix: str | None,
+    on_progress: Progress | None = None,
+    *,
+    overwrite: bool = True,
+) -> FileResult:
+    """Encrypt an encrypted file with new keys; see `Keytools.rekey_file`."""
+    refuse_same_file(source, target)
+    (opened,) = keys.open_files([source], table_name, aad_prefix)
+    opened.refuse_unencrypted()
+    opened.refuse_denied(None)
+    with open_source(source) as opened_source:
+        data = as_verified(opened, opened_source)
+        policy = new_keys.policy(new_table_name, [leaf.path for leaf in opened.footer.leaves])
+        with discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending:
+            encryption, key_material = _new_file(new_keys, policy, target)
+            with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
+                file_encryptor.encrypt_opened(
+                    data, sink, opened.footer, opened.deks, encryption, on_progress=on_progress
+                )
+            put_in_place(pending, key_material)
+        return _result(source, target, opened_source)
+
+
+@contextlib.contextmanager
+def plaintext_output(target: FileLocation, mode: int | None, *, overwrite: bool) -> Iterator[PendingOutput]:
+    """Write a file with decrypted values, which takes its place when the block ends.
+
+    Args:
+        target: Where it will be.
+        mode: Its permissions; None for those of a file that only its owner may read and write.
+        overwrite: Whether it may replace a file.
+
+    Raises:
+        OutputError: As with `pending_output`; or permissions are given, and the file system has none.
+    """
+    if mode is not None and not target.is_local:
+        raise OutputError(f"{target} is not on a local file system: it has no mode.", hint="Leave the mode out.")
+    mode = PLAINTEXT_MODE if mode is None else mode
+    with discarded_unless_done(pending_output(target, mode=mode, overwrite=overwrite)) as pending:
+        yield pending
+        put_in_place(pending, NewKeyMaterial(target))
+
+
+def encrypt_pending(
+    keys: KeyService,
+    table_name: str | None,
+    source: ByteSource,
+    pending: PendingOutput,
+    on_progress: Progress | None = None,
+    *,
+    threads: int = 2,
+) -> NewKeyMaterial:
+    """Encrypt a plaintext file into a pending output; `put_in_place` takes what it returns.
+
+    Raises:
+        AlreadyEncryptedError: The file is encrypted.
+        ConfigurationError: The table's columns do not fit the file.
+        KmsError: A key cannot be wrapped.
+        ParquetFormatError: The source is not a valid Parquet file.
+    """
+    envelope = read_envelope(source)
+    file_encryptor.refuse_encrypted(envelope)
+    policy = keys.policy(table_name, [leaf.path for leaf in envelope.open(None).leaves])
+    encryption, key_material = _new_file(keys, policy, pending.target)
+    with pending.open_sink() as sink:
+        file_encryptor.encrypt_source(source, sink, encryption, threads=threads, on_progress=on_progress)
+    return key_material
+
+
+def _new_file(
+    keys: KeyService, policy: TablePolicy, target: FileLocation
+) -> tuple[FileEncryption, NewKeyMaterial]:
+    """Make the keys of a file that is to be written."""
+    replaces = policy.table.key_material == "external" and bool(existing_key_materials(target))
+    new = keys.new_file_keys(policy, target, new_reference_suffix() if replaces else "")
+    return new.encryption, NewKeyMaterial(target, new.key_materials)
+
+
+def refuse_same_file(source: FileLocation, target: FileLocation) -> None:
+    """Raise `OutputError` if a file would be written onto itself."""
+    if source.is_same_file(target):
+        raise OutputError(f"{target} is the source itself.", hint="Choose another file for the output.")
+
+
+def _result(source: FileLocation, target: FileLocation, opened_source: ByteSource) -> FileResult:
+    return FileResult(str(source), str(target), opened_source.size_bytes, target.info().size)
+
+
+def decrypted_buffer(opened: OpenedFile, names: Sequence[str] | None) -> pa.Buffer:
+    """Decrypt a file, or some top-level columns of it, in memory; columns that cannot be read are left out."""
+    wanted = None if names is None else {column.path[0] for name in names for column in opened.columns_named(name)}
+    kept = {
+        column.path
+        for column in opened.footer.columns
+        if column.path[0] not in opened.denied_top_level and (wanted is None or column.path[0] in wanted)
+    }
+    sink = BufferSink()
+    with open_source(opened.location) as source, naming_place(opened.location, opened.footer.columns):
+        file_decryptor.decrypt_columns(
+            as_verified(opened, source),
+            sink,
+            opened.footer,
+            opened.deks,
+            columns=kept,
+            key_values={ARROW_SCHEMA_KEY: _arrow_schema(opened, {path[0] for path in kept})},
+        )
+    return pa.py_buffer(sink.buffer)
+
+
+def _arrow_schema(opened: OpenedFile, top_level: set[str]) -> str | None:
+    """Return the schema entry of a file for some of its columns, or None where it has none that fits."""
+    for entry in opened.footer.metadata.key_value_metadata or []:
+        if entry.key == ARROW_SCHEMA_KEY and entry.value is not None:
+            try:
+                schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(entry.value)))
+            except (pa.ArrowException, ValueError):
+                return None
+            fields = [field for field in schema if field.name in top_level]
+            return base64.b64encode(pa.schema(fields, schema.metadata).serialize()).decode()
+    return None

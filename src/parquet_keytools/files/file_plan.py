@@ -1,0 +1,148 @@
+"""Which files a command reads and where it writes them: one file, or a folder that is mirrored."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from pyarrow import fs as pafs
+
+from parquet_keytools.errors import OutputError, ParquetFormatError
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.walk import LeftOut, ParquetFile, Unseen, all_files, data_set
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A Parquet file, and where its counterpart goes.
+
+    Attributes:
+        source: What is read.
+        target: What is written.
+        size_bytes: Length of the source.
+    """
+
+    source: FileLocation
+    target: FileLocation
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """What is to be done.
+
+    Attributes:
+        source_is_folder: Whether a folder is mirrored.
+        files: By path; empty only where something could not be looked into.
+        left_out: What else is in the folder, by path.
+        unseen: What could not be looked into, by path: files may be missing in the target.
+    """
+
+    source_is_folder: bool
+    files: tuple[PlannedFile, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    unseen: tuple[Unseen, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of all sources together."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def plan_files(source: FileLocation, target: FileLocation, *, overwrite: bool = False) -> FilePlan:
+    """Plan the work on a file or a folder; nothing is written.
+
+    Args:
+        source: A file or a folder.
+        target: Where the file goes, or the folder with the same folders in it.
+        overwrite: Whether the target may exist, and a target folder may hold files. What has no counterpart in
+            the source stays there.
+
+    Raises:
+        FileNotFoundError: There is no source.
+        OutputError: The target exists, or is the source or a folder in it.
+        NoParquetFilesError: The source folder has no Parquet files.
+    """
+    kind = source.info().type
+    if kind == pafs.FileType.NotFound:
+        raise FileNotFoundError(f"there is no file or folder {source}")
+    if kind == pafs.FileType.Directory:
+        return _plan_folder(source, target, overwrite)
+    if kind != pafs.FileType.File:
+        raise ParquetFormatError("this is neither a file nor a folder.", path=str(source))
+    return _plan_file(source, target, overwrite)
+
+
+def _plan_file(source: FileLocation, target: FileLocation, overwrite: bool) -> FilePlan:
+    if source.is_same_file(target):
+        raise OutputError(f"{target} is the source itself.", hint="Choose another file for the output.")
+    found = target.info()
+    if found.type == pafs.FileType.Directory:
+        raise OutputError(f"{target} is a folder, and the source is a file.", hint="Name a file in it.")
+    if found.type == pafs.FileType.Unknown:
+        raise OutputError(f"{target} is not a regular file.")
+    if found.type != pafs.FileType.NotFound and not overwrite:
+        raise OutputError(f"{target} exists already.", hint="Use --overwrite to replace it.")
+    return FilePlan(False, (PlannedFile(source, target, source.info().size),))
+
+
+def _plan_folder(source: FileLocation, target: FileLocation, overwrite: bool) -> FilePlan:
+    check_target_folder(source, target, overwrite=overwrite)
+    found = sorted(data_set(source, into_passed_over=True), key=lambda entry: entry.location.path)
+    files = tuple(
+        PlannedFile(entry.location, _counterpart(entry.location, source, target), entry.size_bytes)
+        for entry in found
+        if isinstance(entry, ParquetFile)
+    )
+    if target.filesystem == source.filesystem:
+        sources = {_real_path(file.source) for file in files}
+        for file in files:
+            if _real_path(file.target) in sources:
+                raise OutputError(
+                    f"{file.target} would be overwritten, and is itself a source.", hint="Name another folder."
+                )
+    return FilePlan(
+        True,
+        files,
+        tuple(entry for entry in found if isinstance(entry, LeftOut)),
+        tuple(entry for entry in found if isinstance(entry, Unseen)),
+    )
+
+
+def check_target_folder(source: FileLocation, target: FileLocation, *, overwrite: bool) -> None:
+    """Refuse a folder that a folder must not be mirrored to.
+
+    Raises:
+        OutputError: It is the source or in it, or no folder, or holds files and may not.
+    """
+    if target.filesystem == source.filesystem:
+        ours, theirs = PurePosixPath(_real_path(target)), PurePosixPath(_real_path(source))
+        if ours == theirs:
+            raise OutputError(f"{target} is the source itself.", hint="Choose another folder for the output.")
+        if ours.is_relative_to(theirs):
+            raise OutputError(f"{target} is inside the source {source}.", hint="Name a folder outside of it.")
+    found = target.info()
+    if found.type == pafs.FileType.NotFound:
+        return
+    if found.type != pafs.FileType.Directory:
+        raise OutputError(f"{target} is a file, and the source is a folder.", hint="Name a folder.")
+    if not overwrite and _has_files(target):
+        raise OutputError(
+            f"the folder {target} is not empty.",
+            hint="Name another one, or give --overwrite to replace files of the same names in it.",
+        )
+
+
+def _has_files(folder: FileLocation) -> bool:
+    """Return whether there is anything but folders, which a failed run may have left."""
+    return next(all_files(folder), None) is not None
+
+
+def _real_path(location: FileLocation) -> str:
+    """Return the path without links in it, as far as it exists."""
+    return os.path.realpath(location.path) if location.is_local else location.path.rstrip("/")
+
+
+def _counterpart(file: FileLocation, source: FileLocation, target: FileLocation) -> FileLocation:
+    return target.child(str(PurePosixPath(file.path).relative_to(source.path)))

@@ -1,0 +1,384 @@
+"""Joins configuration, KMS and keys: what the files of a table are encrypted with, and how files are opened."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from parquet_keytools.config.column_policy import ChosenKey, ColumnPath, resolve_columns
+from parquet_keytools.config.key_names import (
+    MasterKeyReference,
+    check_key_names,
+    configured_master_key_ids,
+    resolve_key,
+)
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.config.table_settings import TableSettings
+from parquet_keytools.encryption import file_encryption
+from parquet_keytools.encryption.aad_prefix import (
+    ExpectedAadPrefix,
+    delimited_prefix,
+    expected_aad_prefix,
+    without_delimiter,
+)
+from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
+from parquet_keytools.encryption.plaintext_footer import VisibleKeyValues
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
+from parquet_keytools.errors import ConfigurationError, FileChangedError
+from parquet_keytools.files.file_opening import WantedColumns, open_files
+from parquet_keytools.files.opened_file import OpenedFile
+from parquet_keytools.files.table_check import TableCheck
+from parquet_keytools.keys.file_key_retriever import DataKeys
+from parquet_keytools.keys.kek import Clock
+from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
+from parquet_keytools.keys.key_wrapping import DekToWrap, KeyUnwrapper, KeyWrapper, KmsKeys, Wrapping
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.registry import make_client
+from parquet_keytools.runtime import audit
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation
+
+_LOOKS = 8
+"""How often files are opened for one read, where others replace them all the time."""
+
+T = TypeVar("T")
+
+
+def read_again_if_changed(read: Callable[[], T]) -> T:
+    """Read files, and again where one is another file than a moment ago: a new look tells that from an attack.
+
+    Raises:
+        FileChangedError: Each look found a file that changed.
+    """
+    for _ in range(_LOOKS - 1):
+        with contextlib.suppress(FileChangedError):
+            return read()
+    return read()
+
+
+@dataclass(frozen=True)
+class TablePolicy:
+    """What a table asks for, for one schema.
+
+    Attributes:
+        table_name: Name of the table.
+        table: Its settings.
+        columns: Leaf path -> the key that the configuration gives it.
+        master_key_ids: Key name -> identifier in the KMS, for the key names that are master keys.
+    """
+
+    table_name: str
+    table: TableSettings
+    columns: Mapping[ColumnPath, ChosenKey]
+    master_key_ids: Mapping[str, str]
+
+    def check_partition_columns(self, names: Collection[str]) -> None:
+        """Refuse to put values of columns under a key into the names of folders, where everyone reads them.
+
+        Those under the footer key, which nobody named, only get a warning.
+
+        Args:
+            names: Of the columns that a data set is partitioned by.
+
+        Raises:
+            ConfigurationError: One of them is under a key of its own.
+        """
+        for path, key in self.columns.items():
+            if path[0] not in names or key.kind == "plaintext":
+                continue
+            message = f"the values of column {path[0]!r} would be in the names of folders, in plaintext"
+            if key.kind == "column_key":
+                raise ConfigurationError(
+                    f"{message}, and the table {self.table_name!r} has it under the key {key.key_name!r}.",
+                    hint="Partition by another column, or take this one out of column_keys.",
+                )
+            # Shown at the call of `Keytools`.
+            warnings.warn(f"{message}, for the data set is partitioned by it", UserWarning, stacklevel=4)
+
+
+@dataclass(frozen=True)
+class NewFileKeys:
+    """The keys of a file that is going to be written.
+
+    Attributes:
+        encryption: For the module encryptor.
+        key_materials: What has to lie in the key material file beside it; None where there is none.
+    """
+
+    encryption: FileEncryption
+    key_materials: dict[str, KeyMaterial] | None
+
+    def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
+        """Return the key material that key metadata of the file is or refers to; None where it is a data key's."""
+        parsed = parse_key_metadata(key_metadata)
+        if isinstance(parsed, KeyReference):
+            return (self.key_materials or {}).get(parsed.reference)
+        return parsed if isinstance(parsed, KeyMaterial) else None
+
+
+class KeyService:
+    """The keys of one configuration, with the caches that belong to its KMS client."""
+
+    def __init__(self, configuration: Configuration, kms: KmsClient | None, clock: Clock) -> None:
+        if kms is None and configuration.kms is not None:
+            kms = make_client(configuration.kms, configuration.folder)
+        check_key_names(configuration, kms.master_key_ids() if kms is not None else None)
+        self.configuration = configuration
+        self.kms = kms
+        if kms is not None:
+            kms.trust(configured_master_key_ids(configuration))
+        self._wrapper = KeyWrapper(kms, clock) if kms is not None else None
+        self._unwrapper = KeyUnwrapper(kms, clock)
+        without_metadata = configuration.reading.keys_without_metadata
+        self.data_keys = DataKeys(configuration.data_keys, without_metadata.footer, without_metadata.columns)
+        self._table_checks: dict[str, TableCheck] = {}
+
+    def clear_caches(self) -> None:
+        """Forget all keys, so that the KMS is asked again."""
+        self._unwrapper.clear_cache()
+        if self._wrapper is not None:
+            self._wrapper.clear_cache()
+
+    def policy(self, table_name: str | None, leaf_paths: Sequence[ColumnPath]) -> TablePolicy:
+        """Return what a table asks for, for a schema with these leaf columns.
+
+        Raises:
+            ConfigurationError: There is no such table, or its patterns do not fit the schema.
+        """
+        name, table = self.configuration.select_table(table_name)
+        references = {key: resolve_key(self.configuration, key) for _, key in table.key_uses()}
+        return TablePolicy(
+            name,
+            table,
+            resolve_columns(self.configuration, name, leaf_paths),
+            {
+                key: reference.master_key_id
+                for key, reference in references.items()
+                if isinstance(reference, MasterKeyReference)
+            },
+        )
+
+    def table_check(self, table_name: str | None) -> TableCheck | None:
+        """Return what compares files with their table; None where the configuration has no tables.
+
+        Args:
+            table_name: The table; may be left out where the configuration has only one.
+
+        Raises:
+            ConfigurationError: There is no such table, or several to choose from.
+        """
+        name = self.configuration.table_of_files(table_name)
+        if name is None:
+            return None
+        if name not in self._table_checks:
+            self._table_checks[name] = TableCheck(self.configuration, name)
+        return self._table_checks[name]
+
+    def expected_aad_prefix(
+        self,
+        location: FileLocation,
+        table_name: str | None,
+        aad_prefix: str | None,
+        stored: bytes | None = None,
+    ) -> ExpectedAadPrefix | None:
+        """Return the AAD prefix that a file must have (spec 4.4.1), or None where any will do.
+
+        Args:
+            location: The file.
+            table_name: Its table; may be left out where the configuration has one.
+            aad_prefix: What the caller expects, if not what the table says.
+            stored: What the file stores, which nobody has authenticated.
+
+        Raises:
+            AadPrefixError: `aad_prefix` is empty or holds NUL.
+        """
+        any_file_unique = self.configuration.reading.file_unique_lengths == "any"
+        if table_name is None and len(self.configuration.tables) != 1:
+            rendered = self._prefixes_of_some_table(location, stored)
+        else:
+            name, table = self.configuration.select_table(table_name)
+            prefix = table.rendered_aad_prefix(table_name=name, file_name=location.name)
+            rendered = [] if prefix is None else [prefix]
+        return expected_aad_prefix(aad_prefix, rendered, any_file_unique=any_file_unique)
+
+    def kms_keys(self) -> KmsKeys:
+        """Return what collects the answers of the KMS for one operation."""
+        return KmsKeys(self._unwrapper, self.configuration.reading.cache_lifetime_seconds)
+
+    def _prefixes_of_some_table(self, location: FileLocation, stored: bytes | None) -> list[str]:
+        """Return the prefix of the table that a file seems to be of; where each has one, the file must, too."""
+        rendered = [
+            table.rendered_aad_prefix(table_name=name, file_name=location.name)
+            for name, table in self.configuration.tables.items()
+        ]
+        prefixes = [prefix for prefix in rendered if prefix is not None]
+        if stored is not None:
+            found = [prefix for prefix in prefixes if prefix.encode() == without_delimiter(stored)]
+            if found:
+                return found
+        return prefixes if len(prefixes) == len(rendered) else []
+
+    def open_files(
+        self,
+        locations: Sequence[FileLocation],
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        *,
+        again: bool = True,
+        wanted: WantedColumns = tuple,
+    ) -> list[OpenedFile]:
+        """Open files for reading, each only if it is what its table says; see `opened_file.open_files`.
+
+        Args:
+            locations: The files.
+            table_name: Their table; may be left out where the configuration has one, or none at all.
+            aad_prefix: The AAD prefix that the caller expects, if not what the table says.
+            again: Whether they are opened again where one changed meanwhile; not where the caller does so.
+            wanted: Which of their columns will be read.
+
+        Raises:
+            ConfigurationError: There is no such table, or several to choose from.
+            TableMismatchError: A file is not what the table says.
+            KeytoolsError: See `opened_file.open_files`.
+        """
+        # Of a data set the caller has said the folder: the keys of all its files are asked for together.
+        about = audit.about(locations[0]) if len(locations) == 1 else contextlib.nullcontext()
+        with about:
+            if not again:
+                return self._open_files(locations, table_name, aad_prefix, wanted)
+            # One that is replaced just now may be found with the key material of the other.
+            return read_again_if_changed(lambda: self._open_files(locations, table_name, aad_prefix, wanted))
+
+    def _open_files(
+        self,
+        locations: Sequence[FileLocation],
+        table_name: str | None,
+        aad_prefix: str | None,
+        wanted: WantedColumns,
+    ) -> list[OpenedFile]:
+        return open_files(
+            locations,
+            self.kms_keys(),
+            self.data_keys,
+            aad_prefix_of=lambda location, stored: self.expected_aad_prefix(
+                location, table_name, aad_prefix, stored
+            ),
+            table_check=self.table_check(table_name),
+            allow_plaintext=self.configuration.reading.plaintext_files == "allow",
+            allow_ctr=self.configuration.reading.ctr_files == "allow",
+            wanted=wanted,
+        )
+
+    def wrap_keks(self, policy: TablePolicy) -> None:
+        """Have the KEKs of a table wrapped, so that its next files need no KMS; does nothing without KEKs.
+
+        Raises:
+            KmsError: A KEK cannot be wrapped.
+        """
+        if self._wrapper is not None and policy.table.double_wrapping:
+            used = {policy.table.footer_key, *(key.key_name for key in policy.columns.values())}
+            any_dek = SecretBytes.random(policy.table.data_key_length_bits)
+            deks = [
+                DekToWrap(any_dek, master_key_id, is_footer_key=False)
+                for name, master_key_id in policy.master_key_ids.items()
+                if name in used
+            ]
+            self._wrapper.wrap(deks, self._wrapping(policy.table))
+
+    def new_file_keys(
+        self, policy: TablePolicy, location: FileLocation, reference_suffix: str = ""
+    ) -> NewFileKeys:
+        """Make the keys of a new file, and wrap them.
+
+        Args:
+            policy: For the file's schema.
+            location: Where the file will be: its name is in the AAD prefix.
+            reference_suffix: Makes the references to external key material differ from those that are there.
+
+        Raises:
+            KmsError: A key cannot be wrapped.
+        """
+        table = policy.table
+        own = {path: key.key_name for path, key in policy.columns.items() if key.kind == "column_key"}
+        names = [table.footer_key, *(name for name in own.values() if name is not None)]
+        keys = [self._new_dek(policy, name) for name in names]
+        references = ["footerKey", *(f"columnKey{position}" for position in range(len(own)))]
+        with audit.about(location):
+            metadata, key_materials = self._key_metadata(
+                policy, names, keys, [f"{reference}{reference_suffix}" for reference in references]
+            )
+        columns: dict[ColumnPath, KeyChoice] = {
+            path: ColumnEncryption.FOOTER_KEY if key.kind == "footer_key" else ColumnEncryption.PLAINTEXT
+            for path, key in policy.columns.items()
+        }
+        columns |= {
+            path: file_encryption.ColumnKey(dek, key_metadata)
+            for path, dek, key_metadata in zip(own, keys[1:], metadata[1:], strict=True)
+        }
+        prefix = table.rendered_aad_prefix(table_name=policy.table_name, file_name=location.name)
+        return NewFileKeys(
+            FileEncryption(
+                algorithm=Algorithm(table.algorithm),
+                footer_dek=keys[0],
+                footer_key_metadata=metadata[0],
+                columns=columns,
+                plaintext_footer=table.plaintext_footer,
+                aad_prefix=None if prefix is None else delimited_prefix(prefix),
+                visible_key_values=VisibleKeyValues(
+                    frozenset(table.plaintext_footer_keys), table.plaintext_footer_key_values == "refuse"
+                ),
+                store_aad_prefix=table.store_aad_prefix,
+            ),
+            key_materials,
+        )
+
+    def _new_dek(self, policy: TablePolicy, name: str) -> SecretBytes:
+        if name in policy.master_key_ids:
+            return SecretBytes.random(policy.table.data_key_length_bits)
+        return self.data_keys.by_name[name]
+
+    def _key_metadata(
+        self, policy: TablePolicy, names: Sequence[str], deks: Sequence[SecretBytes], references: Sequence[str]
+    ) -> tuple[list[bytes], dict[str, KeyMaterial] | None]:
+        """Return key metadata for each key, and external key material where there is any."""
+        to_wrap = {
+            position: DekToWrap(dek, policy.master_key_ids[name], is_footer_key=position == 0)
+            for position, (name, dek) in enumerate(zip(names, deks, strict=True))
+            if name in policy.master_key_ids
+        }
+        materials: dict[int, KeyMaterial] = {}
+        if to_wrap:
+            assert self._wrapper is not None
+            wrapped = self._wrapper.wrap(list(to_wrap.values()), self._wrapping(policy.table))
+            materials = dict(zip(to_wrap, wrapped, strict=True))
+        is_internal = policy.table.key_material == "internal"
+        metadata = []
+        for position, name in enumerate(names):
+            material = materials.get(position)
+            if material is None:
+                metadata.append(DataKeyId(name).serialise())
+            elif is_internal:
+                metadata.append(material.serialise(internal=True).encode())
+            else:
+                metadata.append(KeyReference(references[position]).serialise())
+        if is_internal:
+            return metadata, None
+        return metadata, {references[position]: material for position, material in materials.items()}
+
+    def _wrapping(self, table: TableSettings) -> Wrapping:
+        kms_settings = self.configuration.kms
+        return Wrapping(
+            double_wrapping=table.double_wrapping,
+            kek_length_bits=table.effective_kek_length_bits,
+            cache_lifetime_seconds=table.cache_lifetime_seconds,
+            kms_instance_id=kms_settings.instance_id if kms_settings else "DEFAULT",
+        )
+
+
+def new_reference_suffix() -> str:
+    """Return a suffix for references to key material that is not in use."""
+    return f".{secrets.token_hex(4)}"

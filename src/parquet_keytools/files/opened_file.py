@@ -1,0 +1,187 @@
+"""A file whose footer is authentic and whose keys are at hand, as far as they are available."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from parquet_keytools.encryption.footer import Footer, read_envelope
+from parquet_keytools.encryption.protection import FooterColumn, FooterMode
+from parquet_keytools.errors import (
+    ColumnAccessDeniedError,
+    DecryptionError,
+    FileChangedError,
+    KeytoolsError,
+    NotEncryptedError,
+    ParquetFormatError,
+)
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.keys.file_key_retriever import FileKeyRetriever
+from parquet_keytools.keys.key_wrapping import KmsKeys
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation
+
+
+@dataclass(frozen=True)
+class VerifiedTail:
+    """The end of a file as it was when its footer was verified.
+
+    Attributes:
+        size_bytes: Length of the whole file.
+        offset: Where the footer begins.
+        data: From there to the end.
+    """
+
+    size_bytes: int
+    offset: int
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, source: ByteSource, offset: int) -> VerifiedTail:
+        """Return that of a file whose footer begins there."""
+        return cls(source.size_bytes, offset, bytes(source.read_at(offset, source.size_bytes - offset)))
+
+
+@dataclass(frozen=True)
+class OpenedFile:
+    """A file that may be read.
+
+    Attributes:
+        location: Where it lies.
+        footer: Its footer, authenticated.
+        tail: The footer as it was read.
+        retriever: Where its keys came from.
+        kms_keys: What the KMS answered for it, and for other files that were opened with it.
+        deks: DEKs of columns with a column key, as far as they are available.
+        denied: Paths of columns that cannot be read, and why.
+        refused: Those of them whose keys this reader is not to have: the KMS refuses the very keys that the table
+            names. All else may be another answer tomorrow, or an attack.
+    """
+
+    location: FileLocation
+    footer: Footer = field(repr=False)
+    tail: VerifiedTail = field(repr=False)
+    retriever: FileKeyRetriever = field(repr=False)
+    kms_keys: KmsKeys = field(repr=False)
+    deks: dict[tuple[str, ...], SecretBytes]
+    denied: dict[tuple[str, ...], KeytoolsError]
+    refused: frozenset[tuple[str, ...]] = frozenset()
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether it is; a plaintext file is opened only where the configuration allows it."""
+        return self.footer.mode is not FooterMode.UNENCRYPTED
+
+    def refuse_unencrypted(self) -> None:
+        """Raise `NotEncryptedError` if it is not encrypted."""
+        if not self.is_encrypted:
+            raise NotEncryptedError(f"{self.location} is not encrypted.")
+
+    def columns_named(self, name: str) -> list[FooterColumn]:
+        """Return the leaf columns that a name in a projection means: a column, a parent, or a dotted path."""
+        return [
+            column
+            for column in self.footer.columns
+            if name == column.path[0] or f"{'.'.join(column.path)}.".startswith(f"{name}.")
+        ]
+
+    def refuse_denied(self, names: Sequence[str] | None, *, hint: str = "", hides_refused: bool = False) -> None:
+        """Raise `ColumnAccessDeniedError` if one of these columns cannot be read; None means all.
+
+        Args:
+            names: Of columns, as in a projection.
+            hint: For the error.
+            hides_refused: Whether columns in `refused` are left out, and no error. A KMS that is down, or a key
+                that was altered, is one nevertheless: a result would lack columns today that it had yesterday.
+        """
+        wanted = (
+            list(self.footer.columns)
+            if names is None
+            else [column for name in names for column in self.columns_named(name)]
+        )
+        denied = [
+            column.path
+            for column in wanted
+            if column.path in self.denied and not (hides_refused and column.path in self.refused)
+        ]
+        if denied:
+            raise ColumnAccessDeniedError(
+                [".".join(path) for path in denied], [self.denied[path] for path in denied], hint=hint
+            )
+
+    @property
+    def denied_top_level(self) -> frozenset[str]:
+        """Names of top-level columns that cannot be read as a whole."""
+        return frozenset(path[0] for path in self.denied)
+
+
+@contextlib.contextmanager
+def naming_place(location: FileLocation, columns: Sequence[FooterColumn] = ()) -> Iterator[None]:
+    """Say in errors which file does not decrypt, and the name of the column; those below know ordinals only."""
+    try:
+        yield
+    except DecryptionError as error:
+        error.path = str(location)
+        if error.column_ordinal is not None and error.column_ordinal < len(columns):
+            error.column = ".".join(columns[error.column_ordinal].path)
+        raise
+
+
+def as_verified(opened: OpenedFile, source: ByteSource) -> ByteSource:
+    """Return a file as it was when its footer was verified.
+
+    Keys are rotated while files are read: the file has a footer with other key metadata then, and the same data.
+    The data is read from there, and the footer is the one that was verified.
+
+    Raises:
+        FileChangedError: It is another file, or was altered.
+    """
+    tail = opened.tail
+    if source.size_bytes == tail.size_bytes:
+        now = source.read_at(tail.offset, tail.size_bytes - tail.offset)
+        if bytes(now) == tail.data:
+            return source
+    if _has_new_key_metadata(opened, source):
+        return WithTail(source, tail.offset, tail.data)
+    raise FileChangedError(
+        "the file changed after its footer was verified.",
+        path=str(opened.location),
+        hint="Open it again.",
+    )
+
+
+def _has_new_key_metadata(opened: OpenedFile, source: ByteSource) -> bool:
+    """Return whether a file has the data of the one that was opened, and another footer under the same DEK."""
+    was = opened.footer
+    try:
+        now = read_envelope(source)
+    except KeytoolsError:
+        return False
+    return (
+        was.cipher is not None
+        and (now.mode, now.algorithm) == (was.mode, was.algorithm)
+        and (now.aad_file_unique, now.footer_offset) == (was.envelope.aad_file_unique, was.envelope.footer_offset)
+        and now.is_sealed_by(was.cipher)
+    )
+
+
+class WithTail:
+    """The data of a file, and another tail than lies there: one that was verified, or that is to come."""
+
+    def __init__(self, source: ByteSource, offset: int, tail: bytes) -> None:
+        self.path = source.path
+        self.size_bytes = offset + len(tail)
+        self._source = source
+        self._offset = offset
+        self._tail = tail
+
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        """Return bytes of the file as it is with the tail."""
+        start = self._offset
+        if offset + length <= start:
+            return self._source.read_at(offset, length)
+        if offset + length > self.size_bytes:
+            raise ParquetFormatError("the file ends before.", path=self.path)
+        data = b"" if offset >= start else bytes(self._source.read_at(offset, start - offset))
+        return data + self._tail[max(offset - start, 0) : offset + length - start]

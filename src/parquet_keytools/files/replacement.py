@@ -1,0 +1,153 @@
+"""How a Parquet file changes together with its key material (docs/adr/0005): the one way of all writers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from pyarrow import fs as pafs
+
+from parquet_keytools.errors import ChangedMeanwhileError, KeytoolsError
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.material_store import (
+    MAX_FILE_BYTES,
+    read_key_materials,
+    remove_key_materials,
+    serialise_key_materials,
+    write_key_materials,
+)
+from parquet_keytools.storage.local_output import TargetExistsError
+from parquet_keytools.storage.locations import FileLocation, folder_path, key_material_location, real_location
+from parquet_keytools.storage.locks import exclusive_folder, written_meanwhile
+from parquet_keytools.storage.outputs import (
+    Check,
+    PendingOutput,
+    discarded_unless_done,
+    pending_output,
+    write_whole,
+)
+from parquet_keytools.storage.sources import read_whole
+
+
+@dataclass(frozen=True)
+class NewKeyMaterial:
+    """What lies beside a new Parquet file when it is in its place.
+
+    Attributes:
+        parquet_file: Where the file will be, by the name that its key material has.
+        key_materials: Its key material by reference; None where it keeps it inside, or has none.
+    """
+
+    parquet_file: FileLocation
+    key_materials: Mapping[str, KeyMaterial] | None = None
+
+
+def existing_key_materials(parquet_file: FileLocation) -> dict[str, KeyMaterial]:
+    """Return the key material beside a Parquet file; none where one of the two is not there."""
+    if key_material_location(parquet_file).info().type == pafs.FileType.NotFound:
+        return {}
+    if parquet_file.info().type == pafs.FileType.NotFound:
+        return {}  # Left over from a Parquet file that is gone.
+    return read_key_materials(parquet_file)
+
+
+@contextlib.contextmanager
+def replacement(
+    location: FileLocation,
+    check: Check,
+    *,
+    key_material: NewKeyMaterial | None = None,
+    locked_folder: str | None = None,
+) -> Iterator[PendingOutput]:
+    """Write what takes the place of a file; it does so when the block ends and nobody else changed the file.
+
+    It gets owner, permissions and attributes of the file. Where a link leads is what is replaced.
+
+    Args:
+        location: The file.
+        check: Raises if it is no longer the one that was read.
+        key_material: What lies beside it then; None leaves that as it is.
+        locked_folder: Path of a folder whose lock the caller has.
+
+    Raises:
+        KeytoolsError: What `check` raises; the file stays as it is.
+        ChangedMeanwhileError: The file changed after that; it stays as it is.
+    """
+    target = real_location(location)
+    is_locked = folder_path(target) == locked_folder
+    with discarded_unless_done(pending_output(target, like=location)) as pending:
+        yield pending
+        if key_material is not None:
+            put_in_place(pending, key_material, check=check, is_locked=is_locked)
+            return
+        pending.sync()
+        with contextlib.nullcontext() if is_locked else exclusive_folder(target):
+            pending.commit(check)
+
+
+def put_in_place(
+    pending: PendingOutput, new: NewKeyMaterial, *, check: Check | None = None, is_locked: bool = False
+) -> None:
+    """Put a complete Parquet file in its place, and its key material beside it.
+
+    At each moment, also after a crash, the Parquet file that is there finds its key material: first there is key
+    material that fits the old file and the new one, then the new file, and then the old keys are taken out.
+
+    Args:
+        pending: The file.
+        new: Its key material.
+        check: As with `PendingOutput.commit`.
+        is_locked: Whether the caller has the lock of the folder.
+
+    Raises:
+        OutputError: Another writer made the file meanwhile, or it cannot be written.
+        ChangedMeanwhileError: As with `PendingOutput.commit`.
+    """
+    pending.sync()
+    with contextlib.nullcontext() if is_locked else exclusive_folder(pending.target):
+        finish = _place(new, pending, check)
+        finish()
+
+
+def _place(new: NewKeyMaterial, pending: PendingOutput, check: Check | None) -> Callable[[], None]:
+    parquet_file, key_materials = new.parquet_file, new.key_materials
+    if key_materials is None:
+        pending.commit(check)
+        return lambda: remove_key_materials(parquet_file)
+    if check is not None:
+        check()
+    # As it is now: a rotation may have replaced it since the file was opened.
+    existing = existing_key_materials(parquet_file)
+    if not existing.keys().isdisjoint(key_materials):
+        raise written_meanwhile(parquet_file)
+    before = _content(parquet_file)
+    # A file that is replaced by another version of itself hands its owner and permissions on.
+    like = None if check is None else pending.target
+    write_key_materials(parquet_file, {**existing, **key_materials}, like=like)
+    try:
+        pending.commit(check)
+    except (ChangedMeanwhileError, TargetExistsError):
+        # Only then it is certain that the new file is not in its place: without its key material it would be lost.
+        _take_back(parquet_file, before, {**existing, **key_materials})
+        raise
+    if not existing:
+        return lambda: None
+    return lambda: write_key_materials(parquet_file, key_materials, like=like)
+
+
+def _content(parquet_file: FileLocation) -> bytes | None:
+    try:
+        return read_whole(key_material_location(parquet_file), MAX_FILE_BYTES)
+    except FileNotFoundError:
+        return None
+
+
+def _take_back(parquet_file: FileLocation, before: bytes | None, placed: Mapping[str, KeyMaterial]) -> None:
+    """Put back what lay beside a file whose successor is not in its place, if nobody changed it meanwhile."""
+    with contextlib.suppress(KeytoolsError, OSError):
+        if _content(parquet_file) == serialise_key_materials(placed):
+            if before is None:
+                remove_key_materials(parquet_file)
+            else:
+                write_whole(key_material_location(parquet_file), before)

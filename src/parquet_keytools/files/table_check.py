@@ -1,0 +1,352 @@
+"""Whether a file is what its table says: the one answer, for every reader, for the verifier, and for Spark.
+
+What is compared is which keys a file is under, not what is encrypted with them: key metadata of the footer can be
+anybody's before the footer is authentic, and key material beside the file always can. That is enough, for the KMS
+unwraps only under the very master key that was compared: who names another one than was used gets no key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from parquet_keytools.config.column_policy import ChosenKey, ColumnPath, resolve_columns
+from parquet_keytools.config.key_names import (
+    DataKeyReference,
+    KeyReference,
+    MasterKeyReference,
+    moved_master_key_ids,
+    resolve_key,
+)
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
+from parquet_keytools.errors import DecryptionError, KeyMaterialError, TableMismatch, TableMismatchError
+from parquet_keytools.keys import key_material
+from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
+from parquet_keytools.keys.key_wrapping import decode_master_key_id
+
+_MOST_SCHEMAS = 64
+"""So many schemas are remembered a table; the files of a data set have one, or a few."""
+
+_HINT = (
+    "Name the table that it is of. If it is of this one, from before a change of keys, say so in the "
+    "configuration: `also_trusted` of the table, or `moves` under `rotation`; or rekey it from a table that "
+    "describes it as it is. If neither is so, somebody put it there."
+)
+_WITHOUT_METADATA = "a key that the file does not name"
+
+
+@dataclass(frozen=True, slots=True)
+class SeenColumn:
+    """A column as the footer of a file describes it.
+
+    Attributes:
+        path: Names from below the root to the leaf.
+        encryption: What it is encrypted with.
+        key: Its own key; None with another one, and where the file does not say which it is.
+    """
+
+    path: ColumnPath
+    encryption: ColumnEncryption
+    key: KeyReference | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenFile:
+    """An encrypted file as it describes itself.
+
+    Attributes:
+        algorithm: As it states.
+        footer_key: The key of its footer; None where the file does not say which it is.
+        columns: Its leaf columns; none in a file without row groups, which does not say how they are encrypted.
+    """
+
+    algorithm: Algorithm
+    footer_key: KeyReference | None
+    columns: Sequence[SeenColumn] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a table has for a column.
+
+    Attributes:
+        key: The key that it names; None for plaintext.
+        trusted: The keys that the column may be under.
+        text: What messages call it.
+    """
+
+    key: KeyReference | None
+    trusted: frozenset[KeyReference]
+    text: str
+
+
+class TableCheck:
+    """Compares files with one table of a configuration.
+
+    Trust is the table's: a key is good for footer or column where the table names it for that, where a move under
+    `rotation` has it at one end and the key that the table names at the other, or where the table has it under
+    `also_trusted`. May be used by any number of threads.
+
+    Attributes:
+        table_name: Name of the table.
+    """
+
+    def __init__(self, configuration: Configuration, table_name: str, *, ignores_case: bool = False) -> None:
+        """Resolve the names of keys; the KMS is asked nothing.
+
+        Args:
+            configuration: Where the table is.
+            table_name: The table.
+            ignores_case: Whether the reader of its files makes no difference between names of columns that differ
+                in the case of letters.
+
+        Raises:
+            ConfigurationError: There is no such table, or it names a key that is not declared.
+        """
+        self.table_name, table = configuration.select_table(table_name)
+        self._configuration = configuration
+        self._ignores_case = ignores_case
+        self._algorithm = Algorithm(table.algorithm)
+        self._keys = {name: resolve_key(configuration, name) for _, name in table.key_names()}
+        also_trusted = frozenset(self._keys[name] for name in table.also_trusted)
+        self._trusted: dict[str, frozenset[KeyReference]] = {}
+        for _, name in table.key_uses():
+            key = self._keys[name]
+            self._trusted[name] = also_trusted | {key} | _moved(configuration, key)
+        self._own = frozenset().union(*self._trusted.values())
+        self._footer = self._wanted(ChosenKey("footer_key", table.footer_key))
+        self._schemas: dict[tuple[ColumnPath, ...], list[_Wanted]] = {}
+
+    def names_key(self, path: ColumnPath, leaf_paths: Sequence[ColumnPath], key: KeyReference | None) -> bool:
+        """Return whether a key is the very one that the table names for a column, and not one in its place."""
+        wanted = dict(zip(leaf_paths, self._of_schema(leaf_paths), strict=True)).get(path)
+        return wanted is not None and wanted.key is not None and wanted.key == key
+
+    def loses_by_move(self, old_master_key_id: str, new_master_key_id: str) -> bool:
+        """Return whether files that are re-wrapped from one master key to another are refused from then on."""
+        old, new = MasterKeyReference(old_master_key_id), MasterKeyReference(new_master_key_id)
+        return any(old in trusted and new not in trusted for trusted in self._trusted.values())
+
+    def keyed(self, names: Collection[str]) -> set[str]:
+        """Return which of some names of top-level columns patterns of the table put under a key.
+
+        Raises:
+            ConfigurationError: The table has two keys for one of them.
+        """
+        columns = resolve_columns(
+            self._configuration,
+            self.table_name,
+            [(name,) for name in names],
+            for_reading=True,
+            ignores_case=self._ignores_case,
+        )
+        return {path[0] for path, key in columns.items() if key.kind == "column_key"}
+
+    def mismatches(self, seen: SeenFile) -> list[TableMismatch]:
+        """Return all in which a file is not what the table says.
+
+        Raises:
+            ConfigurationError: The table has two keys for a column of the file.
+        """
+        return [
+            *self.footer_mismatches(seen.algorithm, seen.footer_key),
+            *self.column_mismatches(seen.footer_key, seen.columns),
+        ]
+
+    def footer_mismatches(self, algorithm: Algorithm, key: KeyReference | None) -> list[TableMismatch]:
+        """Return what is wrong with algorithm and key of a footer; to be called before that key is asked for."""
+        found = []
+        if algorithm is not self._algorithm:
+            found.append(TableMismatch("algorithm", None, self._algorithm.value, algorithm.value))
+        if key not in self._footer.trusted:
+            found.append(TableMismatch("footer key", None, self._footer.text, _text(key)))
+        return found
+
+    def column_mismatches(
+        self, footer_key: KeyReference | None, columns: Sequence[SeenColumn]
+    ) -> list[TableMismatch]:
+        """Return what is wrong with columns; to be called before their keys are asked for.
+
+        A column under the footer's DEK is under the footer's key. One that the table has in plaintext may be under
+        any of the table's keys, for then it was made by somebody who has one.
+
+        Raises:
+            ConfigurationError: The table has two keys for one of the columns.
+        """
+        found = []
+        for column, wanted in zip(columns, self._of_schema([column.path for column in columns]), strict=True):
+            if column.encryption is ColumnEncryption.PLAINTEXT:
+                if wanted.key is not None:
+                    name = ".".join(column.path)
+                    found.append(TableMismatch("plaintext column", name, wanted.text, "plaintext"))
+                continue
+            key = footer_key if column.encryption is ColumnEncryption.FOOTER_KEY else column.key
+            if key not in wanted.trusted:
+                found.append(TableMismatch("column key", ".".join(column.path), wanted.text, _text(key)))
+        return found
+
+    def refuse(self, path: str, mismatches: Sequence[TableMismatch]) -> None:
+        """Raise `TableMismatchError` if there are any mismatches."""
+        if not mismatches:
+            return
+        hint = _HINT
+        if any(mismatch.found == _WITHOUT_METADATA for mismatch in mismatches):
+            hint = f"Which data keys such files are under is said under `reading.keys_without_metadata`. {hint}"
+        raise TableMismatchError(path, self.table_name, mismatches, hint=hint)
+
+    def _of_schema(self, paths: Sequence[ColumnPath]) -> list[_Wanted]:
+        schema = tuple(paths)
+        wanted = self._schemas.get(schema)
+        if wanted is None:
+            columns = resolve_columns(
+                self._configuration, self.table_name, schema, for_reading=True, ignores_case=self._ignores_case
+            )
+            wanted = [self._wanted(columns[path]) for path in schema]
+            if len(self._schemas) >= _MOST_SCHEMAS:
+                self._schemas.clear()
+            self._schemas[schema] = wanted
+        return wanted
+
+    def _wanted(self, column: ChosenKey) -> _Wanted:
+        if column.key_name is None:
+            return _Wanted(None, self._own, "it in plaintext, or under a key of its own")
+        key = self._keys[column.key_name]
+        name = f" ({column.key_name!r})" if column.key_name != _id_of(key) else ""
+        return _Wanted(key, self._trusted[column.key_name], f"{_text(key)}{name}")
+
+
+def refuse_values_of_folders(
+    table_check: TableCheck | None, path: str, names: Collection[str], encrypted: Collection[str]
+) -> None:
+    """Refuse a file whose folders give values to a column that is under a key.
+
+    Readers of data sets take the values of `name=value` folders for those of a column, also in place of values
+    that a file has. Nobody needs a key to name a folder.
+
+    Args:
+        table_check: Of its table; None where there is none.
+        path: The file.
+        names: Of the columns that its folders give values to.
+        encrypted: Names of top-level columns that are encrypted, in this file or in others of the data set.
+
+    Raises:
+        DecryptionError: There is such a column.
+        ConfigurationError: The table has two keys for one of them.
+    """
+    found = set(names) & set(encrypted)
+    if table_check is not None and names:
+        found |= table_check.keyed(names)
+    if found:
+        shown = ", ".join(repr(name[:200]) for name in sorted(found))
+        raise DecryptionError(
+            f"{path}: the name of a folder gives values to {shown}, which is under a key: nothing authenticates "
+            "the names of folders.",
+            hint="Somebody moved the file there, or a writer partitioned by that column. Move it to a folder of "
+            "another name, or read without partitioning.",
+        )
+
+
+class KeySource(Protocol):
+    """What finds the keys of a file; `FileKeyRetriever` does."""
+
+    def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
+        """Return the key material that key metadata is or refers to; None where it is a data key's."""
+        ...
+
+    def name_without_metadata(self, column_path: ColumnPath | None) -> str | None:
+        """Return the name of the data key of what carries no key metadata: the footer (None), or a column."""
+        ...
+
+
+def seen_key(source: KeySource, key_metadata: bytes | None, column_path: ColumnPath | None) -> KeyReference | None:
+    """Return which key some key metadata means; None where neither the file nor the configuration says it.
+
+    Args:
+        source: What the key itself will be asked for from: the key that is compared is the one that is used.
+        key_metadata: As the file carries it.
+        column_path: The column that it is of; None for the footer.
+
+    Raises:
+        KeyMaterialError: It is not valid, or refers to key material that is not there.
+    """
+    material = source.material(key_metadata)
+    if material is not None:
+        return MasterKeyReference(decode_master_key_id(material.master_key_id))
+    parsed = parse_key_metadata(key_metadata)
+    name = parsed.name if isinstance(parsed, DataKeyId) else source.name_without_metadata(column_path)
+    return None if name is None else DataKeyReference(name)
+
+
+def seen_file(
+    configuration: Configuration,
+    algorithm: str,
+    footer_key_metadata: bytes | None,
+    columns: Iterable[tuple[ColumnPath, str, bytes | None]],
+    key_materials: Mapping[str, KeyMaterial] | None = None,
+) -> SeenFile:
+    """Return what was seen of a file whose footer another program opened.
+
+    Args:
+        configuration: Says which data keys are meant where there is no key metadata.
+        algorithm: `AES_GCM_V1` or `AES_GCM_CTR_V1`.
+        footer_key_metadata: Key metadata of the footer's key.
+        columns: Path, kind (`PLAINTEXT`, `FOOTER_KEY` or `COLUMN_KEY`) and key metadata of each leaf column; none
+            where the file has no row group.
+        key_materials: What lies in the key material file, where there is one.
+
+    Raises:
+        KeyMaterialError: Key metadata is not valid, or refers to key material that is not there.
+        ValueError: There is no such algorithm or kind.
+    """
+    source = _GivenKeySource(configuration, key_materials or {})
+    found = []
+    for path, kind, key_metadata in columns:
+        if kind not in ColumnEncryption.__members__:
+            raise ValueError(f"there is no kind of encryption {kind[:32]!r}")
+        key = seen_key(source, key_metadata, path) if kind == "COLUMN_KEY" else None
+        found.append(SeenColumn(path, ColumnEncryption[kind], key))
+    return SeenFile(Algorithm(algorithm), seen_key(source, footer_key_metadata, None), found)
+
+
+@dataclass(frozen=True)
+class _GivenKeySource:
+    """A `KeySource` of key material that is there."""
+
+    configuration: Configuration
+    key_materials: Mapping[str, KeyMaterial]
+
+    def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
+        parsed = parse_key_metadata(key_metadata)
+        if not isinstance(parsed, key_material.KeyReference):
+            return parsed if isinstance(parsed, KeyMaterial) else None
+        if parsed.reference not in self.key_materials:
+            raise KeyMaterialError(f"the key material file has no {parsed.reference!r}")
+        return self.key_materials[parsed.reference]
+
+    def name_without_metadata(self, column_path: ColumnPath | None) -> str | None:
+        without = self.configuration.reading.keys_without_metadata
+        return without.footer if column_path is None else without.columns.get(".".join(column_path))
+
+
+def _moved(configuration: Configuration, key: KeyReference) -> set[KeyReference]:
+    """Return the keys at the other ends of moves."""
+    found: set[KeyReference] = set()
+    for old, new in moved_master_key_ids(configuration):
+        if key == MasterKeyReference(new):
+            found.add(MasterKeyReference(old))
+        if key == MasterKeyReference(old):
+            found.add(MasterKeyReference(new))
+    return found
+
+
+def _id_of(key: KeyReference) -> str:
+    return key.master_key_id if isinstance(key, MasterKeyReference) else key.name
+
+
+def _text(key: KeyReference | None) -> str:
+    if key is None:
+        return _WITHOUT_METADATA
+    kind = "master key" if isinstance(key, MasterKeyReference) else "data key"
+    return f"the {kind} {_id_of(key)[:200]!r}"

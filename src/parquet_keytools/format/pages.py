@@ -1,0 +1,289 @@
+"""What a file says of its pages: their headers, parsed no further than is needed, and offset indexes.
+
+Files have many pages, and whoever re-enciphers one needs three facts of its header: how long the header is, how
+long the page, and its CRC. Headers of the usual shape (the first fields in order, as all current writers write
+them) are read by hand; any other goes through the generic reader and is brought into that shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.structs import OffsetIndex, PageHeader
+from parquet_keytools.format.thrift_compact import Struct, write_struct
+
+MAX_PAGE_LENGTH = 2**31 - 1
+"""`compressed_page_size` is a signed 32-bit integer."""
+
+CRC_FIELD_LENGTH = 6
+"""Length in bytes of a CRC field written by `with_sizes`: its field header and five bytes."""
+
+_MAX_SHORT_BINARY = 64
+"""Longest value, such as a minimum in statistics, in a header that is of the usual shape."""
+
+
+@functools.cache
+def _usual_header() -> re.Pattern[bytes]:
+    """Return the grammar of a page header as writers write it, in Thrift compact protocol.
+
+    It is a struct of integers, booleans, short values and two levels of structs, whose first fields are type,
+    uncompressed size, compressed size and perhaps the CRC. No alternative begins like another one and no
+    repetition is tried again, so that matching takes time proportional to the length of the header. The groups are
+    atomic: Python before 3.11.5 matches possessive repetitions of groups wrongly (python/cpython#106052).
+    """
+
+    def field_headers(wire_type: int) -> bytes:
+        return b"[" + b"".join(b"\\x%02x" % (delta << 4 | wire_type) for delta in range(1, 16)) + b"]"
+
+    varint32 = rb"(?:[\x80-\xff]{0,3}+[\x00-\x7f]|[\x80-\xff]{4}[\x00-\x0f])"
+    varint64 = rb"[\x80-\xff]{0,8}+[\x00-\x7f]"
+    lengths = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(_MAX_SHORT_BINARY + 1))
+    leaf = b"|".join(
+        (
+            field_headers(5) + varint32,
+            field_headers(6) + varint64,
+            field_headers(1),
+            field_headers(2),
+            field_headers(8) + b"(?:" + lengths + b")",
+        )
+    )
+    inner = field_headers(12) + b"(?>(?:" + leaf + rb"){0,16})\x00"
+    nested = field_headers(12) + b"(?>(?:" + leaf + b"|" + inner + rb"){0,16})\x00"
+    return re.compile(
+        rb"\x15([\x00\x02\x04\x06])"
+        + (rb"\x15" + varint32)
+        + (rb"\x15(" + varint32 + b")")
+        # Field 4 is the CRC or nothing.
+        + (rb"(?:\x15(" + varint32 + rb")|(?![\x10-\x1f]))")
+        + (b"(?>(?:" + leaf + b"|" + nested + rb"){0,16})\x00"),
+        re.DOTALL,
+    )
+
+
+class PageHeaderFacts(NamedTuple):
+    """What is to be known of a page header.
+
+    Attributes:
+        page_type: `PageHeader.DATA_PAGE` and so on.
+        page_length: `compressed_page_size` in bytes.
+        crc: The CRC-32 that it states, as an unsigned integer, or None.
+        length: Length of the header in bytes.
+        size_start: Where in it `compressed_page_size` begins.
+        rest_start: Where in it the fields after the CRC begin.
+    """
+
+    page_type: int
+    page_length: int
+    crc: int | None
+    length: int
+    size_start: int
+    rest_start: int
+
+
+def read_page_header(data: bytes | bytearray | memoryview, offset: int) -> tuple[PageHeaderFacts, bytes]:
+    """Read the page header at `offset`.
+
+    Returns:
+        The facts, and the header itself in the usual shape. The facts are about the latter, except for `length`,
+        which is that of the header in `data`.
+
+    Raises:
+        ParquetFormatError: There is no page header there, or it goes on after the end of `data`.
+    """
+    match = _usual_header().match(data, offset)
+    if match is not None:
+        type_byte, size_bytes, crc_bytes = match.groups()
+        size = _varint_value(size_bytes)
+        size_start = match.start(2) - offset
+        rest_start = size_start + len(size_bytes)
+        crc = None
+        if crc_bytes is not None:
+            rest_start += 1 + len(crc_bytes)
+            value = _varint_value(crc_bytes)
+            crc = ((value >> 1) ^ -(value & 1)) & 0xFFFF_FFFF
+        header = match[0]
+        if not size & 1:
+            facts = PageHeaderFacts(type_byte[0] >> 1, size >> 1, crc, len(header), size_start, rest_start)
+            return facts, header
+    record, end = PageHeader.read(memoryview(data), offset)
+    facts, reshaped = _in_usual_shape(record)
+    return facts._replace(length=end - offset), reshaped
+
+
+def _in_usual_shape(header: PageHeader) -> tuple[PageHeaderFacts, bytes]:
+    page_type, page_length, crc = header.type, header.compressed_page_size, header.crc
+    _ = header.uncompressed_page_size
+    if not 0 <= page_type <= PageHeader.DATA_PAGE_V2:
+        raise ParquetFormatError(f"a page has type {page_type}, which does not exist.")
+    if page_length < 0:
+        raise ParquetFormatError(f"a page has a length of {page_length} bytes.")
+    fields = sorted(header.struct.fields.items())
+
+    def length_up_to(field_id: int) -> int:
+        return len(write_struct(Struct(dict(item for item in fields if item[0] <= field_id)))) - 1
+
+    crc = None if crc is None else crc & 0xFFFF_FFFF
+    usual = write_struct(Struct(dict(fields)))
+    return PageHeaderFacts(
+        page_type, page_length, crc, len(usual), length_up_to(2) + 1, length_up_to(3 if crc is None else 4)
+    ), usual
+
+
+def _varint_value(data: bytes) -> int:
+    if len(data) == 2:
+        return (data[0] & 0x7F) | data[1] << 7
+    if len(data) == 3:
+        return (data[0] & 0x7F) | (data[1] & 0x7F) << 7 | data[2] << 14
+    value = shift = 0
+    for byte in data:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+    return value
+
+
+def with_sizes(header: bytes, facts: PageHeaderFacts, page_length: int, crc: int | None = None) -> bytes:
+    """Return a header with another page length, and another CRC where it has one.
+
+    Args:
+        header: The header in the usual shape.
+        facts: Of this header.
+        page_length: The new `compressed_page_size` in bytes.
+        crc: The new CRC. Where it is None and the header has a CRC, the field takes `CRC_FIELD_LENGTH` bytes from
+            `crc_position` on, to be filled in by `padded_crc`: the length of a header is then known before its
+            page is encrypted.
+    """
+    size = varint(page_length << 1)
+    if facts.crc is None:
+        return header[: facts.size_start] + size + header[facts.rest_start :]
+    field = b"\x15" + (padded_crc(0) if crc is None else varint(_zigzag32(crc)))
+    return header[: facts.size_start] + size + field + header[facts.rest_start :]
+
+
+def crc_position(facts: PageHeaderFacts, page_length: int) -> int:
+    """Return where in a header from `with_sizes` the five bytes of `padded_crc` lie."""
+    return facts.size_start + len(varint(page_length << 1)) + 1
+
+
+def padded_crc(crc: int) -> bytes:
+    """Return a CRC as a zigzag varint of five bytes, whatever its value; any varint reader takes it."""
+    value = _zigzag32(crc)
+    return bytes(
+        (
+            value & 0x7F | 0x80,
+            value >> 7 & 0x7F | 0x80,
+            value >> 14 & 0x7F | 0x80,
+            value >> 21 & 0x7F | 0x80,
+            value >> 28,
+        )
+    )
+
+
+def _zigzag32(value: int) -> int:
+    signed = value - (1 << 32) if value >> 31 else value
+    return (signed << 1) ^ (signed >> 31)
+
+
+def varint(value: int) -> bytes:
+    """Return an unsigned integer as a varint."""
+    if value < 0x80:
+        return bytes((value,))
+    if value < 0x4000:
+        return bytes((value & 0x7F | 0x80, value >> 7))
+    if value < 0x20_0000:
+        return bytes((value & 0x7F | 0x80, value >> 7 & 0x7F | 0x80, value >> 14))
+    if value < 0x1000_0000:
+        return bytes((value & 0x7F | 0x80, value >> 7 & 0x7F | 0x80, value >> 14 & 0x7F | 0x80, value >> 21))
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+_LIST_OF_STRUCTS = 0x0C
+_FIRST_FIELD_LIST = 0x19
+
+
+def move_pages(data: bytes | memoryview, moves: Mapping[int, tuple[int, int]]) -> bytes:
+    """Return an offset index for pages that lie elsewhere.
+
+    Args:
+        data: The offset index as it was.
+        moves: Offset of a page as it was -> its offset now, and its length now with header and framing.
+
+    Raises:
+        ParquetFormatError: It is no offset index, or names an offset where no page begins.
+    """
+    try:
+        usual = _move_usual(bytes(data), moves)
+    except IndexError:
+        usual = None  # The general reader finds words for what is wrong.
+    except KeyError as error:
+        raise _no_page(error.args[0]) from None
+    return _move_any(data, moves) if usual is None else usual
+
+
+def _no_page(offset: int) -> ParquetFormatError:
+    return ParquetFormatError(f"the offset index names a page at byte {offset}, and no page begins there.")
+
+
+def _move_any(data: bytes | memoryview, moves: Mapping[int, tuple[int, int]]) -> bytes:
+    index, _ = OffsetIndex.read(data)
+    for location in index.page_locations:
+        move = moves.get(location.offset)
+        if move is None:
+            raise _no_page(location.offset)
+        location.offset, location.compressed_page_size = move
+    return index.serialise()
+
+
+def _move_usual(data: bytes, moves: Mapping[int, tuple[int, int]]) -> bytes | None:
+    """Do it for an index as all writers write it; None for any other. Pages are many, and this is fast."""
+    if data[0] != _FIRST_FIELD_LIST or data[1] & 0x0F != _LIST_OF_STRUCTS:
+        return None
+    count = data[1] >> 4
+    at = 2
+    if count == 15:
+        count, at = _read_varint(data, 2)
+    out = [data[:at]]
+    for _ in range(count):
+        if data[at] != 0x16:
+            return None
+        offset, at = _read_varint(data, at + 1)
+        if data[at] != 0x15:
+            return None
+        _, at = _read_varint(data, at + 1)
+        row_start = at
+        if data[at] != 0x16:
+            return None
+        _, at = _read_varint(data, at + 1)
+        if data[at] != 0 or offset & 1:
+            return None
+        at += 1
+        new_offset, new_length = moves[offset >> 1]
+        out.append(b"\x16" + varint(new_offset << 1) + b"\x15" + varint(new_length << 1) + data[row_start:at])
+    _ = data[at]  # At least the end of the structure must follow.
+    out.append(data[at:])
+    return b"".join(out)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = data[at]
+    at += 1
+    if value > 0x7F:
+        value &= 0x7F
+        shift = 7
+        while (byte := data[at]) > 0x7F:
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            at += 1
+            if shift > 63:
+                raise ParquetFormatError("an integer of the offset index has too many bytes.")
+        value |= byte << shift
+        at += 1
+    return value, at

@@ -1,0 +1,225 @@
+"""What a plaintext footer may show of a file with encrypted columns: lists of fields, with their types.
+
+What is not on a list is not shown: it may hold values, as statistics do, and as fields do that are not known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parquet_keytools.format.structs import ColumnMetaData, FileMetaData, RowGroup, SchemaElement
+from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
+
+_SORTING_COLUMNS_FIELD_ID = 4
+_COLUMN_ORDERS_FIELD_ID = 7
+
+
+@dataclass(frozen=True)
+class _List:
+    """A list of elements of one shape."""
+
+    element: _Shape
+
+
+_Shape = WireType | tuple[WireType, ...] | _List | Mapping[int, Any]
+"""Of a value: its type, several, a list, or the fields of a struct."""
+
+_I32, _I64, _BYTE, _BINARY = WireType.I32, WireType.I64, WireType.BYTE, WireType.BINARY
+_BOOL = (WireType.TRUE, WireType.FALSE)
+_ANY_STRUCT = WireType.STRUCT
+_EMPTY: Mapping[int, Any] = {}
+
+_COLUMN_META_DATA: Mapping[int, Any] = {
+    1: _I32,  # type
+    2: _List(_I32),  # encodings
+    3: _List(_BINARY),  # path_in_schema
+    4: _I32,  # codec
+    5: _I64,  # num_values
+    6: _I64,  # total_uncompressed_size
+    7: _I64,  # total_compressed_size
+    9: _I64,  # data_page_offset
+    10: _I64,  # index_page_offset
+    11: _I64,  # dictionary_page_offset
+}
+"""What the format requires, and where pages lie: not 8 (key-value metadata), 12, 13, 16, 17 (statistics of all
+kinds) and 14, 15 (Bloom filters)."""
+
+_COLUMN_CHUNK: Mapping[int, Any] = {
+    1: _BINARY,  # file_path
+    2: _I64,  # file_offset
+    3: _ANY_STRUCT,  # meta_data, which is looked at by itself
+    4: _I64,  # offset_index_offset
+    5: _I32,  # offset_index_length
+    6: _I64,  # column_index_offset
+    7: _I32,  # column_index_length
+    8: _ANY_STRUCT,  # crypto_metadata
+    9: _BINARY,  # encrypted_column_metadata
+}
+
+_SORTING_COLUMN: Mapping[int, Any] = {1: _I32, 2: _BOOL, 3: _BOOL}
+
+_ROW_GROUP: Mapping[int, Any] = {
+    1: WireType.LIST,  # columns, which are looked at one by one
+    2: _I64,  # total_byte_size
+    3: _I64,  # num_rows
+    4: _List(_SORTING_COLUMN),  # sorting_columns
+    5: _I64,  # file_offset
+    6: _I64,  # total_compressed_size
+    7: WireType.I16,  # ordinal
+}
+
+_TIME_UNIT: Mapping[int, Any] = {1: _EMPTY, 2: _EMPTY, 3: _EMPTY}
+_TIME: Mapping[int, Any] = {1: _BOOL, 2: _TIME_UNIT}
+_LOGICAL_TYPE: Mapping[int, Any] = {
+    **dict.fromkeys((1, 2, 3, 4, 6, 11, 12, 13, 14, 15), _EMPTY),
+    5: {1: _I32, 2: _I32},  # DECIMAL
+    7: _TIME,
+    8: _TIME,  # TIMESTAMP
+    10: {1: _BYTE, 2: _BOOL},  # INTEGER
+    16: {1: _BYTE},  # VARIANT
+    17: {1: _BINARY},  # GEOMETRY
+    18: {1: _BINARY, 2: _I32},  # GEOGRAPHY
+}
+_SCHEMA_ELEMENT: Mapping[int, Any] = {
+    1: _I32,  # type
+    2: _I32,  # type_length
+    3: _I32,  # repetition_type
+    4: _BINARY,  # name
+    5: _I32,  # num_children
+    6: _I32,  # converted_type
+    7: _I32,  # scale
+    8: _I32,  # precision
+    9: _I32,  # field_id
+    10: _LOGICAL_TYPE,
+}
+_LOGICAL_TYPE_FIELD_ID = 10
+
+_FILE_META_DATA: Mapping[int, Any] = {
+    1: _I32,  # version
+    2: WireType.LIST,  # schema, whose elements are looked at one by one
+    3: _I64,  # num_rows
+    4: WireType.LIST,  # row_groups, likewise
+    5: _List({1: _BINARY, 2: _BINARY}),  # key_value_metadata, whose keys are looked at one by one
+    6: _BINARY,  # created_by
+    7: _List({1: _EMPTY, 2: _EMPTY}),  # column_orders
+    8: _ANY_STRUCT,  # encryption_algorithm
+    9: _BINARY,  # footer_signing_key_metadata
+}
+
+
+def shown_metadata(metadata: ColumnMetaData) -> tuple[ColumnMetaData, list[int]]:
+    """Return what may be shown of an encrypted column's metadata, and the ids of the fields that may not."""
+    return _record(metadata, _COLUMN_META_DATA)
+
+
+def hidden_chunk_fields(struct: Struct) -> list[int]:
+    """Return the ids of fields of an encrypted column's chunk that may not be shown."""
+    return [
+        field_id for field_id, (wire_type, _) in struct.fields.items() if _COLUMN_CHUNK.get(field_id) != wire_type
+    ]
+
+
+def shown_row_group(row_group: RowGroup, encrypted: Collection[int]) -> tuple[RowGroup, list[str]]:
+    """Return what may be shown of a row group, and what may not, a phrase each.
+
+    Rows are said to be sorted by the columns before the first encrypted one only: how the values of one column
+    follow one another says much of them where another column is known.
+
+    Args:
+        row_group: The row group.
+        encrypted: Ordinals of the encrypted columns.
+    """
+    shown, hidden_ids = _record(row_group, _ROW_GROUP)
+    hidden = [f"field {field_id} of a row group" for field_id in hidden_ids]
+    entry = shown.struct.fields.get(_SORTING_COLUMNS_FIELD_ID)
+    if entry is not None:
+        elements = entry[1].elements
+        kept: list[Struct] = []
+        for element in elements:
+            ordinal = element.fields.get(1)
+            if ordinal is None or ordinal[1] in encrypted:
+                hidden.append("that rows are sorted by an encrypted column")
+                break
+            kept.append(element)
+        if not kept:
+            del shown.struct.fields[_SORTING_COLUMNS_FIELD_ID]
+        elif len(kept) < len(elements):
+            shown.struct.fields[_SORTING_COLUMNS_FIELD_ID] = (
+                WireType.LIST,
+                ThriftList(WireType.STRUCT, kept),
+            )
+    return shown, hidden
+
+
+def wrongly_shown(metadata: FileMetaData, row_groups: Iterable[RowGroup], encrypted: Collection[int]) -> list[str]:
+    """Return what a footer shows beside its columns and must not, a phrase each."""
+    _, hidden = shown_footer(metadata)
+    for row_group in row_groups:
+        hidden += shown_row_group(row_group, encrypted)[1]
+    return list(dict.fromkeys(hidden))
+
+
+def shown_footer(metadata: FileMetaData) -> tuple[FileMetaData, list[str]]:
+    """Return what may be shown of a footer apart from its row groups and keys, and what may not, a phrase each."""
+    shown, hidden_ids = _record(metadata, _FILE_META_DATA)
+    hidden = [f"field {field_id} of the footer" for field_id in hidden_ids]
+    elements: list[SchemaElement] = []
+    for element in metadata.schema:
+        shown_element, element_ids = _record(element, _SCHEMA_ELEMENT)
+        fields = shown_element.struct.fields
+        if _LOGICAL_TYPE_FIELD_ID in fields and not fields[_LOGICAL_TYPE_FIELD_ID][1].fields:
+            del fields[_LOGICAL_TYPE_FIELD_ID]  # A union of which nothing is set stops readers.
+        hidden += [f"field {field_id} of the schema's element {element.name!r}" for field_id in element_ids]
+        elements.append(shown_element)
+    shown.schema = elements
+    return shown, hidden
+
+
+def _record(record: Any, shape: Mapping[int, Any]) -> tuple[Any, list[int]]:
+    hidden: list[int] = []
+    fields: dict[int, tuple[WireType, Any]] = {}
+    for field_id, (wire_type, value) in record.struct.fields.items():
+        allowed = shape.get(field_id)
+        if allowed is not None and allowed is wire_type:
+            fields[field_id] = (wire_type, value)
+            continue
+        found = None if allowed is None else _shown(allowed, wire_type, value)
+        if found is None:
+            hidden.append(field_id)
+            continue
+        fields[field_id] = (wire_type, found[0])
+        if not found[1]:
+            hidden.append(field_id)
+    return type(record)(Struct(fields)), hidden
+
+
+def _shown(shape: _Shape, wire_type: WireType, value: Any) -> tuple[Any, bool] | None:
+    """Return what may be shown of a value, and whether that is all of it; None where it has another type."""
+    if isinstance(shape, WireType):
+        return (value, True) if wire_type is shape else None
+    if isinstance(shape, tuple):
+        return (value, True) if wire_type in shape else None
+    if isinstance(shape, _List):
+        return _shown_list(shape.element, value) if wire_type is WireType.LIST else None
+    if wire_type is not WireType.STRUCT:
+        return None
+    fields: dict[int, tuple[WireType, Any]] = {}
+    is_all = True
+    for field_id, (field_type, field_value) in value.fields.items():
+        found = _shown(shape[field_id], field_type, field_value) if field_id in shape else None
+        if found is not None:
+            fields[field_id] = (field_type, found[0])
+        is_all = is_all and found is not None and found[1]
+    return Struct(fields), is_all
+
+
+def _shown_list(element: _Shape, value: ThriftList) -> tuple[Any, bool] | None:
+    if not value.elements:
+        return ThriftList(value.element_type, []), True
+    found = [_shown(element, value.element_type, item) for item in value.elements]
+    kept = [item[0] for item in found if item is not None]
+    if len(kept) < len(found):
+        return None
+    return ThriftList(value.element_type, kept), all(item is not None and item[1] for item in found)

@@ -1,0 +1,218 @@
+"""Wraps DEKs for writing, and unwraps them for reading, with as few calls to the KMS as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from parquet_keytools.errors import (
+    KEY_REFUSALS,
+    KeyNotAvailableError,
+    KeytoolsError,
+    KmsError,
+    MasterKeyDisabledError,
+    value_or_raise,
+)
+from parquet_keytools.keys.kek import Clock, Kek, KekCache, dek_of
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
+from parquet_keytools.secret_bytes import SecretBytes
+
+
+@dataclass(frozen=True)
+class DekToWrap:
+    """A DEK, and the master key that shall protect it."""
+
+    dek: SecretBytes
+    master_key_id: str
+    is_footer_key: bool
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """How DEKs are wrapped.
+
+    Attributes:
+        double_wrapping: Whether KEKs stand between master keys and DEKs.
+        kek_length_bits: Length of the KEKs.
+        cache_lifetime_seconds: For how long a KEK is used for new files.
+        kms_instance_id: Written into the footer's key material.
+    """
+
+    double_wrapping: bool
+    kek_length_bits: int
+    cache_lifetime_seconds: float
+    kms_instance_id: str
+
+
+@dataclass(frozen=True)
+class _WrappedKek:
+    kek: Kek
+    wrapped_kek: str
+
+
+class KeyWrapper:
+    """Wraps DEKs with the master keys of one KMS; KEKs are kept and used for many files."""
+
+    def __init__(self, kms: KmsClient, clock: Clock) -> None:
+        self._kms = kms
+        self._keks: KekCache[tuple[str, int], _WrappedKek] = KekCache(clock, "wrapped")
+
+    def wrap(self, deks: Sequence[DekToWrap], wrapping: Wrapping) -> list[KeyMaterial]:
+        """Wrap DEKs; the KMS is asked once, for all that it has to wrap.
+
+        Raises:
+            KmsError: One of them cannot be wrapped. Nothing may then be written.
+        """
+        if wrapping.double_wrapping:
+            return self._wrap_with_keks(deks, wrapping)
+        wrapped = self._kms.wrap_many([WrapRequest(item.dek, item.master_key_id) for item in deks])
+        return [
+            KeyMaterial(
+                is_footer_key=item.is_footer_key,
+                master_key_id=item.master_key_id,
+                wrapped_dek=value_or_raise(outcome),
+                kms_instance_id=wrapping.kms_instance_id,
+            )
+            for item, outcome in zip(deks, wrapped, strict=True)
+        ]
+
+    def clear_cache(self) -> None:
+        """Use fresh KEKs from now on."""
+        self._keks.clear()
+
+    def _wrap_with_keks(self, deks: Sequence[DekToWrap], wrapping: Wrapping) -> list[KeyMaterial]:
+        keks = self._keks.get_many(
+            [(item.master_key_id, wrapping.kek_length_bits) for item in deks],
+            self._make_keks,
+            wrapping.cache_lifetime_seconds,
+        )
+        materials = []
+        for item, outcome in zip(deks, keks, strict=True):
+            kek = value_or_raise(outcome)
+            materials.append(
+                KeyMaterial(
+                    is_footer_key=item.is_footer_key,
+                    master_key_id=item.master_key_id,
+                    wrapped_dek=kek.kek.wrap_dek(item.dek),
+                    kek_id=kek.kek.kek_id,
+                    wrapped_kek=kek.wrapped_kek,
+                    kms_instance_id=wrapping.kms_instance_id,
+                )
+            )
+        return materials
+
+    def _make_keks(self, wanted: list[tuple[str, int]]) -> list[_WrappedKek | KmsError]:
+        keks = [Kek.generate(length_bits) for _, length_bits in wanted]
+        wrapped = self._kms.wrap_many(
+            [WrapRequest(kek.key, master_key_id) for kek, (master_key_id, _) in zip(keks, wanted, strict=True)]
+        )
+        return [
+            outcome if isinstance(outcome, KmsError) else _WrappedKek(kek, outcome)
+            for kek, outcome in zip(keks, wrapped, strict=True)
+        ]
+
+
+class KeyUnwrapper:
+    """Unwraps what the master keys of one KMS wrapped; files never choose the KMS.
+
+    A KMS instance or URL in key material is for people: it is not looked at here.
+    """
+
+    def __init__(self, kms: KmsClient | None, clock: Clock) -> None:
+        self._kms = kms
+        self._keys: KekCache[tuple[str, str], SecretBytes] = KekCache(clock, "unwrapped")
+
+    def kms_keys(
+        self, materials: Sequence[KeyMaterial], cache_lifetime_seconds: float
+    ) -> list[SecretBytes | KeytoolsError]:
+        """Return what the KMS has to unwrap for each key material: KEK, or DEK with single wrapping.
+
+        The KMS is asked once, for all that are not in the cache, each distinct one once.
+        """
+        if self._kms is None:
+            error = KeyNotAvailableError(
+                "the file's keys are wrapped by a KMS, and the configuration has none.",
+                hint="Add a `kms:` section to the configuration.",
+            )
+            return [error] * len(materials)
+        wanted = [
+            (material.kms_wrapped_key, decode_master_key_id(material.master_key_id)) for material in materials
+        ]
+        return list(self._keys.get_many(wanted, self._unwrap, cache_lifetime_seconds))
+
+    def refuses_key(self, material: KeyMaterial, error: KeytoolsError) -> bool:
+        """Return whether the KMS refused a master key itself, whatever was to be unwrapped with it.
+
+        That a version is disabled depends on the wrapped key, which anybody may have changed: then the KMS is
+        asked whether the whole key is.
+        """
+        if isinstance(error, MasterKeyDisabledError) and self._kms is not None:
+            try:
+                return not self._kms.describe(decode_master_key_id(material.master_key_id)).enabled
+            except KmsError:
+                return False
+        return isinstance(error, KEY_REFUSALS)
+
+    def clear_cache(self) -> None:
+        """Ask the KMS again from now on."""
+        self._keys.clear()
+
+    def _unwrap(self, wanted: list[tuple[str, str]]) -> list[SecretBytes | KmsError]:
+        assert self._kms is not None
+        return self._kms.unwrap_many([UnwrapRequest(*item) for item in wanted])
+
+
+class KmsKeys:
+    """The keys that one operation had from the KMS, for however many files it is about.
+
+    Attributes:
+        answers: (wrapped key, master key id as the file writes it) -> the key, or why it is unavailable.
+    """
+
+    def __init__(self, unwrapper: KeyUnwrapper, cache_lifetime_seconds: float) -> None:
+        self._unwrapper = unwrapper
+        self._cache_lifetime_seconds = cache_lifetime_seconds
+        self.answers: dict[tuple[str, str], SecretBytes | KeytoolsError] = {}
+
+    def fetch(self, materials: Iterable[KeyMaterial]) -> None:
+        """Ask the KMS, once, for what these key materials need and is not there yet."""
+        missing = {_identity(material): material for material in materials}
+        for identity in missing.keys() & self.answers.keys():
+            del missing[identity]
+        if missing:
+            found = self._unwrapper.kms_keys(list(missing.values()), self._cache_lifetime_seconds)
+            self.answers.update(zip(missing, found, strict=True))
+
+    def deks(self, materials: Sequence[KeyMaterial]) -> list[SecretBytes | KeytoolsError]:
+        """Return the DEK of each key material, or why it is unavailable."""
+        self.fetch(materials)
+        return [_dek(material, self.answers[_identity(material)]) for material in materials]
+
+    def refuses_key(self, material: KeyMaterial, error: KeytoolsError) -> bool:
+        """Return whether the KMS refused the master key itself; see `KeyUnwrapper.refuses_key`."""
+        return self._unwrapper.refuses_key(material, error)
+
+
+def _identity(material: KeyMaterial) -> tuple[str, str]:
+    return material.kms_wrapped_key, material.master_key_id
+
+
+def encode_master_key_id(master_key_id: str) -> str:
+    """Return a master key id as pyarrow can carry it, whose list of column keys is written with `:;,`."""
+    return "".join(f"%{ord(char):02X}" if char in "%:;, " else char for char in master_key_id)
+
+
+def decode_master_key_id(master_key_id: str) -> str:
+    """Return the identifier that the KMS knows; in files written through pyarrow it is encoded."""
+    return unquote(master_key_id)
+
+
+def _dek(material: KeyMaterial, kms_key: SecretBytes | KeytoolsError) -> SecretBytes | KeytoolsError:
+    if isinstance(kms_key, KeytoolsError):
+        return kms_key
+    try:
+        return dek_of(material, kms_key)
+    except KeytoolsError as error:
+        return error

@@ -1,0 +1,5 @@
+"""AWS KMS."""
+
+from parquet_keytools.kms.aws.client import AwsKms
+
+__all__ = ["AwsKms"]

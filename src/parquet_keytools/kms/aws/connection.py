@@ -1,0 +1,254 @@
+"""The connection to AWS: sessions, clients, roles, and silence in the SDK's log while keys pass through it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import boto3
+import botocore.session
+from botocore.config import Config
+from botocore.configprovider import ConfiguredEndpointProvider
+from botocore.credentials import (
+    AssumeRoleCredentialFetcher,
+    CredentialProvider,
+    CredentialResolver,
+    DeferredRefreshableCredentials,
+)
+from botocore.exceptions import ClientError, NoCredentialsError, ReadTimeoutError
+
+from parquet_keytools.errors import KmsConfigurationError
+from parquet_keytools.kms.aws.errors import EXPIRED_CREDENTIALS, code_of
+from parquet_keytools.kms.aws.settings import AwsSettings
+from parquet_keytools.kms.requests import CallFacts
+from parquet_keytools.kms.sdk_logs import SdkLogs
+from parquet_keytools.kms.transport import check_certificates, mistake_in_url
+from parquet_keytools.runtime.fork_safety import PerProcess
+
+_log = logging.getLogger(__name__)
+
+_sdk_logs = SdkLogs("boto3", "botocore")
+_CONNECT = CallFacts("aws", "connect")
+
+_SHARE_OF_CONNECTING = 0.4
+"""Of the time of one attempt; the rest is for the answer."""
+
+_deadline_of_call: ContextVar[float | None] = ContextVar("deadline_of_call", default=None)
+"""When the call under way has to end; None outside of calls of ours."""
+
+
+class AwsConnection:
+    """Sends requests with a boto3 client that it makes when the first one is sent, one for each process.
+
+    Args:
+        settings: Where to connect to, and as whom.
+        folder: Where relative paths in the settings start.
+        session: A boto3 session in place of the one that the settings describe.
+        client: A ready boto3 client for KMS. Its timeouts and its own retries are its maker's business.
+    """
+
+    def __init__(self, settings: AwsSettings, folder: Path, session: Any = None, client: Any = None) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._session = session
+        self._given_client = client
+        self._maker_process_id = os.getpid()
+        self._clients: PerProcess[Any] = PerProcess(self._make_client)
+
+    @property
+    def region(self) -> str | None:
+        """The region whose KMS is asked, as far as it is known without a client."""
+        for source in (self._given_client and self._given_client.meta, self._session):
+            if source is not None and isinstance(source.region_name, str):
+                return self._settings.region or source.region_name
+        return self._settings.region
+
+    def call(self, method: str, seconds: float, **parameters: Any) -> dict[str, Any]:
+        """Send one request.
+
+        Credentials that the KMS calls expired are read, or requested, once more: a clock may be wrong, or
+        somebody revoked them.
+
+        Args:
+            method: Of the boto3 client.
+            seconds: How long it may take.
+            parameters: What the method takes. `KeyId` and the like may be functions of the region.
+        """
+        token = _deadline_of_call.set(time.monotonic() + seconds)
+        try:
+            with _sdk_logs.silenced():
+                return self._sent(method, parameters)
+        finally:
+            _deadline_of_call.reset(token)
+
+    def close(self) -> None:
+        """Close the client's connections, unless the caller made it."""
+        client = self._clients.take()
+        if client is not None and self._given_client is None:
+            client.close()
+
+    def _sent(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        client = self._clients.get()
+        try:
+            return self._send(client, method, parameters)
+        except ClientError as error:
+            if self._given_client is not None or code_of(error) not in EXPIRED_CREDENTIALS:
+                raise
+        if self._clients.get() is client:
+            self._clients.take()
+        return self._send(self._clients.get(), method, parameters)
+
+    def _send(self, client: Any, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        region = client.meta.region_name
+        given = {name: value(region) if callable(value) else value for name, value in parameters.items()}
+        answer: dict[str, Any] = getattr(client, method)(**given)
+        return answer
+
+    def _make_client(self) -> Any:
+        client = self._given_client
+        if client is None:
+            session = self._session or _base_session(self._settings)
+            if self._settings.assume_role is not None:
+                session = self._session_in_role(session)
+            client = self._opened(session.client, "kms", self._settings.endpoint_url)
+        elif os.getpid() != self._maker_process_id:
+            # A forked child drops its copies of the parent's connections, and opens its own.
+            client.close()
+        _sdk_logs.add_filters()
+        return self._checked(client)
+
+    def _session_in_role(self, base: Any) -> Any:
+        """Return a session that has the role's credentials, and renews them before they expire."""
+        role = self._settings.assume_role
+        assert role is not None
+        source = base.get_credentials()
+        if source is None:
+            raise NoCredentialsError
+
+        def make_client(service: str, **credentials: Any) -> Any:
+            return self._checked(self._opened(base.client, service, role.endpoint_url, **credentials))
+
+        arguments = {"RoleSessionName": role.session_name, "DurationSeconds": role.duration_seconds}
+        if role.external_id is not None:
+            arguments["ExternalId"] = role.external_id.get_secret_value()
+        fetcher = AssumeRoleCredentialFetcher(make_client, source, role.role_arn, extra_args=arguments)
+
+        def fetch() -> dict[str, Any]:
+            # The SDK lets one thread after the other ask, and each would wait again for an STS that is silent.
+            if _seconds_left() <= 0:
+                raise ReadTimeoutError(endpoint_url="STS")
+            credentials: dict[str, Any] = fetcher.fetch_credentials()
+            return credentials
+
+        session = botocore.session.Session(profile=base.profile_name if self._settings.profile else None)
+        providers = CredentialResolver([_RoleProvider(fetch)])
+        session.register_component("credential_provider", providers)
+        return boto3.Session(botocore_session=session, region_name=self._settings.region or base.region_name)
+
+    def _opened(self, make: Callable[..., Any], service: str, endpoint_url: str | None, **credentials: str) -> Any:
+        """Return a client of the SDK with our limits."""
+        self._check_sdk_settings(service, endpoint_url)
+        options = self._client_options() | credentials
+        client = make(service, endpoint_url=endpoint_url, **options)
+        if client.meta.endpoint_url.startswith("http:") and not self._settings.allow_http:
+            # It is on this machine, which a proxy of the environment is not: that would get the keys in plaintext.
+            client.close()
+            options["config"] = options["config"].merge(Config(proxies={}))
+            client = make(service, endpoint_url=endpoint_url, **options)
+        client.meta.events.register(f"before-call.{service}", _set_read_timeout)
+        return client
+
+    def _client_options(self) -> dict[str, Any]:
+        limits = self._settings
+        connect_timeout = limits.call_timeout_seconds * _SHARE_OF_CONNECTING
+        config = Config(  # type: ignore[call-arg, unused-ignore]  # the stubs do not have all
+            connect_timeout=connect_timeout,
+            read_timeout=limits.call_timeout_seconds - connect_timeout,
+            max_pool_connections=limits.max_concurrent_calls,
+            # Attempts are made by RemoteKmsClient alone: two policies on top of each other multiply.
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            tcp_keepalive=True,
+            use_fips_endpoint=limits.use_fips_endpoint or None,
+            # The SDK would let an endpoint of the environment win over the FIPS endpoint.
+            ignore_configured_endpoint_urls=limits.use_fips_endpoint or None,
+            # For CloudTrail. The SDK would build its own for each call: a tenth of its time.
+            user_agent=f"parquet-keytools Boto3/{boto3.__version__} Botocore/{botocore.__version__}",
+        )
+        return {"region_name": limits.region, "verify": self._ca_bundle, "config": config}
+
+    @property
+    def _ca_bundle(self) -> str | None:
+        bundle = self._settings.ca_bundle
+        return None if bundle is None else str(self._folder / bundle.expanduser())
+
+    def _check_sdk_settings(self, service: str, endpoint_url: str | None) -> None:
+        """Look at what the environment and the AWS configuration files say of TLS and the endpoint."""
+        profile = self._settings.profile
+        if self._session is not None and self._session.profile_name != "default":
+            profile = self._session.profile_name
+        sdk = botocore.session.Session(profile=profile)
+        bundles = [self._ca_bundle, sdk.get_config_variable("ca_bundle"), os.environ.get("REQUESTS_CA_BUNDLE")]
+        if "" in bundles:
+            # Some versions of the SDK verify no certificates then.
+            detail = "AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE, or ca_bundle in the AWS configuration files, is empty"
+            raise _CONNECT.error(KmsConfigurationError, detail, "Unset it, or name a file of certificates.")
+        bundle = next(filter(None, bundles), None)
+        if bundle is not None:
+            check_certificates(bundle, backend="aws")
+        if endpoint_url is None and not self._settings.use_fips_endpoint:
+            configured = ConfiguredEndpointProvider(sdk.full_config, sdk.get_scoped_config(), service).provide()
+            if configured is not None and not sdk.get_config_variable("ignore_configured_endpoint_urls"):
+                _log.warning(
+                    "aws: the endpoint of %s is that of the environment or of the AWS configuration files", service
+                )
+
+    def _checked(self, client: Any) -> Any:
+        """Return a client whose endpoint may be used; it may come from the environment or a profile."""
+        url = client.meta.endpoint_url
+        mistake = mistake_in_url(url, "endpoint_url", allow_http=self._settings.allow_http)
+        if mistake:
+            hint = "The environment or the AWS configuration files may have set it; `allow_http` allows it."
+            raise _CONNECT.error(KmsConfigurationError, mistake, hint)
+        return client
+
+
+class _RoleProvider(CredentialProvider):
+    """Provides the credentials of a role, which are asked for when the first request is signed."""
+
+    METHOD = "parquet-keytools-assume-role"
+
+    def __init__(self, fetch: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self._fetch = fetch
+
+    def load(self) -> Any:
+        return DeferredRefreshableCredentials(self._fetch, "assume-role")
+
+
+def _base_session(settings: AwsSettings) -> boto3.Session:
+    def text(secret: Any) -> str | None:
+        return None if secret is None else secret.get_secret_value()
+
+    return boto3.Session(
+        aws_access_key_id=text(settings.access_key_id),
+        aws_secret_access_key=text(settings.secret_access_key),
+        aws_session_token=text(settings.session_token),
+        region_name=settings.region,
+        profile_name=settings.profile,
+    )
+
+
+def _set_read_timeout(context: dict[str, Any], **_: Any) -> None:
+    """Give a request no more than what is left of its time; older botocore has one timeout for all."""
+    if _deadline_of_call.get() is not None:
+        context["read_timeout"] = max(_seconds_left() * (1 - _SHARE_OF_CONNECTING), 0.001)
+
+
+def _seconds_left() -> float:
+    deadline = _deadline_of_call.get()
+    return float("inf") if deadline is None else deadline - time.monotonic()

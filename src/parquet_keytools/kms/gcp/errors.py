@@ -1,0 +1,129 @@
+"""What errors of Cloud KMS, gRPC and Google's authentication library mean.
+
+Their texts are never passed on: they may quote requests. Status codes and reasons are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from google.api_core.exceptions import GoogleAPICallError
+from google.auth.exceptions import GoogleAuthError, TransportError
+
+from parquet_keytools.errors import (
+    KmsAccessDeniedError,
+    KmsConfigurationError,
+    KmsError,
+    KmsResponseInvalidError,
+    KmsThrottledError,
+    KmsUnavailableError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.kms.gcp.settings import InvalidKeyNameError
+from parquet_keytools.kms.requests import CallFacts
+
+_REASON = re.compile(r"[A-Z][A-Z0-9_]{1,62}")
+
+# Credentials that are wrong say nothing about the right to use a key. As "access denied" they would let a reader
+# that hides denied columns return less than it should.
+_BY_STATUS: dict[str, type[KmsError]] = {
+    "ABORTED": KmsUnavailableError,
+    "CANCELLED": KmsUnavailableError,
+    "DATA_LOSS": KmsResponseInvalidError,
+    "DEADLINE_EXCEEDED": KmsUnavailableError,
+    "FAILED_PRECONDITION": MasterKeyDisabledError,
+    "INTERNAL": KmsUnavailableError,
+    "INVALID_ARGUMENT": KmsConfigurationError,
+    "NOT_FOUND": MasterKeyNotFoundError,
+    "PERMISSION_DENIED": KmsAccessDeniedError,
+    "RESOURCE_EXHAUSTED": KmsThrottledError,
+    "UNAUTHENTICATED": KmsConfigurationError,
+    "UNAVAILABLE": KmsUnavailableError,
+    "UNIMPLEMENTED": KmsConfigurationError,
+    "UNKNOWN": KmsUnavailableError,
+}
+
+_CREDENTIALS_HINT = (
+    "Check the credentials: `gcloud auth application-default login`, GOOGLE_APPLICATION_CREDENTIALS, "
+    "credentials_file, or the service account of this machine."
+)
+_HINTS = {
+    "FAILED_PRECONDITION": "The key has no primary version, its version is disabled or destroyed, or it is not a "
+    "key for symmetric encryption. Enable or restore the version while Cloud KMS still has it.",
+    "INVALID_ARGUMENT": "Check additional_authenticated_data: with a key in an HSM it may have 8 KiB.",
+    "UNAUTHENTICATED": _CREDENTIALS_HINT,
+    "UNIMPLEMENTED": "Check that endpoint is one of Cloud KMS.",
+}
+_HINTS_BY_REASON = {
+    "SERVICE_DISABLED": "Enable the API in the project: gcloud services enable cloudkms.googleapis.com",
+    "BILLING_DISABLED": "Enable billing in the project.",
+    "ACCESS_TOKEN_SCOPE_INSUFFICIENT": "Give the credentials the scope cloud-platform or cloudkms.",
+}
+_WRONG_WRAPPED_KEY_HINT = (
+    "Check that the file was written with this key and the same additional_authenticated_data, and restore it "
+    "if it was altered."
+)
+
+
+def kms_error(error: Exception, operation: str, master_key_id: str | None) -> KmsError | None:
+    """Return the `KmsError` that stands for an exception, or None for one that is not from here."""
+    call = CallFacts("gcp", operation, master_key_id)
+    if isinstance(error, InvalidKeyNameError):
+        return call.error(KmsConfigurationError, error.detail, error.hint)
+    if isinstance(error, GoogleAuthError):
+        return _of_authentication(error, call)
+    if isinstance(error, GoogleAPICallError):
+        return _of_call(error, call)
+    if isinstance(error, grpc.RpcError):
+        return call.error(KmsUnavailableError, "the gRPC call failed")
+    return None
+
+
+def _of_call(error: GoogleAPICallError, call: CallFacts) -> KmsError:
+    status = getattr(error.grpc_status_code, "name", "UNKNOWN")
+    kind = _BY_STATUS.get(status, KmsResponseInvalidError)
+    reasons = sorted(set(_reasons(error)))
+    hint = next((_HINTS_BY_REASON[r] for r in reasons if r in _HINTS_BY_REASON), _HINTS.get(status))
+    text = (error.message or "").lower()
+    if status == "INVALID_ARGUMENT" and "checksum" in text:
+        # The request was damaged on its way: the same code as for a wrong ciphertext, but worth another attempt.
+        kind, hint = KmsResponseInvalidError, None
+    elif status == "INVALID_ARGUMENT" and call.operation == "unwrap":
+        kind, hint = WrappedKeyInvalidError, _WRONG_WRAPPED_KEY_HINT
+    elif status == "UNAVAILABLE" and "metadata from plugin" in text:
+        # gRPC reports so that the credentials of a client that was passed in gave no token.
+        hint = _CREDENTIALS_HINT
+    return call.error(kind, ", ".join([status, *reasons]), hint, _retry_after(error))
+
+
+def _of_authentication(error: GoogleAuthError, call: CallFacts) -> KmsError:
+    detail = f"no access token: {type(error).__name__}"
+    is_passing = isinstance(error, TransportError) or error.retryable
+    kind = KmsUnavailableError if is_passing else KmsConfigurationError
+    return call.error(kind, detail, _CREDENTIALS_HINT)
+
+
+def _reasons(error: GoogleAPICallError) -> Iterator[str]:
+    """Yield the machine-readable reasons of an error."""
+    candidates = [error.reason]
+    for detail in error.details:
+        candidates.extend(violation.type for violation in _violations(detail))
+    for candidate in candidates:
+        if isinstance(candidate, str) and _REASON.fullmatch(candidate):
+            yield candidate
+
+
+def _violations(detail: Any) -> list[Any]:
+    """Return the violations of a PreconditionFailure; those of other details have no type."""
+    return [v for v in getattr(detail, "violations", ()) if hasattr(v, "type")]
+
+
+def _retry_after(error: GoogleAPICallError) -> float:
+    """Return how long a RetryInfo asks to wait, in seconds; 0 where there is none."""
+    delays = [detail.retry_delay for detail in error.details if hasattr(detail, "retry_delay")]
+    return max([0.0, *(float(delay.seconds + delay.nanos / 1e9) for delay in delays)])

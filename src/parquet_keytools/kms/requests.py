@@ -1,0 +1,130 @@
+"""What a KMS client is asked for, what it answers, and how an error names the call that failed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+from parquet_keytools.errors import KmsError, KmsResponseInvalidError
+from parquet_keytools.secret_bytes import SecretBytes
+
+KEY_LENGTHS_BYTES = (16, 24, 32)
+"""Lengths that an AES key can have (spec 4)."""
+
+_MAX_WRAPPED_KEY_LENGTH = 16_384
+_PRINTABLE_ASCII = re.compile(r"[\x20-\x7e]+")
+
+E = TypeVar("E", bound=KmsError)
+
+
+@dataclass(frozen=True)
+class WrapRequest:
+    """A key to be wrapped with a master key."""
+
+    key: SecretBytes
+    master_key_id: str
+
+
+@dataclass(frozen=True)
+class UnwrapRequest:
+    """A wrapped key, and the master key that wrapped it."""
+
+    wrapped_key: str
+    master_key_id: str
+
+
+@dataclass(frozen=True)
+class RewrapRequest:
+    """A wrapped key, the master key that wrapped it, and the one whose current version shall wrap it."""
+
+    wrapped_key: str
+    master_key_id: str
+    new_master_key_id: str
+
+
+R = TypeVar("R", WrapRequest, UnwrapRequest, RewrapRequest)
+
+
+def identity_of(request: WrapRequest | UnwrapRequest | RewrapRequest) -> object:
+    """Return what makes two requests the same call to the KMS: each wrap is one of its own."""
+    return id(request) if isinstance(request, WrapRequest) else request
+
+
+@dataclass(frozen=True)
+class MasterKeyDescription:
+    """What a KMS says of a master key.
+
+    Attributes:
+        master_key_id: Its identifier in the KMS.
+        enabled: Whether it may be used now.
+        current_version: The version that wraps, or None where the KMS has no versions or hides them.
+        enabled_versions: The versions that unwrap, or None where the KMS does not say.
+        origin: Where its bytes were made, as the KMS names it.
+        rotates: Whether the KMS makes new versions by itself, or None where it does not say.
+    """
+
+    master_key_id: str
+    enabled: bool
+    current_version: str | None = None
+    enabled_versions: tuple[str, ...] | None = None
+    origin: str | None = None
+    rotates: bool | None = None
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """What a call was about, for its error.
+
+    Attributes:
+        backend: Name of the KMS client.
+        operation: `wrap`, `unwrap`, `rewrap`, `describe`, `connect` or `update`.
+        master_key_id: The master key; None for a call about many.
+    """
+
+    backend: str
+    operation: str
+    master_key_id: str | None = None
+
+    def error(self, kind: type[E], detail: str = "", hint: str | None = None, wait: float = 0.0) -> E:
+        """Return an error about this call.
+
+        Args:
+            kind: Its class.
+            detail: What is known beyond its class.
+            hint: What to do next, in place of what the class says.
+            wait: How many seconds the KMS wants to be left alone.
+        """
+        return kind(
+            detail,
+            backend=self.backend,
+            operation=self.operation,
+            master_key_id=self.master_key_id,
+            hint=hint,
+            retry_after_seconds=wait,
+        )
+
+    def checked_key(self, data: bytes) -> SecretBytes:
+        """Return the key that the KMS sent.
+
+        Raises:
+            KmsResponseInvalidError: It has another length than a key has.
+        """
+        key = SecretBytes(data)
+        if mistake := mistake_in_key(key):
+            raise self.error(KmsResponseInvalidError, mistake)
+        return key
+
+
+def mistake_in_key(answer: object) -> str:
+    """Return why something cannot be a key that was wrapped, or nothing."""
+    if isinstance(answer, SecretBytes) and len(answer) in KEY_LENGTHS_BYTES:
+        return ""
+    return "the unwrapped key does not have 16, 24 or 32 bytes"
+
+
+def mistake_in_wrapped_key(text: object) -> str:
+    """Return why something has not the form of a wrapped key of any backend, or nothing."""
+    if isinstance(text, str) and len(text) <= _MAX_WRAPPED_KEY_LENGTH and _PRINTABLE_ASCII.fullmatch(text):
+        return ""
+    return "the wrapped key is not a short string of printable ASCII"

@@ -1,0 +1,108 @@
+"""What backends share on the way to a server: its address, the files that TLS needs, and what its failures mean.
+
+Files are looked at before the first connection: a wrong one would make the KMS look as if it could not be reached,
+and for the passphrase of a private key OpenSSL would ask a terminal.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import ssl
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from parquet_keytools.errors import KmsConfigurationError
+
+_LONGEST_RETRY_AFTER_SECONDS = 3600
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host, in brackets or not, is this machine."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
+
+
+def mistake_in_url(url: str, setting: str, *, allow_http: bool) -> str:
+    """Return why a URL may not be used as the address of a KMS, or nothing.
+
+    Args:
+        url: The URL. It is not quoted, for it may hold a password.
+        setting: Where it is set.
+        allow_http: Whether another machine may be reached without TLS.
+    """
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        parts, host = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not host:
+        return f"{setting} has to be an address such as https://kms.example:8200"
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        return f"{setting} must hold nothing but scheme, host, port and path"
+    if parts.scheme == "http" and not allow_http and not is_loopback(host):
+        return f"{setting} is without TLS, so that all can read the keys: use https, or set allow_http: true"
+    return ""
+
+
+def check_certificates(file: str, *, backend: str) -> None:
+    """Check a file of the certificates that vouch for a server.
+
+    Raises:
+        KmsConfigurationError: It cannot be read, or has no certificates.
+    """
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
+    except OSError as error:
+        raise _mistake(f"{file} cannot be used as certificates", error, backend) from None
+
+
+def check_client_certificate(file: str, key_file: str | None, *, backend: str) -> None:
+    """Check a client certificate and its private key, which may be in the same file.
+
+    Raises:
+        KmsConfigurationError: They cannot be read, do not belong together, or the key needs a passphrase.
+    """
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(file, key_file, password="")
+    except OSError as error:
+        what = file if key_file is None else f"{file} with {key_file}"
+        hint = "It takes a certificate and its private key, both PEM, the key without a passphrase."
+        raise _mistake(f"{what} cannot be used as a client certificate", error, backend, hint) from None
+
+
+def _mistake(detail: str, error: OSError, backend: str, hint: str = "") -> KmsConfigurationError:
+    reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    return KmsConfigurationError(
+        f"{detail} ({reason or type(error).__name__})", backend=backend, operation="connect", hint=hint
+    )
+
+
+def tls_error(error: BaseException) -> ssl.SSLError | None:
+    """Return the error of TLS that led to an exception, if one did."""
+    return next((found for found in _causes(error) if isinstance(found, ssl.SSLError)), None)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it; some SDKs keep these among the arguments of theirs."""
+    waiting: list[Any] = [error]
+    seen: set[int] = set()
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, BaseException) and id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            waiting += [found.__cause__, found.__context__, getattr(found, "reason", None), *found.args]
+            arguments = getattr(found, "kwargs", None)
+            waiting += arguments.values() if isinstance(arguments, dict) else ()
+
+
+def retry_after_seconds(header: object) -> float:
+    """Return how many seconds a server wants to be left alone, as Retry-After says; 0 where it is no number."""
+    is_number = isinstance(header, str) and re.fullmatch(r"[0-9]{1,9}", header)
+    return float(min(int(str(header)), _LONGEST_RETRY_AFTER_SECONDS)) if is_number else 0.0

@@ -1,0 +1,264 @@
+"""Keeps a token that works: renewed in time, replaced by another login where it cannot be renewed.
+
+Nothing runs in the background: whoever needs the token next does what is due, and the others do not wait for it
+while the old token is good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hvac.api.auth_methods import Token
+from pydantic import SecretStr
+
+from parquet_keytools.errors import KmsError
+from parquet_keytools.kms.vault.connection import VaultConnection
+from parquet_keytools.kms.vault.errors import Reason, VaultRefusal
+from parquet_keytools.kms.vault.login import GivenToken, Login
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+
+Connect = Callable[[SecretStr | None, float], VaultConnection]
+"""Makes a connection that sends a token, and has until a time on the clock."""
+
+_RENEWED_AFTER = 2 / 3
+"""Of its life. Early enough for more attempts, late enough to cost little."""
+
+_NEXT_ATTEMPT_SECONDS = 5.0
+_LEAST_SECONDS_BETWEEN_LOGINS = 30.0
+
+
+@dataclass(frozen=True)
+class HeldToken:
+    """A token, and what is known of it.
+
+    Attributes:
+        value: The token.
+        principal: Who it is for.
+        got_at: When it came, on the clock.
+        lifetime_seconds: How long it lived when it came; None where it never ends, or nobody knows.
+        renewable: Whether the server renews it.
+        may_look_itself_up: Whether it may ask whether it is valid.
+        ends_at: When it ends, on the clock, or None.
+        due_at: When it has to be renewed or replaced, or None.
+    """
+
+    value: SecretStr
+    principal: str
+    got_at: float
+    lifetime_seconds: float | None
+    renewable: bool
+    may_look_itself_up: bool
+    ends_at: float | None = None
+    due_at: float | None = None
+
+    def lives_for(self, seconds: float, now: float) -> HeldToken:
+        """Return this token with a new end."""
+        return replace(self, ends_at=now + seconds, due_at=now + seconds * _RENEWED_AFTER)
+
+    def is_due(self, now: float) -> bool:
+        """Return whether something has to be done for it."""
+        return self.due_at is not None and now >= self.due_at
+
+    def has_ended(self, now: float) -> bool:
+        """Return whether it is of no use any more, as far as is known."""
+        return self.ends_at is not None and now >= self.ends_at
+
+
+class VaultSession:
+    """The token of one process, for all its threads.
+
+    Args:
+        source: Where the token comes from.
+        connect: Makes connections.
+        clock: Seconds from some start, never going back.
+    """
+
+    def __init__(self, source: GivenToken | Login, connect: Connect, clock: Callable[[], float]) -> None:
+        self._source = source
+        self._connect = connect
+        self._clock = clock
+        self._lock = ForkSafeLock()
+        self._held: HeldToken | None = None
+
+    @property
+    def principal(self) -> str:
+        """Who we are, as far as that is known without asking."""
+        if self._held is not None:
+            return self._held.principal
+        return self._source.name if isinstance(self._source, Login) else "token"
+
+    def token(self, deadline: float) -> HeldToken:
+        """Return a token that should work.
+
+        Raises:
+            VaultRefusal: The login was refused, or the given token has ended.
+            KmsConfigurationError: A secret cannot be read.
+            TimeoutError: Other threads did not get one in time.
+        """
+        held = self._held
+        if held is not None and not held.is_due(self._clock()):
+            return held
+        if held is not None and not held.has_ended(self._clock()):
+            with contextlib.suppress(TimeoutError), self._lock.held_within(0):
+                return self._kept(held, deadline)
+            return held  # another thread renews it
+        with self._lock.held_within(deadline - self._clock()):
+            if self._held is not held and self._held is not None:
+                return self._held
+            return self._hold(self._fresh(held, deadline))
+
+    def replace(self, held: HeldToken, deadline: float) -> HeldToken | None:
+        """Return another token after one was refused, or None if that one is good.
+
+        Raises:
+            VaultRefusal: There is no other one.
+        """
+        if self._held is not held and self._held is not None:
+            return self._held
+        if held.may_look_itself_up:
+            if self._looked_up(held.value, deadline) is not None:
+                return None
+        elif self._clock() - held.got_at < _LEAST_SECONDS_BETWEEN_LOGINS or isinstance(self._source, GivenToken):
+            return self._from_file(held, deadline)
+        with self._lock.held_within(deadline - self._clock()):
+            if self._held is not held and self._held is not None:
+                return self._held
+            return self._hold(self._fresh(held, deadline))
+
+    def revoke(self, deadline: float) -> None:
+        """Revoke a token that a login gave us; one that was given to us is not ours to revoke."""
+        held, self._held = self._held, None
+        if held is not None and isinstance(self._source, Login):
+            self._of(held.value, deadline).revoke_self()
+
+    def _of(self, value: SecretStr, deadline: float) -> Any:
+        """Return hvac's methods on a token itself."""
+        return Token(self._connect(value, deadline))
+
+    def _hold(self, held: HeldToken) -> HeldToken:
+        self._held = held
+        return held
+
+    def _kept(self, held: HeldToken, deadline: float) -> HeldToken:
+        """Renew a token that is still good, or log in again. If neither goes, it serves until its end."""
+        if self._held is not held:
+            return self._held or held
+        with contextlib.suppress(VaultRefusal, KmsError, OSError):
+            renewed = self._renewed(held, deadline) if held.renewable else None
+            if renewed is not None:
+                return self._hold(renewed)
+            return self._hold(self._fresh(held, deadline))
+        return self._hold(replace(held, due_at=self._clock() + self._pause(held)))
+
+    def _pause(self, held: HeldToken) -> float:
+        return min(_NEXT_ATTEMPT_SECONDS, (held.lifetime_seconds or 0) / 20)
+
+    def _renewed(self, held: HeldToken, deadline: float) -> HeldToken | None:
+        """Return the token with a new end, or None where only another login helps."""
+        asked_at = self._clock()
+        try:
+            auth = _part(self._of(held.value, deadline).renew_self(), "auth")
+        except VaultRefusal as refusal:
+            if not refusal.is_final:
+                raise
+            return None
+        seconds = _seconds(auth.get("lease_duration"))
+        # Near its maximal life the server renews a token for what is left of that.
+        enough = isinstance(self._source, GivenToken) or seconds > (held.lifetime_seconds or 0) / 2
+        if not seconds or not enough:
+            return None
+        return replace(held.lives_for(seconds, asked_at), renewable=auth.get("renewable") is True)
+
+    def _fresh(self, previous: HeldToken | None, deadline: float) -> HeldToken:
+        if isinstance(self._source, Login):
+            return self._logged_in(self._source, deadline)
+        return self._given(self._source, previous, deadline)
+
+    def _logged_in(self, login: Login, deadline: float) -> HeldToken:
+        asked_at = self._clock()
+        try:
+            auth = _part(login.ask(self._connect(None, deadline)), "auth")
+        except VaultRefusal as refusal:
+            raise refusal.at_login(login.method) from None
+        token = auth.get("client_token")
+        if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
+            raise VaultRefusal(200, Reason.NOT_JSON)
+        value = SecretStr(token)
+        known = None
+        # The login has happened: that this goes wrong must not cost another one.
+        with contextlib.suppress(VaultRefusal, OSError):
+            known = self._looked_up(value, deadline)
+        return self._token(value, asked_at, known, login.name, auth.get("lease_duration"), auth.get("renewable"))
+
+    def _given(self, given: GivenToken, previous: HeldToken | None, deadline: float) -> HeldToken:
+        asked_at = self._clock()
+        value = given.read()
+        known = self._looked_up(value, deadline)
+        if known is None and previous is not None and previous.value == value and previous.may_look_itself_up:
+            raise VaultRefusal(403, Reason.TOKEN_DEAD)
+        facts = known or {}
+        return self._token(value, asked_at, known, "token", facts.get("ttl"), facts.get("renewable"))
+
+    def _token(
+        self,
+        value: SecretStr,
+        asked_at: float,
+        known: Mapping[str, Any] | None,
+        name: str,
+        lifetime: object,
+        renewable: object,
+    ) -> HeldToken:
+        """Return a token with what the server says of it."""
+        seconds = _seconds(lifetime)
+        held = HeldToken(
+            value,
+            principal=_principal(known) or name,
+            got_at=asked_at,
+            lifetime_seconds=seconds or None,
+            renewable=renewable is True,
+            may_look_itself_up=known is not None,
+        )
+        return held.lives_for(seconds, asked_at) if seconds else held
+
+    def _from_file(self, held: HeldToken, deadline: float) -> HeldToken | None:
+        """Return the token that a file has by now, or None where it is the same or there is no file."""
+        if not isinstance(self._source, GivenToken):
+            return None
+        if self._source.read() == held.value:
+            raise VaultRefusal(403, Reason.TOKEN_UNKNOWN)
+        with self._lock.held_within(deadline - self._clock()):
+            return self._hold(self._given(self._source, held, deadline))
+
+    def _looked_up(self, value: SecretStr, deadline: float) -> Mapping[str, Any] | None:
+        """Return what the server knows of a token, or None where it does not say: mostly it has none such."""
+        try:
+            return _part(self._of(value, deadline).lookup_self(), "data")
+        except VaultRefusal as refusal:
+            if not refusal.is_final:
+                raise
+            return None
+
+
+def _part(answer: object, name: str) -> Mapping[str, Any]:
+    part = answer.get(name) if isinstance(answer, Mapping) else None
+    if not isinstance(part, Mapping):
+        raise VaultRefusal(200, Reason.NOT_JSON)
+    return part
+
+
+def _seconds(value: object) -> float:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0.0
+
+
+def _principal(known: Mapping[str, Any] | None) -> str:
+    """Return who a token is for, in one line that nobody can break."""
+    if known is None:
+        return ""
+    details = known.get("meta")
+    role = details.get("role_name") if isinstance(details, Mapping) else None
+    parts = [known.get("display_name"), f"role {role}" if role else None]
+    text = " ".join(part for part in parts if isinstance(part, str))
+    return "".join(c if c.isprintable() else "?" for c in text)[:200]

@@ -1,0 +1,261 @@
+"""One run over a file or a data set: files are changed, tried again where others change them, and reported."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from parquet_keytools.errors import (
+    ChangedMeanwhileError,
+    FileChangedError,
+    KeytoolsError,
+    KmsUnavailableError,
+    NoParquetFilesError,
+    OutputError,
+    StorageFailedError,
+)
+from parquet_keytools.rotation.journal import Journal
+from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
+from parquet_keytools.runtime import audit
+from parquet_keytools.storage.failures import storage_failure
+from parquet_keytools.storage.left_behind import naming_left_behind
+from parquet_keytools.storage.leftovers import without_leftovers
+from parquet_keytools.storage.locations import FileLocation, folder_path, real_location
+from parquet_keytools.storage.locks import exclusive_folder
+from parquet_keytools.storage.walk import LeftOut, ParquetFile, Unseen, data_set
+
+CONCURRENT_FILES = 8
+ATTEMPTS = 3
+"""How often a file is attempted that others change at the same time, before its folder is kept from them."""
+
+OnFile = Callable[[FileRotation], None]
+"""Called with what became of each file, as soon as that is known."""
+
+OnUnseen = Callable[[Unseen], None]
+"""Called with each thing that could not be checked: what is said of all files must not pass over it."""
+
+OnLeftOut = Callable[[LeftOut], None]
+"""Called with each thing that readers of data sets leave out, also in folders that they pass over."""
+
+FileOutcome = FileRotation | ChangedMeanwhileError
+"""What became of a file; one that changed meanwhile is to be attempted again."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run goes about it.
+
+    Attributes:
+        journal: Where the journal is; None for the folder of this user's state, where data sets have theirs.
+        keep_results: Whether the report has all files, or only those that failed.
+        on_file: Called with each result.
+        raises_failures: Whether what fails with a file is raised: for a run over a single one.
+    """
+
+    journal: Path | None = None
+    keep_results: bool = True
+    on_file: OnFile | None = None
+    raises_failures: bool = False
+
+
+class FileChange(Protocol):
+    """What a run does with files: it re-wraps their keys, rekeys them, or puts old keys back."""
+
+    def change(
+        self, pool: Executor, locations: Iterator[FileLocation], locked_folder: str | None
+    ) -> Iterator[tuple[FileLocation, FileOutcome]]:
+        """Take the next files, as many as go together, and yield what became of each; of none at the end.
+
+        When nothing can be written any more, the files that were not processed are not among them.
+
+        Args:
+            pool: Reads and writes files.
+            locations: The files that are left.
+            locked_folder: Path of a folder whose lock the caller has.
+        """
+        ...
+
+    def take_unreachable(self) -> KmsUnavailableError | None:
+        """Return the KMS's last error if it answered nothing at all since this was asked last."""
+        ...
+
+
+class OneByOne:
+    """Changes one file after the other.
+
+    Args:
+        change: Changes a file; the second argument is the path of a folder whose lock the caller has.
+    """
+
+    def __init__(self, change: Callable[[FileLocation, str | None], FileRotation]) -> None:
+        self._change = change
+        self._unreachable: KmsUnavailableError | None = None
+
+    def change(
+        self, pool: Executor, locations: Iterator[FileLocation], locked_folder: str | None
+    ) -> Iterator[tuple[FileLocation, FileOutcome]]:
+        """Change the next file."""
+        for location in itertools.islice(locations, 1):
+            outcome: FileOutcome
+            try:
+                with audit.about(location):
+                    outcome = self._change(location, locked_folder)
+            except (KeytoolsError, OSError) as error:
+                if isinstance(error, KmsUnavailableError):
+                    self._unreachable = error
+                outcome = outcome_of(location, error)
+            yield location, outcome
+
+    def take_unreachable(self) -> KmsUnavailableError | None:
+        """Return the KMS's last error, if it did not answer."""
+        error, self._unreachable = self._unreachable, None
+        return error
+
+
+def outcome_of(location: FileLocation, error: KeytoolsError | OSError) -> FileOutcome:
+    """Return what an error means for a file."""
+    if isinstance(error, ChangedMeanwhileError):
+        return error
+    is_gone = isinstance(error, FileNotFoundError)
+    if isinstance(error, FileChangedError) or (is_gone and location.is_file()):
+        # Not there for a moment, or its key material: somebody replaces it just now.
+        return ChangedMeanwhileError(f"{location} changed while its keys were rotated.")
+    if is_gone:
+        return FileRotation(str(location), RotationOutcome.NOTHING_TO_ROTATE, how="removed meanwhile")
+    return FileRotation.failed(str(location), error)
+
+
+def data_set_files(
+    path: FileLocation, on_unseen: OnUnseen, on_left_out: OnLeftOut | None = None
+) -> Iterator[FileLocation]:
+    """Yield a file, or the Parquet files under a folder, without listing all of them first.
+
+    Args:
+        path: The file or folder.
+        on_unseen: Called between files, by the thread that asks for them.
+        on_left_out: Likewise; folders that are passed over are looked into only for it.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder.
+        NoParquetFilesError: There are no Parquet files under the folder, and nothing that may hold some.
+    """
+    for entry in data_set(path, into_passed_over=on_left_out is not None):
+        if isinstance(entry, ParquetFile):
+            yield entry.location
+        elif isinstance(entry, Unseen):
+            on_unseen(entry)
+        elif on_left_out is not None:
+            on_left_out(entry)
+
+
+def change_data_set(
+    path: FileLocation,
+    change: FileChange,
+    report: RotationReport,
+    options: RunOptions,
+    journal: Journal | None = None,
+) -> None:
+    """Change a file, or all Parquet files under a folder.
+
+    Args:
+        path: The file or folder.
+        change: What is done with files.
+        report: Says what became of them.
+        options: How to go about it.
+        journal: The journal that `change` writes; it is closed, and removed if all files were processed.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder.
+        NoParquetFilesError: The folder has no Parquet files.
+    """
+
+    def note(result: FileRotation) -> None:
+        if result.error is not None and options.raises_failures:
+            raise result.error
+        report.add([result], keep_results=options.keep_results)
+        if options.on_file is not None:
+            options.on_file(result)
+
+    is_done = False
+    try:
+        with audit.about(path), naming_left_behind(report.note_left_behind):
+            locations = data_set_files(path, lambda unseen: note(FileRotation.of_unseen(unseen)))
+            if not report.dry_run:
+                locations = without_leftovers(locations)
+            for result in _Run(change, report).results(locations):
+                note(result)
+        is_done = report.stopped_by is None
+    except NoParquetFilesError:
+        is_done = True
+        raise
+    except StorageFailedError as error:
+        if options.raises_failures:
+            raise
+        # Of the journal, or of what cannot be made at all.
+        report.stopped_by = error
+    finally:
+        if journal is not None:
+            _end(journal, report, is_done=is_done)
+
+
+def _end(journal: Journal, report: RotationReport, *, is_done: bool) -> None:
+    try:
+        journal.close(remove=is_done)
+    except StorageFailedError as error:
+        report.stopped_by = report.stopped_by or error
+    report.journal = str(journal.path) if report.stopped_by is not None else None
+
+
+class _Run:
+    def __init__(self, change: FileChange, report: RotationReport) -> None:
+        self._change = change
+        self._report = report
+
+    def results(self, locations: Iterator[FileLocation]) -> Iterator[FileRotation]:
+        with ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-rotation") as pool:
+            is_last = False
+            while not is_last and self._report.stopped_by is None:
+                is_last = True
+                for result in self._together(pool, locations):
+                    is_last = False
+                    failure = None if result.error is None else storage_failure(result.error, result.path)
+                    self._report.stopped_by = self._report.stopped_by or failure
+                    yield result
+                # It did not answer once for all files of a batch: the others would fare no better.
+                self._report.stopped_by = self._report.stopped_by or self._change.take_unreachable()
+
+    def _together(self, pool: Executor, locations: Iterator[FileLocation]) -> Iterator[FileRotation]:
+        """Yield what became of the next files that go together, however often they are changed by others."""
+        for attempt in range(ATTEMPTS):
+            changed: list[FileLocation] = []
+            for location, outcome in self._change.change(pool, locations, None):
+                if isinstance(outcome, ChangedMeanwhileError):
+                    changed.append(location)
+                else:
+                    yield outcome
+            if attempt:
+                changed += locations
+            locations = iter(changed)
+        for location in locations:
+            if self._report.stopped_by is None:
+                yield self._alone(pool, location)
+
+    def _alone(self, pool: Executor, location: FileLocation) -> FileRotation:
+        """Change one file while all who honour the lock of its folder wait: one of many rotations gets on."""
+        try:
+            with exclusive_folder(real_location(location)):
+                ((_, outcome),) = self._change.change(pool, iter([location]), folder_path(location))
+        except (KeytoolsError, OSError) as error:
+            outcome = outcome_of(location, error)
+        if isinstance(outcome, FileRotation):
+            return outcome
+        return FileRotation.failed(
+            str(location),
+            OutputError(
+                f"{location} is constantly being changed by others.", hint="Stop its writers, then retry."
+            ),
+        )

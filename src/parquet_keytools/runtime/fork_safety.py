@@ -1,0 +1,98 @@
+"""What a forked child gets: locks that are open, and connections and threads of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_all_locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
+
+
+class ForkSafeLock:
+    """A `threading.Lock` that is fresh in a child process.
+
+    A fork copies locks as they are, but not the threads that would open them: a child of a busy process would
+    wait forever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _all_locks.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    @contextlib.contextmanager
+    def held_within(self, seconds: float) -> Iterator[None]:
+        """Hold the lock in a block.
+
+        Raises:
+            TimeoutError: It was held by others for so many seconds.
+        """
+        if not self._lock.acquire(timeout=max(seconds, 0)):
+            raise TimeoutError
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+
+def _renew_all() -> None:
+    for lock in _all_locks:
+        lock._renew()
+
+
+os.register_at_fork(after_in_child=_renew_all)
+
+
+_inherited: list[object] = []
+"""What a child has from its parent and may neither use nor destroy: some SDKs hang when they tidy up there."""
+
+
+class PerProcess(Generic[T]):
+    """Makes a thing when it is first asked for, and another one in a forked child.
+
+    What the parent made is kept in the child, unused and never closed: it is the parent's.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._lock = ForkSafeLock()
+        self._process_id = 0
+        self._thing: T | None = None
+
+    def get(self) -> T:
+        """Return this process's one."""
+        with self._lock:
+            self._leave_to_parent()
+            if self._thing is None:
+                self._thing = self._make()
+                self._process_id = os.getpid()
+            return self._thing
+
+    def take(self) -> T | None:
+        """Return this process's one, if there is one, and forget it, so that the next `get` makes another."""
+        with self._lock:
+            self._leave_to_parent()
+            thing, self._thing = self._thing, None
+            return thing
+
+    def _leave_to_parent(self) -> None:
+        if self._thing is not None and self._process_id != os.getpid():
+            _inherited.append(self._thing)
+            self._thing = None

@@ -1,0 +1,61 @@
+"""Failures of the storage as a whole: the other files of a run would fare no better."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
+from parquet_keytools.errors import OutputError, StorageFailedError
+
+_HINTS = {
+    errno.ENOSPC: "Make space, then repeat the command.",
+    errno.EDQUOT: "Make space within the quota, then repeat the command.",
+    errno.EROFS: "Have the file system mounted for writing, then repeat the command.",
+    errno.EMFILE: "Raise the limit of open files (`ulimit -n`), then repeat the command.",
+    errno.ENFILE: "Close other programs, or raise the system's limit of open files, then repeat the command.",
+    errno.ENOMEM: "Free memory, then repeat the command.",
+}
+
+
+def storage_failure(error: BaseException, path: object) -> StorageFailedError | None:
+    """Return the error that ends a run, if one is of the storage or the system as a whole; None if of one file."""
+    if isinstance(error, StorageFailedError):
+        return error
+    if not isinstance(error, OSError) or error.errno not in _HINTS:
+        return None
+    return _failed(error.errno, path, _HINTS[error.errno])
+
+
+@contextlib.contextmanager
+def failing_as_output(target: object, *, only_writing: bool = False) -> Iterator[None]:
+    """Turn what the storage cannot do for an output into an error that names the output.
+
+    Args:
+        target: The output.
+        only_writing: Whether nothing is read in the block: an I/O error is then one of the output.
+
+    Raises:
+        StorageFailedError: It is full, read-only, or broken.
+        OutputError: The file would be larger than it may be.
+    """
+    found: OutputError | None
+    try:
+        yield
+    except OSError as error:
+        found = storage_failure(error, target)
+        if error.errno == errno.EFBIG:
+            found = OutputError(f"{target} cannot be written: file too large.", hint="Raise the limit.")
+        elif only_writing and error.errno == errno.EIO:
+            found = _failed(errno.EIO, target, "Check the disk, then repeat the command.")
+        if found is None:
+            raise
+    else:
+        return
+    raise found
+
+
+def _failed(error_number: int, path: object, hint: str) -> StorageFailedError:
+    reason = os.strerror(error_number).lower()
+    return StorageFailedError(f"{path} cannot be written: {reason}.", error_number=error_number, hint=hint)

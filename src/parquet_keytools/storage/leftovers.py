@@ -1,0 +1,168 @@
+"""What processes left behind that were killed while they wrote: removed when somebody writes there again.
+
+Object stores have no locks. What a process of this machine left there is known to be dead by its name; what one of
+another machine left, by its age.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pyarrow import fs as pafs
+
+from parquet_keytools.storage.left_behind import warn_left_behind
+from parquet_keytools.storage.local_files import UnsupportedRenameError, exchange
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.temporary_names import OccasionalScan, TemporaryName, parse_temporary_name
+
+_log = logging.getLogger(__name__)
+_scans = OccasionalScan()
+
+LOCK_NAME = ".parquet-keytools.lock"
+"""Of the file that is locked; where all may write, each user has one, with their number in its name."""
+
+_LOCK_NAME = re.compile(r"\.parquet-keytools(\.[0-9]+)?\.lock")
+
+
+def open_folder(path: str) -> int:
+    """Return a file descriptor of a folder."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def without_leftovers(locations: Iterable[FileLocation]) -> Iterator[FileLocation]:
+    """Yield files, and remove what processes left behind that were killed while they wrote in their folders."""
+    folders: set[str] = set()
+    for location in locations:
+        if location.is_local:
+            # Where a link leads is where its file is replaced.
+            for path in {location.path, os.path.realpath(location.path)}:
+                folder = str(Path(path).parent)
+                if folder not in folders:
+                    folders.add(folder)
+                    with contextlib.suppress(OSError):
+                        descriptor = open_folder(folder)
+                        try:
+                            remove_leftovers(descriptor)
+                        finally:
+                            os.close(descriptor)
+        yield location
+
+
+def remove_leftovers(folder: int) -> None:
+    """Remove temporary files from a folder whose processes are gone.
+
+    Only those that are surely ours and dead; what cannot be looked at or removed stays. A folder is not looked
+    through again and again: that would take as long as there are files in it, for each file in it.
+
+    Args:
+        folder: File descriptor of the folder.
+    """
+    with contextlib.suppress(OSError):
+        found = os.fstat(folder)
+        key = found.st_dev, found.st_ino
+        if not _scans.is_due(key):
+            return
+        started = time.monotonic()
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.name.startswith(".")]
+        for name in names:
+            if _LOCK_NAME.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    _remove_lock(folder, name)
+            elif (parsed := parse_temporary_name(name)) is not None:
+                with contextlib.suppress(OSError, UnsupportedRenameError):
+                    _remove(folder, found, name, parsed)
+        _scans.done(key, time.monotonic() - started)
+
+
+def _remove_lock(folder: int, name: str) -> None:
+    """Remove the file of a lock that nobody holds."""
+    lock = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = os.fstat(lock)
+        if stat.S_ISREG(status.st_mode) and os.path.samestat(
+            os.stat(name, dir_fd=folder, follow_symlinks=False), status
+        ):
+            os.unlink(name, dir_fd=folder)
+    finally:
+        os.close(lock)
+
+
+def _remove(folder: int, folder_found: os.stat_result, name: str, parsed: TemporaryName) -> None:
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if not stat.S_ISREG(found.st_mode) or not parsed.is_dead(time.time() - found.st_mtime):
+        return
+    swap = parsed.swap
+    try:
+        target = os.stat(parsed.target, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        target = None
+    if swap is not None and (found.st_ino, found.st_mtime_ns) == (swap.old, swap.old_time):
+        os.unlink(name, dir_fd=folder)
+        return
+    if swap is None or found.st_ino == swap.new:
+        owners = {os.geteuid()}
+        if os.geteuid() == 0:
+            # Who may do all gives a new file to the owner of the old one before it is in its place.
+            owners |= {folder_found.st_uid} | (set() if target is None else {target.st_uid})
+        if found.st_uid in owners:
+            os.unlink(name, dir_fd=folder)
+        return
+    # It was killed after it had taken the place of a file that came meanwhile, and before it could put that back.
+    if target is None or target.st_ino != swap.new:
+        _log.warning("%r is a version of %r that somebody wrote meanwhile; it is kept", name, parsed.target)
+        return
+    exchange(folder, name, parsed.target)
+    if os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino == swap.new:
+        os.unlink(name, dir_fd=folder)
+
+
+def remove_stored_leftovers(target: FileLocation) -> None:
+    """Remove what is surely left over beside an object that is about to be written, of any target in that place.
+
+    What cannot be listed or removed stays, and a warning names it.
+    """
+    folder = target.path.rpartition("/")[0]
+    key = target.filesystem.type_name, folder
+    if not _scans.is_due(key):
+        return
+    started = time.monotonic()
+    selector = pafs.FileSelector(folder, allow_not_found=True)
+    try:
+        found = target.filesystem.get_file_info(selector) if folder else []
+    except Exception:
+        found = []
+    for info in found:
+        parsed = parse_temporary_name(info.base_name)
+        if info.type == pafs.FileType.File and parsed is not None and parsed.is_dead(_age_seconds(info)):
+            remove_object(FileLocation(target.filesystem, info.path))
+    if target.is_in_s3 and importlib.util.find_spec("boto3") is not None:
+        from parquet_keytools.storage.s3_connection import end_dead_uploads
+
+        end_dead_uploads(target)
+    _scans.done(key, time.monotonic() - started)
+
+
+def remove_object(location: FileLocation) -> None:
+    """Remove a temporary object; if that is refused, a warning names it."""
+    try:
+        location.filesystem.delete_file(location.path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        text = f"{location} is a temporary object that is left over, and cannot be removed: remove it"
+        warn_left_behind(_log, text)
+
+
+def _age_seconds(info: pafs.FileInfo) -> float:
+    return 0.0 if info.mtime_ns is None else time.time() - info.mtime_ns / 1e9

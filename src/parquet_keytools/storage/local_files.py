@@ -1,0 +1,134 @@
+"""Local files: exchange of names, renames without replacement, and owner, mode and attributes of another file."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+_NOREPLACE = 1
+_EXCHANGE = 2
+_UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+"""What a kernel or a file system answers that has no such rename."""
+
+
+class UnsupportedRenameError(Exception):
+    """The file system has no such rename."""
+
+
+def exchange(folder: int, first: str, second: str) -> None:
+    """Exchange two names of a folder in one step.
+
+    Args:
+        folder: File descriptor of the folder.
+        first: A name in it.
+        second: Another one.
+
+    Raises:
+        UnsupportedRenameError: The file system cannot; nothing was changed.
+        FileNotFoundError: One of them is not there; nothing was changed.
+        OSError: The file system failed.
+    """
+    _rename(folder, first, second, _EXCHANGE)
+
+
+def rename_new(folder: int, name: str, new_name: str) -> None:
+    """Rename within a folder; nothing is replaced.
+
+    Args:
+        folder: File descriptor of the folder.
+        name: A name in it.
+        new_name: Its new one.
+
+    Raises:
+        UnsupportedRenameError: The file system cannot; nothing was changed.
+        FileExistsError: There is something of the new name; nothing was changed.
+        OSError: The file system failed.
+    """
+    _rename(folder, name, new_name, _NOREPLACE)
+
+
+def _rename(folder: int, old: str, new: str, flags: int) -> None:
+    function = _renameat2()
+    if function is None:
+        raise UnsupportedRenameError
+    while function(folder, os.fsencode(old), folder, os.fsencode(new), flags):
+        number = ctypes.get_errno()
+        if number == errno.EINTR:
+            continue
+        if number in _UNKNOWN:
+            raise UnsupportedRenameError
+        raise OSError(number, os.strerror(number), new)
+
+
+@cache
+def _renameat2() -> Callable[..., int] | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    function.restype = ctypes.c_int
+    renameat2: Callable[..., int] = function
+    return renameat2
+
+
+_ACCESS_LISTS = "system.posix_acl_"
+
+
+def may_give_attributes(file: os.stat_result, folder: os.stat_result) -> bool:
+    """Return whether a file was put there by somebody who may say who reads what replaces it.
+
+    In a folder that all may write to, anybody can have put a file of this name there beforehand.
+    """
+    if not stat.S_ISREG(file.st_mode):
+        return False
+    return not folder.st_mode & stat.S_IWOTH or file.st_uid == os.geteuid()
+
+
+def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
+    """Give a new file owner, mode and access list of an old one, as far as this user may.
+
+    Args:
+        new: File descriptor of the new file.
+        old: File descriptor of the old file.
+        all_attributes: Whether the new file is the same one to its users, so that all extended attributes hold.
+    """
+    found = os.fstat(old)
+    mode = stat.S_IMODE(found.st_mode) & 0o777
+    try:
+        os.fchown(new, found.st_uid, found.st_gid)
+    except OSError:
+        try:
+            # Who may not give files away may still give them to a group of his own, whose members read them.
+            os.fchown(new, -1, found.st_gid)
+        except OSError:
+            # What the old group was allowed is nothing for another one.
+            mode = mode & ~0o070 | ((mode & 0o007) << 3)
+    with contextlib.suppress(OSError):
+        for name in os.listxattr(old):
+            if all_attributes or name.startswith(_ACCESS_LISTS):
+                # What the system guards for itself cannot be set.
+                with contextlib.suppress(OSError):
+                    os.setxattr(new, name, os.getxattr(old, name))
+    os.fchmod(new, mode)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What one look at a file says of it, and what a rename does not change."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> Identity:
+        """Return that of a file that was looked at."""
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)

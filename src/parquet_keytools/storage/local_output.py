@@ -1,0 +1,389 @@
+"""A local file that is written beside its target and then takes the target's place, all by descriptor.
+
+The folder is opened once, and what happens in it is asked for relative to that: a path leads elsewhere when
+somebody who may write to one of its folders puts a link there. The new file has no name until it is complete,
+where the file system can do that (`O_TMPFILE`): nothing is left of it when the process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
+
+from parquet_keytools.errors import ChangedMeanwhileError, OutputError
+from parquet_keytools.storage.failures import failing_as_output
+from parquet_keytools.storage.leftovers import open_folder, remove_leftovers
+from parquet_keytools.storage.local_files import (
+    Identity,
+    UnsupportedRenameError,
+    exchange,
+    may_give_attributes,
+    rename_new,
+    take_attributes,
+)
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.temporary_names import Swap, temporary_name
+
+_DESCRIPTORS = "/proc/self/fd"
+_NO_DESCRIPTORS = not (hasattr(os, "O_TMPFILE") and os.path.isdir(_DESCRIPTORS))  # noqa: PTH112 - of this system
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.ENOTDIR)
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_HADOOP_CHECKSUMS_MAGIC = b"crc\x00"
+_MOST_EXCHANGES = 10
+
+Check = Callable[[], None]
+
+
+class LocalFile:
+    """A new local file, and how it takes its place.
+
+    Args:
+        target: Where it will be.
+        mode: Its permissions, whatever the umask is and whatever it replaces; None for the usual ones.
+        like: The file that it is another version of, from which it takes owner, mode and all attributes.
+        keeps_open: Whether it stays open until it is in its place; a process may have only so many open files.
+
+    Raises:
+        OSError: It cannot be created.
+    """
+
+    def __init__(
+        self, target: FileLocation, *, mode: int | None, like: FileLocation | None, keeps_open: bool
+    ) -> None:
+        self._target = target
+        self._folder_path = str(PurePosixPath(target.path).parent)
+        self._name = PurePosixPath(target.path).name
+        self._mode = mode
+        self._like = like
+        self._is_synced = False
+        self._temporary: str | None = None
+        self._folder: int | None = open_folder(self._folder_path)
+        self._file: int | None = None
+        try:
+            folder = os.fstat(self._folder)
+            self._folder_identity = folder.st_dev, folder.st_ino
+            remove_leftovers(self._folder)
+            self._file = self._create(self._folder, self._permissions(self._folder), anonymous=keeps_open)
+            file = os.fstat(self._file)
+            self._identity = file.st_dev, file.st_ino
+        except BaseException:
+            self.close()
+            raise
+        if not keeps_open:
+            self._close_descriptors()
+
+    @property
+    def name(self) -> str | None:
+        """Its name as long as it is not in its place; None where it has none."""
+        return self._temporary
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int]:
+        """Yield its file descriptor."""
+        with self._opened() as (_, file):
+            yield file
+
+    def replace(self, *, overwrite: bool, check: Check | None) -> None:
+        """Put the complete file in its place.
+
+        Args:
+            overwrite: Whether it may replace something.
+            check: Raises if what is there is no longer what may be replaced; nothing else is then replaced, nor
+                what comes there later.
+
+        Raises:
+            OutputError: There is something, and it must not be replaced; or the folder was moved.
+            ChangedMeanwhileError: It came after `check` had passed, and stays.
+            OSError: The file system failed; what was there is still there, or the new file is.
+        """
+        with self._opened() as (folder, file), failing_as_output(self._target, only_writing=True):
+            self._sync(folder, file)
+            self._require_same_folder()
+            if check is not None:
+                self._replace_checked(folder, file, check)
+            elif overwrite:
+                _remove_hadoop_checksums(folder, self._name)
+                self._replace_any(folder, file)
+            else:
+                self._appear(folder, file)
+                _remove_hadoop_checksums(folder, self._name)
+            self._require_in_place(folder, file)
+            os.fsync(folder)
+        self.close()
+
+    def sync(self) -> None:
+        """Bring the complete file to the disk, which may take long: before locks are taken.
+
+        Raises:
+            OSError: The file system failed.
+        """
+        with self._opened() as (folder, file), failing_as_output(self._target, only_writing=True):
+            self._sync(folder, file)
+
+    def _sync(self, folder: int, file: int) -> None:
+        if not self._is_synced:
+            self._set_attributes(folder, file)
+            os.fsync(file)
+            self._is_synced = True
+
+    def close(self) -> None:
+        """Remove what is not in its place, and close what is open."""
+        with contextlib.suppress(OSError):
+            if self._temporary is not None:
+                folder = self._folder if self._folder is not None else open_folder(self._folder_path)
+                try:
+                    found = os.stat(self._temporary, dir_fd=folder, follow_symlinks=False)
+                    if (found.st_dev, found.st_ino) == self._identity:
+                        os.unlink(self._temporary, dir_fd=folder)
+                finally:
+                    if folder != self._folder:
+                        os.close(folder)
+        self._temporary = None
+        self._close_descriptors()
+
+    # --- how it comes to be ---
+
+    def _permissions(self, folder: int) -> int:
+        """Return the most that others may do with it while it is written."""
+        if self._mode is not None or self._like is not None:
+            return 0o600
+        found = self._replaced(folder)
+        return 0o666 if found is None else found.st_mode & 0o666 | 0o600
+
+    def _replaced(self, folder: int) -> os.stat_result | None:
+        """Return what is there and decides who may use what replaces it."""
+        try:
+            found = os.stat(self._name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return found if may_give_attributes(found, os.fstat(folder)) else None
+
+    def _create(self, folder: int, permissions: int, *, anonymous: bool) -> int:
+        with failing_as_output(self._target, only_writing=True):
+            if anonymous and not _NO_DESCRIPTORS:
+                try:
+                    return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, permissions, dir_fd=folder)
+                except OSError as error:
+                    if error.errno not in _NO_TMPFILE:
+                        raise
+            name = temporary_name(self._name)
+            file = os.open(name, _CREATE, permissions, dir_fd=folder)
+            self._temporary = name
+            return file
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[int, int]]:
+        """Yield folder and file; they are opened again where they did not stay open."""
+        if self._folder is not None and self._file is not None:
+            yield self._folder, self._file
+            return
+        assert self._temporary is not None
+        with contextlib.ExitStack() as descriptors:
+            folder = open_folder(self._folder_path)
+            descriptors.callback(os.close, folder)
+            found = os.fstat(folder)
+            if (found.st_dev, found.st_ino) != self._folder_identity:
+                raise self._moved()
+            file = os.open(
+                self._temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
+            )
+            descriptors.callback(os.close, file)
+            found = os.fstat(file)
+            if (found.st_dev, found.st_ino) != self._identity:
+                raise self._exchanged()
+            yield folder, file
+
+    def _close_descriptors(self) -> None:
+        for descriptor in (self._file, self._folder):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._file = self._folder = None
+
+    # --- how it takes its place ---
+
+    def _set_attributes(self, folder: int, file: int) -> None:
+        if self._mode is not None:
+            os.fchmod(file, self._mode)
+            return
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        try:
+            if self._like is not None:
+                old = os.open(self._like.path, flags)
+            elif self._replaced(folder) is not None:
+                old = os.open(self._name, flags | os.O_NOFOLLOW, dir_fd=folder)
+            else:
+                return
+        except FileNotFoundError:
+            return
+        except PermissionError:
+            # Its owner may not even read it; nobody else may then.
+            os.fchmod(file, 0o600)
+            return
+        try:
+            found = os.fstat(old)
+            if self._like is not None or may_give_attributes(found, os.fstat(folder)):
+                take_attributes(file, old, all_attributes=self._like is not None)
+        finally:
+            os.close(old)
+
+    def _replace_any(self, folder: int, file: int) -> None:
+        name = self._named(folder, file)
+        os.replace(name, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+        self._temporary = None
+
+    def _appear(self, folder: int, file: int) -> None:
+        """Take a name that nothing has."""
+        try:
+            if self._temporary is None:
+                os.link(f"{_DESCRIPTORS}/{file}", self._name, dst_dir_fd=folder, follow_symlinks=True)
+                return
+            try:
+                rename_new(folder, self._temporary, self._name)
+            except UnsupportedRenameError:
+                self._appear_by_link(folder, self._temporary)
+        except FileExistsError:
+            raise exists_already(self._target) from None
+        self._temporary = None
+
+    def _appear_by_link(self, folder: int, temporary: str) -> None:
+        try:
+            os.link(temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            # A file system without links: an empty file holds the place.
+            os.close(os.open(self._name, _CREATE, 0o600, dir_fd=folder))
+            os.replace(temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+        else:
+            os.unlink(temporary, dir_fd=folder)
+
+    def _replace_checked(self, folder: int, file: int, check: Check) -> None:
+        """Exchange names with what is there, and look at what that was: it may have come after the check."""
+        found = self._look(folder, self._name)
+        check()
+        if found is None:
+            # A check that passes although nothing is there is about this.
+            try:
+                self._appear(folder, file)
+            except OutputError:
+                raise changed_meanwhile(self._target) from None
+            return
+        new = os.fstat(file)
+        name = self._named(folder, file, Swap(new.st_ino, found.inode, found.changed_ns))
+        _remove_hadoop_checksums(folder, self._name)
+        try:
+            exchange(folder, name, self._name)
+        except FileNotFoundError:
+            raise changed_meanwhile(self._target) from None
+        except UnsupportedRenameError:
+            # As near to the rename as it can be.
+            if self._look(folder, self._name) != found:
+                raise changed_meanwhile(self._target) from None
+            os.replace(name, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+            self._temporary = None
+            return
+        self._temporary = None  # What has this name now is not ours to remove before it was looked at.
+        out = self._look(folder, name)
+        if out == found:
+            os.unlink(name, dir_fd=folder)
+            return
+        self._put_back(folder, name, Identity.of(os.fstat(file)))
+        raise changed_meanwhile(self._target)
+
+    def _put_back(self, folder: int, name: str, ours: Identity) -> None:
+        """Give the name back to a file that was not to be replaced, and what comes out meanwhile its own."""
+        newest, replaced = self._look(folder, name), ours
+        for _ in range(_MOST_EXCHANGES):
+            exchange(folder, name, self._name)
+            out = self._look(folder, name)
+            if out is None:
+                return
+            if (out.device, out.inode) == (replaced.device, replaced.inode):
+                os.unlink(name, dir_fd=folder)
+                return
+            # Someone replaced that in this moment: what came out is the newest, and goes back in its turn.
+            newest, replaced = out, newest or ours
+        raise OutputError(
+            f"{self._target} is constantly being replaced by others; one version of it is in {name!r}.",
+            hint="Stop its writers, and check which version is right.",
+        )
+
+    def _named(self, folder: int, file: int, swap: Swap | None = None) -> str:
+        """Give the file a temporary name, or another one."""
+        name = temporary_name(self._name, swap)
+        if self._temporary is None:
+            os.link(f"{_DESCRIPTORS}/{file}", name, dst_dir_fd=folder, follow_symlinks=True)
+        elif swap is None:
+            return self._temporary
+        else:
+            os.rename(self._temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        self._temporary = name
+        return name
+
+    @staticmethod
+    def _look(folder: int, name: str) -> Identity | None:
+        try:
+            return Identity.of(os.stat(name, dir_fd=folder, follow_symlinks=False))
+        except FileNotFoundError:
+            return None
+
+    # --- what is refused ---
+
+    def _require_same_folder(self) -> None:
+        try:
+            found = os.stat(self._folder_path)  # noqa: PTH116
+        except FileNotFoundError:
+            raise self._moved() from None
+        if (found.st_dev, found.st_ino) != self._folder_identity:
+            raise self._moved()
+
+    def _require_in_place(self, folder: int, file: int) -> None:
+        found, ours = self._look(folder, self._name), os.fstat(file)
+        if found is None or (found.device, found.inode) != (ours.st_dev, ours.st_ino):
+            raise self._exchanged()
+
+    def _moved(self) -> OutputError:
+        return OutputError(f"the folder of {self._target} was moved or replaced meanwhile.", hint="Try again.")
+
+    def _exchanged(self) -> OutputError:
+        return OutputError(
+            f"what lies at {self._target} is not the file that was written.",
+            hint="Another process writes there: check who may write to this folder.",
+        )
+
+
+class TargetExistsError(OutputError):
+    """The target is there, and must not be replaced."""
+
+
+def exists_already(target: FileLocation) -> TargetExistsError:
+    """Return the error for a target that is there and must not be replaced."""
+    return TargetExistsError(f"{target} exists already.", hint="Use --overwrite to replace it.")
+
+
+def changed_meanwhile(target: FileLocation) -> ChangedMeanwhileError:
+    """Return the error for a target that is no longer what was to be replaced."""
+    return ChangedMeanwhileError(f"{target} was changed by another process meanwhile.", hint="Try again.")
+
+
+def _remove_hadoop_checksums(folder: int, target: str) -> None:
+    """Remove the checksums that Hadoop keeps beside a local file: Spark would refuse what takes the file's place.
+
+    Before it does so, for without checksums Hadoop reads both the old file and the new one.
+    """
+    name = f".{target}.crc"
+    with contextlib.suppress(FileNotFoundError, OSError):
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            is_hadoops = (
+                stat.S_ISREG(os.fstat(file).st_mode)
+                and os.read(file, len(_HADOOP_CHECKSUMS_MAGIC)) == _HADOOP_CHECKSUMS_MAGIC
+            )
+        finally:
+            os.close(file)
+        if is_hadoops:
+            os.unlink(name, dir_fd=folder)

@@ -1,0 +1,159 @@
+"""A boto3 client that reaches what one of Arrow's S3 file systems reaches, with the same rights.
+
+It is made from the file system's own options, and is nobody else's: what Arrow may do, it may do, and no more. It
+ends multipart uploads that killed processes left unfinished: they are seen by nobody, and cost money.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any, Literal
+
+import boto3
+import botocore.config
+import botocore.exceptions
+from pyarrow import fs as pafs
+
+from parquet_keytools.storage.left_behind import warn_left_behind
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.temporary_names import parse_temporary_name
+
+CONCURRENT_PARTS = 8
+"""How many parts of an object are copied at a time."""
+
+_TRIES = 10
+
+
+def can_reach(filesystem: pafs.S3FileSystem) -> bool:
+    """Return whether a client can be made that has the same rights as a file system."""
+    given = _Options(filesystem).by_name
+    # Who assumes a role, or gives the keys of SSE-C, does so inside of Arrow.
+    return not (given["anonymous"] or given["role_arn"] or given.get("sse_customer_key"))
+
+
+def client_of(filesystem: pafs.S3FileSystem) -> Any:
+    """Return the client of a file system; equal ones share it, but not across a fork."""
+    return _client(_Options(filesystem), os.getpid())
+
+
+class _Options:
+    """What a file system was made of."""
+
+    def __init__(self, filesystem: pafs.S3FileSystem) -> None:
+        # The public way to them: it is what pickling a file system keeps.
+        _, (options,) = filesystem.__reduce__()
+        self.by_name: dict[str, Any] = options
+        self._digest = hashlib.sha256(repr(sorted(options.items())).encode()).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Options) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+
+@lru_cache(maxsize=16)
+def _client(options: _Options, _process_id: int) -> Any:
+    given = options.by_name
+    session = boto3.session.Session(
+        aws_access_key_id=given["access_key"] or None,
+        aws_secret_access_key=given["secret_key"] or None,
+        aws_session_token=given["session_token"] or None,
+        region_name=given["region"] or None,
+    )
+    endpoint = given["endpoint_override"]
+    if endpoint and "://" not in endpoint:
+        endpoint = f"{given['scheme']}://{endpoint}"
+    timeouts = {
+        name: given[theirs]
+        for name, theirs in (("connect_timeout", "connect_timeout"), ("read_timeout", "request_timeout"))
+        # What Arrow allows for one read, the store may take for copying gigabytes, so no less than the default.
+        if given[theirs] > 60 or (name == "connect_timeout" and given[theirs] > 0)
+    }
+    return session.client(
+        "s3",
+        endpoint_url=endpoint or None,
+        verify=given["tls_ca_file_path"] or None,
+        config=botocore.config.Config(
+            max_pool_connections=4 * CONCURRENT_PARTS,
+            retries={"mode": "standard", "total_max_attempts": _TRIES},
+            # As Arrow addresses them.
+            s3={"addressing_style": _addressing_style(given)},
+            # Content-MD5, which is sent with all that is written, is known to every store; the newer ones are not.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            # Arrow takes no proxy from the environment.
+            proxies=_proxies(given),
+            **timeouts,
+        ),
+    )
+
+
+def _addressing_style(given: dict[str, Any]) -> Literal["virtual", "path", "auto"]:
+    if given["force_virtual_addressing"]:
+        return "virtual"
+    return "path" if given["endpoint_override"] else "auto"
+
+
+def _proxies(given: dict[str, Any]) -> dict[str, str]:
+    proxy = given["proxy_options"]
+    if not proxy or not proxy["host"]:
+        return {}
+    user = f"{proxy['username']}:{proxy['password']}@" if proxy["username"] else ""
+    address = f"{proxy['scheme']}://{user}{proxy['host']}:{proxy['port']}"
+    return {"http": address, "https": address}
+
+
+_log = logging.getLogger(__name__)
+_MOST_UPLOADS = 1000
+_said_of: set[str] = set()
+
+
+def end_dead_uploads(target: FileLocation) -> None:
+    """End the unfinished uploads of temporary objects beside an object whose processes are gone.
+
+    What cannot be listed or ended stays, and a warning names it.
+    """
+    filesystem = target.filesystem
+    if not isinstance(filesystem, pafs.S3FileSystem) or not can_reach(filesystem):
+        return
+    bucket, _, key = target.path.partition("/")
+    client = client_of(filesystem)
+    # The names of temporary objects begin with a dot.
+    prefix = f"{key[: len(key) - len(target.name)]}."
+    try:
+        answer = client.list_multipart_uploads(Bucket=bucket, Prefix=prefix, MaxUploads=_MOST_UPLOADS)
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
+        warn_left_behind(
+            _log,
+            f"unfinished uploads of the bucket {bucket} cannot be listed (s3:ListBucketMultipartUploads); if a "
+            "process was killed while it wrote there, have a lifecycle rule of the bucket end them",
+            is_logged=bucket not in _said_of,
+        )
+        _said_of.add(bucket)
+        return
+    for upload in answer.get("Uploads", ()):
+        parsed = parse_temporary_name(upload["Key"].rpartition("/")[2])
+        if parsed is not None and parsed.is_dead(age_seconds(upload)):
+            end_upload(client, bucket, upload["Key"], upload["UploadId"])
+
+
+def end_upload(client: Any, bucket: str, key: str, upload_id: str) -> None:
+    """End an upload; if that is refused, a warning names it."""
+    try:
+        client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
+        if "NoSuchUpload" not in str(error):
+            warn_left_behind(
+                _log, f"the unfinished upload {upload_id} of {bucket}/{key} is left over, and cannot be ended"
+            )
+
+
+def age_seconds(upload: dict[str, Any]) -> float:
+    """Return how long ago an upload was begun; 0 where the store does not say."""
+    begun = upload.get("Initiated")
+    return (datetime.now(UTC) - begun).total_seconds() if isinstance(begun, datetime) else 0.0

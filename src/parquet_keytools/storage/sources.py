@@ -1,0 +1,155 @@
+"""Files read by ranges."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from parquet_keytools.errors import FileChangedError, ParquetFormatError
+from parquet_keytools.format.byte_ranges import Bytes, ByteSource
+from parquet_keytools.storage.locations import FileLocation
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """An open local file.
+
+    It is read and never mapped: a file that another process truncates would end this process with SIGBUS.
+    """
+
+    path: str
+    file_descriptor: int
+    size_bytes: int
+
+    @classmethod
+    def of(cls, path: str, file_descriptor: int) -> FileSource:
+        """Return a source for an open file as long as it is now."""
+        return cls(path, file_descriptor, os.fstat(file_descriptor).st_size)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Read one range.
+
+        Raises:
+            FileChangedError: The file became shorter.
+            OSError: It cannot be read.
+        """
+        _check_range(self, offset, length)
+        data = os.pread(self.file_descriptor, length, offset)
+        if len(data) == length:
+            return data
+        # The operating system reads no more than about 2 GiB at a time.
+        parts = [data]
+        while data and (length := length - len(data)):
+            offset += len(data)
+            data = os.pread(self.file_descriptor, length, offset)
+            parts.append(data)
+        if not data:
+            raise shortened(self.path)
+        return b"".join(parts)
+
+
+def shortened(path: str) -> FileChangedError:
+    """Return the error for a file that became shorter while it was read."""
+    return FileChangedError(
+        "the file ends early: it became shorter while it was read.", path=path, hint="Try again."
+    )
+
+
+@dataclass(frozen=True)
+class BufferSource:
+    """A file in memory."""
+
+    path: str
+    buffer: Bytes | pa.Buffer
+
+    @property
+    def size_bytes(self) -> int:
+        """Length in bytes."""
+        return len(self.buffer)
+
+    def read_at(self, offset: int, length: int) -> memoryview:
+        """Return a range, without a copy."""
+        _check_range(self, offset, length)
+        # Arrow's buffers say that their bytes are signed.
+        return memoryview(self.buffer).cast("B")[offset : offset + length]
+
+
+@dataclass(frozen=True)
+class ArrowSource:
+    """An open pyarrow file."""
+
+    path: str
+    file: pa.NativeFile
+    size_bytes: int
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Read one range with one request."""
+        _check_range(self, offset, length)
+        data: bytes = self.file.read_at(length, offset)
+        if len(data) != length:
+            raise shortened(self.path)
+        return data
+
+
+def _check_range(source: ByteSource, offset: int, length: int) -> None:
+    if offset < 0 or length < 0 or offset + length > source.size_bytes:
+        raise ParquetFormatError(
+            f"bytes {offset} to {offset + length} are outside of the file of {source.size_bytes} bytes",
+            path=source.path,
+        )
+
+
+@contextlib.contextmanager
+def open_source(location: FileLocation) -> Iterator[ByteSource]:
+    """Open a file for reading by ranges.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: It cannot be read.
+        ParquetFormatError: It is not a regular file.
+    """
+    if not location.is_local:
+        with location.filesystem.open_input_file(location.path) as file:
+            yield ArrowSource(str(location), file, file.size())
+        return
+    _refuse_irregular(location)
+    with Path(location.path).open("rb") as file:
+        yield FileSource.of(str(location), file.fileno())
+
+
+def _refuse_irregular(location: FileLocation) -> None:
+    """Refuse what is no file to read by ranges, before it is opened: to open a pipe waits for its other end.
+
+    Raises:
+        ParquetFormatError: It is a pipe, a socket or a device.
+    """
+    mode = Path(location.path).stat().st_mode
+    # That a folder cannot be read, the operating system says itself.
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ParquetFormatError(
+            "it is not a regular file.",
+            path=str(location),
+            hint="Parquet is read from its end: write it to a file.",
+        )
+
+
+def read_whole(location: FileLocation, max_bytes: int) -> bytes:
+    """Read a small file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ParquetFormatError: It has more than `max_bytes` bytes, or is not a regular file.
+    """
+    if location.is_local:
+        _refuse_irregular(location)
+    with location.filesystem.open_input_file(location.path) as file:
+        if file.size() > max_bytes:
+            raise ParquetFormatError(f"longer than {max_bytes} bytes", path=str(location))
+        data: bytes = file.readall()
+        return data

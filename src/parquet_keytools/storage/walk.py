@@ -1,0 +1,281 @@
+"""THE walk: which files belong to a data set, what else lies in its folders, and what nobody can tell.
+
+Every command, the facade, readers and Spark's pipelines ask here, so that all see the same files. One rule:
+
+- Names that begin with `.` or `_` are passed over, of files and of folders, except those that begin with `_` and
+  have a `=`: these are partitions (Spark's rule). What the caller names itself may be called anything.
+- Summaries of footers and key material are known by their names.
+- A file is a Parquet file if its name says so (`.parquet`, or that of a part), or if it has Parquet's magic at one
+  of its ends. A damaged one fails then, and does not stay behind unnoticed.
+- Links are followed. Folders may be called anything, also `x.parquet`.
+- What cannot be looked into is an entry of its own: who says "all", "none" or "not used" must not pass over it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+from pyarrow import fs as pafs
+
+from parquet_keytools.errors import IncompleteDataSetError, NoParquetFilesError, ParquetFormatError
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH
+from parquet_keytools.storage.listing import FolderLister, Listed, Listing, named, store_error
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.printable import escaped_path
+
+SUMMARY_FILE_NAMES = frozenset({"_metadata", "_common_metadata"})
+"""Files that hold the footers of all others."""
+
+_KEY_MATERIAL_PREFIX = "_KEY_MATERIAL_FOR_"
+
+_SAYS_PARQUET = re.compile(r"\.parquet|\Apart[-_.]?[0-9]", re.IGNORECASE)
+"""Names of Parquet files, and of parts of a data set: they are not opened to look for magic."""
+
+_MAGIC = frozenset({MAGIC, MAGIC_ENCRYPTED_FOOTER})
+
+
+class LeftOutReason(StrEnum):
+    """Why something is left out."""
+
+    SUMMARY = "a summary of footers: it would show statistics in plaintext, and would not fit the new files"
+    KEY_MATERIAL = "key material of a Parquet file that is not here"
+    PASSED_OVER = "readers of data sets pass over names that begin with a dot or an underscore"
+    NOT_PARQUET = "not a Parquet file"
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetFile:
+    """A Parquet file of a data set."""
+
+    location: FileLocation
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Something that does not belong to the data set, and why; a folder, where those are not looked into."""
+
+    location: FileLocation
+    reason: LeftOutReason
+    is_folder: bool = False
+
+    @property
+    def may_be_data(self) -> bool:
+        """Whether Parquet files are passed over for a name: who looks for all files should hear of it."""
+        is_named_so = self.is_folder or self.location.name.lower().endswith(".parquet")
+        return self.reason is LeftOutReason.PASSED_OVER and is_named_so
+
+    @property
+    def path(self) -> str:
+        """Its path, for people; with escapes for what is not UTF-8."""
+        return escaped_path(str(self.location))
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """Something that could not be checked: nobody can tell what belongs to the data set there.
+
+    Attributes:
+        location: Where it is. What is not UTF-8 in its path is kept as lone surrogates, which Arrow does not take.
+        error: Why, with the path for people.
+        is_gone: Whether it was there a moment ago, and is not any more.
+    """
+
+    location: FileLocation
+    error: OSError
+    is_gone: bool = False
+
+    @property
+    def path(self) -> str:
+        """Its path, for people; with escapes for what is not UTF-8 or not printable."""
+        return escaped_path(str(self.location))
+
+    @property
+    def reason(self) -> str:
+        """Why it could not be looked into."""
+        return self.error.strerror or type(self.error).__name__
+
+
+Entry = ParquetFile | LeftOut | Unseen
+"""What comes of a walk."""
+
+
+def data_set(path: FileLocation, *, into_passed_over: bool = False) -> Iterator[Entry]:
+    """Yield what a file is, or what lies in a folder: the files of a data set, by path.
+
+    Args:
+        path: A file or a folder.
+        into_passed_over: Whether folders that are passed over are looked into too; all in them is left out.
+
+    Raises:
+        FileNotFoundError: There is nothing of that name.
+        ParquetFormatError: It is neither a file nor a folder.
+        NoParquetFilesError: The folder has no Parquet files, and all in it was looked into. Raised at the end.
+    """
+    info = path.info()
+    if info.type == pafs.FileType.NotFound:
+        raise FileNotFoundError(f"there is no file or folder {path}")
+    if info.type == pafs.FileType.File:
+        yield ParquetFile(path, info.size or 0)
+        return
+    if info.type != pafs.FileType.Directory:
+        raise ParquetFormatError("this is neither a file nor a folder.", path=str(path))
+    is_empty = True
+    for entry in walk(path, into_passed_over=into_passed_over):
+        is_empty &= isinstance(entry, LeftOut)
+        yield entry
+    if is_empty:
+        raise NoParquetFilesError(path=str(path))
+
+
+def walk(folder: FileLocation, *, into_passed_over: bool = False) -> Iterator[Entry]:
+    """Yield what lies under a folder: of each folder its files by name, then what is below; see `data_set`.
+
+    One folder is in memory at a time, and some that are listed ahead on other machines. A folder is listed before
+    the first of its files is yielded: one that is replaced meanwhile comes once. Key material belongs to its
+    Parquet file, and comes only where that is not there.
+    """
+    with FolderLister(folder.filesystem) as lister:
+        for listing in lister.folders(folder.path, is_passed_over, into_passed_over=into_passed_over):
+            yield from _classified(folder.filesystem, lister, listing, into_passed_over=into_passed_over)
+
+
+def all_files(folder: FileLocation) -> Iterator[FileLocation]:
+    """Yield all that lies under a folder and is no folder, whatever it is called, and folders that do not open.
+
+    A link is a link here, and not followed.
+    """
+    with FolderLister(folder.filesystem) as lister:
+        for listing in lister.folders(folder.path, is_passed_over, into_passed_over=True, follow_links=False):
+            if listing.error is not None and not listing.is_gone:
+                yield FileLocation(folder.filesystem, listing.path)
+            for listed in listing.listed:
+                if not listed.is_folder:
+                    yield FileLocation(folder.filesystem, listed.path)
+
+
+def names_in(folder: FileLocation) -> list[tuple[str, str, bool]]:
+    """Return the name and path of what lies in a folder itself, and whether it is a file that can be looked at.
+
+    Raises:
+        OSError: The folder cannot be listed.
+    """
+    with FolderLister(folder.filesystem) as lister:
+        listing = next(lister.folders(folder.path, lambda _: True, into_passed_over=False))
+    if listing.error is not None:
+        raise listing.error
+    return [(listed.name, listed.path, not listed.is_folder and listed.error is None) for listed in listing.listed]
+
+
+def raise_for_unseen(unseen: Sequence[Unseen], *, hint: str) -> None:
+    """Raise an error that names what could not be looked into; things that were removed meanwhile are none.
+
+    Raises:
+        IncompleteDataSetError: There is such a thing.
+    """
+    entries = [(entry.path, entry.reason) for entry in unseen if not entry.is_gone]
+    if entries:
+        raise IncompleteDataSetError(entries, hint=hint)
+
+
+def is_passed_over(name: str) -> bool:
+    """Return whether readers of data sets pass over a file or folder of this name, as Spark has it."""
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
+
+
+def names_passed_over(path: str) -> list[str]:
+    """Return the names in a path within a data set that make readers pass over it."""
+    return [name for name in path.split("/") if is_passed_over(name)]
+
+
+def _reason_by_name(listing: Listing, listed: Listed, names: Collection[str]) -> LeftOutReason | None:
+    name = listed.name
+    if listing.is_passed_over:
+        return None if listed.is_folder else LeftOutReason.PASSED_OVER
+    if not listed.is_folder and name in SUMMARY_FILE_NAMES:
+        return LeftOutReason.SUMMARY
+    if not listed.is_folder and name.startswith(_KEY_MATERIAL_PREFIX):
+        return None if _is_key_material_of(name, names) else LeftOutReason.KEY_MATERIAL
+    return LeftOutReason.PASSED_OVER if is_passed_over(name) else None
+
+
+def _is_key_material_of(name: str, names: Collection[str]) -> bool:
+    parquet_file = name.removeprefix(_KEY_MATERIAL_PREFIX).removesuffix(".json")
+    return name == f"{_KEY_MATERIAL_PREFIX}{parquet_file}.json" and parquet_file in names
+
+
+def _asks_for_magic(listing: Listing, listed: Listed) -> bool:
+    """Return whether the name of a file does not say whether it is Parquet."""
+    if listed.is_folder or listed.error is not None or listing.is_passed_over or is_passed_over(listed.name):
+        return False
+    return not listed.name.startswith(_KEY_MATERIAL_PREFIX) and _SAYS_PARQUET.search(listed.name) is None
+
+
+def _has_magic(path: str) -> bool | OSError:
+    try:
+        # A pipe that took its place must not make this wait.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            start = os.pread(descriptor, MAGIC_LENGTH, 0)
+            size = os.fstat(descriptor).st_size
+            return not _MAGIC.isdisjoint((start, os.pread(descriptor, MAGIC_LENGTH, max(0, size - MAGIC_LENGTH))))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return named(error, path)
+
+
+def _classified(
+    filesystem: pafs.FileSystem, lister: FolderLister, listing: Listing, *, into_passed_over: bool
+) -> Iterator[Entry]:
+    """Yield what is in a folder, except folders that are listed themselves."""
+    if listing.error is not None:
+        here = FileLocation(filesystem, listing.path)
+        if listing.is_passed_over:
+            yield LeftOut(here, LeftOutReason.PASSED_OVER)
+        else:
+            yield Unseen(here, listing.error, listing.is_gone)
+    names = {listed.name for listed in listing.listed if not listed.is_folder}
+    verdicts = _magic(
+        filesystem, lister, [listed.path for listed in listing.listed if _asks_for_magic(listing, listed)]
+    )
+    for listed in listing.listed:
+        location = FileLocation(filesystem, listed.path)
+        reason = _reason_by_name(listing, listed, names)
+        if listed.is_folder:
+            if reason is not None and not into_passed_over:
+                yield LeftOut(location, reason, is_folder=True)
+        elif reason is not None:
+            yield LeftOut(location, reason)
+        elif _is_key_material_of(listed.name, names):
+            continue
+        elif listed.error is not None:
+            yield Unseen(location, listed.error, listed.is_gone)
+        else:
+            verdict = next(verdicts) if _asks_for_magic(listing, listed) else True
+            if isinstance(verdict, OSError):
+                yield Unseen(location, verdict, isinstance(verdict, FileNotFoundError))
+            elif verdict:
+                yield ParquetFile(location, listed.size_bytes)
+            else:
+                yield LeftOut(location, LeftOutReason.NOT_PARQUET)
+
+
+def _magic(filesystem: pafs.FileSystem, lister: FolderLister, paths: Sequence[str]) -> Iterator[bool | OSError]:
+    look = _has_magic if lister.is_local else partial(_has_magic_elsewhere, filesystem)
+    return lister.threads.map(look, paths) if len(paths) > 1 else map(look, paths)
+
+
+def _has_magic_elsewhere(filesystem: pafs.FileSystem, path: str) -> bool | OSError:
+    try:
+        with filesystem.open_input_file(path) as file:
+            end = max(0, file.size() - MAGIC_LENGTH)
+            ends = (file.read_at(MAGIC_LENGTH, 0), file.read_at(MAGIC_LENGTH, end))
+    except Exception as error:
+        return store_error(error, path)
+    return not _MAGIC.isdisjoint(ends)

@@ -1,0 +1,84 @@
+"""Words that readers would have to decode stay out of the documentation, help texts and messages.
+
+CONTRIBUTING.md lists them, with what to write instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PHRASES = re.compile(
+    r"""\b(?:
+        anew
+        | (?:cannot|can|could \s not|could) \s be \s had
+        | (?:is|are|was|were|be) \s told | tells
+        | who \s is \s thought \s of
+        | what \s stands
+        | has \s (?:its|their) \s turn | (?:is|are) \s tried \s again
+        | the \s answer \s is \s no
+        | looked \s into
+        | (?:is|are) \s passed \s over
+        | (?:said|told) \s otherwise
+        | unnoticed | notices | noticed
+    )\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+DOCUMENTS = sorted(
+    file.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", ".github/**/*.md", "configs/*.yaml", "examples/*.py")
+    for file in ROOT.glob(pattern)
+)
+
+
+def found_in(text: str) -> list[str]:
+    """Return the phrases of a text that are on the list."""
+    return [" ".join(found[0].split()) for found in PHRASES.finditer(text)]
+
+
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each string of a source file, docstrings apart: help texts, errors, reports."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_documentation_has_the_words_that_people_search_for(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if page == "CONTRIBUTING.md":
+        text = re.sub(r"^\| not \| but \|\n(?:\|.*\|\n)+", "", text, flags=re.MULTILINE)
+    assert found_in(text) == []
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "src").rglob("*.py")), ids=lambda file: file.stem)
+def test_messages_have_the_words_that_people_search_for(file: Path) -> None:
+    source = file.read_text(encoding="utf-8")
+    assert [(line, found_in(text)) for line, text in messages(source) if found_in(text)] == []
+    if file.parent.name == "cli":
+        # Docstrings of commands are their help.
+        assert found_in(source) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("keys are wrapped anew", ["anew"]),
+        ("The key\ncannot be had.", ["cannot be had"]),
+        ("That is told once; it tells all.", ["is told", "tells"]),
+        ("re-wrap the keys, which are unavailable", []),
+    ],
+)
+def test_phrases_are_found(text: str, expected: list[str]) -> None:
+    assert found_in(text) == expected

@@ -1,0 +1,126 @@
+"""A program of Spark in a process of its own, whose JVM takes one job after the other.
+
+Starting a JVM, and warming it up, takes longer than most of what the tests do with it.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MOST_SECONDS = 400
+JVM_SETTINGS = {
+    "spark.driver.memory": "700m",
+    # Much is done once: the first compiler is enough.
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+}
+_RESULT = "RESULT "
+
+
+def start_jvm() -> None:
+    """Start the JVM before a session does, whose settings would also be those of later ones."""
+    from pyspark import SparkConf, SparkContext
+
+    SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(JVM_SETTINGS.items())))
+
+
+def serve(do: Callable[[dict[str, Any]], Any]) -> None:
+    """Do the jobs that come through stdin, one a line; this is the program's side."""
+    for line in sys.stdin:
+        try:
+            answer = {"result": do(json.loads(line))}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        print(f"\n{_RESULT}{json.dumps(answer, default=str)}", flush=True)
+
+
+class SparkDriver:
+    """The tests' side. The process starts with the first job, and again with the first after `close`.
+
+    Args:
+        program: A file that calls `serve`.
+        folder: Where it works, and has its log.
+    """
+
+    def __init__(self, program: Path, folder: Path) -> None:
+        self._program = program
+        self._folder = folder
+        self._log = folder / f"{program.stem}.log"
+        self._log.touch()
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    @property
+    def output(self) -> str:
+        """All that it wrote so far, its JVM included."""
+        return self._log.read_text(errors="replace")
+
+    def do(self, **arguments: Any) -> Any:
+        """Do a job."""
+        self.begin(**arguments)
+        return self.result()
+
+    def begin(self, **arguments: Any) -> None:
+        """Begin with a job; `result` waits for its end."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(arguments, default=str) + "\n")
+        process.stdin.flush()
+
+    def result(self) -> Any:
+        """Return what came of the job."""
+        end = time.monotonic() + MOST_SECONDS
+        while True:
+            try:
+                answer = json.loads(self._lines.get(timeout=1))
+            except queue.Empty:
+                assert self._process is not None
+                assert self._process.poll() is None, self.output[-5000:]
+                assert time.monotonic() < end, f"no answer in {MOST_SECONDS} seconds: {self.output[-5000:]}"
+                continue
+            assert "error" not in answer, answer["error"] + self.output[-5000:]
+            return answer["result"]
+
+    def close(self) -> None:
+        """End the process; its JVM ends with it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _start(self) -> subprocess.Popen[str]:
+        with self._log.open("a") as log:
+            self._process = process = subprocess.Popen(
+                [sys.executable, self._program],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=self._folder,
+            )
+        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        return process
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout, self._log.open("a") as log:
+            for line in process.stdout:
+                # Results are output, too: nothing secret may stand in them.
+                log.write(line)
+                log.flush()
+                if line.startswith(_RESULT):
+                    self._lines.put(line.removeprefix(_RESULT))

@@ -1,0 +1,219 @@
+"""Every way by which Spark writes and reads Parquet: the tables of docs/spark.md are what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from spark_cluster import free_port
+from spark_ways import FOLDERS, READS, WRITES, canaries
+
+from parquet_keytools import Keytools
+
+pytestmark = [
+    pytest.mark.usefixtures("java"),
+    pytest.mark.skipif(os.environ.get("SPARK") == "no", reason="SPARK=no leaves the tests with Spark out"),
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning"),
+]
+
+PROGRAM = Path(__file__).with_name("spark_ways.py")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "spark.md"
+YAML = """
+version: 1
+kms: {type: in_memory, keys: {footer: AAECAwQFBgcICQoLDA0ODw==, pii: AAECAwQFBgcICQoLDA0OAQ==,
+  other: AAECAwQFBgcICQoLDA0OAg==}}
+tables:
+  few: {footer_key: footer, column_keys: {pii: [name]}, unlisted_columns: footer_key}
+  foreign: {footer_key: other, column_keys: {other: [name]}, unlisted_columns: footer_key}
+  forged: {footer_key: footer, column_keys: {other: [name]}, unlisted_columns: footer_key}
+"""
+MOST_SECONDS = 600
+CLASS_IS_MISSING = "Class parquet_keytools.KeytoolsCryptoFactory not found"
+SESSIONS = [
+    f"{session}, {given}" for session in ("configured", "not configured") for given in ("with options", "without")
+]
+
+
+def prepare(folder: Path) -> None:
+    """Make configurations, and files to read."""
+    for name in ("events", "local", "ways"):
+        (folder / name).mkdir(parents=True)
+    # Files with keys in them are nobody else's.
+    for name, text in (("c.yaml", YAML), ("other.yaml", YAML.replace("few:", "less:"))):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o600)
+    (folder / "numbers").mkdir()
+    (folder / "numbers" / "ids.csv").write_text("".join(f"{number}\n" for number in range(20)))
+    tools = Keytools.from_yaml(folder / "c.yaml")
+    ids = pa.array(range(20), pa.int64())
+    table = pa.table(
+        {"id": ids, "name": [f"n{number}" for number in range(20)], "part": pa.array([0] * 20, pa.int32())}
+    )
+    names = dict(zip(FOLDERS, ["few", None, "few", "foreign", "forged"], strict=True))
+    for kind, table_name in names.items():
+        path = folder / "inputs" / kind / "part-1.parquet"
+        path.parent.mkdir(parents=True)
+        if table_name is None:
+            pq.write_table(table, path)
+        else:
+            tools.write_table(table, path, table_name=table_name)
+    pq.write_table(table, folder / "inputs" / "both" / "part-2.parquet")
+
+
+def run(folder: Path, **arguments: Any) -> dict[str, Any]:
+    prepare(folder)
+    arguments |= {"folder": str(folder), "port": free_port()}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(arguments)],
+        capture_output=True,
+        text=True,
+        timeout=MOST_SECONDS,
+        cwd=folder,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    (folder / "results.json").write_text(json.dumps(found, indent=1))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("spark-ways")
+
+
+@pytest.fixture(scope="module")
+def configured(folder: Path) -> dict[str, Any]:
+    """What a session did that was made with `configure`."""
+    return run(folder / "configured", configured=True)
+
+
+@pytest.fixture(scope="module")
+def bare(folder: Path, configured: dict[str, Any]) -> dict[str, Any]:
+    """What a session did that nobody configured."""
+    return run(folder / "bare", configured=False, ddl=configured["ddl"])
+
+
+def documented(heading: str) -> dict[str, list[str]]:
+    """Return the rows of the table under a heading of the document."""
+    section = DOCUMENT.read_text().split(f"### {heading}\n")[1]
+    lines = re.findall(r"(?:^\|.*\|\n)+", section, re.MULTILINE)[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return {row[0]: row[1:] for row in rows}
+
+
+def written(configured: dict[str, Any], bare: dict[str, Any]) -> dict[str, list[str]]:
+    """Return what came of each way to write, in the order of `SESSIONS`."""
+    return {
+        way: [
+            session["writes"][f"{way}|{given}"]["outcome"]
+            for session in (configured, bare)
+            for given in ("with options", "without options")
+        ]
+        for way in WRITES
+    }
+
+
+def test_every_way_to_write_is_documented(configured: dict[str, Any], bare: dict[str, Any]) -> None:
+    assert written(configured, bare) == documented("Ways to write")
+
+
+def read(session: dict[str, Any], way: str, kind: str, given: str) -> str:
+    return "read" if session["reads"][f"{way}|{kind}|{given}"] == rows_of(kind) else "refused"
+
+
+def rows_of(kind: str) -> int:
+    return 40 if kind == "both" else 20
+
+
+@pytest.mark.parametrize("way", READS)
+def test_every_way_to_read_is_documented(configured: dict[str, Any], bare: dict[str, Any], way: str) -> None:
+    found = {
+        kind: [
+            read(session, way, kind, given)
+            for session in (configured, bare)
+            for given in ("with options", "without options")
+        ]
+        for kind in FOLDERS
+    }
+    assert found == documented("Ways to read")
+    assert way in " ".join(DOCUMENT.read_text().split("### Ways to read\n")[1].split())
+
+
+def test_nothing_that_should_be_encrypted_is_plaintext_anywhere(
+    folder: Path, configured: dict[str, Any], bare: dict[str, Any]
+) -> None:
+    """In the event log, which is written to the end, and whatever else lies there."""
+    left = [path for path in folder.rglob("*") if path.is_file()]
+    assert any("events" in path.parts and path.stat().st_size > 10_000 for path in left)
+    contents = {path: path.read_bytes() for path in left}
+    for kind, session in ((True, configured), (False, bare)):
+        for attempt, found in session["writes"].items():
+            label = f"{kind}-{attempt.replace('|', '-')}".replace("'", "").replace("`", "")
+            values = canaries(label)
+            holders = [str(path) for path, content in contents.items() if any(v in content for v in values)]
+            if found["outcome"] != "plaintext":
+                assert holders == [], attempt
+            assert not [path for path in holders if "events" in Path(path).parts], attempt
+
+
+def test_without_our_jar_the_class_is_missing(bare: dict[str, Any]) -> None:
+    refused = {way: found for way, found in bare["writes"].items() if found["outcome"] == "refused"}
+    # Spark takes no append of the V2 writer to such a table.
+    others = {way for way, found in refused.items() if CLASS_IS_MISSING not in found["error"]}
+    assert others == {f"`df.writeTo(...).append`|{given}" for given in ("with options", "without options")}
+    assert len(refused) > 20
+
+
+def test_what_a_configured_session_says(configured: dict[str, Any]) -> None:
+    for attempt, found in configured["writes"].items():
+        if attempt.endswith("|without options") and found["outcome"] == "refused" and "append`" not in attempt:
+            assert "would be written in plaintext" in found["error"], attempt
+    reads = configured["reads"]
+    # The error of a stream is mostly its plan.
+    for way in READS.keys() - {"the Parquet source of a stream"}:
+        assert "Applying decryptor on plaintext file" in reads[f"{way}|both|with options"], way
+        for given in ("with options", "without options"):
+            assert "Applying decryptor on plaintext file" in reads[f"{way}|plaintext|{given}"], way
+        assert "is read without a table, and the configuration has 3" in reads[f"{way}|encrypted|without options"]
+        foreign = reads[f"{way}|of another table|with options"]
+        assert all(text in foreign for text in ("of another table/part-1.parquet", "'few'", "'other'", "'footer'"))
+        forged = reads[f"{way}|column of another key|with options"]
+        assert all(
+            text in forged for text in ("column of another key/part-1.parquet", "'name'", "'other'", "'pii'")
+        )
+    assert configured["meant"] == 20
+
+
+def test_an_insert_into_a_table_of_a_configured_session(folder: Path, bare: dict[str, Any]) -> None:
+    assert bare["insert"]["outcome"] == "refused"
+    assert CLASS_IS_MISSING in bare["insert"]["error"]
+    parts = list((folder / "configured" / "warehouse" / "stored").glob("*.parquet"))
+    assert parts and {path.read_bytes()[-4:] for path in parts} == {b"PARE"}
+
+
+def test_a_session_that_runs_is_configured(bare: dict[str, Any]) -> None:
+    later = bare["configured later"]
+    assert later["returned"] is True
+    assert later["with options"]["outcome"] == "encrypted"
+    assert later["read"] == 20
+    assert later["without options"]["outcome"] == "refused"
+    assert "would be written in plaintext" in later["without options"]["error"]
+    assert "Applying decryptor on plaintext file" in later["plaintext"]
+    assert "Spark is already running with another configuration" in later["other configuration"]
+
+
+def test_a_server_of_spark_connect_has_our_settings_or_is_refused(
+    configured: dict[str, Any], bare: dict[str, Any]
+) -> None:
+    assert configured["connect"] == 3
+    assert "the server of Spark Connect was started without our settings" in bare["connect"]

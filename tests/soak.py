@@ -1,0 +1,30 @@
+"""How much of what can be repeated at will is done: a sample, or with SOAK=yes, as `make soak` sets it, all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+SOAK = os.environ.get("SOAK") == "yes"
+
+
+def sample(points: Sequence[T], step: int, offset: int) -> Sequence[T]:
+    """Return all points in a soak, and else every `step`-th one, and the last.
+
+    Args:
+        points: Where something can happen, in their order.
+        step: How many there are for one of the sample.
+        offset: Which variant of the test it is, so that variants take other points.
+    """
+    if SOAK or len(points) <= step:
+        return points
+    chosen = list(points[offset % step : -1 : step])
+    return [*chosen, points[-1]]
+
+
+def how_many(sampled: int, soaked: int) -> int:
+    """Return how many there are, which the environment variable MUTANTS can say, too."""
+    return int(os.environ.get("MUTANTS", soaked if SOAK else sampled))

@@ -1,0 +1,149 @@
+"""`read_table` fetches keys of the columns that it reads or filters by, and of no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from faults import FaultyKms
+
+from parquet_keytools import Keytools, parse_configuration
+from parquet_keytools.arrow.decryption_properties import columns_mentioned
+from parquet_keytools.errors import ColumnAccessDeniedError
+
+KEYS = ("k0", "k1", "k2", "k3")
+MASTER_KEYS = {name: b"0123456789abcde" + name[-1:].encode() for name in ("kf", *KEYS)}
+TABLE = pa.table(
+    {
+        "c0": range(40),
+        "c1": [{"x": number, "y": -number} for number in range(40)],
+        "c2.z": range(40),
+        "c3": [str(number) for number in range(40)],
+    }
+)
+
+
+def keytools(**reading: Any) -> tuple[Keytools, FaultyKms]:
+    """Return tools with a key for each column, and their KMS."""
+    kms = FaultyKms(MASTER_KEYS)
+    columns = dict(zip(KEYS, (["c0"], ["c1.*"], ["c2.z"], ["c3"]), strict=True))
+    document = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
+        "tables": {"t": {"footer_key": "kf", "column_keys": columns}},
+        "reading": reading,
+    }
+    return Keytools(parse_configuration(document), kms=kms), kms
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "t.parquet"
+    keytools()[0].write_table(TABLE, path, row_group_size=10)
+    return path
+
+
+def in_a_folder(path: Path) -> Path:
+    return path.parent
+
+
+READS: list[Any] = [
+    pytest.param({"columns": ["c0"]}, 1, id="one"),
+    pytest.param({"columns": ["c1"]}, 1, id="a parent"),
+    pytest.param({"columns": ["c1.x"]}, 1, id="a leaf"),
+    pytest.param({"columns": ["c2.z"]}, 1, id="a name with a dot"),
+    pytest.param({"columns": ["c0", "c3"]}, 2, id="two"),
+    pytest.param({"columns": []}, 0, id="none"),
+    pytest.param({"columns": ["c0"], "filters": [("c3", "==", "7")]}, 2, id="a filter"),
+    pytest.param({"columns": ["c0"], "filters": pc.field("c3") == "7"}, 2, id="an expression"),
+    pytest.param({"columns": ["c0"], "filters": pc.field("c1", "x") == 7}, 2, id="a nested field"),
+    pytest.param({"columns": ["c0"], "filters": pc.field(0) == 7}, 4, id="a position"),
+    pytest.param({"columns": ["c0"], "use_pandas_metadata": True}, 4, id="with an index"),
+    pytest.param({}, 4, id="all"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "keys"), READS)
+def test_keys_of_what_is_read(written: Path, arguments: dict[str, Any], keys: int) -> None:
+    tools, kms = keytools()
+    plain = written.with_name("plain")
+    pq.write_table(TABLE, plain, row_group_size=10)
+    assert tools.read_table(written, **arguments).equals(pq.read_table(plain, **arguments))
+    assert kms.call_counts == {"unwrap": 1 + keys}
+
+
+def test_without_double_wrapping_the_same(tmp_path: Path) -> None:
+    kms = FaultyKms(MASTER_KEYS)
+    document = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
+        "tables": {
+            "t": {"footer_key": "kf", "column_keys": {"k0": ["c0", "c1.*", "c3"]}, "double_wrapping": False}
+        },
+    }
+    tools = Keytools(parse_configuration(document), kms=kms)
+    tools.write_table(TABLE, tmp_path / "t.parquet", row_group_size=10)
+    wraps = kms.call_counts["wrap"]
+    assert tools.read_table(tmp_path / "t.parquet", columns=["c0", "c2.z"]).num_columns == 2
+    assert kms.call_counts == {"wrap": wraps, "unwrap": 2}
+
+
+@pytest.mark.parametrize("place", [Path, in_a_folder], ids=["file", "folder"])
+@pytest.mark.parametrize("denied_columns", ["error", "hide"])
+def test_a_refused_key_of_another_column_is_no_matter(
+    written: Path, place: Callable[[Path], Path], denied_columns: str
+) -> None:
+    tools, kms = keytools(denied_columns=denied_columns)
+    kms.fail("refused", "k1")
+    assert tools.read_table(place(written), columns=["c0", "c3"]).equals(TABLE.select(["c0", "c3"]))
+    if denied_columns == "error":
+        with pytest.raises(ColumnAccessDeniedError, match=r"c1\.x"):
+            tools.read_table(place(written), columns=["c1"])
+    else:
+        assert tools.read_table(place(written), columns=["c0", "c1"]).column_names == ["c0"]
+
+
+def test_one_column_of_a_file_that_is_not_encrypted(tmp_path: Path) -> None:
+    pq.write_table(TABLE, tmp_path / "t.parquet")
+    tools, kms = keytools(plaintext_files="allow")
+    assert tools.read_table(tmp_path / "t.parquet", columns=["c0"]).equals(TABLE.select(["c0"]))
+    assert kms.call_counts == {}
+
+
+@pytest.mark.parametrize("settings", [{"plaintext_footer": True}, {"unlisted_columns": "footer_key"}])
+def test_other_kinds_of_files(tmp_path: Path, settings: dict[str, Any]) -> None:
+    kms = FaultyKms(MASTER_KEYS)
+    table = {"footer_key": "kf", "column_keys": {"k0": ["c0"], "k3": ["c3"]}} | settings
+    document = {"version": 1, "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)}, "tables": {"t": table}}
+    tools = Keytools(parse_configuration(document), kms=kms)
+    tools.write_table(TABLE, tmp_path / "t.parquet", row_group_size=10)
+    for names in (["c0"], ["c1.y"], ["c2.z", "c3"], ["c1"]):
+        read = tools.read_table(tmp_path / "t.parquet", columns=names)
+        pq.write_table(TABLE, tmp_path / "plain")
+        assert read.equals(pq.read_table(tmp_path / "plain", columns=names))
+
+
+def test_a_file_that_arrow_cannot_decrypt(tmp_path: Path) -> None:
+    kms = FaultyKms(MASTER_KEYS)
+    columns = {"k0": ["c0"], "k1": ["c1.*"], "k3": ["c3"]}
+    table = {"footer_key": "kf", "column_keys": columns, "aad_prefix": "{file_name}", "store_aad_prefix": False}
+    document = {"version": 1, "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)}, "tables": {"t": table}}
+    tools = Keytools(parse_configuration(document), kms=kms)
+    tools.write_table(TABLE, tmp_path / "t.parquet", row_group_size=10)
+    tools.clear_caches()
+    before = kms.call_counts["unwrap"]
+    read = tools.read_table(tmp_path / "t.parquet", columns=["c0"], filters=[("c3", "==", "7")])
+    assert read.to_pydict() == {"c0": [7]}
+    assert kms.call_counts["unwrap"] - before == 3
+
+
+def test_what_filters_mention() -> None:
+    names = ["a", "b", "a b", "ab"]
+    assert columns_mentioned([("a", "=", 1)], names) == ["a"]
+    assert set(columns_mentioned([("a b", "=", 1)], names)) >= {"a b"}
+    assert columns_mentioned(pc.field(0) == 1, names) == names

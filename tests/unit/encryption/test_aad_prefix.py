@@ -1,0 +1,199 @@
+"""AAD prefixes that cannot be moved: a file has the prefix that it was written with, and no other."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_files import MemorySource, NamedKeys, encrypted
+
+from parquet_keytools.encryption.aad_prefix import (
+    ExpectedAadPrefix,
+    delimited_prefix,
+    expected_aad_prefix,
+    without_delimiter,
+)
+from parquet_keytools.encryption.file_encryption import FileEncryption
+from parquet_keytools.encryption.footer import FooterEnvelope, read_envelope, read_footer
+from parquet_keytools.errors import AadPrefixError, DecryptionError, KeytoolsError, ParquetFormatError
+
+KEYS = NamedKeys()
+KEYS.new(b"kf")
+UNIQUE = b"\0\x01part1\xff"
+
+
+def _plain() -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"a": [1, 2]}), stream)
+    return stream.getvalue()
+
+
+PLAIN = _plain()
+
+
+def _sealed(prefix: bytes | None, unique: bytes = UNIQUE, *, store: bool = True, signed: bool = False) -> bytes:
+    return encrypted(
+        PLAIN,
+        FileEncryption(
+            KEYS.deks[b"kf"],
+            b"kf",
+            aad_prefix=prefix,
+            store_aad_prefix=store,
+            aad_file_unique=unique,
+            plaintext_footer=signed,
+        ),
+    )
+
+
+def _envelope(prefix: bytes | None, unique: bytes = UNIQUE, **options: bool) -> FooterEnvelope:
+    return read_envelope(MemorySource(_sealed(prefix, unique, **options)))
+
+
+def _opens(envelope: FooterEnvelope, expected: ExpectedAadPrefix) -> bool:
+    try:
+        envelope.open(KEYS.deks[b"kf"], expected)
+    except KeytoolsError:
+        return False
+    return True
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)
+
+
+@given(texts, st.booleans(), st.binary(min_size=8, max_size=8), st.data(), st.booleans())
+def test_no_other_cut_of_the_aad_is_accepted(
+    text: str, ends_in_nul: bool, unique: bytes, data: st.DataObject, supplied: bool
+) -> None:
+    written = delimited_prefix(text)
+    prefix = written if ends_in_nul else without_delimiter(written)
+    original = _envelope(prefix, unique)
+    aad = prefix + unique
+    cut = data.draw(st.integers(0, len(aad)))
+    shown = replace(
+        original,
+        aad_prefix=None if supplied else aad[:cut],
+        aad_file_unique=aad[cut:],
+        supply_aad_prefix=supplied,
+    )
+    # Whoever expects anything else, above all what the attacker shows, must not get this file.
+    claims = {text, text + "0", aad[:cut].rstrip(b"\0").decode("utf-8", "ignore"), data.draw(texts)}
+    claims |= {text[:length] for length in range(1, len(text))}
+    for claim in claims:
+        if claim and "\0" not in claim:
+            accepted = _opens(shown, ExpectedAadPrefix.of_text(claim))
+            assert accepted is (claim == text and cut == len(prefix)), (claim, cut)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("store", [True, False])
+@pytest.mark.parametrize("prefix", [b"part1", b"part1\0"])
+def test_a_file_is_read_with_the_delimiter_and_without_it(prefix: bytes, store: bool, signed: bool) -> None:
+    source = MemorySource(_sealed(prefix, store=store, signed=signed))
+    footer = read_footer(source, KEYS, ExpectedAadPrefix.of_text("part1"))
+    assert (footer.aad_prefix, footer.file_aad) == (prefix, prefix + UNIQUE)
+    if store:
+        assert read_footer(source, KEYS).aad_prefix == prefix
+    for other in ("part", "part10", "part1 ", "q"):
+        with pytest.raises(DecryptionError):
+            read_footer(source, KEYS, ExpectedAadPrefix.of_text(other))
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_these_very_bytes_can_be_expected(signed: bool) -> None:
+    source = MemorySource(_sealed(b"part1\0", signed=signed))
+    assert read_footer(source, KEYS, b"part1\0").aad_prefix == b"part1\0"
+    with pytest.raises(AadPrefixError, match="another AAD prefix"):
+        read_footer(source, KEYS, b"part1")
+
+
+@pytest.mark.parametrize("store", [True, False])
+@pytest.mark.parametrize("length", [0, 1, 4, 7, 9, 16, 300])
+def test_another_length_of_the_file_unique_is_refused_before_a_key_is_asked_for(length: int, store: bool) -> None:
+    source = MemorySource(_sealed(b"part1", bytes(length), store=store))
+    with pytest.raises(AadPrefixError, match=f"the file unique has {length} bytes, not 8") as caught:
+        read_footer(source, NamedKeys(), ExpectedAadPrefix.of_text("part1"))
+    assert "reading.file_unique_lengths" in str(caught.value)
+    with pytest.raises(AadPrefixError, match=f"has {length} bytes, not 8"):
+        read_footer(source, NamedKeys(), b"part1")
+    if length:
+        anything = ExpectedAadPrefix.of_text("part1", any_file_unique=True)
+        assert read_footer(source, KEYS, anything).aad_prefix == b"part1"
+
+
+def test_where_no_prefix_is_expected_any_length_will_do() -> None:
+    assert read_footer(MemorySource(_sealed(b"part1", bytes(9))), KEYS).aad_prefix == b"part1"
+    assert read_footer(MemorySource(_sealed(None, bytes(9))), KEYS).aad_prefix == b""
+
+
+def test_a_whole_prefix_in_the_file_unique_is_no_prefix() -> None:
+    shown = replace(_envelope(b"part1\0"), aad_prefix=None, aad_file_unique=b"part1\0" + UNIQUE)
+    with pytest.raises(AadPrefixError, match="written without one"):
+        shown.open(KEYS.deks[b"kf"], ExpectedAadPrefix.of_text("part1"))
+    # Nobody who expects nothing can see that; `verify` does.
+    shown.open(KEYS.deks[b"kf"])
+
+
+def test_a_signed_footer_holds_its_own_aad_fields() -> None:
+    """To move bytes there is also to change what is signed."""
+    data = _sealed(b"part10", signed=True)
+    moved = data.replace(b"\x06part10\x18\x08" + UNIQUE, b"\x05part1\x18\x090" + UNIQUE)
+    assert moved != data and len(moved) == len(data)
+    source = MemorySource(moved)
+    assert read_envelope(source).aad_prefix == b"part1"
+    with pytest.raises(AadPrefixError, match="9 bytes, not 8"):
+        read_footer(source, NamedKeys(), ExpectedAadPrefix.of_text("part1"))
+    with pytest.raises(DecryptionError, match="signature"):
+        read_footer(source, KEYS, ExpectedAadPrefix.of_text("part1", any_file_unique=True))
+
+
+def test_what_neither_form_opens_is_an_error() -> None:
+    for signed in (False, True):
+        source = MemorySource(_sealed(b"part1", store=False, signed=signed))
+        with pytest.raises(DecryptionError):
+            read_footer(source, KEYS, ExpectedAadPrefix.of_text("part2"))
+
+
+def test_a_file_without_file_unique() -> None:
+    shown = replace(_envelope(b"p"), aad_file_unique=None)
+    with pytest.raises(ParquetFormatError, match="no aad_file_unique"):
+        shown.file_aads(ExpectedAadPrefix.of_text("p"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "empty"), ("a\0", "contains NUL"), ("\0", "NUL"), ("a\0b", "NUL")]
+)
+def test_texts_that_are_no_prefix(text: str, message: str) -> None:
+    with pytest.raises(AadPrefixError, match=message):
+        delimited_prefix(text)
+    with pytest.raises(AadPrefixError, match=message):
+        expected_aad_prefix(text, ["t"], any_file_unique=False)
+
+
+def test_what_is_expected() -> None:
+    forms = (b"t/x\0", b"t/x")
+    assert expected_aad_prefix(None, [], any_file_unique=False) is None
+    for any_file_unique in (False, True):
+        of_table = expected_aad_prefix(None, ["t/x"], any_file_unique=any_file_unique)
+        assert of_table == ExpectedAadPrefix(forms, any_file_unique)
+        assert expected_aad_prefix("t/x", ["t/x"], any_file_unique=any_file_unique) == of_table
+    assert expected_aad_prefix("t/x", ["u/x"], any_file_unique=False) == ExpectedAadPrefix(forms)
+    # It was compared with no other prefix: only the delimiter says where it ends.
+    assert expected_aad_prefix("t/x", ["u/x"], any_file_unique=True) == ExpectedAadPrefix(forms[:1], True)
+
+
+@pytest.mark.parametrize("length", [3, 8, 9])
+def test_with_any_length_a_given_prefix_needs_the_delimiter(length: int) -> None:
+    given_alone = expected_aad_prefix("part1", [], any_file_unique=True)
+    source = MemorySource(_sealed(b"part1\0", bytes(length)))
+    assert read_footer(source, KEYS, given_alone).aad_prefix == b"part1\0"
+    with pytest.raises(AadPrefixError, match="has to be that of the table"):
+        read_footer(MemorySource(_sealed(b"part1", bytes(length))), KEYS, given_alone)
+    # Bytes that were moved do not become a delimiter.
+    shown = replace(_envelope(b"part10", bytes(7)), aad_prefix=b"part1", aad_file_unique=b"0" + bytes(7))
+    with pytest.raises(AadPrefixError):
+        shown.open(KEYS.deks[b"kf"], given_alone)
