@@ -28,9 +28,11 @@ from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 
 from parquet_keytools import Keytools
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_file
+from parquet_keytools.encryption.file_encryptor import encrypt_source
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage import FileLocation, LocalSink, open_source
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import LocalSink
+from parquet_keytools.storage.sources import open_source
 
 KEYS = {name: os.urandom(16) for name in ("footer", *COLUMNS)}
 WARM_UP_ROUNDS = 3
@@ -113,7 +115,7 @@ def encrypt_without_sync(source: Path, target: Path, threads: int) -> None:
         {(n,): ColumnKey(SecretBytes(KEYS[n]), n.encode()) for n in COLUMNS},
     )
     with open_source(FileLocation.resolve(source)) as opened, target.open("wb") as file:
-        encrypt_file(opened, LocalSink(file.fileno()), encryption, threads=threads)
+        encrypt_source(opened, LocalSink(file.fileno()), encryption, threads=threads)
 
 
 def time_rounds(

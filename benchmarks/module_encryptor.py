@@ -26,14 +26,16 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 from generated_files import PAGE_BYTES, write_generated
 
-from parquet_keytools.encryption.file_decryptor import decrypt_file
+from parquet_keytools.encryption.file_decryptor import decrypt_source
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_file, rekey_file
-from parquet_keytools.encryption.footer import Algorithm
+from parquet_keytools.encryption.file_encryptor import encrypt_source, rekey_source
+from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage import FileLocation, LocalSink, open_source
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import LocalSink
+from parquet_keytools.storage.sources import open_source
 
 
 @dataclass(frozen=True)
@@ -106,21 +108,21 @@ def print_speed(folder: Path, megabytes: int, rounds: int, page_bytes: int) -> N
     for algorithm in Algorithm:
         stored = folder / f"{algorithm.name}.parquet"
         encryption = FileEncryption(dek, b"kf", algorithm=algorithm)
-        rewritten(plain, stored, lambda s, t, e=encryption: encrypt_file(s, t, e))  # type: ignore[misc]
+        rewritten(plain, stored, lambda s, t, e=encryption: encrypt_source(s, t, e))  # type: ignore[misc]
         for threads in (2, 1):
             name = f"{algorithm.name}, {threads} thread{'s' * (threads > 1)}"
             jobs[f"encrypt, {name}"] = lambda a=algorithm, n=threads: rewritten(  # type: ignore[misc]
                 plain,
                 target,
-                lambda s, t: encrypt_file(s, t, FileEncryption(dek, b"kf", algorithm=a), threads=n),
+                lambda s, t: encrypt_source(s, t, FileEncryption(dek, b"kf", algorithm=a), threads=n),
             )
             jobs[f"decrypt, {name}"] = lambda f=stored, n=threads: rewritten(  # type: ignore[misc]
-                f, target, lambda s, t: decrypt_file(s, t, keys, threads=n)
+                f, target, lambda s, t: decrypt_source(s, t, keys, threads=n)
             )
             jobs[f"rekey, {name}"] = lambda a=algorithm, f=stored, n=threads: rewritten(  # type: ignore[misc]
                 f,
                 target,
-                lambda s, t: rekey_file(s, t, keys, FileEncryption(dek, b"kf", algorithm=a), threads=n),
+                lambda s, t: rekey_source(s, t, keys, FileEncryption(dek, b"kf", algorithm=a), threads=n),
             )
     jobs["pyarrow: read, write encrypted"] = lambda: arrow_encrypted(plain, target, dek)
     times: dict[str, list[float]] = {name: [] for name in jobs}
@@ -152,8 +154,8 @@ def print_memory(folder: Path, megabytes: int, page_bytes: int) -> None:
     write_generated(plain, megabytes, page_bytes)
     dek = SecretBytes.random(128)
     for name, source, sink, work in (
-        ("encrypt", plain, stored, lambda s, t: encrypt_file(s, t, FileEncryption(dek))),
-        ("decrypt", stored, target, lambda s, t: decrypt_file(s, t, OneKey(dek))),
+        ("encrypt", plain, stored, lambda s, t: encrypt_source(s, t, FileEncryption(dek))),
+        ("decrypt", stored, target, lambda s, t: decrypt_source(s, t, OneKey(dek))),
     ):
         most, stop = [private_bytes()], threading.Event()
         before = most[0]

@@ -13,16 +13,21 @@ import resource
 import shutil
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 
 from parquet_keytools.spark.pipelines.footer_groups import MOST_PIECES_A_GROUP
-from parquet_keytools.spark.pipelines.planned_files import cut, cut_by_group, number_of_pieces, plan_files, rows_of
+from parquet_keytools.spark.pipelines.planned_files import (
+    cut,
+    cut_by_group,
+    number_of_pieces,
+    plan_data_set,
+    rows_of,
+)
 from parquet_keytools.spark.pipelines.planned_files import unpacked as unpacked_table
 from parquet_keytools.spark.pipelines.report import file_row, task_result
-from parquet_keytools.storage import FileLocation
+from parquet_keytools.storage.locations import FileLocation
 
 
 def make_files(folder: Path, files: int, folders: int) -> None:
@@ -69,7 +74,7 @@ def main() -> None:
 
         print(f"{arguments.files:,} files in {arguments.folders:,} folders, {arguments.slots} task slots")
         start = time.perf_counter()
-        plan = plan_files(FileLocation.resolve(folder))
+        plan = plan_data_set(FileLocation.resolve(folder))
         tell("list", start, f"{plan.table.nbytes / 1e6:.0f} MB of columns")
         assert plan.table.num_rows == arguments.files // arguments.folders * arguments.folders
         start = time.perf_counter()
@@ -94,8 +99,7 @@ def main() -> None:
                 [
                     file_row(row["path"], "encrypted", keys=[key], size_bytes=row["size_bytes"], seconds=0.1)
                     for row in rows_of(unpacked_table(piece))
-                ],
-                Counter(),
+                ]
             ).rows
             for piece in pieces
         ]

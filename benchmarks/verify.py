@@ -23,13 +23,15 @@ from generated_files import write_generated
 from module_encryptor import OneKey
 
 from parquet_keytools.conformance.file_verifier import verify_source
-from parquet_keytools.encryption.file_decryptor import decrypt_file
+from parquet_keytools.encryption.file_decryptor import decrypt_source
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_file
-from parquet_keytools.encryption.footer_modes import Algorithm
+from parquet_keytools.encryption.file_encryptor import encrypt_source
+from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage import FileLocation, LocalSink, open_source
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import LocalSink
+from parquet_keytools.storage.sources import open_source
 
 _NOTHING = """
 import sys
@@ -65,7 +67,7 @@ def decrypt(source: Path, target: Path, key: KnownKey) -> None:
     descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         with open_source(FileLocation.resolve(source)) as opened:
-            decrypt_file(opened, LocalSink(descriptor), key)
+            decrypt_source(opened, LocalSink(descriptor), key)
     finally:
         os.close(descriptor)
 
@@ -114,7 +116,7 @@ def main() -> None:
         for algorithm, path in files.items():
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
             with open_source(FileLocation.resolve(plain)) as source:
-                encrypt_file(source, LocalSink(descriptor), FileEncryption(key.dek, algorithm=algorithm))
+                encrypt_source(source, LocalSink(descriptor), FileEncryption(key.dek, algorithm=algorithm))
             os.close(descriptor)
         plain.unlink()
         size = files[Algorithm.AES_GCM_V1].stat().st_size
