@@ -5,8 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 FOLDER ?= demo
 VECTORS ?= vectors
-# Two at a time, each file of tests in one process: much of their time is waiting. In the order of folders, so that the
-# long ones come before the many short ones, and no core is idle at the end.
+# Two at a time, in the groups and the order of tests/order.py.
 PYTEST_ARGUMENTS ?= --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 # A slow package index is waited for.
@@ -22,9 +21,19 @@ endif
 
 DEMO_INSTALLED := $(VENV)/.installed-demo
 TEST_INSTALLED := $(VENV)/.installed-test
+DOCS_INSTALLED := $(VENV)/.installed-docs
+
+LOCK := requirements-dev.txt
+PIP_INSTALL := $(BIN)/python -m pip install -qq
+ifeq ($(LOCKED),yes)
+# The versions of the lock, checked against its hashes; it has all extras.
+install = $(PIP_INSTALL) --require-hashes -r $(LOCK) && $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+else
+install = $(PIP_INSTALL) --editable '.[$(1)]'
+endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test java check vectors mutants bench clean
+.PHONY: help demo test java check coverage soak mutants mutation docs lock vectors bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,34 +54,60 @@ java:
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends openjdk-17-jre-headless >/dev/null || true; \
 	fi
 
-check: $(TEST_INSTALLED) ## Linters and types
+check: $(TEST_INSTALLED) ## Linters and types; LOCKED=yes, here and elsewhere, installs the versions of the lock
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(DOCS_INSTALLED) ## The documentation site, into ./site; broken links and missing pages are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+lock: | $(BIN)/python ## Update requirements-dev.txt: the newest versions that pyproject.toml allows, with hashes
+	@$(PIP_INSTALL) 'uv>=0.9'
+	@# What builds an editable installation is pinned, too. No index is named: the file works with any of them.
+	@echo editables | $(BIN)/uv --no-config pip compile pyproject.toml - --extra test --extra docs --upgrade --quiet \
+		--universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command 'make lock' -o $(LOCK)
+
 vectors: $(TEST_INSTALLED) ## Write the vector kit for other engines' maintainers to ./vectors, or VECTORS=...
 	@PYTHONPATH=tests $(BIN)/python -m vector_kit.write_kit "$(VECTORS)"
 
-mutants: $(TEST_INSTALLED) ## 100,000 mutants of valid files through inspect, verify and decrypt
-	MUTANTS=$${MUTANTS:-100000} $(BIN)/python -m pytest tests/fuzz/test_mutants.py
+coverage: $(TEST_INSTALLED) java ## All tests, slowed down by measuring lines and branches; fails under 92 %
+	$(BIN)/python -m pytest $(PYTEST_ARGUMENTS) --cov --cov-report=term:skip-covered --cov-fail-under=92
+
+soak: mutants mutation ## Hours: all mutants, crash points and races in place of samples, and mutation testing
+	SOAK=yes $(BIN)/python -m pytest --timeout=7200 tests/tamper/test_rotation_crashes.py \
+		tests/tamper/test_rotation_concurrency.py tests/services/test_s3_rotation.py
+
+mutants: $(TEST_INSTALLED) ## 100,000 mutants of files through inspect, verify, decrypt; 200,000 of keys through rotate
+	SOAK=yes $(BIN)/python -m pytest --timeout=7200 tests/fuzz/test_mutants.py tests/fuzz/test_state_mutants.py
+
+mutation: $(TEST_INSTALLED) ## Mutation testing of what [tool.mutmut] names: lists the changes that no test notices
+	@$(PIP_INSTALL) 'mutmut==3.8.*'
+	$(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 bench: $(TEST_INSTALLED) ## Benchmarks on small data
 	$(BIN)/python benchmarks/arrow_overhead.py --megabytes 50 --rounds 3
 
 clean: ## Remove what was made here: virtual environment, caches, the demo's files
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist demo mutants site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One after the other: both install into the same virtual environment.
+# One after the other: all install into the same virtual environment.
 $(DEMO_INSTALLED): pyproject.toml | $(BIN)/python
 	@echo "Installing parquet-keytools and what the demo needs into $(VENV) ..."
-	@$(BIN)/python -m pip install -qq --editable '.[demo]'
+	@$(call install,demo)
 	@touch $@
 
 $(TEST_INSTALLED): pyproject.toml | $(BIN)/python
 	@echo "Installing parquet-keytools and what the tests need into $(VENV) ..."
-	@$(BIN)/python -m pip install -qq --editable '.[test]'
+	@$(call install,test)
 	@touch $@ $(DEMO_INSTALLED)
+
+$(DOCS_INSTALLED): pyproject.toml | $(BIN)/python
+	@echo "Installing parquet-keytools and what the documentation site needs into $(VENV) ..."
+	@$(call install,docs)
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("python3 is %d.%d; 3.11 or newer is needed" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
