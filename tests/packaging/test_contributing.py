@@ -71,7 +71,7 @@ main()
 """
     done = run(["-c", program], package, installed, package)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"^ +(one|two) .* acme +ok", done.stderr, re.M) == ["one", "two"], done.stderr
+    assert re.findall(r"^ +(one|two) .* acme +ok", done.stdout, re.M) == ["one", "two"], done.stderr
     assert "secret token" not in done.stdout + done.stderr
 
 

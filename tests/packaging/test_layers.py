@@ -70,6 +70,7 @@ LAYERS: dict[str, set[str]] = {
         "spark",
         "configuration_check",
     },
+    "__main__": {"cli"},
 }
 
 OUTSIDE: dict[str, list[str]] = {

@@ -34,7 +34,7 @@ app = typer.Typer(
     cls=CommandGroup,
     epilog=_EPILOG,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parquet_keytools.cli.options import JsonOption, TableOption, checked_aad_prefix
-from parquet_keytools.cli.output import print_json, print_table, say
+from parquet_keytools.cli.options import CONFIG_VARIABLE, JsonOption, TableOption, checked_aad_prefix
+from parquet_keytools.cli.output import answer, print_json, print_table
 
 if TYPE_CHECKING:
     from parquet_keytools.configuration_check import ColumnCheck, MasterKeyCheck
 
-ConfigArgument = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
+ConfigArgument = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", envvar=CONFIG_VARIABLE, help="The YAML configuration.")
+]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Do not call the KMS.")]
 AgainstOption = Annotated[
     str | None,
@@ -93,7 +95,7 @@ def check_command(
     status = max((status_of(key.error) for key in master_keys or () if key.error), default=ExitStatus.DONE)
     if status is not ExitStatus.DONE:
         raise typer.Exit(status)
-    say(f"{config}: no mistakes." + (" The KMS was not called." if offline else ""))
+    answer(f"{config}: no mistakes." + (" The KMS was not called." if offline else ""))
 
 
 def _facts(key: MasterKeyCheck) -> dict[str, str | None]:

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from parquet_keytools.cli.exit_status import ExitStatus
-from parquet_keytools.cli.output import say
+from parquet_keytools.cli.output import answer_with_json, say
 
 
 class CommandGroup(TyperGroup):
@@ -31,6 +31,7 @@ class CommandGroup(TyperGroup):
 
     def _invoke(self, ctx: Any) -> Any:
         try:
+            answer_with_json(False)
             with _warnings_on_stderr():
                 result = super().invoke(ctx)
             sys.stdout.flush()

@@ -15,7 +15,7 @@ import typer
 from parquet_keytools.cli.exit_status import ExitStatus
 from parquet_keytools.cli.failures import error_text, status_of
 from parquet_keytools.cli.file_argument import location_of
-from parquet_keytools.cli.output import print_json, say, size_text
+from parquet_keytools.cli.output import answer, number_of, print_json, say, size_text
 from parquet_keytools.cli.progress import ByteProgress, progress_bar
 from parquet_keytools.errors import ConfigurationError, KeytoolsError
 from parquet_keytools.files.conversion import FileResult
@@ -123,8 +123,8 @@ def convert_files(
         except KeyboardInterrupt:
             if plan.source_is_folder:
                 say(
-                    f"{len(results)} of {len(plan.files)} files were {participle} before this. To do all of them "
-                    "again, say --overwrite."
+                    f"{len(results):,} of {number_of(len(plan.files), 'file')} were {participle} before this. "
+                    "To do all of them again, say --overwrite."
                 )
             raise
     if as_json:
@@ -163,7 +163,7 @@ def _convert_all(
             if not plan.source_is_folder:
                 raise
             if isinstance(error, ConfigurationError) and not done_bytes:
-                say(f"Stopped at the first of {len(plan.files)} files, {file.source}.")
+                say(f"Stopped at the first of {number_of(len(plan.files), 'file')}, {file.source}.")
                 raise
             failures.append(Failure(file, error))
             if storage_failure(error, file.target) is not None:
@@ -225,8 +225,8 @@ def _tell(
         say(f"Failed: {text}" if str(failure.file.source) in text else f"Failed: {failure.file.source}: {text}")
     if not_begun := _not_begun(plan, results, failures):
         say(
-            f"Stopped: {len(not_begun)} more files were not started, because they would fail too. Solve the "
-            "problem, then repeat the command with --overwrite."
+            f"Stopped: {len(not_begun):,} of {number_of(len(plan.files), 'file')} not started, because they would "
+            "fail too. Solve the problem, then repeat the command with --overwrite."
         )
     for unseen in plan.unseen[:_MOST_LEFT_OUT_SHOWN]:
         say(f"Failed: could not be checked: {error_text(unseen.error)}")
@@ -234,9 +234,8 @@ def _tell(
         say(f"Failed: {len(plan.unseen) - _MOST_LEFT_OUT_SHOWN} more could not be checked; --json lists all.")
     size = size_text(sum(result.source_bytes for result in results))
     if not plan.source_is_folder:
-        say(f"{participle.capitalize()} {results[0].source} to {results[0].target}: {size} in {seconds:.1f} s.")
+        answer(f"{participle.capitalize()} {results[0].source} to {results[0].target}: {size} in {seconds:.1f} s.")
         return
     total = len(plan.files) + len(plan.unseen)
-    of_all = f" of {total}" if failures or plan.unseen else ""
-    files = "file" if total == 1 else "files"
-    say(f"{participle.capitalize()} {len(results)}{of_all} {files}: {size} in {seconds:.1f} s.")
+    of_all = f"{len(results):,} of " if failures or plan.unseen else ""
+    answer(f"{participle.capitalize()} {of_all}{number_of(total, 'file')}: {size} in {seconds:.1f} s.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parquet_keytools.cli.options import AadPrefixOption, JsonOption, TableOption
+from parquet_keytools.cli.options import CONFIG_VARIABLE, AadPrefixOption, JsonOption, TableOption
 
 if TYPE_CHECKING:
     from parquet_keytools.conformance.inspection import Inspection
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="A Parquet file, or its URI.")]
 OptionalConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="The YAML configuration: its keys open what is encrypted."),
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        envvar=CONFIG_VARIABLE,
+        help="The YAML configuration: its keys open what is encrypted.",
+    ),
 ]
 
 
@@ -45,12 +50,12 @@ def inspect_command(
         print_json(document_of(shown))
     else:
         from parquet_keytools.cli.inspect_tree import render_inspection
-        from parquet_keytools.cli.output import say
+        from parquet_keytools.cli.output import answer
 
-        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-        say(render_inspection(shown, width))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        answer(render_inspection(shown, width))
         if config is not None:
-            say("Nothing was compared with a table: `verify --config` does that.")
+            answer("Nothing was compared with a table: `verify --config` does that.")
     if shown.mode is None:
         from parquet_keytools.cli.exit_status import ExitStatus
 

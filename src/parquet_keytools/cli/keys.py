@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from parquet_keytools.cli.options import (
+    CONFIG_VARIABLE,
     AadPrefixOption,
     IgnorePassedOverOption,
     JsonOption,
@@ -20,7 +21,10 @@ from parquet_keytools.cli.options import (
 OptionalConfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", help="The YAML configuration: its KMS opens footers that hide keys of columns."
+        "--config",
+        metavar="FILE",
+        envvar=CONFIG_VARIABLE,
+        help="The YAML configuration: its KMS opens footers that hide keys of columns.",
     ),
 ]
 FailIfUsesOption = Annotated[

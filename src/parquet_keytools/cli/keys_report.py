@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from parquet_keytools.cli.failures import error_text
-from parquet_keytools.cli.output import print_table, say
+from parquet_keytools.cli.output import answer, number_of, print_table
 from parquet_keytools.config.mistakes import did_you_mean, one_of
 from parquet_keytools.errors import ConfigurationError, KmsError, MasterKeyNotFoundError
 from parquet_keytools.keytools import Keytools
@@ -114,7 +114,7 @@ class _Uses:
 
 
 @dataclass
-class _Answer:
+class _Need:
     """Which files need a wanted key."""
 
     needed_by: int = 0
@@ -142,7 +142,7 @@ class KeysTally:
 
     def __init__(self, wanted: list[WantedKey], same: SameMasterKey) -> None:
         self._same = same
-        self._answers = {key: _Answer() for key in wanted}
+        self._needs = {key: _Need() for key in wanted}
         self._uses: dict[tuple[str, str, str | None], _Uses] = {}
         self._encrypted = self._plaintext = self._not_all_seen = self._not_looked_into = 0
         self._passed_over = 0
@@ -152,7 +152,7 @@ class KeysTally:
     @property
     def nothing_is_used(self) -> bool:
         """Whether it is certain that no file needs a wanted key."""
-        return not any(answer.needed_by or answer.uncertain for answer in self._answers.values())
+        return not any(need.needed_by or need.uncertain for need in self._needs.values())
 
     @property
     def is_complete(self) -> bool:
@@ -172,8 +172,8 @@ class KeysTally:
             self._not_looked_into += 1
         else:
             self._encrypted += 1
-        for key, answer in self._answers.items():
-            answer.add(file.path, file.depends_on(key.master_key_id, key.version, self._same))
+        for key, need in self._needs.items():
+            need.add(file.path, file.depends_on(key.master_key_id, key.version, self._same))
         seen = set()
         for use in file.uses:
             name = _name(use)
@@ -215,10 +215,10 @@ class KeysTally:
                     "key": key.text,
                     "master_key_id": key.master_key_id,
                     "version": key.version,
-                    "needed_by": answer.needed_by,
-                    "cannot_be_told": answer.uncertain,
+                    "needed_by": need.needed_by,
+                    "cannot_be_told": need.uncertain,
                 }
-                for key, answer in self._answers.items()
+                for key, need in self._needs.items()
             ],
         }
 
@@ -237,16 +237,16 @@ class KeysTally:
         if rows:
             print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)
         for path, reason in self._unseen:
-            say(f"Keys unknown: {reason}" if path in reason else f"Keys unknown: {path}: {reason}")
+            answer(f"Keys unknown: {reason}" if path in reason else f"Keys unknown: {path}: {reason}")
         if self._not_all_seen > len(self._unseen):
-            say(f"Keys unknown: {self._not_all_seen - len(self._unseen):,} more; --json lists all.")
+            answer(f"Keys unknown: {self._not_all_seen - len(self._unseen):,} more; --json lists all.")
         for path in self._passed_over_examples:
-            say(f"Skipped, as by readers of data sets; may need any key: {path}")
+            answer(f"Skipped, as by readers of data sets; may need any key: {path}")
         if self._passed_over > len(self._passed_over_examples):
-            say(f"Skipped: {self._passed_over - len(self._passed_over_examples):,} more.")
+            answer(f"Skipped: {self._passed_over - len(self._passed_over_examples):,} more.")
         unseen = f", {self._not_looked_into:,} that could not be checked" if self._not_looked_into else ""
-        say(
-            f"{self._encrypted:,} encrypted files, {self._plaintext:,} not encrypted{unseen}; "
+        answer(
+            f"{number_of(self._encrypted, 'encrypted file')}, {self._plaintext:,} not encrypted{unseen}; "
             + (
                 f"in {self._not_all_seen:,} some keys could not be checked."
                 if self._not_all_seen
@@ -255,22 +255,24 @@ class KeysTally:
                 else f"{self._passed_over:,} skipped."
             )
         )
-        for key, answer in self._answers.items():
-            _tell_answer(key, answer)
-        if self._passed_over and self._answers:
-            say("Run `keys` on skipped files themselves, or exclude them with --ignore-passed-over.")
+        for key, need in self._needs.items():
+            _tell_need(key, need)
+        if self._passed_over and self._needs:
+            answer("Run `keys` on skipped files themselves, or exclude them with --ignore-passed-over.")
 
     def _sorted(self) -> list[tuple[tuple[str, str, str | None], _Uses]]:
         return sorted(self._uses.items(), key=lambda item: tuple(part or "" for part in item[0]))
 
 
-def _tell_answer(key: WantedKey, answer: _Answer) -> None:
-    if answer.needed_by:
-        say(f"{key.text} is still needed by {answer.needed_by:,} files, such as {answer.examples[0]}.")
-    if answer.uncertain:
-        say(f"For {answer.uncertain:,} files it is unknown whether they need {key.text}: assume that they do.")
-    if not answer.needed_by and not answer.uncertain:
-        say(f"Nothing here needs {key.text}.")
+def _tell_need(key: WantedKey, need: _Need) -> None:
+    if need.needed_by:
+        files = number_of(need.needed_by, "file")
+        answer(f"{key.text} is still needed by {files}, such as {need.examples[0]}.")
+    if need.uncertain:
+        files = number_of(need.uncertain, "file")
+        answer(f"For {files} it is unknown whether {key.text} is needed: assume that it is.")
+    if not need.needed_by and not need.uncertain:
+        answer(f"Nothing here needs {key.text}.")
 
 
 def _name(use: UsedKey) -> tuple[str, str, str | None]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.output import print_json, print_table, say
+from parquet_keytools.cli.options import CONFIG_VARIABLE, JsonOption
+from parquet_keytools.cli.output import answer, print_json, print_table
 
 if TYPE_CHECKING:
     from parquet_keytools.kms.keystore.file import Keystore, PassphraseSource
@@ -29,7 +30,9 @@ PathOption = Annotated[Path | None, typer.Option("--path", metavar="FILE", help=
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", help="A configuration whose `kms:` names the keystore file and its passphrase."
+        "--config",
+        metavar="FILE",
+        help="A configuration whose `kms:` names the keystore file and its passphrase.",
     ),
 ]
 PassphraseFileOption = Annotated[
@@ -55,7 +58,7 @@ def create(
 
     path, source = _located(path, config, passphrase_file, confirm=True)
     Keystore.create(path, source)
-    say(f"Created the keystore {path}.")
+    answer(f"Created the keystore {path}.")
 
 
 @app.command("create-key")
@@ -65,18 +68,18 @@ def create_key(
     config: ConfigOption = None,
     passphrase_file: PassphraseFileOption = None,
 ) -> None:
-    """Create a master key, and the keystore where there is none yet."""
+    """Create a master key, and the keystore if needed."""
     from parquet_keytools.kms.keystore.file import Keystore
     from parquet_keytools.kms.keystore.private_file import identity
 
     path, source = _located(path, config, passphrase_file, confirm=True)
     if identity(path) is None:
         keystore = Keystore.create(path, source, exist_ok=True)
-        say(f"Created the keystore {path}.")
+        answer(f"Created the keystore {path}.")
     else:
         keystore = Keystore(path, source)
     keystore.create_key(name)
-    say(f"Created the master key {name!r}.")
+    answer(f"Created the master key {name!r}.")
 
 
 @app.command("rotate-key")
@@ -86,9 +89,12 @@ def rotate_key(
     config: ConfigOption = None,
     passphrase_file: PassphraseFileOption = None,
 ) -> None:
-    """Give a master key a new version, which now wraps keys. Older versions still unwrap."""
+    """Give a master key a new version.
+
+    It wraps keys from now on; older versions still unwrap.
+    """
     version = _keystore(path, config, passphrase_file).rotate_key(name)
-    say(f"Version {version} of the master key {name!r} now wraps keys.")
+    answer(f"Version {version} of the master key {name!r} now wraps keys.")
 
 
 @app.command()
@@ -99,9 +105,12 @@ def disable(
     key_version: KeyVersionOption = None,
     passphrase_file: PassphraseFileOption = None,
 ) -> None:
-    """Disable a master key, or one version of it: it neither wraps nor unwraps."""
+    """Disable a master key, or one version of it.
+
+    It neither wraps nor unwraps any more.
+    """
     _keystore(path, config, passphrase_file).set_enabled(name, False, key_version)
-    say(f"Disabled {_what(name, key_version)}.")
+    answer(f"Disabled {_what(name, key_version)}.")
 
 
 @app.command()
@@ -114,7 +123,7 @@ def enable(
 ) -> None:
     """Enable a master key, or one version of it, again."""
     _keystore(path, config, passphrase_file).set_enabled(name, True, key_version)
-    say(f"Enabled {_what(name, key_version)}.")
+    answer(f"Enabled {_what(name, key_version)}.")
 
 
 @app.command("list")
@@ -122,7 +131,7 @@ def list_keys(
     path: PathOption = None,
     config: ConfigOption = None,
     passphrase_file: PassphraseFileOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List the master keys and their versions."""
     master_keys = _keystore(path, config, passphrase_file).open().master_keys
@@ -171,7 +180,7 @@ def change_passphrase(
     keystore.change_passphrase(
         _passphrase_source(new_passphrase_file, variable=NEW_ENVIRONMENT_VARIABLE, confirm=True)
     )
-    say(f"Changed the passphrase of {path or config}.")
+    answer(f"Changed the passphrase of {path or config}.")
 
 
 def _keystore(path: Path | None, config: Path | None, passphrase_file: Path | None) -> Keystore:
@@ -186,6 +195,8 @@ def _located(
     """Return where the keystore file is, and what gives its passphrase; a new one is asked for twice."""
     from parquet_keytools.errors import ConfigurationError
 
+    if path is None and config is None and (named := os.environ.get(CONFIG_VARIABLE)):
+        config = Path(named)
     if (path is None) == (config is None):
         raise typer.BadParameter("Give either --path FILE or --config FILE.")
     if path is not None:

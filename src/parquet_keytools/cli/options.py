@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from parquet_keytools.cli.output import answer_with_json
+
 
 def refuse_other_encoding(text: str, name: str) -> None:
     """Refuse an argument whose bytes were not UTF-8: neither an AAD prefix nor pyarrow takes others.
@@ -37,7 +39,13 @@ TargetArgument = Annotated[
     str, typer.Argument(metavar="DST", help="File or folder to be written, or its URI. A folder mirrors SRC.")
 ]
 PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or folder, or its URI.")]
-ConfigOption = Annotated[Path, typer.Option("--config", metavar="FILE", help="The YAML configuration.")]
+CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
+"""The environment variable that stands for --config."""
+
+ConfigOption = Annotated[
+    Path,
+    typer.Option("--config", metavar="FILE", envvar=CONFIG_VARIABLE, help="The YAML configuration."),
+]
 TableOption = Annotated[
     str | None,
     typer.Option("--table", metavar="NAME", help="A table of the configuration. Not needed if it has only one."),
@@ -63,7 +71,14 @@ ModeOption = Annotated[
         show_default=False,
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print JSON to standard output, and text for people to standard error.",
+        callback=answer_with_json,
+    ),
+]
 
 IgnorePassedOverOption = Annotated[
     bool,

@@ -1,9 +1,14 @@
-"""What commands print: everything for people to stderr, everything for programs to stdout."""
+"""What commands print.
+
+Standard output gets the answer to what was asked for: text for people, or with `--json` a document for programs.
+Standard error gets errors, warnings and progress, and with `--json` also the text for people.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Self
 
 import typer
@@ -11,18 +16,33 @@ import typer
 _STYLES = re.compile(r"(\x1b\[(?:0|1|3[1-7])m)")
 """What `typer.style` puts around text: bold, colours, and the end of them."""
 
+_json_wanted = ContextVar("json_wanted", default=False)
+
 _WIDTH_WITHOUT_TERMINAL = 160
 """In columns; what is longer is broken, never cut."""
 
 
 def say(text: str) -> None:
-    """Tell people something.
+    """Print an error, a warning or what happens meanwhile, to stderr."""
+    _print(text, to_stderr=True)
 
-    Names of files, columns and keys are anyone's: control characters in them must not steer the terminal.
-    """
+
+def answer(text: str) -> None:
+    """Print text that answers what the command was asked for, to stdout unless `--json` asks for a document."""
+    _print(text, to_stderr=_json_wanted.get())
+
+
+def _print(text: str, *, to_stderr: bool) -> None:
+    # Names of files, columns and keys are anyone's: control characters in them must not steer the terminal.
     parts = _STYLES.split(text)
     parts[::2] = map(without_controls, parts[::2])
-    typer.echo("".join(parts), err=True)
+    typer.echo("".join(parts), err=to_stderr)
+
+
+def answer_with_json(wanted: bool) -> bool:
+    """Leave stdout to a document, or not: the callback of `--json`, which returns what it is given."""
+    _json_wanted.set(wanted)
+    return wanted
 
 
 def without_controls(text: str) -> str:
@@ -85,7 +105,7 @@ def _echo(text: str) -> None:
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str | None]]) -> None:
-    """Show people a table."""
+    """Print a table that answers what the command was asked for, where `answer` prints text."""
     from rich import box
     from rich.console import Console
     from rich.table import Column, Table
@@ -95,8 +115,13 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     table = Table(*columns, title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*(Text(without_controls(cell or "")) for cell in row))
-    console = Console(stderr=True)
+    console = Console(stderr=_json_wanted.get())
     console.print(table, width=None if console.is_terminal else _WIDTH_WITHOUT_TERMINAL)
+
+
+def number_of(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 file` and `1,000 files`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def size_text(size_bytes: float) -> str:

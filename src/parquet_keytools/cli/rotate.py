@@ -193,14 +193,14 @@ def _undo(
 
 def _drop_old(keytools: Keytools, location: FileLocation, *, as_json: bool) -> None:
     from parquet_keytools.cli.exit_status import ExitStatus
-    from parquet_keytools.cli.output import print_json, say
+    from parquet_keytools.cli.output import answer, number_of, print_json, say
     from parquet_keytools.cli.rotation_report import MOST_FAILURES_SHOWN
 
     left: list[tuple[str, str]] = []
     dropped = keytools.drop_old_keys(location, on_left=lambda path, why: left.append((path, why)))
     if as_json:
         print_json({"dropped": dropped} | ({"left": [path for path, _ in left]} if left else {}))
-    say(f"Removed {dropped} files with old keys.")
+    answer(f"Removed {number_of(dropped, 'file')} with old keys.")
     for path, why in left[:MOST_FAILURES_SHOWN]:
         say(f"Not removed: {path}: {why}.")
     if left:

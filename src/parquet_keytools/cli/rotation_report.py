@@ -11,7 +11,7 @@ import typer
 
 from parquet_keytools.cli.exit_status import ExitStatus
 from parquet_keytools.cli.failures import error_text, status_of
-from parquet_keytools.cli.output import print_table, say, size_text
+from parquet_keytools.cli.output import answer, number_of, print_table, say, size_text
 from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, RotationOutcome, RotationReport
 
 MOST_FAILURES_SHOWN = 20
@@ -123,13 +123,15 @@ class RotationTally:
             say(f"Without a journal, a run that is cut off begins again with all files: {report.no_journal}")
         if report.ignored_journal is not None:
             say(f"{report.ignored_journal} is from a former version and is not read. Remove it.")
-        say(f"{files_text(report.counts)}{self._reasons_text()} in {time.monotonic() - self._started:.1f} s.")
+        answer(f"{files_text(report.counts)}{self._reasons_text()} in {time.monotonic() - self._started:.1f} s.")
         if report.dry_run:
-            say(f"Nothing was changed. The rotation would ask the KMS {_calls_text(report.expected_kms_calls)}.")
+            answer(
+                f"Nothing was changed. The rotation would ask the KMS {_calls_text(report.expected_kms_calls)}."
+            )
         else:
             written, copied = size_text(report.bytes_written), size_text(report.bytes_copied)
-            say(f"{written} written, {copied} copied by the operating system or the store.")
-            say(f"The KMS was asked {_calls_text(report.kms_calls)}.")
+            answer(f"{written} written, {copied} copied by the operating system or the store.")
+            answer(f"The KMS was asked {_calls_text(report.kms_calls)}.")
         if report.stopped_by is not None:
             say(f"Stopped: {error_text(report.stopped_by)}")
             if report.journal is not None:
@@ -166,7 +168,7 @@ def files_text(counts: Counter[RotationOutcome]) -> str:
     if not total:
         return "No Parquet files"
     parts = ", ".join(f"{counts[outcome]:,} {outcome.value}" for outcome in RotationOutcome if counts[outcome])
-    return f"{total:,} {'file' if total == 1 else 'files'}: {parts}"
+    return f"{number_of(total, 'file')}: {parts}"
 
 
 def _calls_text(calls: KmsCalls) -> str:

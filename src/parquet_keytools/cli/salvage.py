@@ -8,7 +8,7 @@ import typer
 
 from parquet_keytools.cli.exit_status import ExitStatus
 from parquet_keytools.cli.file_work import convert_files
-from parquet_keytools.cli.output import say
+from parquet_keytools.cli.output import answer
 from parquet_keytools.cli.verify_report import loss_text
 from parquet_keytools.conformance.salvage import SalvageResult
 from parquet_keytools.keytools import Keytools
@@ -52,8 +52,8 @@ def salvage_files(
 def _say_missing(result: SalvageResult) -> None:
     if result.missing_row_groups:
         ordinals = ", ".join(map(str, result.missing_row_groups))
-        say(f"Missing in {printable(result.target)}: row groups {ordinals} of {result.row_groups}.")
+        answer(f"Missing in {printable(result.target)}: row groups {ordinals} of {result.row_groups}.")
     for loss in result.losses:
-        say(f"  lost: {loss_text(loss)}")
+        answer(f"  lost: {loss_text(loss)}")
     for row_group_ordinal, column_ordinal in result.dropped_indexes:
-        say(f"  without page index and Bloom filter: row group {row_group_ordinal}, column {column_ordinal}")
+        answer(f"  without page index and Bloom filter: row group {row_group_ordinal}, column {column_ordinal}")

@@ -204,7 +204,10 @@ def verify_with_spark(
     file_on_nodes: FileOnNodesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check files against the encryption specification, rule by rule, and all of them as one data set."""
+    """Check files against the encryption specification.
+
+    Each is checked rule by rule, and all of them as one data set.
+    """
     with _session(master, conf) as session:
         from parquet_keytools.spark import pipelines
 
@@ -316,7 +319,7 @@ def _tell(report: PipelineReport, *, as_json: bool, rules: list[dict[str, Any]] 
     """
     from parquet_keytools import errors
     from parquet_keytools.cli.exit_status import ExitStatus
-    from parquet_keytools.cli.output import FilesDocument, say
+    from parquet_keytools.cli.output import FilesDocument, answer, say
 
     if as_json:
         document: dict[str, Any] = {
@@ -342,12 +345,14 @@ def _tell(report: PipelineReport, *, as_json: bool, rules: list[dict[str, Any]] 
     if shown > _MOST_SHOWN:
         say(f"{shown - _MOST_SHOWN} more; --json lists all.")
     for rule in (rules or [])[:_MOST_SHOWN]:
-        say(f"{rule['severity'].capitalize()}: {rule['file']}: {rule['rule']}: {rule['message']}")
+        answer(f"{rule['severity'].capitalize()}: {rule['file']}: {rule['rule']}: {rule['message']}")
     if rules is not None and len(rules) > _MOST_SHOWN:
-        say(f"{len(rules) - _MOST_SHOWN} more; --json lists all.")
+        answer(f"{len(rules) - _MOST_SHOWN} more; --json lists all.")
     outcomes = ", ".join(f"{number} {outcome}" for outcome, number in report.outcomes.items())
     asked = ", ".join(f"{number} {operation}" for operation, number in report.kms_keys.items()) or "nothing"
-    say(f"{outcomes or 'No files'} in {report.seconds:.1f} s and {report.tasks} tasks; keys asked for: {asked}.")
+    answer(
+        f"{outcomes or 'No files'} in {report.seconds:.1f} s and {report.tasks} tasks; keys asked for: {asked}."
+    )
     if report.succeeded:
         return
     kms_failed = kinds and all(issubclass(kind, errors.KmsError) for kind in kinds)

@@ -11,12 +11,15 @@ from typing import Annotated
 
 import typer
 
-from parquet_keytools.cli.options import AadPrefixOption, JsonOption, PathArgument, TableOption
+from parquet_keytools.cli.options import CONFIG_VARIABLE, AadPrefixOption, JsonOption, PathArgument, TableOption
 
 OptionalConfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", help="The YAML configuration: its keys, and the table to compare with."
+        "--config",
+        metavar="FILE",
+        envvar=CONFIG_VARIABLE,
+        help="The YAML configuration: its keys, and the table to compare with.",
     ),
 ]
 PartsOption = Annotated[

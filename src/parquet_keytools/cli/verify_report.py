@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from parquet_keytools.cli.output import say
+from parquet_keytools.cli.output import answer, number_of
 from parquet_keytools.conformance.report import (
     Damage,
     DataSetReport,
@@ -35,7 +35,7 @@ _VERDICTS = {
 
 def say_file(report: FileReport) -> None:
     """Tell what was found in a file."""
-    say(typer.style(printable(report.path), bold=True))
+    answer(typer.style(printable(report.path), bold=True))
     for result in _worst_first(report.rules):
         _say_broken(result)
     _say_not_checked(report)
@@ -43,7 +43,7 @@ def say_file(report: FileReport) -> None:
     if report.damage is not None:
         _say_damage(report.damage)
     counts = Counter(result.outcome for result in report.rules)
-    say(f"  rules: {', '.join(f'{counts[outcome]} {outcome.value}' for outcome in Outcome if counts[outcome])}")
+    answer(f"  rules: {', '.join(f'{counts[outcome]} {outcome.value}' for outcome in Outcome if counts[outcome])}")
     _say_verdict(report.verdict, with_keys=report.with_keys, with_table=report.table is not None)
 
 
@@ -54,15 +54,17 @@ def say_data_set(report: DataSetReport) -> None:
             say_file(file)
     _say_conforming([file for file in report.files if file.verdict is Verdict.CONFORMS])
     for path, reason in report.left_out.items():
-        say(f"Left out: {printable(path)}: {reason}.")
-    say(typer.style(f"{printable(report.path)}: {len(report.files)} files as a data set", bold=True))
+        answer(f"Left out: {printable(path)}: {reason}.")
+    answer(
+        typer.style(f"{printable(report.path)}: {number_of(len(report.files), 'file')} as a data set", bold=True)
+    )
     for result in _worst_first(report.rules):
         _say_broken(result)
         for reason in result.reasons:
-            say(f"  {typer.style('not checked', fg='yellow')} {result.rule.id}: {reason}")
+            answer(f"  {typer.style('not checked', fg='yellow')} {result.rule.id}: {reason}")
     verdicts = Counter(file.verdict for file in report.files)
     counts = ", ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in Verdict if verdicts[verdict])
-    say(f"  files: {counts or 'none'}")
+    answer(f"  files: {counts or 'none'}")
     with_keys = all(file.with_keys for file in report.files)
     _say_verdict(report.verdict, with_keys=with_keys, with_table=all(file.table for file in report.files))
 
@@ -71,24 +73,24 @@ def _say_conforming(files: Sequence[FileReport]) -> None:
     """Tell once what is broken in many files: they mostly come from one writer."""
     for file in files[:_MOST_CONFORMING]:
         verdict = _verdict_text(file.verdict, with_keys=file.with_keys, with_table=file.table is not None)
-        say(f"{printable(file.path)}: {verdict}")
+        answer(f"{printable(file.path)}: {verdict}")
     if len(files) > _MOST_CONFORMING:
-        say(f"{len(files) - _MOST_CONFORMING:,} more conform; --json lists all.")
+        answer(f"{len(files) - _MOST_CONFORMING:,} more conform; --json lists all.")
     broken: dict[Rule, int] = Counter(
         result.rule for file in files for result in file.rules if result.outcome is Outcome.BROKEN
     )
     for rule in sorted(broken, key=lambda rule: list(Severity).index(rule.severity)):
-        say(f"  {_heading(rule)} in {broken[rule]:,} of them: {rule.holds}")
-        say(f"    {rule.gain}")
+        answer(f"  {_heading(rule)} in {broken[rule]:,} of them")
+        _print_rule(rule)
 
 
 def _heading(rule: Rule) -> str:
     label = typer.style(rule.severity.value, fg=_COLOURS[rule.severity], bold=True)
-    return f"{label} {rule.id} (section {rule.section}) is broken"
+    return f"{label} {rule.id}"
 
 
 def _say_verdict(verdict: Verdict, *, with_keys: bool, with_table: bool) -> None:
-    say(f"  {_verdict_text(verdict, with_keys=with_keys, with_table=with_table)}")
+    answer(f"  {_verdict_text(verdict, with_keys=with_keys, with_table=with_table)}")
 
 
 def _verdict_text(verdict: Verdict, *, with_keys: bool, with_table: bool) -> str:
@@ -109,12 +111,21 @@ def _say_broken(result: RuleResult) -> None:
     if result.outcome is not Outcome.BROKEN:
         return
     rule = result.rule
-    say(f"  {_heading(rule)}: {rule.holds}")
-    for finding in result.findings[:_MOST_FINDINGS]:
-        say(f"    {finding.where}: {finding.message}" if finding.where else f"    {finding.message}")
+    first, *others = [
+        f"{finding.where}: {finding.message}" if finding.where else finding.message
+        for finding in result.findings[:_MOST_FINDINGS]
+    ]
+    answer(f"  {_heading(rule)}: {first}")
+    for text in others:
+        answer(f"    {text}")
     if result.breaches > _MOST_FINDINGS:
-        say(f"    and {result.breaches - _MOST_FINDINGS} more")
-    say(f"    {rule.gain}")
+        answer(f"    and {result.breaches - _MOST_FINDINGS:,} more")
+    _print_rule(rule)
+
+
+def _print_rule(rule: Rule) -> None:
+    answer(f"    rule (section {rule.section}): {rule.holds}")
+    answer(f"    risk: {rule.gain}")
 
 
 def _say_not_checked(report: FileReport) -> None:
@@ -123,8 +134,7 @@ def _say_not_checked(report: FileReport) -> None:
         return
     reasons = Counter(reason for result in report.rules for reason in result.reasons)
     for reason, number in reasons.items():
-        rules = "rule" if number == 1 else "rules"
-        say(f"  {typer.style('not checked', fg='yellow', bold=True)} {number} {rules}: {reason}")
+        answer(f"  {typer.style('not checked', fg='yellow', bold=True)} {number_of(number, 'rule')}: {reason}")
 
 
 def _say_modules(tallies: tuple[ModuleTally, ...]) -> None:
@@ -138,19 +148,19 @@ def _say_modules(tallies: tuple[ModuleTally, ...]) -> None:
         parts.append(typer.style(f"{broken:,} not authentic", fg="red"))
     if unauthenticated:
         parts.append(typer.style(f"{unauthenticated:,} that nothing authenticates (AES-CTR)", fg="yellow"))
-    say(f"  modules: {', '.join(parts)}")
+    answer(f"  modules: {', '.join(parts)}")
 
 
 def _say_damage(damage: Damage) -> None:
     if damage.file_is_lost:
-        say(f"  {typer.style('lost', fg='red')}: the whole file: its footer cannot be read or is not authentic")
+        answer(f"  {typer.style('lost', fg='red')}: the whole file: its footer cannot be read or is not authentic")
         return
     for loss in damage.losses[:_MOST_LOSSES]:
-        say(f"  {typer.style('lost', fg='red')}: {loss_text(loss)}")
+        answer(f"  {typer.style('lost', fg='red')}: {loss_text(loss)}")
     if len(damage.losses) > _MOST_LOSSES:
-        say(f"  and parts of {len(damage.losses) - _MOST_LOSSES} more chunks")
+        answer(f"  and parts of {len(damage.losses) - _MOST_LOSSES} more chunks")
     if damage.losses:
-        say(
+        answer(
             f"  readable: {len(damage.readable_row_groups)} of {damage.row_groups} row groups; "
             "`decrypt --salvage` writes these"
         )

@@ -56,13 +56,17 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture
 def on_a_terminal() -> Callable[..., tuple[str, bytes]]:
-    """Runs the command line in a process whose stderr is a terminal; returns what is shown there, and stdout."""
+    """Runs the command line in a process whose stderr is a terminal; returns what is shown there, and stdout.
 
-    def invoke(*arguments: object) -> tuple[str, bytes]:
+    With `stdout_too` both are the terminal.
+    """
+
+    def invoke(*arguments: object, stdout_too: bool = False) -> tuple[str, bytes]:
         ours, theirs = pty.openpty()
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
         command = [*PROGRAM, *map(str, arguments)]
-        process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=environment)
+        stdout = theirs if stdout_too else subprocess.PIPE
+        process = subprocess.Popen(command, stderr=theirs, stdout=stdout, env=environment)
         os.close(theirs)
         shown = b""
         while True:
@@ -74,9 +78,9 @@ def on_a_terminal() -> Callable[..., tuple[str, bytes]]:
                 break
             shown += part
         os.close(ours)
-        stdout, _ = process.communicate(timeout=60)
+        answer, _ = process.communicate(timeout=60)
         assert process.returncode == 0, shown
-        return shown.decode(), stdout
+        return shown.decode(), answer
 
     return invoke
 

@@ -29,10 +29,10 @@ def test_every_master_key_named_is_tried(run, config: Path) -> None:
     assert "no mistakes" in done.stderr
 
 
-def test_without_json_nothing_goes_to_stdout(run, config: Path) -> None:
+def test_the_answer_goes_to_stdout(run, config: Path) -> None:
     done = run("check", config)
-    assert (done.exit_code, done.stdout) == (0, "")
-    assert "in_memory" in done.stderr
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "in_memory" in done.stdout and "no mistakes" in done.stdout
 
 
 def test_a_refused_master_key_is_3_after_all_are_shown(run, config: Path, deny) -> None:

@@ -79,9 +79,9 @@ def test_the_table_is_for_people(path: Path) -> None:
     run("create-key", "[red]footer[/red]", "--path", path)
     run("rotate-key", "[red]footer[/red]", "--path", path)
     done = run("list", "--path", path, env={"COLUMNS": "200"})
-    assert done.stdout == ""
-    assert "[red]footer[/red]" in done.stderr
-    assert "enabled, wraps" in done.stderr
+    assert done.stderr == ""
+    assert "[red]footer[/red]" in done.stdout
+    assert "enabled, wraps" in done.stdout
 
 
 def test_errors_are_those_of_the_package(path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_terminal_is_asked_and_shows_nothing(path: Path, monkeypatch: pytest.M
     nothing: dict[str, str | None] = {VARIABLE: None}
     done = run("create-key", "pii", "--path", path, env=nothing, input=f"{PASSPHRASE}\n{PASSPHRASE}\n")
     assert done.exit_code == 0
-    assert done.stdout.strip() == "", "the prompt is for people"
+    assert "assphrase" not in done.stdout, "the prompt is for people"
     assert Keystore(path, lambda: SecretBytes(PASSPHRASE.encode())).open()
     # An existing keystore needs no confirmation.
     assert run("rotate-key", "pii", "--path", path, env=nothing, input=f"{PASSPHRASE}\n").exit_code == 0

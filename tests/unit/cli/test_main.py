@@ -6,6 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -47,7 +49,8 @@ def test_help_names_every_command_and_the_exit_statuses(run) -> None:
     for name in ("demo", "check", "encrypt", "decrypt", "rekey", "rotate", "keys", "keystore"):
         assert f"\n  {name} " in done.stdout
     assert "Exit status: 0 done; 1 the check failed, or some files failed; 2 wrong usage" in done.stdout
-    assert "..." not in done.stdout.split("Commands:")[1]
+    for group in ([], ["keystore"], ["spark"]):
+        assert "..." not in run(*group, "-h").stdout.split("Commands:")[1]
 
 
 FILE_OPTIONS = ["SRC", "DST", "--config", "--table", "--overwrite", "--json"]
@@ -92,6 +95,45 @@ def test_help_of_a_command_names_its_options(run, command: str, options: list[st
     done = run(command, "--help")
     assert done.exit_code == 0
     assert [option for option in options if option not in done.stdout] == []
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "parquet_keytools", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"parquet-keytools {__version__}\n"
+
+
+def test_the_environment_names_the_configuration(
+    run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, encrypted = tmp_path / "p.parquet", tmp_path / "e.parquet"
+    pq.write_table(pa.table({"name": ["x"]}), plain)
+    monkeypatch.setenv("PARQUET_KEYTOOLS_CONFIG", str(config))
+    assert run("check", "--offline").exit_code == 0
+    assert run("encrypt", plain, encrypted).exit_code == 0
+    for command in ("inspect", "verify"):
+        assert "not authenticated" not in run(command, encrypted).stdout
+    assert run("keys", encrypted, "--fail-if-uses", "times").exit_code == 0
+    # Of a keystore, too; what is given by --path goes before it.
+    done = run("keystore", "list")
+    assert done.exit_code == 2 and "is not a keystore" in done.stderr
+    assert "there is no file" in run("keystore", "list", "--path", tmp_path / "none.json").stderr
+
+
+def test_completion_of_the_shell() -> None:
+    asked = {
+        "_PARQUET_KEYTOOLS_COMPLETE": "complete_bash",
+        "COMP_WORDS": "parquet-keytools ro",
+        "COMP_CWORD": "1",
+    }
+    done = subprocess.run(
+        [Path(sys.executable).with_name("parquet-keytools")],
+        env=os.environ | asked,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout.split(), done.stderr) == (["rotate"], "")
 
 
 def test_version(run) -> None:
@@ -206,8 +248,7 @@ def test_warnings_are_one_line_each_on_stderr(run, config: Path) -> None:
     config.write_text(config.read_text() + "    algorithm: AES_GCM_CTR_V1\n")
     shown = warnings.showwarning
     done = run("check", config, "--offline")
-    assert (done.exit_code, done.stdout) == (0, "")
-    first, second = done.stderr.splitlines()
+    assert (done.exit_code, done.stdout) == (0, f"{config}: no mistakes. The KMS was not called.\n")
+    (first,) = done.stderr.splitlines()
     assert first.startswith(f"Warning: {config}:9: tables.people.algorithm: page data is not authenticated")
-    assert second == f"{config}: no mistakes. The KMS was not called."
     assert warnings.showwarning is shown

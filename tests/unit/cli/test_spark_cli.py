@@ -111,7 +111,7 @@ def test_what_the_configuration_says_is_done_where_nothing_else_is_said(
     config.write_text(config.read_text() + "rotation: {moves: {pii: new}, keep_old: true}\n")
     call("encrypt", "plain", "data")
     assert call("rotate", "data", "--no-keep-old").exit_code == 0
-    assert "new" in call("keys", "data").stderr
+    assert "new" in call("keys", "data").stdout
     assert [path.name for path in (tmp_path / "data").glob(".*old_keys")] == []
 
 
