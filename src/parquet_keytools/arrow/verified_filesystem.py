@@ -70,7 +70,7 @@ class VerifiedHandler(DelegatingHandler):
             if path not in self._redacted:
                 self._redacted[path] = redacted_footer(opened, verified)
             return _file(RedactedSource(opened, verified, self._redacted[path]), file)
-        return file if verified is source else _file(verified, file)
+        return _file(verified, file)
 
 
 def _file(source: ByteSource, file: pa.NativeFile) -> pa.NativeFile:

@@ -32,6 +32,8 @@ class Envelope:
         footer_length: Of all that the footer's length covers, in bytes.
         body: With an encrypted footer its module; with a plaintext footer the serialised footer as read.
         signature: What follows a plaintext footer.
+        tail: The file from the footer on, as it was read. Who wants these bytes takes them from here: another read
+            may return those of another file.
     """
 
     path: str
@@ -45,6 +47,7 @@ class Envelope:
     footer_length: int
     body: bytes = field(repr=False)
     signature: bytes = field(repr=False)
+    tail: bytes = field(repr=False)
 
     @classmethod
     def of(cls, footer: FooterBytes, path: str) -> Self:
@@ -84,6 +87,7 @@ class Envelope:
             footer_length=len(footer.data),
             body=body,
             signature=signature,
+            tail=footer.tail,
         )
 
 

@@ -131,7 +131,7 @@ def open_files(
 def _read_envelope(location: FileLocation) -> tuple[FooterEnvelope, VerifiedTail]:
     with open_source(location) as source:
         envelope = read_envelope(source)
-        return envelope, VerifiedTail.of(source, envelope.footer_offset)
+        return envelope, VerifiedTail.of(envelope)
 
 
 def refuse_ctr(envelope: FooterEnvelope, path: str) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from parquet_keytools.encryption.footer import Footer, read_envelope
+from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import FooterColumn, FooterMode
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
@@ -38,9 +38,10 @@ class VerifiedTail:
     data: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, source: ByteSource, offset: int) -> VerifiedTail:
-        """Return that of a file whose footer begins there."""
-        return cls(source.size_bytes, offset, bytes(source.read_at(offset, source.size_bytes - offset)))
+    def of(cls, envelope: FooterEnvelope) -> VerifiedTail:
+        """Return that of a file, in the very bytes that its envelope was read from."""
+        offset, data = envelope.footer_offset, envelope.tail
+        return cls(offset + len(data), offset, data)
 
 
 @dataclass(frozen=True)
@@ -131,24 +132,28 @@ def naming_place(location: FileLocation, columns: Sequence[FooterColumn] = ()) -
 def as_verified(opened: OpenedFile, source: ByteSource) -> ByteSource:
     """Return a file as it was when its footer was verified.
 
-    Keys are rotated while files are read: the file has a footer with other key metadata then, and the same data.
-    The data is read from there, and the footer is the one that was verified.
+    The data is read from there; the footer is always the one that was verified, and is not read again: nothing
+    authenticates the beginning of an encrypted footer, and who parses the file must not see another one than was
+    checked. Keys are rotated while files are read: the file has a footer with other key metadata then, and the
+    same data.
 
     Raises:
         FileChangedError: It is another file, or was altered.
     """
     tail = opened.tail
-    if source.size_bytes == tail.size_bytes:
-        now = source.read_at(tail.offset, tail.size_bytes - tail.offset)
-        if bytes(now) == tail.data:
-            return source
-    if _has_new_key_metadata(opened, source):
-        return WithTail(source, tail.offset, tail.data)
-    raise FileChangedError(
-        "the file changed after its footer was verified.",
-        path=str(opened.location),
-        hint="Open it again.",
-    )
+    if not _has_tail(source, tail) and not _has_new_key_metadata(opened, source):
+        raise FileChangedError(
+            "the file changed after its footer was verified.",
+            path=str(opened.location),
+            hint="Open it again.",
+        )
+    return WithTail(source, tail.offset, tail.data)
+
+
+def _has_tail(source: ByteSource, tail: VerifiedTail) -> bool:
+    if source.size_bytes != tail.size_bytes:
+        return False
+    return bytes(source.read_at(tail.offset, tail.size_bytes - tail.offset)) == tail.data
 
 
 def _has_new_key_metadata(opened: OpenedFile, source: ByteSource) -> bool:

@@ -56,6 +56,12 @@ class FooterBytes:
     offset: int
     data: bytes
 
+    @property
+    def tail(self) -> bytes:
+        """The end of the file that was read here: the footer, its length, and the magic."""
+        magic = MAGIC_ENCRYPTED_FOOTER if self.is_encrypted else MAGIC
+        return self.data + struct.pack("<I", len(self.data)) + magic
+
 
 @dataclass(frozen=True, slots=True)
 class LeafColumn:

@@ -16,7 +16,7 @@ from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import ChangedMeanwhileError, OutputError
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, TAIL_LENGTH, TRAILER_LENGTH
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, TRAILER_LENGTH
 from parquet_keytools.format.structs import FileCryptoMetaData
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
@@ -55,10 +55,9 @@ def read_tail(location: FileLocation) -> tuple[Tail, FooterEnvelope]:
     # Taken before the file is read: a change while it is read shows when the state is compared.
     state = file_state(location)
     with open_source(location) as source:
-        end = _EndOfFile(source)
-        envelope = read_envelope(end)
-        offset = envelope.footer_offset
-        return Tail(end.size_bytes, offset, bytes(end.read_at(offset, end.size_bytes - offset)), state), envelope
+        envelope = read_envelope(source)
+    offset, data = envelope.footer_offset, envelope.tail
+    return Tail(offset + len(data), offset, data, state), envelope
 
 
 def check_unchanged(location: FileLocation, tail: Tail) -> None:
@@ -108,22 +107,6 @@ def with_trailer(footer: bytes, magic: bytes) -> bytes:
 def footer_of(tail: bytes) -> bytes:
     """Return a tail without length and magic."""
     return tail[:-TRAILER_LENGTH]
-
-
-class _EndOfFile:
-    """A source whose end is read once, however often it is asked for."""
-
-    def __init__(self, source: ByteSource) -> None:
-        self.path = source.path
-        self.size_bytes = source.size_bytes
-        self._source = source
-        self._offset = max(0, self.size_bytes - TAIL_LENGTH)
-        self._end = source.read_at(self._offset, self.size_bytes - self._offset)
-
-    def read_at(self, offset: int, length: int) -> bytes | memoryview:
-        if self._offset <= offset and offset + length <= self.size_bytes:
-            return memoryview(self._end)[offset - self._offset : offset - self._offset + length]
-        return self._source.read_at(offset, length)
 
 
 def new_tail(tail: Tail, footer: Footer, new_key_metadata: Mapping[bytes, bytes]) -> bytes:
