@@ -17,7 +17,7 @@ from parquet_keytools.arrow.process_end import share_with_arrow
 from parquet_keytools.errors import OutputError
 from parquet_keytools.files.conversion import encrypt_pending
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
+from parquet_keytools.files.replacement import NewKeyMaterial, put_all_in_place
 from parquet_keytools.storage.locations import FileLocation, key_material_location
 from parquet_keytools.storage.locks import exclusive_folder
 from parquet_keytools.storage.outputs import PendingOutput, pending_output
@@ -111,9 +111,10 @@ class PendingHandler(DelegatingHandler):
 
     def commit(self) -> None:
         """Put all files in their places, then delete what they replace."""
-        for pending in self._pending:
-            target = pending.target
-            put_in_place(pending, self._key_materials.get(target.path, NewKeyMaterial(target)))
+        put_all_in_place(
+            (pending, self._key_materials.get(pending.target.path, NewKeyMaterial(pending.target)))
+            for pending in self._pending
+        )
         kept = {pending.target.path for pending in self._pending}
         # What there is to do about key material is done by those who wrote it.
         kept |= {key_material_location(pending.target).path for pending in self._pending}

@@ -87,13 +87,14 @@ class LocalFile:
         with self._opened() as (_, file):
             yield file
 
-    def replace(self, *, overwrite: bool, check: Check | None) -> None:
+    def replace(self, *, overwrite: bool, check: Check | None, syncs_folder: bool = True) -> None:
         """Put the complete file in its place.
 
         Args:
             overwrite: Whether it may replace something.
             check: Raises if what is there is no longer what may be replaced; nothing else is then replaced, nor
                 what comes there later.
+            syncs_folder: Whether the folder is synced, too. Otherwise the caller does it, with `sync_folder`.
 
         Raises:
             OutputError: There is something, and it must not be replaced; or the folder was moved.
@@ -112,7 +113,8 @@ class LocalFile:
                 self._appear(folder, file)
                 _remove_hadoop_checksums(folder, self._name)
             self._require_in_place(folder, file)
-            os.fsync(folder)
+            if syncs_folder:
+                os.fsync(folder)
         self.close()
 
     def sync(self) -> None:

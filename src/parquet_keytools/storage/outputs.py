@@ -15,7 +15,7 @@ from pyarrow import fs as pafs
 from parquet_keytools.errors import OutputError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
 from parquet_keytools.storage.failures import failing_as_output
-from parquet_keytools.storage.leftovers import remove_object, remove_stored_leftovers
+from parquet_keytools.storage.leftovers import open_folder, remove_object, remove_stored_leftovers
 from parquet_keytools.storage.local_output import LocalFile, exists_already
 from parquet_keytools.storage.locations import FileLocation, fsspec_of
 from parquet_keytools.storage.sources import FileSource, open_source
@@ -130,12 +130,14 @@ class PendingOutput(Protocol):
         """Bring the complete file to the disk: what takes long is done before locks are taken."""
         ...
 
-    def commit(self, check: Check | None = None) -> None:
+    def commit(self, check: Check | None = None, *, syncs_folder: bool = True) -> None:
         """Put the complete file in its place.
 
         Args:
             check: Raises if what is there is no longer what may be replaced. What comes there later is not
                 replaced either, as far as the file system can tell (docs/operations.md says how far).
+            syncs_folder: Whether the folder is synced, too. Otherwise the caller does it, with `sync_folder`,
+                once for many files.
 
         Raises:
             OutputError: Something is there and must not be replaced; the place was moved, or takes no more.
@@ -177,8 +179,8 @@ class _LocalOutput:
     def sync(self) -> None:
         self._file.sync()
 
-    def commit(self, check: Check | None = None) -> None:
-        self._file.replace(overwrite=self._overwrite, check=check)
+    def commit(self, check: Check | None = None, *, syncs_folder: bool = True) -> None:
+        self._file.replace(overwrite=self._overwrite, check=check, syncs_folder=syncs_folder)
 
     def discard(self) -> None:
         self._file.close()
@@ -207,7 +209,7 @@ class _StoredOutput:
     def sync(self) -> None:
         pass
 
-    def commit(self, check: Check | None = None) -> None:
+    def commit(self, check: Check | None = None, *, syncs_folder: bool = True) -> None:
         if check is not None:
             check()
         if not self._overwrite and self.target.info().type != pafs.FileType.NotFound:
@@ -322,6 +324,21 @@ def _check_target(target: FileLocation, *, overwrite: bool) -> None:
         raise exists_already(target)
     if target.is_local and not Path(target.path).parent.is_dir():
         raise OutputError(f"the folder of {target} does not exist.", hint="Create it first.")
+
+
+def sync_folder(target: FileLocation) -> None:
+    """Bring to the disk which files are in the folder of a local file.
+
+    Raises:
+        StorageFailedError: The file system failed.
+    """
+    if target.is_local:
+        with failing_as_output(target, only_writing=True):
+            folder = open_folder(str(Path(target.path).parent))
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
 
 def write_whole(target: FileLocation, data: bytes, *, like: FileLocation | None = None) -> None:

@@ -1,0 +1,115 @@
+"""How the files of a data set take their places together."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pytest
+
+from parquet_keytools import Keytools, parse_configuration
+from parquet_keytools.errors import StorageFailedError
+from parquet_keytools.files import replacement
+
+TABLE = pa.table({"part": [number % 6 for number in range(60)], "a": range(60)})
+
+
+def tools(**settings: Any) -> Keytools:
+    table = {"footer_key": "kf", "column_keys": {"ka": ["a"]}, **settings}
+    document = {"version": 1, "kms": {"type": "in_memory", "keys": ["kf", "ka"]}, "tables": {"t": table}}
+    return Keytools(parse_configuration(document))
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What was synced and renamed: (`file`, `folder` or `appears`, path)."""
+    seen: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        seen.append(("folder" if path.is_dir() else "file", str(path)))
+
+    def replaced(source: str, target: str, **folders: int) -> None:
+        replace(source, target, **folders)
+        folder = Path(f"/proc/self/fd/{folders['dst_dir_fd']}").readlink()
+        seen.append(("appears", str(folder / target)))
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    return seen
+
+
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_all_are_on_the_disk_before_the_first_appears(
+    tmp_path: Path, calls: list[tuple[str, str]], partitioned: bool
+) -> None:
+    keytools, folder = tools(), tmp_path / "data"
+    where: dict[str, Any] = {"partitioning": ["part"]} if partitioned else {"max_rows_per_file": 10}
+    if not partitioned:
+        where["max_rows_per_group"] = 10
+    keytools.write_dataset(TABLE, folder, **where)
+    kinds = [kind for kind, _ in calls]
+    assert kinds.count("file") == kinds.count("appears") == 6
+    assert "file" not in kinds[kinds.index("appears") :]
+    # One sync of each folder, after the last file has appeared in it.
+    synced = [Path(path) for kind, path in calls if kind == "folder"]
+    assert sorted(synced) == sorted({path.parent for path in files_of(folder)})
+    for place in synced:
+        last = max(at for at, (kind, path) in enumerate(calls) if kind == "appears" and Path(path).parent == place)
+        assert calls.index(("folder", str(place))) > last
+    assert keytools.dataset(folder).to_table().num_rows == 60
+
+
+@pytest.mark.parametrize("key_material", ["internal", "external"])
+def test_a_file_that_cannot_be_synced_keeps_all_from_appearing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key_material: str
+) -> None:
+    keytools, folder = tools(key_material=key_material), tmp_path / "data"
+    keytools.write_dataset(TABLE, folder, partitioning=["part"])
+    before = {path: path.read_bytes() for path in files_of(folder)}
+    fsync, done = os.fsync, []
+
+    def broken(descriptor: int) -> None:
+        done.append(descriptor)
+        if len(done) == 4:
+            raise OSError(5, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(StorageFailedError, match="part="):
+        keytools.write_dataset(TABLE, folder, partitioning=["part"], existing_data_behavior="overwrite_or_ignore")
+    assert {path: path.read_bytes() for path in files_of(folder)} == before
+
+
+def test_after_an_error_no_other_one_begins() -> None:
+    begun, failed = [], threading.Event()
+
+    def step(number: int) -> None:
+        begun.append(number)
+        if number == 0:
+            failed.set()
+            raise ValueError(number)
+        assert failed.wait(60)
+
+    with pytest.raises(ValueError, match="0"):
+        replacement._for_each(step, range(100_000))
+    assert len(begun) < 1000
+
+
+def test_a_data_set_in_memory(tmp_path: Path) -> None:
+    filesystem = pa.fs.FileSystem.from_uri("mock:///")[0]
+    filesystem.create_dir("data")
+    keytools = tools()
+    keytools.write_dataset(TABLE, "data", partitioning=["part"], filesystem=filesystem)
+    found = keytools.dataset("data", filesystem=filesystem)
+    assert isinstance(found, ds.Dataset) and found.count_rows() == 60
