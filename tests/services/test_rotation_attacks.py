@@ -532,3 +532,39 @@ def test_what_the_command_line_says(place: Place) -> None:
     status, _, err = place.run("rotate", place.folder, "--undo")
     assert status == 0 and "nothing to restore" in err, err
     assert tree_digest(place.folder) == before
+
+
+# --- what it costs where nobody attacks ---
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_cloud_kms_is_asked_once_for_each_old_kek(gcp: FakeGcpKms, tmp_path: Path, double: bool) -> None:
+    """It re-wraps nothing: a key that it wrapped itself costs three requests."""
+    with Place(gcp_service(gcp), tmp_path) as place:
+        count = 4
+        for number in range(count):
+            with Keytools.from_yaml(place.configuration("writer", double_wrapping=double)) as tools:
+                place.write(tools, str(number))
+        place.add_versions()
+        gcp.calls.clear()
+        assert set(place.rotate("python").values()) == {"rotated"}
+        keks = 3
+        wanted = {"Decrypt": count * keks + keks, "Encrypt": keks}
+        if not double:
+            wanted = {"Decrypt": 2 * 5 * count, "Encrypt": 5 * count}
+        assert {name: gcp.calls[name] for name in wanted} == wanted
+        with Keytools.from_yaml(place.config) as tools:
+            assert tools.dataset(place.folder).to_table().num_rows == count * TABLE.num_rows
+
+
+def test_the_transit_engine_moves_no_kek_to_another_key(openbao: OpenBao, tmp_path: Path) -> None:
+    """It re-wraps only under the same key. In its own it re-wraps: no KEK is unwrapped but for the proof."""
+    with Place(openbao_service(openbao), tmp_path) as place:
+        path = place.write(place.tools(), "x")
+        keks = {entry["masterKeyID"]: entry["keyEncryptionKeyID"] for entry in external_entries(path).values()}
+        place.add_versions()
+        assert place.rotate("python", moves={"ka": "new"}) == {"x": "rotated"}
+        assert place.rotate("python", only_master_key=["kb"]) == {"x": "rotated"}
+        ids = place.service.ids
+        moved = {entry["masterKeyID"]: entry["keyEncryptionKeyID"] for entry in external_entries(path).values()}
+        assert moved.pop(ids["new"]) != keks.pop(ids["ka"]) and moved == keks

@@ -110,7 +110,7 @@ class KeyRotation(Configured):
                 Then other master keys stay as they are. None takes those of the configuration.
             only_master_keys: The master keys that are rotated.
             older_than: Only keys that an older version wrapped, or one that nobody can tell.
-            new_keks: Make fresh KEKs, as after a leak of one; without, KEKs stay the same.
+            new_keks: Make fresh KEKs, as after a leak of one; without, KEKs that the KMS re-wraps stay the same.
             keep_old: Keep the old keys beside the files, for `undo_rotation`, until `drop_old_keys`; None does as
                 the configuration says.
             dry_run: Change nothing; the report says what would change and what the KMS would be asked for.

@@ -173,20 +173,20 @@ class KmsClient(ABC):
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
         """Return the version of the master key that wrapped a key, or None where that is not known.
 
-        This asks nothing of the KMS: it reads what the wrapped key itself says. `unwrap` must prove it: of a
-        wrapped key that says another version than the one that made it, `unwrap` fails.
+        The wrapped key itself says it, and `unwrap` must prove it: where it says another version, `unwrap` fails.
         """
         return None
 
     def identity(self, master_key_id: str) -> str | None:
-        """Return the one name of a master key that may have several, or None where the KMS does not say.
-
-        An alias and the key that it stands for are one: who asks whether a key is needed means it by any name.
-        """
+        """Return the one name of a master key, which an alias is not; None where the KMS does not say."""
         try:
             return self._guard("describe", master_key_id, self._identity, master_key_id)
         except KmsError:
             return None
+
+    def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
+        """Return whether the KMS has a request for it; if not, `rewrap` unwraps, and rotations make new KEKs."""
+        return True
 
     def close(self) -> None:  # noqa: B027 - a backend without connections has nothing to close
         """Give back connections. Calls after this may fail; closing twice is fine."""
@@ -358,8 +358,7 @@ class KmsClient(ABC):
     def _checked_description(self, master_key_id: str) -> MasterKeyDescription:
         answer = self._describe(master_key_id)
         if not isinstance(answer, MasterKeyDescription):
-            detail = "the answer describes no master key"
-            raise self._kms_error(KmsResponseInvalidError, "describe", master_key_id, detail)
+            raise self._kms_error(KmsResponseInvalidError, "describe", master_key_id, "it describes no master key")
         return answer
 
     def _reporter(self) -> KeyReporter:

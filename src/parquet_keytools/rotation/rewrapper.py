@@ -2,6 +2,10 @@
 
 Where the KMS re-wraps by itself, the old key is never unwrapped here; the new one is. It is proven by what it
 opens: a KEK by the DEKs that it unwraps, and a DEK by the footer or the column metadata that it decrypts.
+
+Where it does not, and on the way to another KMS, the old key has to be unwrapped here. Then fresh KEKs, one for
+each master key, replace the old ones: an old KEK costs one request in place of three, and no KEK is valid in two
+KMSs. A DEK that the KMS itself wrapped costs three: it is unwrapped, wrapped, and unwrapped again as the proof.
 """
 
 from __future__ import annotations
@@ -105,7 +109,7 @@ class Rewrapper:
     Args:
         kms: The KMS whose master keys wrapped what is there.
         new_kms: The one whose master keys shall wrap it; None for the same.
-        new_keks: Whether fresh KEKs take the place of those that are there.
+        new_keks: Whether fresh KEKs take the place of all that are there, also where the KMS could re-wrap them.
         only_count: Whether to count what would be asked, and ask nothing.
     """
 
@@ -166,8 +170,8 @@ class Rewrapper:
             return {}
         found: dict[RewrapTask, Rewrapped | KmsError] = {}
         missing = self._rewrapped.split(wanted, found)
-        moved = [task for task in missing if self._is_unwrapped(task)]
-        inside = [task for task in missing if not self._is_unwrapped(task)]
+        moved = [task for task in missing if self.is_unwrapped(task)]
+        inside = [task for task in missing if not self.is_unwrapped(task)]
         found.update(zip(moved, self._wrap_anew(moved), strict=True))
         found.update(zip(inside, self._rewrap_inside(inside), strict=True))
         for task in missing:
@@ -176,16 +180,19 @@ class Rewrapper:
                 self._rewrapped.remember(task, outcome)
         return found
 
-    def _is_unwrapped(self, task: RewrapTask) -> bool:
+    def is_unwrapped(self, task: RewrapTask) -> bool:
         """Return whether a key has to be seen here: another KMS wraps it, or another KEK takes its place."""
-        return self._new_kms is not self._kms or (self._new_keks and task.is_kek)
+        if self._new_kms is not self._kms:
+            return True
+        old, new = task.old.master_key_id, task.new_master_key_id
+        return task.is_kek and (self._new_keks or not self._kms.rewraps_by_itself(old, new))
 
     def _count(self, wanted: Iterable[RewrapTask]) -> None:
         for task in self._counted.split(wanted, {}):
             self._counted.remember(task, None)
-            if not self._is_unwrapped(task):
+            if not self.is_unwrapped(task):
                 self._expected.update(rewrap=1, unwrap=1)
-            elif not (self._new_keks and task.is_kek):
+            elif not task.is_kek:
                 self._expected.update(unwrap=2, wrap=1)
             else:
                 self._expected.update(unwrap=1)
@@ -204,7 +211,7 @@ class Rewrapper:
         return [unwrapped(task, new, key) for task, new, key in zip(tasks, wrapped, keys, strict=True)]
 
     def _wrap_anew(self, tasks: Sequence[RewrapTask]) -> list[Rewrapped | KmsError]:
-        """Unwrap, and have the KMS wrap the same keys or fresh KEKs, and unwrap what it made."""
+        """Unwrap, and have the KMS wrap fresh KEKs or the same DEKs, and unwrap what it made."""
         old_keys = self._unwrap(self._kms, [task.old for task in tasks])
         there = self._moved_before(tasks, old_keys)
         usable = {
@@ -212,11 +219,8 @@ class Rewrapper:
             for task, key in zip(tasks, old_keys, strict=True)
             if not isinstance(key, KmsError) and task not in there
         }
-        if self._new_keks:
-            with_keks = {task: key for task, key in usable.items() if task.is_kek}
-            there.update(self._with_fresh_keks(with_keks))
-            usable = {task: key for task, key in usable.items() if not task.is_kek}
-        same = list(usable)
+        there.update(self._with_fresh_keks({task: key for task, key in usable.items() if task.is_kek}))
+        same = [task for task in usable if not task.is_kek]
         wrapped = self._wrap([WrapRequest(usable[task], task.new_master_key_id) for task in same])
         for task, new, key in zip(same, wrapped, self._unwrap_new(self._new_kms, same, wrapped), strict=True):
             is_other = not isinstance(key, KmsError) and key != usable[task]

@@ -381,6 +381,15 @@ def test_a_shared_kek_is_rewrapped_once(tmp_path: Path, key_material: str) -> No
     assert report.kms_calls == KmsCalls(rewrap=3, unwrap=3, describe=3)
 
 
+def test_single_wrapped_keys_on_the_way_to_another_kms_cost_three_calls(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory", double_wrapping=False)
+    path = case.write()
+    other = InMemoryKms(dict.fromkeys(MASTER_KEYS))
+    done = case.tools().rotate(path, to=other).kms_calls
+    assert (done.wrap, done.unwrap, done.rewrap) == (5, 2 * 5, 0)
+    assert case.tools(other).read_table(path).equals(TABLE)
+
+
 def test_the_kms_is_asked_in_rounds(tmp_path: Path) -> None:
     kms = FaultyKms({name: os.urandom(16) for name in MASTER_KEYS})
     case = Case(tmp_path, kms, None, {"column_keys": {"ka": ["a"], "kb": ["b"]}})

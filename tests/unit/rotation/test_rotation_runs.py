@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from faults import FaultyKms
-from rotation_case import MASTER_KEYS, TABLE, Case, key_material_file, materials, tree_digest
+from rotation_case import COLUMNS, MASTER_KEYS, TABLE, Case, key_material_file, materials, tree_digest
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import (
@@ -24,6 +24,7 @@ from parquet_keytools.errors import (
     StorageFailedError,
 )
 from parquet_keytools.keys import file_key_retriever
+from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import batch, data_set_run, held_keys, rewrapping
 from parquet_keytools.rotation.journal import Journal, JournalInUseError, journal_folder
 from parquet_keytools.rotation.report import FileRotation, KmsCalls, Outcome
@@ -570,3 +571,45 @@ def test_a_storage_that_takes_no_more_ends_the_run(
     assert len(changed) == report.counts[Outcome.ROTATED] and set(tree_digest(case.folder)) == set(before)
     report = case.tools().rotate(case.folder)
     assert report.succeeded and sum(report.counts.values()) == 20
+
+
+# --- keys that the KMS does not re-wrap by itself ---
+
+
+class KmsWithoutRewrap(InMemoryKms):
+    """Does what Cloud KMS does: to re-wrap is to unwrap and to wrap."""
+
+    def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("moved", "plaintext_footer", "key_material"),
+    [(False, False, "internal"), (False, True, "external"), (True, False, "external"), (True, True, "internal")],
+)
+@pytest.mark.usefixtures("small_batches")
+def test_keys_that_must_be_unwrapped_cost_one_call_each(
+    tmp_path: Path, moved: bool, plaintext_footer: bool, key_material: str
+) -> None:
+    """Where the KMS does not re-wrap, and on the way to another one: new KEKs in place of the old ones."""
+    kms, other = KmsWithoutRewrap(dict.fromkeys(MASTER_KEYS)), InMemoryKms(dict.fromkeys(MASTER_KEYS))
+    settings = {"key_material": key_material, "plaintext_footer": plaintext_footer}
+    case = Case(tmp_path / "data", kms, None, {**COLUMNS, **settings})
+    # Each writer has KEKs of its own: 6 for each of 3 master keys.
+    paths = [case.write(f"{i}.parquet") for i in range(6)]
+    before = tree_digest(case.folder)
+    old = {material.kek_id for path in paths for material in materials(case.tools(), path)}
+    options: dict[str, Any] = {"to": other} if moved else {}
+    foreseen = case.tools().rotate(case.folder, dry_run=True, **options).expected_kms_calls
+    with pytest.raises(CutOffError):
+        case.tools().rotate(case.folder, on_file=cut_off_after(4), keep_old=True, **options)
+    assert case.tools().rotate(case.folder, keep_old=True, **options).succeeded
+    tools = case.tools(other if moved else kms)
+    new = {material.kek_id for path in paths for material in materials(tools, path)}
+    # One for each master key of each of the two runs.
+    assert len(old) == 18 and len(new) == 6 and not old & new
+    assert all(tools.read_table(path).equals(TABLE) for path in paths)
+    assert case.tools().undo_rotation(case.folder).succeeded and tree_digest(case.folder) == before
+    done = case.tools().rotate(case.folder, **options).kms_calls
+    assert (done.wrap, done.unwrap, done.rewrap) == (3, 18 + 3, 0)
+    assert (done.wrap, done.unwrap, done.rewrap) == (foreseen.wrap, foreseen.unwrap, foreseen.rewrap)

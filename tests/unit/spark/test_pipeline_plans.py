@@ -245,7 +245,9 @@ def test_attempts_of_one_task_do_not_take_each_others_old_keys(
     context = rotation_context(job.keys, RotationRequest(moves={"pii": "new"}))
     opening = rotation.OpeningTask(job.carried_keys(1), str(folder), None, None, context.plan)
     distinct = opening(0, 0, piece_of(folder)).other
-    given = rotation._rewrap(job, context, distinct)
+    assert keytools.kms is not None
+    given = rotation._rewrap(keytools.kms, context, distinct)
+    assert len(given) == 1
     broadcast: Any = SimpleNamespace(value=given)
     writing = rotation.WritingTask(
         job.carried_keys(1), str(folder), None, None, context.plan, None, {}, True, False, broadcast

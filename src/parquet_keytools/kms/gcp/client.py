@@ -87,6 +87,10 @@ class GcpKms(RemoteKmsClient):
         assert isinstance(settings, GcpSettings)
         return cls(settings, folder=folder)
 
+    def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
+        """Return no: Cloud KMS has no such request."""
+        return False
+
     def close(self) -> None:
         """Give back threads and the channel. A call after this makes new ones."""
         super().close()

@@ -95,6 +95,10 @@ class VaultKms(RemoteKmsClient):
         """Return the version that stands in a wrapped key, or None where it is none of a transit engine."""
         return version_in(wrapped_key)
 
+    def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
+        """Return whether it is the same master key: the engine moves nothing to another one."""
+        return master_key_id == new_master_key_id
+
     def close(self) -> None:
         """Revoke the token if a login gave it to us, and give back connections and threads."""
         link = self._link.take()

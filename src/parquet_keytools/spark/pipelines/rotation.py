@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,8 @@ from parquet_keytools.errors import (
     KeytoolsError,
     KmsError,
     KmsUnavailableError,
-    MasterKeyNotFoundError,
-    WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.client import KmsClient, RewrapRequest
 from parquet_keytools.rotation.batch import KmsInstance
 from parquet_keytools.rotation.data_set_run import RunOptions
 from parquet_keytools.rotation.held_keys import HeldKeys, read_file_keys
@@ -62,20 +60,8 @@ _KeyOf = tuple[WrappedKey, bool]
 """A wrapped key, and whether it is a KEK."""
 
 
-@dataclass(frozen=True, slots=True)
-class GivenKey:
-    """What the driver got for a wrapped key. No secret.
-
-    Attributes:
-        wrapped_key: The new one.
-        was_there: Whether an earlier run did it: it is that of the new KMS already.
-    """
-
-    wrapped_key: str
-    was_there: bool = False
-
-
-Given = Mapping[RewrapTask, GivenKey | KmsError]
+Given = Mapping[RewrapTask, str | KmsError]
+"""What the driver got for wrapped keys: the new ones, and why there is none. No secret."""
 
 
 def rotate(
@@ -97,8 +83,9 @@ def rotate(
 ) -> PipelineReport:
     """Re-wrap the keys of a data set; see `Keytools.rotate`, which does the same on one machine.
 
-    Each distinct wrapped key is re-wrapped once for all files. Footer keys are unwrapped by at most 16 tasks
-    each. With `new_keks`, each Python worker makes fresh KEKs of its own.
+    What the KMS re-wraps by itself is re-wrapped once for all files. Footer keys are unwrapped by at most 16 tasks
+    each. With `new_keks`, with `to`, and where the KMS does not re-wrap by itself, each Python worker makes fresh
+    KEKs of its own.
 
     A run that was cut off goes on when it is called again in the same way: files tell what is left to do.
 
@@ -150,7 +137,8 @@ def rotate(
             opening = OpeningTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix, context.plan)
             for result in job.run(f"open footers of {place}", opening, pieces):
                 distinct |= result.other
-        given = {} if new_keks or dry_run else _rewrap(job, context, distinct)
+        assert job.keys.kms is not None
+        given: Given = {} if dry_run else _rewrap(job.keys.kms, context, distinct)
         if dry_run:
             # So that versions are known, as in a rotation.
             _tasks(context, distinct)
@@ -188,57 +176,22 @@ def _tasks(context: RotationContext, distinct: set[_KeyOf]) -> list[RewrapTask]:
     return tasks
 
 
-def _rewrap(job: Job, context: RotationContext, distinct: set[_KeyOf]) -> dict[RewrapTask, Any]:
-    assert job.keys.kms is not None
-    assert job.new_keys.kms is not None
-    given = _rewrap_each_once(job.keys.kms, job.new_keys.kms, _tasks(context, distinct))
+def _rewrap(kms: KmsClient, context: RotationContext, distinct: set[_KeyOf]) -> Given:
+    """Have the KMS re-wrap what it can by itself, each wrapped key once.
+
+    What came back is proven where it is used. Keys that have to be unwrapped are left to the tasks: none travels.
+    """
+    tasks = [task for task in _tasks(context, distinct) if not context.rewrapper.is_unwrapped(task)]
+    given: dict[RewrapTask, str | KmsError] = {}
+    for start in range(0, len(tasks), _KEYS_A_BATCH):
+        batch = tasks[start : start + _KEYS_A_BATCH]
+        requests = [RewrapRequest(t.old.wrapped_key, t.old.master_key_id, t.new_master_key_id) for t in batch]
+        given |= dict(zip(batch, kms.rewrap_many(requests), strict=True))
     unreachable = [outcome for outcome in given.values() if isinstance(outcome, KmsUnavailableError)]
     if unreachable and len(unreachable) == len(given):
         # The files would all fail with it.
         raise unreachable[0]
     return given
-
-
-def _rewrap_each_once(
-    kms: KmsClient, new_kms: KmsClient, tasks: Sequence[RewrapTask]
-) -> dict[RewrapTask, GivenKey | KmsError]:
-    """Have each wrapped key re-wrapped, once; what came back is proven where it is used."""
-    found: dict[RewrapTask, GivenKey | KmsError] = {}
-    for start in range(0, len(tasks), _KEYS_A_BATCH):
-        batch = tasks[start : start + _KEYS_A_BATCH]
-        if new_kms is kms:
-            requests = [RewrapRequest(t.old.wrapped_key, t.old.master_key_id, t.new_master_key_id) for t in batch]
-            for task, new in zip(batch, kms.rewrap_many(requests), strict=True):
-                found[task] = new if isinstance(new, KmsError) else GivenKey(new)
-        else:
-            found |= _move(kms, new_kms, batch)
-    return found
-
-
-def _move(
-    kms: KmsClient, new_kms: KmsClient, tasks: Sequence[RewrapTask]
-) -> dict[RewrapTask, GivenKey | KmsError]:
-    """Unwrap with one KMS and wrap with another one."""
-    old = kms.unwrap_many([UnwrapRequest(task.old.wrapped_key, task.old.master_key_id) for task in tasks])
-    found: dict[RewrapTask, GivenKey | KmsError] = {}
-    keys = {}
-    unknown = []
-    for task, key in zip(tasks, old, strict=True):
-        if not isinstance(key, KmsError):
-            keys[task] = key
-        else:
-            found[task] = key
-            if isinstance(key, WrappedKeyInvalidError | MasterKeyNotFoundError):
-                unknown.append(task)
-    # An earlier run that was cut off may have moved some: these say where they are.
-    there = new_kms.unwrap_many([UnwrapRequest(t.old.wrapped_key, t.old.master_key_id) for t in unknown])
-    for task, key in zip(unknown, there, strict=True):
-        if not isinstance(key, KmsError):
-            found[task] = GivenKey(task.old.wrapped_key, was_there=True)
-    wrapped = new_kms.wrap_many([WrapRequest(key, task.new_master_key_id) for task, key in keys.items()])
-    for task, new in zip(keys, wrapped, strict=True):
-        found[task] = new if isinstance(new, KmsError) else GivenKey(new)
-    return found
 
 
 # --- the tasks ---
@@ -311,10 +264,10 @@ class WritingTask(PipelineTask):
         assert kms is not None
         assert new_kms is not None
         trust_master_keys(self.plan, kms, new_kms)
-        if self.dry_run or self.plan.new_keks:
-            rewrapper = Rewrapper(kms, new_kms, new_keks=self.plan.new_keks, only_count=self.dry_run)
+        if self.dry_run:
+            rewrapper = Rewrapper(kms, new_kms, new_keks=self.plan.new_keks, only_count=True)
         else:
-            rewrapper = GivenRewrapper(kms, new_kms, self.given.value)
+            rewrapper = GivenRewrapper(kms, new_kms, self.given.value, new_keks=self.plan.new_keks)
         return RotationContext(
             plan=self.plan,
             rewrapper=rewrapper,
@@ -331,16 +284,17 @@ class WritingTask(PipelineTask):
 class GivenRewrapper(Rewrapper):
     """Takes new wrapped keys from the driver, and unwraps them: that proves them, and opens footers.
 
-    A wrapped key that the driver did not see, of a file that changed since, is re-wrapped here.
+    What the driver did not re-wrap is done here: keys that have to be unwrapped, and those of files that changed.
 
     Args:
         kms: See `Rewrapper`.
         new_kms: See `Rewrapper`.
         given: What the driver got.
+        new_keks: See `Rewrapper`.
     """
 
-    def __init__(self, kms: KmsClient, new_kms: KmsClient, given: Given) -> None:
-        super().__init__(kms, new_kms, new_keks=False, only_count=False)
+    def __init__(self, kms: KmsClient, new_kms: KmsClient, given: Given, *, new_keks: bool) -> None:
+        super().__init__(kms, new_kms, new_keks=new_keks)
         self._given = given
 
     def rewrap(self, wanted: Iterable[RewrapTask]) -> dict[RewrapTask, Rewrapped | KmsError]:
@@ -349,20 +303,9 @@ class GivenRewrapper(Rewrapper):
         missing = self._rewrapped.split(wanted, found)
         given = {task: self._given[task] for task in missing if task in self._given}
         found.update(super().rewrap([task for task in missing if task not in given]))
-        there = [task for task, new in given.items() if isinstance(new, GivenKey) and new.was_there]
-        for task, there_key in zip(there, self._unwrap(self._new_kms, [task.old for task in there]), strict=True):
-            found[task] = (
-                there_key
-                if isinstance(there_key, KmsError)
-                else Rewrapped(
-                    task.old.wrapped_key, task.old.master_key_id, there_key, None, there_key, was_there=True
-                )
-            )
-            del given[task]
-        news = [new if isinstance(new, KmsError) else new.wrapped_key for new in given.values()]
-        keys = self._unwrap_new(self._new_kms, list(given), news)
-        for task, wrapped_key, key in zip(given, news, keys, strict=True):
-            found[task] = unwrapped(task, wrapped_key, key)
+        keys = self._unwrap_new(self._new_kms, list(given), list(given.values()))
+        for (task, new), key in zip(given.items(), keys, strict=True):
+            found[task] = unwrapped(task, new, key)
         for task in missing:
             proven = found[task]
             if isinstance(proven, Rewrapped):
