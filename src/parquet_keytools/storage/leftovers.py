@@ -119,12 +119,20 @@ def _remove(folder: int, folder_found: os.stat_result, name: str, parsed: Tempor
             os.unlink(name, dir_fd=folder)
         return
     # It was killed after it had taken the place of a file that came meanwhile, and before it could put that back.
-    if target is None or target.st_ino != swap.new:
+    if target is None or target.st_ino != swap.new or not _may_replace(found, target, folder_found):
         _log.warning("%r is a version of %r that somebody wrote meanwhile; it is kept", name, parsed.target)
         return
     exchange(folder, name, parsed.target)
     if os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino == swap.new:
         os.unlink(name, dir_fd=folder)
+
+
+def _may_replace(file: os.stat_result, target: os.stat_result, folder: os.stat_result) -> bool:
+    """Return whether the owner of a file may have put it in place of another one.
+
+    In a folder with the sticky bit others may not: then they had its name made up, to have this user replace it.
+    """
+    return not folder.st_mode & stat.S_ISVTX or file.st_uid in (target.st_uid, folder.st_uid, 0)
 
 
 def remove_stored_leftovers(target: FileLocation) -> None:

@@ -281,6 +281,20 @@ def test_killed_between_exchange_and_putting_back(tmp_path: Path, monkeypatch: p
     assert path.read_bytes() == b"of another writer" and names(tmp_path) == ["x"]
 
 
+def test_nobody_has_a_file_replaced_that_they_may_not_replace(
+    tmp_path: Path, dead_name: Callable[[str], str]
+) -> None:
+    """In a folder with the sticky bit: the name of their own file says that it came while another one was replaced."""
+    path = tmp_path / "x"
+    path.write_bytes(b"of this user")
+    tmp_path.chmod(0o1777)
+    planted = tmp_path / dead_name("x").replace(".tmp", f".{path.stat().st_ino:x}-1-1.swap")
+    planted.write_bytes(b"of another user")
+    os.chown(planted, 65534, 65534)
+    assert list(without_leftovers([at(path)])) == [at(path)]
+    assert path.read_bytes() == b"of this user" and planted.read_bytes() == b"of another user"
+
+
 # --- what is left ---
 
 
