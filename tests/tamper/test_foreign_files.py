@@ -655,6 +655,22 @@ def test_nor_to_one_that_the_table_has_under_a_key_and_the_file_lacks(tmp_path: 
         FOLDER_READS[read](own, tmp_path / "data")
 
 
+@pytest.mark.parametrize("pattern", ["person.ssn", "person.*", "person"])
+def test_nor_to_a_column_of_which_a_part_is_under_a_key(tmp_path: Path, pattern: str) -> None:
+    """A file from before the table had the column: nothing but the folder says what is in it."""
+    older = Keytools(parse_configuration(document(in_memory()) | {"tables": {"own": {"footer_key": "kf"}}}))
+    folder = tmp_path / "data" / "person=forged"
+    folder.mkdir(parents=True)
+    older.write_table(TABLE.select(["plain"]), folder / "y.parquet")
+    table = {"footer_key": "kf", "column_keys": {"ka": [pattern]}}
+    tools = Keytools(parse_configuration(document(in_memory()) | {"tables": {"own": table}}))
+    for read in (tools.read_table, tools.dataset):
+        with pytest.raises(DecryptionError, match=r"y\.parquet: the name of a folder gives values to 'person'"):
+            read(tmp_path / "data")
+    (tmp_path / "data" / "person=forged").rename(tmp_path / "data" / "pers=right")
+    assert tools.read_table(tmp_path / "data")["pers"].to_pylist() == ["right"] * 100
+
+
 def test_folders_give_values_to_columns_that_are_under_no_key(tmp_path: Path) -> None:
     table = POLICY | {"unlisted_columns": "footer_key"}
     tools = Keytools(parse_configuration(document(in_memory()) | {"tables": {"own": table}}))

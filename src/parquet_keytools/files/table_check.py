@@ -109,6 +109,7 @@ class TableCheck:
         self._configuration = configuration
         self._ignores_case = ignores_case
         self._algorithm = Algorithm(table.algorithm)
+        self._column_keys = table.column_keys
         self._keys = {name: resolve_key(configuration, name) for _, name in table.key_names()}
         also_trusted = frozenset(self._keys[name] for name in table.also_trusted)
         self._trusted: dict[str, frozenset[KeyReference]] = {}
@@ -130,7 +131,7 @@ class TableCheck:
         return any(old in trusted and new not in trusted for trusted in self._trusted.values())
 
     def keyed(self, names: Collection[str]) -> set[str]:
-        """Return which of some names of top-level columns patterns of the table put under a key.
+        """Return which names of top-level columns patterns of the table put under a key, as a whole or in parts.
 
         Raises:
             ConfigurationError: The table has two keys for one of them.
@@ -142,7 +143,15 @@ class TableCheck:
             for_reading=True,
             ignores_case=self._ignores_case,
         )
-        return {path[0] for path, key in columns.items() if key.kind == "column_key"}
+        in_parts = {name for name in names if self._has_part(name)}
+        return {path[0] for path, key in columns.items() if key.kind == "column_key"} | in_parts
+
+    def _has_part(self, name: str) -> bool:
+        """Return whether a pattern names a part of a top-level column, which no file may have."""
+        patterns = (pattern for patterns in self._column_keys.values() for pattern in patterns)
+        if self._ignores_case:
+            return any(pattern.lower().startswith(f"{name}.".lower()) for pattern in patterns)
+        return any(pattern.startswith(f"{name}.") for pattern in patterns)
 
     def mismatches(self, seen: SeenFile) -> list[TableMismatch]:
         """Return all in which a file is not what the table says.
