@@ -269,7 +269,7 @@ def why_unknown(entry: LeftOut) -> IncompleteDataSetError | None:
 
     A complete Parquet file that is encrypted may, whatever its name ends with, and so may what cannot be read.
     """
-    if entry.reason not in (LeftOutReason.PASSED_OVER, LeftOutReason.SUMMARY):
+    if entry.reason is LeftOutReason.NOT_PARQUET:
         return None
     try:
         if entry.location.is_local and _holds_nothing(entry.location.path):
@@ -299,9 +299,6 @@ def _is_encrypted(location: FileLocation) -> bool:
     with open_source(location) as source:
         if source.size_bytes < MAGIC_LENGTH + TRAILER_LENGTH:
             return False
-        start = bytes(source.read_at(0, MAGIC_LENGTH))
-        if start not in (MAGIC, MAGIC_ENCRYPTED_FOOTER):
-            return False
-        # A file that is not complete has no footer, and nobody can read it.
-        end = bytes(source.read_at(source.size_bytes - MAGIC_LENGTH, MAGIC_LENGTH))
-        return end == start and read_envelope(source).mode is not FooterMode.UNENCRYPTED
+        # A file that is not complete has no footer, and nobody can read it. Where the two differ, some read it.
+        ends = {bytes(source.read_at(at, MAGIC_LENGTH)) for at in (0, source.size_bytes - MAGIC_LENGTH)}
+        return ends <= {MAGIC, MAGIC_ENCRYPTED_FOOTER} and read_envelope(source).mode is not FooterMode.UNENCRYPTED

@@ -168,6 +168,8 @@ def test_columns_have_no_instance() -> None:
         ({"kmsInstanceURL": ...}, "kmsInstanceURL: is missing"),
         ({"kmsInstanceID": 7}, "kmsInstanceID: is not a string"),
         ({"kmsInstanceURL": True}, "kmsInstanceURL: is not a string"),
+        ({"kmsInstanceURL": "\ud800"}, "kmsInstanceURL: is not valid Unicode"),
+        ({"masterKeyID": "kf\udfff"}, "masterKeyID: is not valid Unicode"),
     ],
 )
 def test_every_mistake_is_one_clear_error(changes: dict[str, object], words: str) -> None:

@@ -151,6 +151,20 @@ def test_files_of_all_kinds(tmp_path: Path) -> None:
     assert using == {"uniform", "pyarrow", "bad"}
 
 
+@pytest.mark.parametrize("name", ["_x.parquet", "_metadata", "_KEY_MATERIAL_FOR_z.parquet.json"])
+@pytest.mark.parametrize("start", [b"PARE", b"PAR1"])
+def test_what_no_data_set_has_may_need_keys(tmp_path: Path, name: str, start: bytes) -> None:
+    """Arrow reads such a file where it is named, also where its first bytes are wrong."""
+    case = Case.make(tmp_path, "keystore")
+    content = case.write().read_bytes()
+    (case.folder / name).write_bytes(start + content[4:])
+    (case.folder / "_KEY_MATERIAL_FOR_y.parquet.json").write_text("{}")
+    (case.folder / "_half").write_bytes(content[:-4])
+    inventory = [file for file in case.tools().key_inventory(case.folder) if file.unknown is not None]
+    assert [Path(file.path).name for file in inventory] == [name]
+    assert inventory[0].depends_on("new") is None
+
+
 def test_entries_that_nothing_refers_to(tmp_path: Path) -> None:
     case = Case.make(tmp_path, "keystore", key_material="external")
     path = case.write()

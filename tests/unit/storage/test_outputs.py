@@ -284,7 +284,7 @@ def test_killed_between_exchange_and_putting_back(tmp_path: Path, monkeypatch: p
 def test_nobody_has_a_file_replaced_that_they_may_not_replace(
     tmp_path: Path, dead_name: Callable[[str], str]
 ) -> None:
-    """In a folder with the sticky bit: the name of their own file says that it came while another one was replaced."""
+    """In a folder with the sticky bit: their file is named like one that came while another one was replaced."""
     path = tmp_path / "x"
     path.write_bytes(b"of this user")
     tmp_path.chmod(0o1777)
