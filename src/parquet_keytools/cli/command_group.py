@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -32,12 +34,15 @@ class CommandGroup(TyperGroup):
     def _invoke(self, ctx: Any) -> Any:
         try:
             answer_with_json(False)
-            with _warnings_on_stderr():
+            with _warnings_on_stderr(), _interrupted_by_sigterm():
                 result = super().invoke(ctx)
             sys.stdout.flush()
             return result
+        except TerminatedError:
+            say("Terminated.")
+            raise typer.Exit(ExitStatus.TERMINATED) from None
         except (KeyboardInterrupt, typer.Abort):
-            typer.echo("Interrupted.", err=True)
+            say("Interrupted.")
             raise typer.Exit(ExitStatus.INTERRUPTED) from None
         except BrokenPipeError:
             raise
@@ -52,6 +57,25 @@ class CommandGroup(TyperGroup):
             else:
                 say(f"Error: {error_text(error)}")
             raise typer.Exit(status_of(error)) from None
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM came: as with Ctrl-C, what is half done is removed, and what was done is reported."""
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    def raise_terminated(*_: object) -> None:
+        raise TerminatedError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 @contextlib.contextmanager

@@ -14,3 +14,4 @@ class ExitStatus(IntEnum):
     KMS_FAILED = 3
     INTERRUPTED = 130
     NOBODY_READS = 141
+    TERMINATED = 143

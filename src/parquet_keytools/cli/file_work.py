@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +28,10 @@ from parquet_keytools.storage.failures import storage_failure
 from parquet_keytools.storage.locations import FileLocation
 
 _MOST_LEFT_OUT_SHOWN = 20
+_SMALL_BYTES = 4 << 20
+"""Larger files are written by several threads each."""
+
+_SMALL_FILES_AT_A_TIME = 4
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 """They have no folders; to create one would leave an empty object of its name."""
 
@@ -115,62 +122,112 @@ def convert_files(
     """
     started = time.monotonic()
     plan = plan_files(location_of(source, "SRC"), location_of(target, "DST"), overwrite=overwrite)
-    results: list[FileResult] = []
-    failures: list[Failure] = []
     with progress_bar(plan.size_bytes) as progress:
+        work = _Work(plan, convert, progress, overwrite=overwrite)
         try:
-            _convert_all(plan, convert, progress, results, failures, overwrite=overwrite)
+            work.run()
         except KeyboardInterrupt:
             if plan.source_is_folder:
                 say(
-                    f"{len(results):,} of {number_of(len(plan.files), 'file')} were {participle} before this. "
-                    "To do all of them again, say --overwrite."
+                    f"{len(work.results):,} of {number_of(len(plan.files), 'file')} were {participle} before "
+                    "this. To do all of them again, say --overwrite."
                 )
             raise
     if as_json:
-        print_json(_document(plan, results, failures))
-    _tell(plan, results, failures, participle, time.monotonic() - started)
-    if failures or plan.unseen:
-        kms_failed = not plan.unseen and all(failure.status is ExitStatus.KMS_FAILED for failure in failures)
+        print_json(_document(work))
+    _tell(work, participle, time.monotonic() - started)
+    if work.failures or plan.unseen:
+        kms_failed = not plan.unseen and all(failure.status is ExitStatus.KMS_FAILED for failure in work.failures)
         raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)
 
 
-def _convert_all(
-    plan: FilePlan,
-    convert: Convert,
-    progress: ByteProgress,
-    results: list[FileResult],
-    failures: list[Failure],
-    *,
-    overwrite: bool,
-) -> None:
-    done_bytes = 0
-    for file in plan.files:
+class _Work:
+    """The conversion of the files of a plan: small ones several at a time, for much of it is waiting for the disk.
+
+    Attributes:
+        plan: What is to be done.
+    """
+
+    def __init__(self, plan: FilePlan, convert: Convert, progress: ByteProgress, *, overwrite: bool) -> None:
+        self.plan = plan
+        self._convert = convert
+        self._progress = progress
+        self._overwrite = overwrite
+        self._outcomes: dict[int, FileResult | Failure] = {}
+        self._done_bytes = 0
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+
+    @property
+    def results(self) -> list[FileResult]:
+        """What was converted, in the order of the plan."""
+        return [found for found in self._in_order() if isinstance(found, FileResult)]
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What could not be converted, in the order of the plan."""
+        return [found for found in self._in_order() if isinstance(found, Failure)]
+
+    @property
+    def not_begun(self) -> list[PlannedFile]:
+        """The files that were left when the file system failed."""
+        return [file for number, file in enumerate(self.plan.files) if number not in self._outcomes]
+
+    def _in_order(self) -> list[FileResult | Failure]:
+        return [outcome for _, outcome in sorted(self._outcomes.items())]
+
+    def run(self) -> None:
+        """Convert all files.
+
+        Raises:
+            KeytoolsError: The one file failed, or the configuration fits none.
+        """
+        # The first alone: for a mistake in the configuration all would fail.
+        numbered = list(enumerate(self.plan.files))
+        for first in numbered[:1]:
+            self._one(first)
+        for is_small, files in groupby(numbered[1:], key=lambda entry: entry[1].size_bytes <= _SMALL_BYTES):
+            with ThreadPoolExecutor(_SMALL_FILES_AT_A_TIME if is_small else 1) as pool:
+                for _ in pool.map(self._one, files):
+                    pass
+
+    def _one(self, numbered: tuple[int, PlannedFile]) -> None:
+        """Convert a file, unless the others were given up."""
+        number, file = numbered
+        if self._stopped.is_set():
+            return
         try:
-            if plan.source_is_folder:
+            outcome = self._outcome(file)
+        except BaseException:
+            self._stopped.set()
+            raise
+        with self._lock:
+            self._outcomes[number] = outcome
+            self._done_bytes += file.size_bytes
+            self._progress.move_to(self._done_bytes)
+
+    def _outcome(self, file: PlannedFile) -> FileResult | Failure:
+        try:
+            if self.plan.source_is_folder:
                 _create_folder_of(file.target)
-            results.append(
-                convert(
-                    file.source.path,
-                    file.target.path,
-                    source_filesystem=file.source.filesystem,
-                    target_filesystem=file.target.filesystem,
-                    on_progress=progress.advance,
-                    overwrite=overwrite,
-                )
+            return self._convert(
+                file.source.path,
+                file.target.path,
+                source_filesystem=file.source.filesystem,
+                target_filesystem=file.target.filesystem,
+                on_progress=self._progress.advance,
+                overwrite=self._overwrite,
             )
         except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
-            if not plan.source_is_folder:
+            if not self.plan.source_is_folder:
                 raise
-            if isinstance(error, ConfigurationError) and not done_bytes:
-                say(f"Stopped at the first of {number_of(len(plan.files), 'file')}, {file.source}.")
+            if isinstance(error, ConfigurationError) and not self._outcomes:
+                say(f"Stopped at the first of {number_of(len(self.plan.files), 'file')}, {file.source}.")
                 raise
-            failures.append(Failure(file, error))
             if storage_failure(error, file.target) is not None:
                 # The others would fare no better.
-                return
-        done_bytes += file.size_bytes
-        progress.move_to(done_bytes)
+                self._stopped.set()
+            return Failure(file, error)
 
 
 def _create_folder_of(file: FileLocation) -> None:
@@ -178,9 +235,10 @@ def _create_folder_of(file: FileLocation) -> None:
         file.filesystem.create_dir(file.path.rpartition("/")[0], recursive=True)
 
 
-def _document(plan: FilePlan, results: list[FileResult], failures: list[Failure]) -> dict[str, Any]:
+def _document(work: _Work) -> dict[str, Any]:
+    plan = work.plan
     document = {
-        "files": [asdict(result) for result in results],
+        "files": [asdict(result) for result in work.results],
         "failures": [
             {
                 "source": str(failure.file.source),
@@ -188,7 +246,7 @@ def _document(plan: FilePlan, results: list[FileResult], failures: list[Failure]
                 "error": type(failure.error).__name__,
                 "message": error_text(failure.error),
             }
-            for failure in failures
+            for failure in work.failures
         ]
         + [
             {
@@ -201,19 +259,13 @@ def _document(plan: FilePlan, results: list[FileResult], failures: list[Failure]
         ],
         "left_out": [{"path": left.path, "reason": left.reason} for left in plan.left_out],
     }
-    if not_begun := _not_begun(plan, results, failures):
+    if not_begun := work.not_begun:
         document["not_begun"] = [str(file.source) for file in not_begun]
     return document
 
 
-def _not_begun(plan: FilePlan, results: list[FileResult], failures: list[Failure]) -> tuple[PlannedFile, ...]:
-    """Return the files that were left when the file system failed."""
-    return plan.files[len(results) + len(failures) :]
-
-
-def _tell(
-    plan: FilePlan, results: list[FileResult], failures: list[Failure], participle: str, seconds: float
-) -> None:
+def _tell(work: _Work, participle: str, seconds: float) -> None:
+    plan, results, failures = work.plan, work.results, work.failures
     # What may be data first: somebody may miss it.
     left_out = sorted(plan.left_out, key=lambda left: ".parquet" not in left.location.name.lower())
     for left in left_out[:_MOST_LEFT_OUT_SHOWN]:
@@ -223,7 +275,7 @@ def _tell(
     for failure in failures:
         text = error_text(failure.error)
         say(f"Failed: {text}" if str(failure.file.source) in text else f"Failed: {failure.file.source}: {text}")
-    if not_begun := _not_begun(plan, results, failures):
+    if not_begun := work.not_begun:
         say(
             f"Stopped: {len(not_begun):,} of {number_of(len(plan.files), 'file')} not started, because they would "
             "fail too. Solve the problem, then repeat the command with --overwrite."
@@ -232,7 +284,7 @@ def _tell(
         say(f"Failed: could not be checked: {error_text(unseen.error)}")
     if len(plan.unseen) > _MOST_LEFT_OUT_SHOWN:
         say(f"Failed: {len(plan.unseen) - _MOST_LEFT_OUT_SHOWN} more could not be checked; --json lists all.")
-    size = size_text(sum(result.source_bytes for result in results))
+    size = size_text(sum(result.target_bytes for result in results))
     if not plan.source_is_folder:
         answer(f"{participle.capitalize()} {results[0].source} to {results[0].target}: {size} in {seconds:.1f} s.")
         return
