@@ -18,7 +18,7 @@ from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryptio
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format import thrift_skim
 from parquet_keytools.format.structs import FileMetaData
-from parquet_keytools.format.thrift_compact import MAX_DEPTH, WireType, read_struct, write_struct
+from parquet_keytools.format.thrift_compact import MAX_DEPTH, Struct, WireType, read_struct, write_struct
 from parquet_keytools.format.thrift_outline import read_outline
 from parquet_keytools.format.thrift_skim import skim_struct
 
@@ -79,6 +79,49 @@ def _outlines_agree(data: bytes) -> None:
         assert outline == struct
         assert write_struct(outline) == write_struct(struct)
         assert read_struct(untouched)[0] == struct
+
+
+def _within(struct: Struct, field_id: int) -> Struct:
+    entry = struct.entry_to_change(field_id)
+    assert entry is not None
+    inner: Struct = entry[1]
+    return inner
+
+
+_VALUES = [None, (WireType.I64, -7), (WireType.I32, 300), (WireType.TRUE, None), (WireType.BINARY, b"x" * 200)]
+
+
+@given(st.sampled_from(_FOOTERS), st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_set_is_written_as_if_all_had_been_read(footer: bytes, draw: st.DataObject) -> None:
+    """Fields set, removed and changed within, of structs whose fields were not read, and of copies of these."""
+    row_group = FileMetaData.read(footer)[0].row_groups[0]
+    chunk = draw.draw(st.sampled_from(row_group.columns))
+    original = chunk.serialise()
+    read, _ = read_struct(original)
+    is_copy = draw.draw(st.booleans())
+    if 3 in read.fields and draw.draw(st.booleans()):
+        outlined, read = _within(chunk.struct, 3), read.fields[3][1]
+    else:
+        outlined = chunk.struct
+    if is_copy:
+        outlined = outlined.copy()
+    for _ in range(draw.draw(st.integers(1, 5))):
+        field_id = draw.draw(st.one_of(st.sampled_from(list(read.fields)), st.integers(1, 40)))
+        entry = read.fields.get(field_id)
+        if entry is not None and entry[0] is WireType.STRUCT and draw.draw(st.booleans()):
+            for struct in (_within(outlined, field_id), entry[1]):
+                struct.set_entry(1, (WireType.I32, 5))
+        else:
+            value = draw.draw(st.sampled_from(_VALUES))
+            outlined.set_entry(field_id, value)
+            read.set_entry(field_id, value)
+        assert outlined.entry(field_id) == read.entry(field_id)
+        assert outlined.entry_bytes(field_id) == read.entry_bytes(field_id)
+    assert write_struct(outlined) == write_struct(read)
+    assert outlined == read
+    assert write_struct(outlined) == write_struct(read)
+    assert not is_copy or chunk.serialise() == original
 
 
 every = settings(max_examples=1_500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -40,6 +40,8 @@ class ModuleType(IntEnum):
 
 _HAS_PAGE_ORDINAL = (ModuleType.DATA_PAGE, ModuleType.DATA_PAGE_HEADER)
 
+_pack_two_ordinals = struct.Struct("<B2h").pack
+_pack_three_ordinals = struct.Struct("<B3h").pack
 
 _CHOSEN_BY_VALUES = (ModuleType.DATA_PAGE, ModuleType.DICTIONARY_PAGE)
 """Modules whose bytes are those of values; whoever has values written chooses them."""
@@ -100,20 +102,20 @@ def module_aad(
     Raises:
         FormatLimitError: An ordinal does not fit into 16 bits with a sign.
     """
-    ordinals: tuple[int | None, ...]
     if module_type is ModuleType.FOOTER:
-        ordinals = ()
-    elif module_type in _HAS_PAGE_ORDINAL:
-        ordinals = (row_group_ordinal, column_ordinal, page_ordinal)
-    else:
-        ordinals = (row_group_ordinal, column_ordinal)
+        return file_aad + b"\x00"
+    ordinals: tuple[int | None, ...] = (row_group_ordinal, column_ordinal)
+    pack = _pack_two_ordinals
+    if module_type in _HAS_PAGE_ORDINAL:
+        ordinals = (*ordinals, page_ordinal)
+        pack = _pack_three_ordinals
     for ordinal in ordinals:
         if ordinal is None or not 0 <= ordinal <= MAX_ORDINAL:
             raise FormatLimitError(
                 f"{module_type.title}: ordinal {ordinal} is not in 0..{MAX_ORDINAL}.",
                 hint="Write fewer row groups, columns or pages into one file.",
             )
-    return file_aad + struct.pack(f"<B{len(ordinals)}h", module_type, *ordinals)
+    return file_aad + pack(module_type, *ordinals)
 
 
 _HINT = "The key or the AAD prefix is not the one that it was encrypted with, or the file was altered."

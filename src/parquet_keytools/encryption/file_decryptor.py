@@ -12,7 +12,8 @@ from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
-from parquet_keytools.format.column_selection import selected_footer, selected_sorting_columns
+from parquet_keytools.format.collector import paused_collector, paused_for
+from parquet_keytools.format.column_selection import Selection, selected_footer, selected_sorting_columns
 from parquet_keytools.format.file_layout import MAGIC
 from parquet_keytools.format.structs import FileMetaData, RowGroup
 from parquet_keytools.secret_bytes import SecretBytes
@@ -93,6 +94,19 @@ def decrypt_columns(
     except ParquetFormatError as error:
         raise ParquetFormatError(str(error), path=source.path) from None
     check_stated_algorithm(source, footer, deks)
+    with paused_for(source.size_bytes):
+        _decrypt(source, sink, footer, deks, selection, threads, on_progress)
+
+
+def _decrypt(
+    source: ByteSource,
+    sink: ByteSink,
+    footer: Footer,
+    deks: Deks,
+    selection: Selection,
+    threads: int,
+    on_progress: Callable[[int], None] | None,
+) -> None:
     row_groups = open_chunks(
         footer, deks, lambda *_: None, selection.row_group_ordinals, selection.column_ordinals
     )
@@ -173,19 +187,21 @@ def open_chunks(
     columns = [footer.columns[ordinal] for ordinal in wanted]
     ciphers = [footer.cipher_of(column, deks.get(column.path)) for column in columns]
     row_groups: list[RowGroupRewrite] = []
-    for row_group_ordinal in range(len(footer.row_groups)) if row_group_ordinals is None else row_group_ordinals:
-        chunks: list[ChunkRewrite] = []
-        for column, cipher in zip(columns, ciphers, strict=True):
-            reader = None
-            if cipher is not None:
-                reader = ChunkCipher(cipher, footer.algorithm, row_group_ordinal, column.ordinal)
-            chunks.append(
-                ChunkRewrite(
-                    footer.chunks[row_group_ordinal][column.ordinal],
-                    footer.chunk_metadata(row_group_ordinal, column, cipher),
-                    reader,
-                    writer_of(row_group_ordinal, column.ordinal),
+    ordinals = range(len(footer.row_groups)) if row_group_ordinals is None else row_group_ordinals
+    with paused_collector():
+        for row_group_ordinal in ordinals:
+            chunks: list[ChunkRewrite] = []
+            for column, cipher in zip(columns, ciphers, strict=True):
+                reader = None
+                if cipher is not None:
+                    reader = ChunkCipher(cipher, footer.algorithm, row_group_ordinal, column.ordinal)
+                chunks.append(
+                    ChunkRewrite(
+                        footer.chunks[row_group_ordinal][column.ordinal],
+                        footer.chunk_metadata(row_group_ordinal, column, cipher),
+                        reader,
+                        writer_of(row_group_ordinal, column.ordinal),
+                    )
                 )
-            )
-        row_groups.append((footer.row_groups[row_group_ordinal], chunks))
+            row_groups.append((footer.row_groups[row_group_ordinal], chunks))
     return row_groups

@@ -122,7 +122,7 @@ class OutputKeys:
     def __init__(self, encryption: FileEncryption, column_keys: Sequence[KeyChoice]) -> None:
         self.encryption = encryption
         self.column_keys = column_keys
-        self._ciphers: list[tuple[SecretBytes, ModuleCipher]] = []
+        self._ciphers: dict[bytes, ModuleCipher] = {}
         self.footer_cipher = self._cipher_of(encryption.footer_dek)
         self.column_ciphers = [self._column_cipher(key) for key in column_keys]
         encrypted = [ordinal for ordinal, key in enumerate(column_keys) if key is not ColumnEncryption.PLAINTEXT]
@@ -136,12 +136,12 @@ class OutputKeys:
         return self.footer_cipher if key is ColumnEncryption.FOOTER_KEY else None
 
     def _cipher_of(self, dek: SecretBytes) -> ModuleCipher:
-        for known, cipher in self._ciphers:
-            if known == dek:
-                return cipher
-        encryption = self.encryption
-        cipher = ModuleCipher(dek, encryption.file_aad, invocation_limit=encryption.invocation_limit)
-        self._ciphers.append((dek, cipher))
+        # The very bytes that the DEK holds, no copy: gone with the ciphers, which hold the DEK.
+        cipher = self._ciphers.get(dek.reveal())
+        if cipher is None:
+            encryption = self.encryption
+            cipher = ModuleCipher(dek, encryption.file_aad, invocation_limit=encryption.invocation_limit)
+            self._ciphers[dek.reveal()] = cipher
         return cipher
 
     def protect(self, chunk: ChunkRewrite, path: tuple[str, ...], column_ordinal: int) -> None:

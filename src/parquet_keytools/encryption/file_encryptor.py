@@ -15,6 +15,7 @@ from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import AlreadyEncryptedError, FormatLimitError, NotEncryptedError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
+from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.format.structs import RowGroup
 
@@ -123,6 +124,19 @@ def encrypt_opened(
     Raises:
         KeytoolsError: As `rekey_source`.
     """
+    with paused_for(source.size_bytes):
+        _encrypt(source, sink, footer, deks, encryption, threads, on_progress)
+
+
+def _encrypt(
+    source: ByteSource,
+    sink: ByteSink,
+    footer: Footer,
+    deks: Deks,
+    encryption: FileEncryption,
+    threads: int,
+    on_progress: Callable[[int], None] | None,
+) -> None:
     if max(len(footer.row_groups), len(footer.leaves)) > MAX_COUNT:
         raise FormatLimitError(
             f"{source.path}: {len(footer.row_groups)} row groups of {len(footer.leaves)} columns are more than an "

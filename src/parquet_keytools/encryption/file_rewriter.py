@@ -13,8 +13,10 @@ from parquet_keytools.encryption.chunk_pages import ChunkPages, output_lengths, 
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, check_length_field
 from parquet_keytools.encryption.output_parts import BytesPart, PagesPart, Part, write_parts
 from parquet_keytools.encryption.page_walk import walk_chunk
+from parquet_keytools.encryption.read_ahead import ReadAhead
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
+from parquet_keytools.format.collector import paused_collector
 from parquet_keytools.format.file_layout import MAGIC_LENGTH, Region, RegionKind, arranged, regions_of
 from parquet_keytools.format.pages import move_pages
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnChunk, ColumnMetaData, RowGroup
@@ -47,7 +49,7 @@ class PagesMemory:
         return True
 
 
-@dataclass
+@dataclass(slots=True)
 class ChunkRewrite:
     """A column chunk, how it is read and how it is written.
 
@@ -285,17 +287,20 @@ def rewrite_file(
         KeytoolsError: The source is not what it should be, or the output would break a limit.
         OSError: The sink cannot be written.
     """
-    parts: list[Part] = [BytesPart(MAGIC_LENGTH, lambda: magic)]
-    offset = MAGIC_LENGTH
-    memory = PagesMemory()
-    for region, chunk in _in_order(source, row_groups, footer_offset, created_by):
-        try:
-            part = chunk.lay_out(source, region, offset, memory)
-        except ParquetFormatError as error:
-            raise _with_path(error, source.path) from None
-        parts.append(part)
-        offset += part.length
-    footer = make_footer([_new_row_group(ordinal, *row_group) for ordinal, row_group in enumerate(row_groups)])
+    with paused_collector():
+        parts: list[Part] = [BytesPart(MAGIC_LENGTH, lambda: magic)]
+        offset = MAGIC_LENGTH
+        memory = PagesMemory()
+        regions = _in_order(source, row_groups, footer_offset, created_by)
+        read_ahead = ReadAhead(source, (region for region, _ in regions))
+        for region, chunk in regions:
+            try:
+                part = chunk.lay_out(read_ahead, region, offset, memory)
+            except ParquetFormatError as error:
+                raise _with_path(error, source.path) from None
+            parts.append(part)
+            offset += part.length
+        footer = make_footer([_new_row_group(ordinal, *row_group) for ordinal, row_group in enumerate(row_groups)])
     trailer = footer + struct.pack("<I", len(footer)) + magic
     parts.append(BytesPart(len(trailer), lambda: trailer))
     sink.reserve(offset + len(trailer))
@@ -307,11 +312,9 @@ def _in_order(
 ) -> list[tuple[Region, ChunkRewrite]]:
     """Return all regions in the order of the source, but offset indexes after the pages that they are about."""
     regions: list[Region] = []
-    chunks: dict[tuple[int, int], ChunkRewrite] = {}
     try:
         for row_group_ordinal, (_, row_group_chunks) in enumerate(row_groups):
             for column_ordinal, chunk in enumerate(row_group_chunks):
-                chunks[row_group_ordinal, column_ordinal] = chunk
                 regions += regions_of(chunk.chunk, chunk.metadata, row_group_ordinal, column_ordinal)
         ordered = arranged(regions, footer_offset, created_by)
     except ParquetFormatError as error:
@@ -324,7 +327,7 @@ def _in_order(
         if region.kind is RegionKind.PAGES:
             laid_out.add(key)
         is_early = region.kind is RegionKind.OFFSET_INDEX and key not in laid_out
-        (early if is_early else result).append((region, chunks[key]))
+        (early if is_early else result).append((region, row_groups[key[0]][1][key[1]]))
     return result + early
 
 

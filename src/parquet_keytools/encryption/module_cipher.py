@@ -6,7 +6,7 @@ import os
 import struct
 from collections.abc import Callable
 
-from parquet_keytools.encryption.aad import MAX_ORDINAL, ModulePlace, ModuleType
+from parquet_keytools.encryption.aad import MAX_ORDINAL, ModulePlace, ModuleType, module_aad
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesCtr, AesGcm, InvalidTag
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import FormatLimitError
@@ -131,6 +131,7 @@ NO_PAGE_ORDINAL = -1
 """Stands for the dictionary page, which has none."""
 
 _pack_ordinal = struct.Struct("<h").pack
+_DATA_PAGE_BYTE = bytes((ModuleType.DATA_PAGE,))
 
 
 class ChunkCipher:
@@ -162,8 +163,10 @@ class ChunkCipher:
         self.column_ordinal = column_ordinal
         self.pages_are_gcm = algorithm is not Algorithm.AES_GCM_CTR_V1
         self.page_framing = GCM_FRAMING if self.pages_are_gcm else CTR_FRAMING
-        self._header_aad = self.place(ModuleType.DATA_PAGE_HEADER, 0).aad(cipher.file_aad)[:-2]
-        self._page_aad = self.place(ModuleType.DATA_PAGE, 0).aad(cipher.file_aad)[:-2]
+        header_aad = module_aad(cipher.file_aad, ModuleType.DATA_PAGE_HEADER, row_group_ordinal, column_ordinal, 0)
+        self._header_aad = header_aad[:-2]
+        # What differs is the byte that says the type.
+        self._page_aad = b"".join((cipher.file_aad, _DATA_PAGE_BYTE, header_aad[-6:-2]))
 
     def place(self, module_type: ModuleType, page_ordinal: int | None = None) -> ModulePlace:
         """Return the place of a module of this chunk."""

@@ -70,6 +70,13 @@ class PagesPart:
     def pieces(self) -> Iterator[OutputPiece]:
         """Yield pieces of about `SEGMENT_LENGTH`, each of whole pages."""
         pages = self.find_pages()
+        if self.length <= SEGMENT_LENGTH:
+            if self.length:
+                source_length = pages.source_end - pages.source_offset
+                yield OutputPiece(
+                    self.length, self._make(pages, 0, len(pages), pages.source_offset, source_length)
+                )
+            return
         lengths = output_lengths(pages, self.reader, self.writer)
         first = length = source_length = 0
         source_offset = pages.source_offset

@@ -17,10 +17,10 @@ from parquet_keytools.format.pages import (
     PageHeaderFacts,
     crc_position,
     read_page_header,
-    varint,
     with_sizes,
 )
 from parquet_keytools.format.structs import PageHeader
+from parquet_keytools.format.thrift_values import varint
 
 _WINDOW_LENGTH = 64 * 1024
 """How much is read at once where the next header is likely to be in it too."""

@@ -34,9 +34,8 @@ from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, 
 from parquet_keytools.errors import DecryptionError, KeytoolsError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import regions_of
-from parquet_keytools.format.pages import varint
 from parquet_keytools.format.structs import ColumnMetaData, DataPageHeaderV2, PageHeader
-from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.format.thrift_values import WireType, varint
 from parquet_keytools.secret_bytes import SecretBytes
 
 _UNCOMPRESSED, _SNAPPY, _GZIP, _ZSTD = 0, 1, 2, 6

@@ -163,10 +163,13 @@ def encrypt_pending(
     """
     envelope = read_envelope(source)
     file_encryptor.refuse_encrypted(envelope)
-    policy = keys.policy(table_name, [leaf.path for leaf in envelope.open(None).leaves])
+    footer = envelope.open(None)
+    policy = keys.policy(table_name, [leaf.path for leaf in footer.leaves])
     encryption, key_material = _new_file(keys, policy, pending.target)
     with pending.open_sink() as sink:
-        file_encryptor.encrypt_source(source, sink, encryption, threads=threads, on_progress=on_progress)
+        file_encryptor.encrypt_opened(
+            source, sink, footer, {}, encryption, threads=threads, on_progress=on_progress
+        )
     return key_material
 
 

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from parquet_keytools.errors import DraftFormatError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
@@ -214,8 +214,7 @@ _LENGTH_FIELD_IDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """A byte range of a column chunk.
 
     Attributes:
@@ -295,7 +294,7 @@ def arranged(regions: Iterable[Region], footer_offset: int, created_by: str | No
     for region in reversed(ordered):
         length = region.length
         if length == 0:
-            result.append(Region(*_facts(region), region.offset, region.offset))
+            result.append(Region(*region[:5], region.offset, region.offset))
             continue
         end = region.offset + (1 if length is None else length)
         if region.offset < MAGIC_LENGTH or (length or 1) < 0 or end > footer_offset:
@@ -308,14 +307,10 @@ def arranged(regions: Iterable[Region], footer_offset: int, created_by: str | No
             limit = next_offset
         else:
             limit = min(next_offset, end + (tolerance if region.kind is RegionKind.PAGES else 0))
-        result.append(Region(*_facts(region), limit, next_offset))
+        result.append(Region(*region[:5], limit, next_offset))
         next_offset = region.offset
     result.reverse()
     return result
-
-
-def _facts(region: Region) -> tuple[RegionKind, int, int, int, int | None]:
-    return region.kind, region.row_group_ordinal, region.column_ordinal, region.offset, region.length
 
 
 def _name(region: Region) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.structs import OffsetIndex, PageHeader
-from parquet_keytools.format.thrift_compact import Struct, write_struct
+from parquet_keytools.format.thrift_values import Struct, varint, write_struct
 
 MAX_PAGE_LENGTH = 2**31 - 1
 """`compressed_page_size` is a signed 32-bit integer."""
@@ -185,24 +185,6 @@ def padded_crc(crc: int) -> bytes:
 def _zigzag32(value: int) -> int:
     signed = value - (1 << 32) if value >> 31 else value
     return (signed << 1) ^ (signed >> 31)
-
-
-def varint(value: int) -> bytes:
-    """Return an unsigned integer as a varint."""
-    if value < 0x80:
-        return bytes((value,))
-    if value < 0x4000:
-        return bytes((value & 0x7F | 0x80, value >> 7))
-    if value < 0x20_0000:
-        return bytes((value & 0x7F | 0x80, value >> 7 & 0x7F | 0x80, value >> 14))
-    if value < 0x1000_0000:
-        return bytes((value & 0x7F | 0x80, value >> 7 & 0x7F | 0x80, value >> 14 & 0x7F | 0x80, value >> 21))
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 _LIST_OF_STRUCTS = 0x0C

@@ -77,7 +77,7 @@ class Record:
 
     def shallow_copy(self) -> Self:
         """Return a copy whose fields can be set without changing this one; what is in them is shared."""
-        return type(self)(Struct(dict(self.struct.fields)))
+        return type(self)(self.struct.copy())
 
     def as_read(self) -> Self:
         """Return what reading this record's bytes again gives: written many times, it is copied as bytes."""
@@ -115,10 +115,12 @@ class _Codec(Generic[T]):
     wire_types: tuple[WireType, ...]
     load: Callable[[WireType, Any], T]
     store: Callable[[T], tuple[WireType, Any]]
+    plain: WireType | None = None
+    """The type of values that are what lies there, and that nobody can change."""
 
 
 def _plain(wire_type: WireType) -> _Codec[Any]:
-    return _Codec((wire_type,), lambda _, value: value, lambda value: (wire_type, value))
+    return _Codec((wire_type,), lambda _, value: value, lambda value: (wire_type, value), wire_type)
 
 
 def _load_text(_: WireType, value: bytes) -> str:
@@ -185,6 +187,7 @@ class _Field(Generic[T]):
     def __init__(self, field_id: int, codec: _Codec[T], *, refuses_other_types: bool = False) -> None:
         self.field_id = field_id
         self.codec = codec
+        self.plain = codec.plain
         self.refuses_other_types = refuses_other_types
 
     def __set_name__(self, owner: type[Record], name: str) -> None:
@@ -204,15 +207,19 @@ class _Field(Generic[T]):
         except ParquetFormatError as error:
             raise ParquetFormatError(f"{self.name}: {error}") from None
 
+    def value(self, record: Record) -> T | None:
+        """Return the value of the field in a record."""
+        plain = self.plain
+        if plain is None:
+            return self.load(record.struct.entry_to_change(self.field_id))
+        entry = record.struct.entry(self.field_id)
+        if entry is None:
+            return None
+        value: T | None = entry[1] if entry[0] is plain else self.load(entry)
+        return value
+
     def _store(self, record: Record, value: T | None) -> None:
-        fields = record.struct.fields
-        if value is None:
-            fields.pop(self.field_id, None)
-            return
-        is_new = self.field_id not in fields
-        fields[self.field_id] = self.codec.store(value)
-        if is_new and any(field_id > self.field_id for field_id in fields):
-            record.struct.fields = dict(sorted(fields.items()))
+        record.struct.set_entry(self.field_id, None if value is None else self.codec.store(value))
 
 
 class Optional(_Field[T]):
@@ -224,7 +231,7 @@ class Optional(_Field[T]):
     def __get__(self, record: Record, owner: type[Record]) -> T | None: ...
     def __get__(self, record: Record | None, owner: type[Record]) -> Self | T | None:
         """Return the value of the field in a record."""
-        return self if record is None else self.load(record.struct.fields.get(self.field_id))
+        return self if record is None else self.value(record)
 
     def __set__(self, record: Record, value: T | None) -> None:
         """Set the field in a record, or remove it."""
@@ -242,7 +249,7 @@ class Required(_Field[T]):
         """Return the value of the field in a record."""
         if record is None:
             return self
-        value = self.load(record.struct.fields.get(self.field_id))
+        value = self.value(record)
         if value is None:
             raise ParquetFormatError(f"{self.name}: is missing")
         return value

@@ -1,4 +1,4 @@
-"""Thrift compact protocol: a bounded reader, and a writer that gives back all that was read.
+"""A bounded reader of Thrift's compact protocol.
 
 Structs are read without knowing their fields, so that fields of newer writers survive a rewrite. Whatever the
 bytes, reading takes time and memory proportional to their number and ends in a `Struct` or a
@@ -7,38 +7,40 @@ bytes, reading takes time and memory proportional to their number and ends in a 
 
 from __future__ import annotations
 
-import gc
-from dataclasses import dataclass
-from enum import IntEnum
+import contextlib
 from typing import Any, ClassVar
 
 from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.collector import paused_collector
+from parquet_keytools.format.thrift_values import (
+    FIXED_LENGTH,
+    INTEGER_BITS,
+    Struct,
+    ThriftList,
+    ThriftMap,
+    WireType,
+    write_struct,
+)
+
+__all__ = [
+    "FIXED_LENGTH",
+    "INTEGER_BITS",
+    "LAST_WIRE_TYPE",
+    "MAX_DEPTH",
+    "WIRE_TYPES",
+    "Struct",
+    "ThriftList",
+    "ThriftMap",
+    "ThriftReader",
+    "WireType",
+    "read_struct",
+    "write_struct",
+]
 
 MAX_DEPTH = 64
 """How deep structs, lists and maps may nest; Parquet's own nest less than ten deep."""
 
 
-class WireType(IntEnum):
-    """Type of a value on the wire, as its field header or list header says."""
-
-    STOP = 0
-    TRUE = 1
-    FALSE = 2
-    BYTE = 3
-    I16 = 4
-    I32 = 5
-    I64 = 6
-    DOUBLE = 7
-    BINARY = 8
-    LIST = 9
-    SET = 10
-    MAP = 11
-    STRUCT = 12
-    UUID = 13
-
-
-INTEGER_BITS = {WireType.I16: 16, WireType.I32: 32, WireType.I64: 64}
-FIXED_LENGTH = {WireType.DOUBLE: 8, WireType.UUID: 16, WireType.BYTE: 1, WireType.TRUE: 1, WireType.FALSE: 1}
 LAST_WIRE_TYPE = max(WireType)
 WIRE_TYPES = [WireType(code) if code <= LAST_WIRE_TYPE else WireType.STOP for code in range(16)]
 """By code; STOP where there is no such type."""
@@ -48,65 +50,6 @@ _STRUCT_BYTES, _FIELD_BYTES, _LIST_BYTES, _ELEMENT_BYTES, _PAIR_BYTES = 112, 104
 
 _LARGE = 256 * 1024
 """From how many bytes on the collector of reference cycles rests while a structure is read."""
-
-
-class Struct:
-    """A struct: field id -> wire type and value, in the order of the bytes.
-
-    Values are int for I16, I32 and I64, bytes for BINARY and for what has a fixed length (DOUBLE, UUID,
-    BYTE), None for TRUE and FALSE (the type is the value), `ThriftList`, `ThriftMap` and `Struct`.
-    """
-
-    __slots__ = ("fields",)
-
-    fields: dict[int, tuple[WireType, Any]]
-
-    def __init__(self, fields: dict[int, tuple[WireType, Any]] | None = None) -> None:
-        self.fields = {} if fields is None else fields
-
-    @property
-    def unread(self) -> bytes | None:
-        """Its bytes, as long as nobody looked at its fields; see `thrift_outline.UnreadStruct`."""
-        return None
-
-    def entry(self, field_id: int) -> tuple[WireType, Any] | None:
-        """Return type and value of a field, to be looked at only."""
-        return self.fields.get(field_id)
-
-    def entry_bytes(self, field_id: int) -> tuple[WireType, bytes] | None:
-        """Return type and bytes of a field."""
-        entry = self.fields.get(field_id)
-        if entry is None:
-            return None
-        out = bytearray()
-        if entry[1] is not None:
-            _write_value(out, *entry)
-        return entry[0], bytes(out)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Struct) and self.fields == other.fields
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"Struct({self.fields!r})"
-
-
-@dataclass(slots=True)
-class ThriftList:
-    """A list or a set. Booleans in it are one byte each."""
-
-    element_type: WireType
-    elements: list[Any]
-
-
-@dataclass(slots=True)
-class ThriftMap:
-    """A map, as pairs in the order of the bytes; the types say nothing where it is empty."""
-
-    key_type: WireType
-    value_type: WireType
-    pairs: list[tuple[Any, Any]]
 
 
 def read_struct(data: bytes | memoryview, offset: int = 0, max_memory: int | None = None) -> tuple[Struct, int]:
@@ -125,12 +68,6 @@ def read_struct(data: bytes | memoryview, offset: int = 0, max_memory: int | Non
     return ThriftReader(data, offset, max_memory).whole_struct()
 
 
-def write_struct(struct: Struct) -> bytes:
-    """Return the bytes of a struct in compact protocol."""
-    _write_value(out := bytearray(), WireType.STRUCT, struct)
-    return bytes(out)
-
-
 class ThriftReader:
     """Reads value after value; `offset` is where the next one begins."""
 
@@ -146,17 +83,12 @@ class ThriftReader:
 
     def whole_struct(self) -> tuple[Struct, int]:
         """Read the struct that begins here; returns it and the offset of the first byte after it."""
-        # The collector would look at millions of new objects again and again; there are no cycles.
-        pauses_collector = self.end - self.offset >= _LARGE and gc.isenabled()
-        if pauses_collector:
-            gc.disable()
+        is_large = self.end - self.offset >= _LARGE
         try:
-            return self.struct(0), self.offset
+            with paused_collector() if is_large else contextlib.nullcontext():
+                return self.struct(0), self.offset
         except IndexError:
             raise ParquetFormatError("a Thrift struct ends before it is complete") from None
-        finally:
-            if pauses_collector:
-                gc.enable()
 
     def struct(self, depth: int) -> Struct:
         """Read a struct; a footer is thousands of small ones, so the common types are read without a call."""
@@ -342,59 +274,3 @@ class ThriftReader:
         """Read an integer with a sign."""
         value = self.varint(bits)
         return (value >> 1) ^ -(value & 1)
-
-
-def _write_varint(out: bytearray, value: int) -> None:
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-
-
-def _write_zigzag(out: bytearray, value: int, bits: int) -> None:
-    if not -(1 << bits - 1) <= value < 1 << bits - 1:
-        raise ParquetFormatError(f"{value} does not fit into {bits} bits")
-    _write_varint(out, (value << 1) ^ (value >> 63))
-
-
-def _write_value(out: bytearray, wire_type: WireType, value: Any) -> None:
-    bits = INTEGER_BITS.get(wire_type)
-    if bits is not None:
-        _write_zigzag(out, value, bits)
-    elif wire_type is WireType.BINARY:
-        _write_varint(out, len(value))
-        out += value
-    elif wire_type is WireType.STRUCT:
-        if value.unread is not None:
-            out += value.unread
-            return
-        last = 0
-        for field_id, (field_type, field_value) in value.fields.items():
-            delta = field_id - last
-            if 0 < delta <= 15:
-                out.append(delta << 4 | field_type)
-            else:
-                out.append(field_type)
-                _write_zigzag(out, field_id, 16)
-            last = field_id
-            if field_type is not WireType.TRUE and field_type is not WireType.FALSE:
-                _write_value(out, field_type, field_value)
-        out.append(WireType.STOP)
-    elif wire_type is WireType.LIST or wire_type is WireType.SET:
-        count = len(value.elements)
-        if count < 15:
-            out.append(count << 4 | value.element_type)
-        else:
-            out.append(0xF0 | value.element_type)
-            _write_varint(out, count)
-        for element in value.elements:
-            _write_value(out, value.element_type, element)
-    elif wire_type is WireType.MAP:
-        _write_varint(out, len(value.pairs))
-        if value.pairs:
-            out.append(value.key_type << 4 | value.value_type)
-        for key, item in value.pairs:
-            _write_value(out, value.key_type, key)
-            _write_value(out, value.value_type, item)
-    else:
-        out += value

@@ -8,69 +8,193 @@ from __future__ import annotations
 
 from typing import Any
 
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, ThriftReader, WireType
+from parquet_keytools.format.thrift_compact import ThriftReader
 from parquet_keytools.format.thrift_skim import Skimmer, Spans, skimmer_of
+from parquet_keytools.format.thrift_values import (
+    Struct,
+    ThriftList,
+    WireType,
+    write_field_header,
+    write_value,
+)
 
 _UNREAD_BYTES = 1_000
 """About what the places of the fields of a struct take."""
 
 
-class UnreadStruct(Struct):
-    """A struct whose bytes are valid. Its fields are read when they are first looked at, and can be changed."""
+_Changes = dict[int, tuple[WireType, Any] | None]
 
-    __slots__ = ("_data", "_end", "_spans", "_start")
+_NOTHING: _Changes = {}
+"""The changes of all structs that have none; never changed itself."""
+
+
+class UnreadStruct(Struct):
+    """A struct whose bytes are valid: fields are read from them when they are looked at, and one by one.
+
+    Fields that are set are kept apart, and the rest is written as it is.
+    """
+
+    __slots__ = ("_changes", "_data", "_end", "_spans", "_start")
 
     def __init__(self, data: bytes, start: int, end: int, spans: Spans | None) -> None:
         self._data: bytes | None = data
         self._start = start
         self._end = end
         self._spans = spans
+        self._changes = _NOTHING
 
-    @property
-    def unread(self) -> bytes | None:
-        """Its bytes; None as soon as somebody looked at its fields, who may have changed them."""
+    def as_bytes(self) -> bytes | None:
+        """Return its bytes, with what was set; None once somebody took all fields, to change them perhaps."""
         data = self._data
-        return None if data is None else data[self._start : self._end]
+        if data is None:
+            return None
+        return self._changed(data) if self._changes else data[self._start : self._end]
+
+    def copy(self) -> Struct:
+        """Return a struct whose fields can be set without changing this one."""
+        data = self._data
+        if data is None:
+            return super().copy()
+        copied = UnreadStruct(data, self._start, self._end, self._places(data))
+        if self._changes:
+            copied._changes = dict(self._changes)
+        return copied
 
     def entry(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field, to be looked at only: it is read for this call alone."""
-        data, spans = self._data, self._spans
-        if data is None or spans is None:
+        data, changes = self._data, self._changes
+        if data is None:
             return super().entry(field_id)
-        if field_id not in spans:
-            return None
-        wire_type, start, end = spans[field_id]
-        return wire_type, _Outliner(data, 0, 0).value_in(wire_type, start, end)
+        if field_id in changes:
+            return changes[field_id]
+        place = (self._spans or self._places(data)).get(field_id)
+        return None if place is None else (place[0], _value_at(data, *place))
+
+    def entry_to_change(self, field_id: int) -> tuple[WireType, Any] | None:
+        """Return type and value of a field; what is changed in the value is changed in this struct."""
+        entry = self.entry(field_id)
+        if entry is not None and entry[0] in _CHANGEABLE and self._data is not None:
+            self.set_entry(field_id, entry)
+        return entry
 
     def entry_bytes(self, field_id: int) -> tuple[WireType, bytes] | None:
         """Return type and bytes of a field."""
-        data, spans = self._data, self._spans
-        if data is None or spans is None:
+        data, changes = self._data, self._changes
+        if data is None:
             return super().entry_bytes(field_id)
-        if field_id not in spans:
-            return None
-        wire_type, start, end = spans[field_id]
-        return wire_type, data[start:end]
+        if field_id in changes:
+            changed = changes[field_id]
+            return None if changed is None else (changed[0], write_value(*changed))
+        place = self._places(data).get(field_id)
+        return None if place is None else (place[0], data[place[1] : place[2]])
+
+    def set_entry(self, field_id: int, entry: tuple[WireType, Any] | None) -> None:
+        """Set a field, at its place or in the order of ids; or remove it."""
+        if self._data is None:
+            super().set_entry(field_id, entry)
+        elif self._changes is _NOTHING:
+            self._changes = {field_id: entry}
+        else:
+            self._changes[field_id] = entry
+
+    def _places(self, data: bytes) -> Spans:
+        spans = self._spans
+        if spans is None:
+            spans = {}
+            skimmer = skimmer_of(data, self._start)
+            skimmer.struct_fields(1, spans)
+            self._spans = spans
+        return spans
+
+    def _changed(self, data: bytes) -> bytes:
+        spans, changes = self._places(data), self._changes
+        pieces = []
+        for field_id, changed in changes.items():
+            place = spans.get(field_id)
+            if place is None or changed is None or changed[0] is not place[0]:
+                break
+        else:
+            # All headers stay what they are, and what lies between two of these fields is copied at once.
+            at = self._start
+            for field_id, (_, start, end) in spans.items():
+                changed = changes.get(field_id)
+                if changed is not None:
+                    pieces.append(data[at:start])
+                    pieces.append(write_value(*changed))
+                    at = end
+            pieces.append(data[at : self._end])
+            return b"".join(pieces)
+        out = bytearray()
+        order = list(spans)
+        for field_id, changed in changes.items():
+            if changed is None:
+                if field_id in spans:
+                    order.remove(field_id)
+            elif field_id not in spans:
+                is_last = all(other < field_id for other in order)
+                order.append(field_id)
+                if not is_last:
+                    order.sort()
+        last = 0
+        for field_id in order:
+            changed = changes.get(field_id)
+            if changed is not None:
+                write_field_header(out, field_id - last, field_id, changed[0])
+                out += write_value(*changed)
+            else:
+                wire_type, start, end = spans[field_id]
+                write_field_header(out, field_id - last, field_id, wire_type)
+                out += data[start:end]
+            last = field_id
+        out.append(WireType.STOP)
+        return bytes(out)
 
     def __getattr__(self, name: str) -> Any:
         # Python comes here for `fields` only as long as they are not set.
         if name != "fields":
             raise AttributeError(name)
-        data, spans = self._data, self._spans
+        data = self._data
         if data is None:
             # Another thread has just read them: footers are shared.
             return object.__getattribute__(self, name)
-        if spans is None:
-            fields = _Outliner(data, self._start, 1).struct(0).fields
-        else:
-            reader = _Outliner(data, 0, 0)
-            fields = {
-                field_id: (wire_type, reader.value_in(wire_type, start, end))
-                for field_id, (wire_type, start, end) in spans.items()
+        struct = Struct(
+            {
+                field_id: (wire_type, _value_at(data, wire_type, start, end))
+                for field_id, (wire_type, start, end) in self._places(data).items()
             }
-        self.fields = fields
+        )
+        for field_id, changed in list(self._changes.items()):
+            struct.set_entry(field_id, changed)
+        self.fields = struct.fields
         self._data = self._spans = None
-        return fields
+        return struct.fields
+
+
+_CHANGEABLE = frozenset({WireType.STRUCT, WireType.LIST, WireType.SET, WireType.MAP})
+
+
+def _value_at(data: bytes, wire_type: WireType, start: int, end: int) -> Any:
+    """Return a value whose place is known, and whose bytes are valid."""
+    if wire_type is WireType.I64 or wire_type is WireType.I32 or wire_type is WireType.I16:
+        value = shift = 0
+        if end - start <= 2:
+            value = data[start]
+            if value > 0x7F:
+                value = value & 0x7F | data[start + 1] << 7
+            return (value >> 1) ^ -(value & 1)
+        for byte in data[start:end]:
+            value |= (byte & 0x7F) << shift
+            shift += 7
+        return (value >> 1) ^ -(value & 1)
+    if wire_type is WireType.BINARY:
+        while data[start] > 0x7F:
+            start += 1
+        return data[start + 1 : end]
+    if wire_type is WireType.STRUCT:
+        return UnreadStruct(data, start, end, None)
+    if wire_type is WireType.TRUE or wire_type is WireType.FALSE:
+        return None
+    return _Outliner(data, start, 0).value(wire_type, 1)
 
 
 def read_outline(data: bytes, offset: int, levels: int, max_memory: int | None = None) -> tuple[Struct, int]:
@@ -141,14 +265,3 @@ class _Outliner(ThriftReader):
             append(UnreadStruct(data, start, end, spans))
         self.offset = end
         return structs
-
-    def value_in(self, wire_type: WireType, start: int, end: int) -> Any:
-        """Read a value whose place is known."""
-        if wire_type is WireType.STRUCT:
-            return UnreadStruct(self.data, start, end, None)
-        if wire_type is WireType.TRUE or wire_type is WireType.FALSE:
-            return None
-        self.offset = start
-        if wire_type is WireType.I32:
-            return self.zigzag(64)  # Which fits: it may have more bytes than it needs.
-        return self.value(wire_type, 1)

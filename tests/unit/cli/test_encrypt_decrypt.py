@@ -274,7 +274,7 @@ def test_an_interruption_leaves_nothing_partial(
     kind: str,
     signal_number: signal.Signals,
 ) -> None:
-    original, calls = file_encryptor.encrypt_source, []
+    original, calls = file_encryptor.encrypt_opened, []
 
     def encrypt_file(source, sink, *arguments, **options):
         calls.append(source.path)
@@ -288,7 +288,7 @@ def test_an_interruption_leaves_nothing_partial(
         os.kill(os.getpid(), signal_number)
         raise OSError(5, "the file system failed, too")
 
-    monkeypatch.setattr(file_encryptor, "encrypt_source", encrypt_file)
+    monkeypatch.setattr(file_encryptor, "encrypt_opened", encrypt_file)
     target = tmp_path / "out" / "e.parquet"
     target.parent.mkdir()
     source = plain if kind == "file" else folder

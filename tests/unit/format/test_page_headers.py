@@ -11,11 +11,13 @@ from parquet_keytools.format.pages import (
     crc_position,
     padded_crc,
     read_page_header,
-    varint,
     with_sizes,
 )
 from parquet_keytools.format.structs import DataPageHeader, DataPageHeaderV2, DictionaryPageHeader, PageHeader
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift_values import (
+    varint,
+)
 
 
 def _header(

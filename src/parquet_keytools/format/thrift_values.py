@@ -1,0 +1,202 @@
+"""What Thrift's compact protocol carries, as Python values, and how they are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from parquet_keytools.errors import ParquetFormatError
+
+
+class WireType(IntEnum):
+    """Type of a value on the wire, as its field header or list header says."""
+
+    STOP = 0
+    TRUE = 1
+    FALSE = 2
+    BYTE = 3
+    I16 = 4
+    I32 = 5
+    I64 = 6
+    DOUBLE = 7
+    BINARY = 8
+    LIST = 9
+    SET = 10
+    MAP = 11
+    STRUCT = 12
+    UUID = 13
+
+
+INTEGER_BITS = {WireType.I16: 16, WireType.I32: 32, WireType.I64: 64}
+FIXED_LENGTH = {WireType.DOUBLE: 8, WireType.UUID: 16, WireType.BYTE: 1, WireType.TRUE: 1, WireType.FALSE: 1}
+
+
+class Struct:
+    """A struct: field id -> wire type and value, in the order of the bytes.
+
+    Values are int for I16, I32 and I64, bytes for BINARY and for what has a fixed length (DOUBLE, UUID,
+    BYTE), None for TRUE and FALSE (the type is the value), `ThriftList`, `ThriftMap` and `Struct`.
+    """
+
+    __slots__ = ("fields",)
+
+    fields: dict[int, tuple[WireType, Any]]
+
+    def __init__(self, fields: dict[int, tuple[WireType, Any]] | None = None) -> None:
+        self.fields = {} if fields is None else fields
+
+    def as_bytes(self) -> bytes | None:
+        """Return its bytes where they need not be made of its fields; see `thrift_outline.UnreadStruct`."""
+        return None
+
+    def copy(self) -> Struct:
+        """Return a struct whose fields can be set without changing this one; what is in them is shared."""
+        return Struct(dict(self.fields))
+
+    def entry(self, field_id: int) -> tuple[WireType, Any] | None:
+        """Return type and value of a field, to be looked at only."""
+        return self.fields.get(field_id)
+
+    def entry_to_change(self, field_id: int) -> tuple[WireType, Any] | None:
+        """Return type and value of a field; what is changed in the value is changed in this struct."""
+        return self.fields.get(field_id)
+
+    def entry_bytes(self, field_id: int) -> tuple[WireType, bytes] | None:
+        """Return type and bytes of a field."""
+        entry = self.fields.get(field_id)
+        return None if entry is None else (entry[0], write_value(*entry))
+
+    def set_entry(self, field_id: int, entry: tuple[WireType, Any] | None) -> None:
+        """Set a field, at its place or in the order of ids; or remove it."""
+        fields = self.fields
+        if entry is None:
+            fields.pop(field_id, None)
+            return
+        is_new = field_id not in fields
+        fields[field_id] = entry
+        if is_new and any(other > field_id for other in fields):
+            self.fields = dict(sorted(fields.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Struct) and self.fields == other.fields
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Struct({self.fields!r})"
+
+
+@dataclass(slots=True)
+class ThriftList:
+    """A list or a set. Booleans in it are one byte each."""
+
+    element_type: WireType
+    elements: list[Any]
+
+
+@dataclass(slots=True)
+class ThriftMap:
+    """A map, as pairs in the order of the bytes; the types say nothing where it is empty."""
+
+    key_type: WireType
+    value_type: WireType
+    pairs: list[tuple[Any, Any]]
+
+
+def write_struct(struct: Struct) -> bytes:
+    """Return the bytes of a struct in compact protocol."""
+    _write_value(out := bytearray(), WireType.STRUCT, struct)
+    return bytes(out)
+
+
+def write_value(wire_type: WireType, value: Any) -> bytes:
+    """Return the bytes of a value; a boolean field has none."""
+    if value is None:
+        return b""
+    if wire_type is WireType.I64 and 0 <= value < 1 << 63:
+        return varint(value << 1)
+    _write_value(out := bytearray(), wire_type, value)
+    return bytes(out)
+
+
+def write_field_header(out: bytearray, delta: int, field_id: int, wire_type: WireType) -> None:
+    """Write what comes before the value of a field.
+
+    Args:
+        out: Where it goes.
+        delta: The id less that of the field before, or 0.
+        field_id: The id.
+        wire_type: The type.
+    """
+    if 0 < delta <= 15:
+        out.append(delta << 4 | wire_type)
+    else:
+        out.append(wire_type)
+        _write_zigzag(out, field_id, 16)
+
+
+def varint(value: int) -> bytes:
+    """Return an unsigned integer as a varint."""
+    if value < 0x80:
+        return bytes((value,))
+    if value < 0x4000:
+        return bytes((value & 0x7F | 0x80, value >> 7))
+    if value < 0x20_0000:
+        return bytes((value & 0x7F | 0x80, value >> 7 & 0x7F | 0x80, value >> 14))
+    if value < 0x1000_0000:
+        return bytes((value & 0x7F | 0x80, value >> 7 & 0x7F | 0x80, value >> 14 & 0x7F | 0x80, value >> 21))
+    _write_varint(out := bytearray(), value)
+    return bytes(out)
+
+
+def _write_varint(out: bytearray, value: int) -> None:
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+
+
+def _write_zigzag(out: bytearray, value: int, bits: int) -> None:
+    if not -(1 << bits - 1) <= value < 1 << bits - 1:
+        raise ParquetFormatError(f"{value} does not fit into {bits} bits")
+    _write_varint(out, (value << 1) ^ (value >> 63))
+
+
+def _write_value(out: bytearray, wire_type: WireType, value: Any) -> None:
+    bits = INTEGER_BITS.get(wire_type)
+    if bits is not None:
+        _write_zigzag(out, value, bits)
+    elif wire_type is WireType.BINARY:
+        _write_varint(out, len(value))
+        out += value
+    elif wire_type is WireType.STRUCT:
+        written = value.as_bytes()
+        if written is not None:
+            out += written
+            return
+        last = 0
+        for field_id, (field_type, field_value) in value.fields.items():
+            write_field_header(out, field_id - last, field_id, field_type)
+            last = field_id
+            if field_type is not WireType.TRUE and field_type is not WireType.FALSE:
+                _write_value(out, field_type, field_value)
+        out.append(WireType.STOP)
+    elif wire_type is WireType.LIST or wire_type is WireType.SET:
+        count = len(value.elements)
+        if count < 15:
+            out.append(count << 4 | value.element_type)
+        else:
+            out.append(0xF0 | value.element_type)
+            _write_varint(out, count)
+        for element in value.elements:
+            _write_value(out, value.element_type, element)
+    elif wire_type is WireType.MAP:
+        _write_varint(out, len(value.pairs))
+        if value.pairs:
+            out.append(value.key_type << 4 | value.value_type)
+        for key, item in value.pairs:
+            _write_value(out, value.key_type, key)
+            _write_value(out, value.value_type, item)
+    else:
+        out += value
