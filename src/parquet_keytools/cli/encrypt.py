@@ -28,6 +28,7 @@ def encrypt_command(
     Works page by page, without decoding values.
     """
     from parquet_keytools.cli.file_work import convert_files, open_keytools
+    from parquet_keytools.files.table_check import TableCheck
 
     with open_keytools(config) as keytools:
         table_name, _ = keytools.configuration.select_table(table)
@@ -38,4 +39,5 @@ def encrypt_command(
             partial(keytools.encrypt_file, table_name=table_name),
             overwrite=overwrite,
             as_json=as_json,
+            check=TableCheck(keytools.configuration, table_name).refuse_folder_names,
         )

@@ -101,7 +101,14 @@ def parsed_mode(text: str | None) -> int | None:
 
 
 def convert_files(
-    source: str, target: str, participle: str, convert: Convert, *, overwrite: bool, as_json: bool
+    source: str,
+    target: str,
+    participle: str,
+    convert: Convert,
+    *,
+    overwrite: bool,
+    as_json: bool,
+    check: Callable[[list[str]], object] = lambda _: None,
 ) -> None:
     """Convert a file, or all Parquet files of a folder.
 
@@ -115,6 +122,7 @@ def convert_files(
         convert: Does it to one file.
         overwrite: Whether the target may be there.
         as_json: Whether the outcome goes to stdout as JSON.
+        check: Refuses paths of files, from the folder on; called before anything is written.
 
     Raises:
         typer.Exit: Some files of a folder failed.
@@ -122,6 +130,7 @@ def convert_files(
     """
     started = time.monotonic()
     plan = plan_files(location_of(source, "SRC"), location_of(target, "DST"), overwrite=overwrite)
+    check(plan.paths_in_folder)
     with progress_bar(plan.size_bytes) as progress:
         work = _Work(plan, convert, progress, overwrite=overwrite)
         try:

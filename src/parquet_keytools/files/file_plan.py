@@ -21,11 +21,13 @@ class PlannedFile:
         source: What is read.
         target: What is written.
         size_bytes: Length of the source.
+        path_in_folder: Path of both from the folder on that is mirrored; the name of the source where none is.
     """
 
     source: FileLocation
     target: FileLocation
     size_bytes: int
+    path_in_folder: str
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class FilePlan:
     files: tuple[PlannedFile, ...]
     left_out: tuple[LeftOut, ...] = ()
     unseen: tuple[Unseen, ...] = ()
+
+    @property
+    def paths_in_folder(self) -> list[str]:
+        """Paths of the files from the folder on that is mirrored; names alone where none is."""
+        return [file.path_in_folder for file in self.files]
 
     @property
     def size_bytes(self) -> int:
@@ -84,16 +91,17 @@ def _plan_file(source: FileLocation, target: FileLocation, overwrite: bool) -> F
         raise OutputError(f"{target} is not a regular file.")
     if found.type != pafs.FileType.NotFound and not overwrite:
         raise OutputError(f"{target} exists already.", hint="Use --overwrite to replace it.")
-    return FilePlan(False, (PlannedFile(source, target, source.info().size),))
+    return FilePlan(False, (PlannedFile(source, target, source.info().size, source.name),))
 
 
 def _plan_folder(source: FileLocation, target: FileLocation, overwrite: bool) -> FilePlan:
     check_target_folder(source, target, overwrite=overwrite)
     found = sorted(data_set(source, into_passed_over=True), key=lambda entry: entry.location.path)
+    parquet_files = [entry for entry in found if isinstance(entry, ParquetFile)]
+    paths = [str(PurePosixPath(file.location.path).relative_to(source.path)) for file in parquet_files]
     files = tuple(
-        PlannedFile(entry.location, _counterpart(entry.location, source, target), entry.size_bytes)
-        for entry in found
-        if isinstance(entry, ParquetFile)
+        PlannedFile(file.location, target.child(path), file.size_bytes, path)
+        for file, path in zip(parquet_files, paths, strict=True)
     )
     if target.filesystem == source.filesystem:
         sources = {_real_path(file.source) for file in files}
@@ -142,7 +150,3 @@ def _has_files(folder: FileLocation) -> bool:
 def _real_path(location: FileLocation) -> str:
     """Return the path without links in it, as far as it exists."""
     return os.path.realpath(location.path) if location.is_local else location.path.rstrip("/")
-
-
-def _counterpart(file: FileLocation, source: FileLocation, target: FileLocation) -> FileLocation:
-    return target.child(str(PurePosixPath(file.path).relative_to(source.path)))

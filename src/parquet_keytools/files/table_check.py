@@ -7,9 +7,11 @@ unwraps only under the very master key that was compared: who names another one 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import unquote
 
 from parquet_keytools.config.column_policy import ChosenKey, ColumnPath, resolve_columns
 from parquet_keytools.config.key_names import (
@@ -21,7 +23,13 @@ from parquet_keytools.config.key_names import (
 )
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
-from parquet_keytools.errors import DecryptionError, KeyMaterialError, TableMismatch, TableMismatchError
+from parquet_keytools.errors import (
+    ConfigurationError,
+    DecryptionError,
+    KeyMaterialError,
+    TableMismatch,
+    TableMismatchError,
+)
 from parquet_keytools.keys import key_material
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
@@ -109,7 +117,7 @@ class TableCheck:
         self._configuration = configuration
         self._ignores_case = ignores_case
         self._algorithm = Algorithm(table.algorithm)
-        self._column_keys = table.column_keys
+        self._column_keys, self._unlisted = table.column_keys, table.unlisted_columns
         self._keys = {name: resolve_key(configuration, name) for _, name in table.key_names()}
         also_trusted = frozenset(self._keys[name] for name in table.also_trusted)
         self._trusted: dict[str, frozenset[KeyReference]] = {}
@@ -130,8 +138,11 @@ class TableCheck:
         old, new = MasterKeyReference(old_master_key_id), MasterKeyReference(new_master_key_id)
         return any(old in trusted and new not in trusted for trusted in self._trusted.values())
 
-    def keyed(self, names: Collection[str]) -> set[str]:
+    def keyed(self, names: Collection[str]) -> dict[str, str]:
         """Return which names of top-level columns patterns of the table put under a key, as a whole or in parts.
+
+        Returns:
+            Name of the column -> name of the key.
 
         Raises:
             ConfigurationError: The table has two keys for one of them.
@@ -143,15 +154,42 @@ class TableCheck:
             for_reading=True,
             ignores_case=self._ignores_case,
         )
-        in_parts = {name for name in names if self._has_part(name)}
-        return {path[0] for path, key in columns.items() if key.kind == "column_key"} | in_parts
+        whole = {path[0]: key.key_name for path, key in columns.items() if key.kind == "column_key"}
+        keys = {name: whole.get(name) or self._key_of_part(name) for name in names}
+        return {name: key_name for name, key_name in keys.items() if key_name is not None}
 
-    def _has_part(self, name: str) -> bool:
-        """Return whether a pattern names a part of a top-level column, which no file may have."""
-        patterns = (pattern for patterns in self._column_keys.values() for pattern in patterns)
-        if self._ignores_case:
-            return any(pattern.lower().startswith(f"{name}.".lower()) for pattern in patterns)
-        return any(pattern.startswith(f"{name}.") for pattern in patterns)
+    def refuse_folder_names(self, paths: Iterable[str]) -> None:
+        """Refuse to leave values of columns under a key in the names of folders, where everyone reads them.
+
+        A column that is named letter by letter is missed in the files; a glob may fit others. Columns under the
+        footer key, which nobody named, only get a warning.
+
+        Args:
+            paths: Of files, from the folder of the data set on.
+
+        Raises:
+            ConfigurationError: There is such a column, or the table has two keys for it.
+        """
+        parts = {part for path in paths for part in path.split("/")[:-1] if "=" in part}
+        names = sorted({unquote(part.partition("=")[0]) for part in parts})
+        keyed = self.keyed(names)
+        for name in names:
+            message = f"the values of column {name!r} are in the names of folders, in plaintext"
+            if name in keyed:
+                raise ConfigurationError(
+                    f"{message}, and the table {self.table_name!r} has it under the key {keyed[name]!r}.",
+                    hint="Partition the source by another column, or take this one out of column_keys.",
+                )
+            if self._unlisted == "footer_key":
+                warnings.warn(message, UserWarning, stacklevel=3)
+
+    def _key_of_part(self, name: str) -> str | None:
+        """Return the key of a pattern that names a part of a top-level column, which no file may have."""
+        folded = str.lower if self._ignores_case else str
+        for key_name, patterns in self._column_keys.items():
+            if any(folded(pattern).startswith(f"{folded(name)}.") for pattern in patterns):
+                return key_name
+        return None
 
     def mismatches(self, seen: SeenFile) -> list[TableMismatch]:
         """Return all in which a file is not what the table says.
@@ -246,7 +284,7 @@ def refuse_values_of_folders(
     """
     found = set(names) & set(encrypted)
     if table_check is not None and names:
-        found |= table_check.keyed(names)
+        found |= table_check.keyed(names).keys()
     if found:
         shown = ", ".join(repr(name[:200]) for name in sorted(found))
         raise DecryptionError(

@@ -139,6 +139,26 @@ def test_a_folder_is_mirrored(run, config: Path, folder: Path, tmp_path: Path, t
     assert all(pq.ParquetFile(back / name).read().equals(table) for name in PARTS)
 
 
+def test_values_of_a_column_under_a_key_do_not_stay_in_the_names_of_folders(
+    run, config: Path, folder: Path, tmp_path: Path
+) -> None:
+    """A glob that fits another column of the files, too, is no error for want of columns."""
+    target = tmp_path / "target"
+    (folder / "na%6De2=of somebody").mkdir()
+    (folder / "year=1" / "a.parquet").rename(folder / "na%6De2=of somebody" / "a.parquet")
+    text = config.read_text()
+    assert "[name]" in text
+    config.write_text(text.replace("[name]", '["nam*"]'))
+    done = run("encrypt", folder, target, "--config", config)
+    assert done.exit_code == 2 and not target.exists()
+    assert "'name2' are in the names of folders" in done.stderr
+    config.write_text(text.replace("[name]", "[name, name2.part]"))
+    assert "has it under the key" in run("encrypt", folder, target, "--config", config).stderr
+    config.write_text(text)
+    done = run("encrypt", folder, target, "--config", config)
+    assert done.exit_code == 0
+
+
 def test_external_key_material_stays_beside_its_file(run, config: Path, folder: Path, tmp_path: Path) -> None:
     config.write_text(config.read_text() + "    key_material: external\n")
     out, again, back = (tmp_path / name for name in ("out", "again", "back"))

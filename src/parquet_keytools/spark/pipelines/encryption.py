@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyarrow import fs as pafs
 
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.config.table_settings import TableSettings
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputError
 from parquet_keytools.files import conversion
 from parquet_keytools.files.file_plan import check_target_folder
+from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.spark.carried_configuration import configuration_identity
 from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, parameters_hash, state_of
 from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles, timed_row
@@ -121,7 +117,8 @@ def encrypt(
         _check_target(source_root, target_root, records, overwrite=overwrite, is_folder=is_folder)
         refuse_target = partial(_refuse_target, os.path.realpath(target_root.path), source_root)
         plan = plan_data_set(source_root, refuse_target)
-        _check_folder_names(plan, name, table)
+        check = TableCheck(job.configuration, name, ignores_case=True)
+        check.refuse_folder_names(plan.table["path"].to_pylist())
         known = _begin(target_root, records, is_folder=is_folder)
         number = job.number_of_pieces(plan.table.num_rows)
         task = EncryptionTask(job.carried_keys(number), source_place, name, None, target_place, records.run)
@@ -180,25 +177,6 @@ def _refuse_target(target: str, source: FileLocation, folder: str) -> None:
     """Refuse a source that leads into the target by a link: its files would be encrypted twice."""
     if source.is_local and os.path.commonpath([target, os.path.realpath(folder)]) == target:
         raise OutputError(f"{folder} is inside the target {target}.", hint="Choose another folder for the output.")
-
-
-def _check_folder_names(plan: PlannedFiles, table_name: str, table: TableSettings) -> None:
-    """Refuse to leave values of columns under a key in the names of folders, where everyone reads them.
-
-    A column that is named letter by letter is missed in the files; a glob may still fit others.
-    """
-    folders = pc.unique(pc.replace_substring_regex(plan.table["path"], "[^/]*$", "")).to_pylist()
-    parts = {part for folder in folders for part in folder.split("/") if "=" in part}
-    for column in sorted({unquote(part.partition("=")[0]) for part in parts}):
-        message = f"the values of column {column!r} are in the names of folders, in plaintext"
-        for key_name, patterns in table.column_keys.items():
-            if any(fnmatch.fnmatchcase(column, pattern.replace("[", "[[]")) for pattern in patterns):
-                raise ConfigurationError(
-                    f"{message}, and the table {table_name!r} has it under the key {key_name!r}.",
-                    hint="Partition the source by another column, or take this one out of column_keys.",
-                )
-        if table.unlisted_columns == "footer_key":
-            warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _with_records(files: pa.Table, records: pa.Table) -> pa.Table:
