@@ -67,6 +67,18 @@ print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} - se
     assert run(program) == "['parquet_keytools']"
 
 
+def test_commands_that_read_no_table_import_no_pandas() -> None:
+    """It comes with pyarrow's data sets where it is installed, and takes as long as all the rest."""
+    program = """
+import sys
+from parquet_keytools import Keytools
+kms = {"type": "in_memory", "keys": ["k"]}
+Keytools.from_mapping({"version": 1, "kms": kms, "tables": {"t": {"footer_key": "k"}}})
+print(sorted({"pandas", "pyarrow.dataset"} & set(sys.modules)))
+"""
+    assert run(program) == "[]"
+
+
 def test_public_names_are_there() -> None:
     program = """
 import parquet_keytools

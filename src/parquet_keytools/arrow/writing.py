@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
@@ -26,6 +25,9 @@ from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import discarded_unless_done, pending_output
 from parquet_keytools.storage.sources import BufferSource
 from parquet_keytools.storage.walk import all_files
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +98,9 @@ def write_dataset(
     options: Mapping[str, Any],
 ) -> None:
     """Write a data set; see `Keytools.write_dataset`."""
+    # Not earlier: it imports pandas, where it is installed.
+    import pyarrow.dataset as ds
+
     keys = encryptor.keys
     schema = data.schema if hasattr(data, "schema") else options.get("schema")
     if schema is None:
@@ -152,6 +157,8 @@ def _partitioning(
     partitioning: Any, flavor: str | None, schema: pa.Schema
 ) -> tuple[ds.Partitioning | None, frozenset[str]]:
     """Return the partitioning, hive-style where only names are given, and the names of its fields."""
+    import pyarrow.dataset as ds
+
     if partitioning is None:
         return None, frozenset()
     if isinstance(partitioning, (list, tuple)):

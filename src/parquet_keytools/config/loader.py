@@ -20,7 +20,7 @@ from parquet_keytools.config.validation_messages import mistakes_of
 from parquet_keytools.config.yaml_document import MOST_BYTES, UnreadableYamlError, YamlDocument, read_yaml
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
-from parquet_keytools.kms.registry import client_class, known_names
+from parquet_keytools.kms.registry import client_class, is_known, known_names
 
 
 def load_configuration(
@@ -200,7 +200,7 @@ def _kms_settings(document: Any) -> tuple[KmsSettings | None, list[Mistake]]:
     if not isinstance(document, dict):
         return broken, [Mistake(("kms",), "this has to be a mapping with a `type`.")]
     name = document.get("type")
-    if not isinstance(name, str) or name not in known_names():
+    if not isinstance(name, str) or not is_known(name):
         message = (
             "no KMS client has this name." if isinstance(name, str) else "the name of a KMS client is required."
         )

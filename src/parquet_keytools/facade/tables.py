@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from parquet_keytools.arrow import reading, writing
+from parquet_keytools.arrow import writing
 from parquet_keytools.arrow.decryption_properties import Filters, make_decryption_properties
 from parquet_keytools.arrow.encryption_properties import ArrowEncryptor
-from parquet_keytools.arrow.reading import ReadRequest
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.facade.configured import Configured
@@ -152,8 +151,11 @@ class Tables(Configured):
             NotEncryptedError: The file is not encrypted.
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
         """
+        # Not earlier: pyarrow's data sets import pandas, where it is installed.
+        from parquet_keytools.arrow.reading import ReadRequest, read_table
+
         request = ReadRequest(columns, filters, table_name, aad_prefix)
-        return reading.read_table(self._keys, FileLocation.resolve(path, filesystem), request, options)
+        return read_table(self._keys, FileLocation.resolve(path, filesystem), request, options)
 
     # --- data sets ---
 
@@ -230,9 +232,11 @@ class Tables(Configured):
             NotEncryptedError: A file is not encrypted.
             KeytoolsError: Another subclass says what is wrong with a file or its keys.
         """
+        from parquet_keytools.arrow.reading import ReadRequest, open_dataset
+
         request = ReadRequest(columns, filters, table_name, aad_prefix)
         location = FileLocation.resolve(folder, filesystem)
-        return reading.open_dataset(self._keys, location, request, partitioning, schema)
+        return open_dataset(self._keys, location, request, partitioning, schema)
 
     # --- Spark's own writer ---
 

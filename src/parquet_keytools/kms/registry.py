@@ -42,6 +42,11 @@ def known_names() -> list[str]:
     return sorted({*_BUILT_INS, *(plugin.name for plugin in entry_points(group=ENTRY_POINT_GROUP))})
 
 
+def is_known(name: str) -> bool:
+    """Return whether a backend of this name is installed; to look for third parties' takes milliseconds."""
+    return name in _BUILT_INS or name in known_names()
+
+
 def client_class(name: str) -> type[KmsClient]:
     """Return the KMS client of a name; what this package has cannot be replaced by a plug-in.
 

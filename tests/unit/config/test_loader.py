@@ -441,7 +441,7 @@ def test_what_a_plugin_says_of_a_secret_is_not_repeated(monkeypatch):
     class TellingKms(KmsClient):
         Settings = Telling
 
-    monkeypatch.setattr(loader, "known_names", lambda: ["telling"])
+    monkeypatch.setattr(loader, "is_known", lambda name: name == "telling")
     monkeypatch.setattr(loader, "client_class", lambda name: TellingKms)
     with pytest.raises(ConfigurationError, match=r"kms\.password: this value is not valid\.") as caught:
         parse(f"version: 1\nkms: {{type: telling, password: {SECRET}}}")

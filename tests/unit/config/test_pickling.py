@@ -106,7 +106,7 @@ class PluginKms(KmsClient):
     "field", [f"api-token: {PASSPHRASE}", f"api-token: '${{EMPTY}}', accounts: [{{password: {PASSPHRASE}}}]"]
 )
 def test_secrets_of_a_plugin_are_found_by_their_type(tmp_path, monkeypatch, field):
-    monkeypatch.setattr(loader, "known_names", lambda: ["plugin"])
+    monkeypatch.setattr(loader, "is_known", lambda name: name == "plugin")
     monkeypatch.setattr(loader, "client_class", lambda name: PluginKms)
     made = load_configuration(saved(tmp_path, f"version: 1\nkms: {{type: plugin, region: the-region, {field}}}\n"))
     content = pickle.dumps(made)
