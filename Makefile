@@ -24,7 +24,8 @@ TEST_INSTALLED := $(VENV)/.installed-test
 DOCS_INSTALLED := $(VENV)/.installed-docs
 
 LOCK := requirements-dev.txt
-PIP_INSTALL := $(BIN)/python -m pip install -qq
+# Python compiles what is imported, the first time: a small part of what is installed.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile
 ifeq ($(LOCKED),yes)
 # The versions of the lock, checked against its hashes; it has all extras.
 install = $(PIP_INSTALL) --require-hashes -r $(LOCK) && $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
