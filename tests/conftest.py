@@ -9,31 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import remembered_scrypt
 import typer.testing
-from cryptography.hazmat.primitives.kdf import scrypt
 from order import position, scheduler
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-
-class RememberedScrypt:
-    """Scrypt, which is slow on purpose, and so remembers what it made of a passphrase and a salt."""
-
-    def __init__(self, salt: bytes, length: int, n: int, r: int, p: int) -> None:
-        self._parameters = (salt, length, n, r, p)
-
-    def derive(self, key_material: bytes) -> bytes:
-        return _derive(bytes(key_material), *self._parameters)
-
-
-@cache
-def _derive(key_material: bytes, *parameters: Any, original: Any = scrypt.Scrypt) -> bytes:
-    derived: bytes = original(*parameters).derive(key_material)
-    return derived
-
-
-# Before anything of the package is imported, which takes the class from there.
-scrypt.Scrypt = RememberedScrypt  # type: ignore[assignment]
+remembered_scrypt.install()
 # Typer makes the whole tree of commands for each call of one.
 typer.testing._get_command = cache(typer.testing._get_command)
 

@@ -228,13 +228,23 @@ def run(job: Job, tell: Callable[[Ended], None]) -> None:
 
 def main() -> None:
     """Fork for each job on stdin, and say on stdout what became of it."""
-    import rotation_case  # noqa: F401 - so that the children have it
+    import remembered_scrypt
+
+    remembered_scrypt.install()
+
+    # So that the children have them.
+    import opentelemetry.metrics
+    import opentelemetry.trace  # noqa: F401
+    import rotation_case
 
     import parquet_keytools.rotation.rekeying
     import parquet_keytools.rotation.restoring  # noqa: F401
+    from parquet_keytools.kms.keystore.file import Keystore
 
     for line in sys.stdin:
         job = Job(**json.loads(line))
+        # The children remember, too, what scrypt makes of its passphrase.
+        Keystore(Path(job.keystore), rotation_case.passphrase).open()
         from_child, to_parent = os.pipe()
         child = os.fork()
         if child == 0:

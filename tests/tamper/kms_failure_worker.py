@@ -1,10 +1,11 @@
-"""Runs operations against a KMS that fails, each in a process of its own: some of them killed it once.
+"""Runs operations against a KMS that fails, in processes of their own: some of them killed it once.
 
     python kms_failure_worker.py FOLDER
 
-prepares files, forks once for every case, and writes outcomes.json. A case that ends by a signal or not at all
-is an outcome too. pyarrow is imported before the forks, which saves most of the time, but not used: its
-threads would not be there in the children.
+prepares files, forks once for all cases of an operation, and writes outcomes.json. Where such a process ends by a
+signal, with an error, or not at all, each of its cases gets a process of its own, and so an outcome of its own.
+What cases import is imported before the forks, which saves most of the time, but pyarrow is not used: its threads
+would not be there in the children.
 """
 
 from __future__ import annotations
@@ -23,17 +24,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import opentelemetry.metrics
+import opentelemetry.trace  # noqa: F401
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption
 from faults import FAILURES, FaultyKms
 
+import parquet_keytools.arrow.arrow_kms
+import parquet_keytools.arrow.reading
+import parquet_keytools.arrow.writing  # noqa: F401
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import KeytoolsError
 
-SECONDS_PER_CASE = 20
+SECONDS_PER_PROCESS = 20
 MASTER_KEYS = {"kf": b"0123456789012345", "kc": b"1234567890123450", "kd": b"1234567890123451"}
 ROWS = 3000
 
@@ -54,6 +61,7 @@ class Context:
     folder: Path
     kms: FaultyKms
     double: bool
+    output_name: str = "none"
 
     @property
     def file(self) -> Path:
@@ -64,7 +72,7 @@ class Context:
         return self.folder / ("double" if self.double else "single") / "many"
 
     def output(self) -> Path:
-        return self.folder / "outputs" / f"{os.getpid()}.parquet"
+        return self.folder / "outputs" / f"{self.output_name}.parquet"
 
     def keytools(self, **settings: Any) -> Keytools:
         table_settings = {
@@ -468,7 +476,7 @@ def cases() -> Iterator[Case]:
 def run(case: Case, folder: Path) -> dict[str, Any]:
     kms = FaultyKms(MASTER_KEYS)
     kms.fail(case.failure, "kc" if case.failing == "column" else "kf")
-    context = Context(folder, kms, case.double)
+    context = Context(folder, kms, case.double, f"{os.getpid()}-{case.name}")
     found = (WRITES | READS | OTHER_READS)[case.operation]
     try:
         result = found(context)
@@ -498,7 +506,7 @@ def _error_of_reading(context: Context) -> str:
 def _left_over(context: Context) -> list[str]:
     """Return files under the name of the output, in a folder of that name, or beside it; a folder is no file."""
     found = (context.folder / "outputs").rglob("*")
-    return sorted(str(path) for path in found if f"{os.getpid()}.parquet" in str(path) and path.is_file())
+    return sorted(str(path) for path in found if context.output().name in str(path) and path.is_file())
 
 
 def prepare(folder: Path) -> None:
@@ -516,8 +524,8 @@ def prepare(folder: Path) -> None:
     os._exit(0)
 
 
-def start(case: Case, place: Path, folder: Path) -> int | None:
-    """Fork for a case; returns the process id, or None in the child when it is done."""
+def start(batch: list[Case], place: Path, folder: Path) -> int | None:
+    """Fork for some cases; returns the process id, or None in the child when it is done."""
     process_id = os.fork()
     if process_id:
         return process_id
@@ -525,30 +533,40 @@ def start(case: Case, place: Path, folder: Path) -> int | None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.disable()
-    place.with_suffix(".json").write_text(json.dumps(run(case, folder)))
+    place.with_suffix(".json").write_text(json.dumps([run(case, folder) for case in batch]))
     return None
+
+
+def batches() -> list[list[Case]]:
+    """Return all cases, those of one operation together."""
+    found: dict[tuple[str, str], list[Case]] = {}
+    for case in {case.name: case for case in cases()}.values():
+        found.setdefault((case.group, case.operation), []).append(case)
+    return list(found.values())
 
 
 def main(folder: Path) -> None:
     prepare(folder)
+    # The first configuration takes longer than those after it.
+    Context(folder, FaultyKms(MASTER_KEYS), False).keytools()
     # Without this the end of each child looks at, and so copies, all of the parent's memory.
     gc.freeze()
-    waiting = list(enumerate({case.name: case for case in cases()}.values()))[::-1]
-    running: dict[int, tuple[int, Case, Path, int, float]] = {}
+    waiting = batches()[::-1]
+    running: dict[int, tuple[int, list[Case], Path, float]] = {}
     outcomes: dict[str, dict[str, Any]] = {}
+    numbers = itertools.count()
     poll = select.poll()
     while waiting or running:
         while waiting and len(running) < 2:
-            number, case = waiting.pop()
-            place = folder / f"case {number}"
-            process_id = start(case, place, folder)
+            batch, place = waiting.pop(), folder / f"process {next(numbers)}"
+            process_id = start(batch, place, folder)
             if process_id is None:
                 return  # Ends as every program does: Arrow may abort in the end of one, too.
             descriptor = os.pidfd_open(process_id)
             poll.register(descriptor, select.POLLIN)
-            running[descriptor] = (process_id, case, place, descriptor, time.monotonic() + SECONDS_PER_CASE)
+            running[descriptor] = (process_id, batch, place, time.monotonic() + SECONDS_PER_PROCESS)
         ended = {descriptor for descriptor, _ in poll.poll(1000)}
-        for descriptor, (process_id, case, place, _, deadline) in list(running.items()):
+        for descriptor, (process_id, batch, place, deadline) in list(running.items()):
             if descriptor not in ended:
                 if time.monotonic() < deadline:
                     continue
@@ -557,13 +575,15 @@ def main(folder: Path) -> None:
             poll.unregister(descriptor)
             os.close(descriptor)
             del running[descriptor]
-            outcome: dict[str, Any] = {
-                "exit": "hang" if descriptor not in ended else os.waitstatus_to_exitcode(status)
-            }
-            if place.with_suffix(".json").exists():
-                outcome |= json.loads(place.with_suffix(".json").read_text())
-            outcome["output"] = place.with_suffix(".txt").read_text(errors="replace")
-            outcomes[case.name] = outcome
+            end = "hang" if descriptor not in ended else os.waitstatus_to_exitcode(status)
+            if end != 0 and len(batch) > 1:
+                waiting += [[case] for case in batch]
+                continue
+            found = place.with_suffix(".json")
+            results = json.loads(found.read_text()) if found.exists() else [{} for _ in batch]
+            output = place.with_suffix(".txt").read_text(errors="replace")
+            for case, result in zip(batch, results, strict=True):
+                outcomes[case.name] = {"exit": end, **result, "output": output}
     (folder / "outcomes.json").write_text(json.dumps(outcomes))
 
 

@@ -1,13 +1,15 @@
-"""A process that rotates, reads or writes a data set again and again, until it is told to stop.
+"""Processes that rotate, read or write a data set again and again, until they are told to stop.
 
-    python rotation_worker.py ACTION FOLDER KEYSTORE
+    python rotation_worker.py FOLDER KEYSTORE ACTION ...
 
-Prints one line of JSON: how often it did so, and what went wrong.
+forks once for every action, after all imports. Each process prints a line when it begins, and leaves a file of
+JSON beside the keystore: how often it did so, and what went wrong.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from typing import Any
 import pyarrow as pa
 from rotation_case import TABLE, Case, passphrase, read_with_pyarrow
 
+import parquet_keytools.arrow.reading
+import parquet_keytools.arrow.writing  # noqa: F401
 from parquet_keytools.kms.keystore.client import KeystoreKms
 
 STOP = "stop"
@@ -90,21 +94,38 @@ class Worker:
         return None
 
 
-def main(action: str, folder: Path, keystore: Path) -> None:
+def work(action: str, folder: Path, keystore: Path, answer: Path) -> None:
     """Do it until the file STOP is there beside the keystore."""
     worker = Worker(folder, keystore)
     act: Callable[[], str | None] = getattr(worker, action)
     rounds, failure = 0, None
     stop = keystore.with_name(STOP)
-    print("ready", flush=True)
+    os.write(1, b"ready\n")
     while failure is None and not stop.exists():
         try:
             failure = act()
         except Exception:
             failure = traceback.format_exc()
         rounds += 1
-    print(json.dumps({"action": action, "rounds": rounds, "failure": failure}), flush=True)
+    answer.write_text(json.dumps({"action": action, "rounds": rounds, "failure": failure}))
+
+
+def main(folder: Path, keystore: Path, actions: list[str]) -> None:
+    """Fork for each action, and wait for the end of all."""
+    children = []
+    for number, action in enumerate(actions):
+        child = os.fork()
+        if child == 0:
+            work(action, folder, keystore, answer_of(keystore, number))
+            return
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
+
+
+def answer_of(keystore: Path, number: int) -> Path:
+    """Return the file in which a process says what it did."""
+    return keystore.with_name(f"answer-{number}.json")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -22,8 +22,8 @@ from parquet_keytools.format.structs import ColumnChunk, FileMetaData, SchemaEle
 from parquet_keytools.format.thrift_compact import Struct, WireType, write_struct
 from parquet_keytools.storage.sources import BufferSource
 
-_COUNT = 200_000
-_VARINT = b"\xc0\x9a\x0c"
+_COUNT = 70_000
+_VARINT = b"\xf0\xa2\x04"
 """Their number as it lies in the bytes."""
 
 

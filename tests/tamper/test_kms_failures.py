@@ -20,7 +20,7 @@ CASES = list({case.name: case for case in worker.cases()}.values())
 
 @pytest.fixture(scope="session")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Run all cases once; each has a process of its own."""
+    """Run all cases once."""
     folder = tmp_path_factory.mktemp("kms failures")
     path = os.pathsep.join([str(SOURCES), str(TESTS), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(

@@ -1,9 +1,13 @@
-"""Many processes at one data set: rotations, readers and writers. ROTATION_SECONDS says for how long."""
+"""Many processes at one data set: rotations, readers and writers. ROTATION_SECONDS says for how long.
+
+Without it that is long enough for several rounds of each, and a minute in a soak.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,9 +16,10 @@ from pathlib import Path
 
 import pytest
 from rotation_case import TABLE, Case, materials, names
-from rotation_worker import SETTINGS, STOP
+from rotation_worker import SETTINGS, STOP, answer_of
+from soak import SOAK
 
-SECONDS = float(os.environ.get("ROTATION_SECONDS", "8"))
+SECONDS = float(os.environ.get("ROTATION_SECONDS", "60" if SOAK else "4"))
 TESTS = Path(__file__).resolve().parents[1]
 
 pytestmark = pytest.mark.timeout(240 + 3 * SECONDS)
@@ -31,29 +36,34 @@ def make(tmp_path: Path, count: int) -> Case:
 def run(case: Case, actions: list[str], meanwhile: Callable[[], object]) -> list[dict[str, object]]:
     """Run a process for each action, for some time; return what they say."""
     keystore = case.folder.parent / "keystore.json"
-    command = [sys.executable, str(Path(__file__).with_name("rotation_worker.py"))]
+    program = Path(__file__).with_name("rotation_worker.py")
     path = os.pathsep.join([str(TESTS), *sys.path])
     # Twelve processes with as many threads as there are processors each would only wait for one another.
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*command, action, str(case.folder), str(keystore)], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for action in actions
-    ]
+    process = subprocess.Popen(
+        [sys.executable, program, case.folder, keystore, *actions],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
     try:
-        for process in processes:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        assert process.stdout is not None
+        for _ in actions:
+            assert process.stdout.readline() == "ready\n"
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             meanwhile()
             time.sleep(min(0.5, SECONDS / 8))
         keystore.with_name(STOP).touch()
-        return [json.loads(process.communicate(timeout=200)[0]) for process in processes]
+        assert process.wait(200) == 0
+        return [json.loads(answer_of(keystore, number).read_text()) for number in range(len(actions))]
     finally:
-        for process in processes:
-            process.kill()
+        if process.poll() is None:
+            # Its children, too.
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        process.stdout.close()
 
 
 def test_eight_rotate_and_four_read(tmp_path: Path) -> None:

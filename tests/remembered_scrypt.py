@@ -1,0 +1,31 @@
+"""Scrypt is slow on purpose: a process of the tests remembers what it made of a passphrase and a salt."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cryptography.hazmat.primitives.kdf import scrypt
+
+_ORIGINAL = scrypt.Scrypt
+
+
+class RememberedScrypt:
+    """Takes the place of `Scrypt`."""
+
+    def __init__(self, salt: bytes, length: int, n: int, r: int, p: int) -> None:
+        self._parameters = (salt, length, n, r, p)
+
+    def derive(self, key_material: bytes) -> bytes:
+        return _derive(bytes(key_material), *self._parameters)
+
+
+@cache
+def _derive(key_material: bytes, *parameters: Any) -> bytes:
+    derived: bytes = _ORIGINAL(*parameters).derive(key_material)
+    return derived
+
+
+def install() -> None:
+    """Have it used, before anything of the package is imported, which takes the class from there."""
+    scrypt.Scrypt = RememberedScrypt  # type: ignore[assignment, misc]
