@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -116,12 +117,18 @@ def generated_pages() -> Iterator[tuple[str, str]]:
 
 def drawn(kind: str, name: str) -> str:
     """Return the SVG picture that a comment asks for: a plot of the benchmarks, or the modules of a file."""
+    script = script_of(kind)
+    return str(script.plot(name) if kind == "plot" else script.sample_picture())
+
+
+def script_of(kind: str) -> ModuleType:
+    """Return the script that draws plots, or the picture of the modules."""
     path = ROOT / ("benchmarks/plots.py" if kind == "plot" else "docs/modules_picture.py")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    return str(script.plot(name) if kind == "plot" else script.sample_picture())
+    return script
 
 
 def pictured(markdown: str, page: str) -> str:

@@ -164,7 +164,21 @@ def test_every_plot_is_shown_with_the_figures_of_its_page() -> None:
     assert {name for kind, name in _pictures() if kind == "plot"} == figures.keys()
     for name, chart in figures.items():
         section = page.partition(f"<!-- plot: {name} -->")[2].partition("<!-- plot")[0]
-        assert [value for _, value in chart["bars"] if not re.search(rf"\| {value}\b", section)] == []
+        assert [value for _, value in chart.get("bars", []) if not re.search(rf"\| {value}\b", section)] == []
+
+
+def test_lines_are_drawn_on_logarithmic_axes() -> None:
+    plots = site.script_of("plot")
+    points = [[100, 0.02], [1_000, 0.2], [10_000, 2.0]]
+    chart = {"title": "t", "axis": "files", "lines": [{"label": "a", "dashed": True, "points": points}]}
+    root = ElementTree.fromstring(plots.lines(chart))
+    (line,) = [
+        found for found in root.findall(".//{*}path") if found.get("stroke-width") and "L" in found.get("d", "")
+    ]
+    places = [tuple(map(float, place.split())) for place in line.get("d", "")[1:].split("L")]
+    (x0, y0), (x1, y1), (x2, y2) = places
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
+    assert {"100", "1,000", "10,000", "0.01 s", "10 s"} <= {text.text for text in root.findall(".//{*}text")}
 
 
 def test_a_comment_becomes_a_picture() -> None:
