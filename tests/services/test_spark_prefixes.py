@@ -58,6 +58,10 @@ class Place:
         return found
 
 
+def key_material(path: Path) -> Path:
+    return path.with_name(f"_KEY_MATERIAL_FOR_{path.name}.json")
+
+
 SUPPLIED: dict[str, Any] = {"store_aad_prefix": False}
 SIGNED: dict[str, Any] = {"plaintext_footer": True}
 
@@ -177,3 +181,22 @@ def test_a_folder_gives_no_values_to_a_column_under_a_key(place: Place) -> None:
     assert found[0] == RIGHT
     for outcome, name in zip(found[1:], ("other", "other", "name", "other"), strict=True):
         assert f"part1: the name of a folder gives values to '{name}', which is under a key" in outcome
+
+
+def test_key_material_that_is_another_when_the_same_footer_comes_again(place: Place) -> None:
+    """Whoever may use the footer's key alone: what was said of the columns' keys once goes for nothing later."""
+    honest = place.file("honest", b"t/part1\0", key_material="external")
+    forged = place.file("forged", b"t/part1\0", first=1000, column_keys={"kf": ["name"]}, key_material="external")
+    said = place.folder / "said otherwise" / "part1"
+    said.parent.mkdir()
+    said.write_bytes(forged.read_bytes())
+    entries = json.loads(key_material(forged).read_text())
+    claimed = {
+        name: text.replace('"kf"', '"kc"') if name != "footerKey" else text for name, text in entries.items()
+    }
+    assert claimed != entries
+    key_material(said).write_text(json.dumps(claimed))
+    found = place.read(place.config(), [(path, {}) for path in (honest, said, forged, honest)])
+    assert found[0] == found[3] == RIGHT
+    assert "does not belong to this master key" in found[1]
+    assert "column 'name' is under the master key 'kf', and the table has the master key 'kc'" in found[2]

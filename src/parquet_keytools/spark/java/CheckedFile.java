@@ -23,8 +23,9 @@ import org.apache.spark.sql.catalyst.catalog.ExternalCatalogUtils;
  * A file that is what its table says, and its keys for parquet-java.
  *
  * The worker compares: the footer's key before it is unwrapped, then the columns that the authentic footer has. What
- * it said of one file goes for others that say the same. parquet-java reads the footer again afterwards: it gets the
- * footer's DEK only for the key metadata that were checked, and no other footer is authentic under that DEK.
+ * it said of one file goes for others that say the same, in the footer and in the key material beside it. parquet-java
+ * reads the footer again afterwards: it gets the footer's DEK only for the key metadata that were checked, and no other
+ * footer is authentic under that DEK.
  */
 final class CheckedFile implements DecryptionKeyRetriever {
   static final String TABLE = "parquet.keytools.table";
@@ -94,8 +95,10 @@ final class CheckedFile implements DecryptionKeyRetriever {
     ExpectedAadPrefix expected =
         new ExpectedAadPrefix(configuration, worker.check(request, path.toString()), path);
     ArrayNode folders = foldersWithValues();
-    String digest =
-        worker.identity() + '\n' + table + '\n' + expected.identity() + '\n' + folders + '\n' + tail.digest();
+    // Nothing authenticates a key material file: what it said once of the keys of columns it need not say again.
+    String external = keys.externalDigest();
+    String digest = worker.identity() + '\n' + table + '\n' + expected.identity() + '\n' + folders + '\n'
+        + tail.digest() + '\n' + external;
     synchronized (AUTHENTIC) {
       Object known = AUTHENTIC.get(digest);
       if (known != null) {
@@ -108,6 +111,9 @@ final class CheckedFile implements DecryptionKeyRetriever {
     for (Object columns : columns(footer)) {
       request.set("columns", (ArrayNode) columns);
       worker.check(request, path.toString());
+    }
+    if (!external.equals(keys.externalDigest())) {
+      return; // The columns need one, and the footer does not.
     }
     synchronized (AUTHENTIC) {
       if (AUTHENTIC.size() >= MOST_REMEMBERED) {

@@ -33,6 +33,7 @@ final class FileKeys {
   private final long lifetimeMilliseconds;
   private final Map held = new HashMap();
   private JsonNode externalMaterial = null;
+  private String externalDigest = "";
 
   FileKeys(Configuration configuration, Path path) {
     this.configuration = configuration;
@@ -41,6 +42,11 @@ final class FileKeys {
     this.cacheName = configuration.get("parquet.encryption.key.access.token", "") + '\n'
         + configuration.get("parquet.keytools.session.identity", "");
     kms.initialize(configuration, null, null, null);
+  }
+
+  /** Returns what is different for two key material files; empty as long as none was needed. */
+  synchronized String externalDigest() {
+    return externalDigest;
   }
 
   /** Returns the identifier of the master key that some key metadata names. */
@@ -157,6 +163,7 @@ final class FileKeys {
           byte[] content = new byte[(int) length];
           stream.readFully(0, content);
           externalMaterial = JSON.readTree(content);
+          externalDigest = FileTail.digest(content);
         } finally {
           stream.close();
         }

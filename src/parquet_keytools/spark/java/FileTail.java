@@ -134,8 +134,12 @@ final class FileTail {
 
   /** Returns what is different for two different footers. */
   String digest() {
+    return digest(footer);
+  }
+
+  static String digest(byte[] content) {
     try {
-      return Base64.getEncoder().encodeToString(MessageDigest.getInstance("SHA-256").digest(footer));
+      return Base64.getEncoder().encodeToString(MessageDigest.getInstance("SHA-256").digest(content));
     } catch (GeneralSecurityException error) {
       throw new ParquetCryptoRuntimeException("There is no SHA-256", error);
     }
