@@ -17,11 +17,13 @@ from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.keys.file_key_retriever import DataKeys, FileKeyRetriever
 from parquet_keytools.keys.key_wrapping import KeyUnwrapper, KmsKeys
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.settings import RemoteKmsSettings
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 
 _THROW_AWAY_KEY_LENGTH_BITS = 128
+_CHECK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,18 @@ def named_master_keys(configuration: Configuration) -> dict[str, str]:
         for name, reference in references.items()
         if isinstance(reference, MasterKeyReference)
     }
+
+
+def with_short_timeout(configuration: Configuration) -> Configuration:
+    """Return a configuration whose KMS is waited for a few seconds only: who checks it wants an answer now."""
+    kms = configuration.kms
+    if not isinstance(kms, RemoteKmsSettings):
+        return configuration
+    seconds = min(kms.timeout_seconds, _CHECK_SECONDS)
+    limited = kms.model_copy(
+        update={"timeout_seconds": seconds, "call_timeout_seconds": min(kms.call_timeout_seconds, seconds)}
+    )
+    return configuration.model_copy(update={"kms": limited})
 
 
 def check_master_keys(configuration: Configuration, kms: KmsClient) -> list[MasterKeyCheck]:

@@ -66,10 +66,10 @@ def check_command(
     from parquet_keytools.cli.failures import status_of
     from parquet_keytools.cli.file_argument import location_of
     from parquet_keytools.config.loader import load_configuration
-    from parquet_keytools.configuration_check import check_columns, check_master_keys
+    from parquet_keytools.configuration_check import check_columns, check_master_keys, with_short_timeout
     from parquet_keytools.keytools import Keytools
 
-    configuration = load_configuration(config)
+    configuration = with_short_timeout(load_configuration(config))
     if table is not None:
         configuration.select_table(table)
     file = None if against is None else location_of(against, "--against")

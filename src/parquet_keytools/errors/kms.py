@@ -51,7 +51,13 @@ class KmsError(KeytoolsError):
         """Return this error as it stands after so many tries."""
         if tries == 1:
             return self
-        detail = ", ".join(filter(None, [self.detail, f"after {tries} tries in {seconds:.1f} seconds"]))
+        error = self._with_detail(
+            ", ".join(filter(None, [self.detail, f"after {tries} tries in {seconds:.1f} seconds"]))
+        )
+        error.tries = tries
+        return error
+
+    def _with_detail(self, detail: str) -> Self:
         error = type(self)(
             detail,
             backend=self.backend,
@@ -60,7 +66,7 @@ class KmsError(KeytoolsError):
             hint=self.hint,
             retry_after_seconds=self.retry_after_seconds,
         )
-        error.tries = tries
+        error.tries = self.tries
         return error
 
 
@@ -120,6 +126,11 @@ class KmsUnavailableError(KmsError):
     retryable = True
     summary = "the KMS is unavailable"
     default_hint = "Check the network and the KMS, then retry."
+
+    def at(self, address: str) -> Self:
+        """Return this error with the address of the KMS in it."""
+        detail = f"{address}: {self.detail}" if self.detail else address
+        return self._with_detail(detail) if address else self
 
 
 class KmsConfigurationError(KmsError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from parquet_keytools.errors import KmsError, value_or_raise
+from parquet_keytools.errors import KmsError, KmsUnavailableError, value_or_raise
 from parquet_keytools.kms.calls.attempts import RemoteCall, Time, Traffic
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.settings import RemoteKmsSettings
@@ -62,7 +62,11 @@ class RemoteKmsClient(KmsClient):
             return self._guard(operation, master_key_id, send, max(left, 0.0))
         facts = self._call_facts(operation, master_key_id)
         call = RemoteCall(
-            facts, self.limits, traffic, lambda error: self._translated(error, operation, master_key_id)
+            facts,
+            self.limits,
+            traffic,
+            lambda error: self._translated(error, operation, master_key_id),
+            self._server(),
         )
         about: dict[str, str] = {"backend": self.backend, "operation": operation}
         key = {"master_key_id": master_key_id} if self.telemetry_key_ids and master_key_id is not None else {}
@@ -75,7 +79,11 @@ class RemoteKmsClient(KmsClient):
                 span.failed(about["outcome"])
             telemetry.count("kms.calls", 1, about)
             telemetry.measure("kms.call.duration", self._time.clock() - call.started, about)
-        return value_or_raise(outcome)
+        return value_or_raise(outcome.at(self._server()) if isinstance(outcome, KmsUnavailableError) else outcome)
+
+    def _server(self) -> str:
+        """Return where the KMS is, for people who look for why it cannot be reached; a backend may know."""
+        return ""
 
     def _map(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
         """Return the results of a function that does not raise, called for several items at a time.

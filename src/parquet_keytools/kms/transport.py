@@ -6,8 +6,10 @@ and for the passphrase of a private key OpenSSL would ask a terminal.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
+import socket
 import ssl
 from collections.abc import Iterator
 from typing import Any
@@ -100,6 +102,22 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             waiting += [found.__cause__, found.__context__, getattr(found, "reason", None), *found.args]
             arguments = getattr(found, "kwargs", None)
             waiting += arguments.values() if isinstance(arguments, dict) else ()
+
+
+def unreachable_because(error: BaseException) -> str:
+    """Return why a server could not be reached, as far as an exception says; empty where it does not."""
+    for found in _causes(error):
+        if isinstance(found, socket.gaierror):
+            return "its host name cannot be resolved"
+        if isinstance(found, ConnectionRefusedError):
+            return "the connection was refused"
+        if isinstance(found, ConnectionError) and found.errno is not None:
+            return "the connection was closed"
+        if isinstance(found, TimeoutError):
+            return "no answer in time"
+        if isinstance(found, OSError) and found.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+            return "no network route leads there"
+    return ""
 
 
 def retry_after_seconds(header: object) -> float:

@@ -343,6 +343,7 @@ def test_fails_fast_while_down_and_says_so(clock: VirtualTime, caplog: pytest.Lo
         kms.wrap(KEY, "k")
         kms.wrap(KEY, "k")
     assert [record.getMessage() for record in caplog.records] == [
+        "fake_remote: waiting for the KMS (no answer); calls are retried for up to 60 seconds",
         "fake_remote: the KMS has not answered for 20 seconds: until it does, calls fail at once",
         "fake_remote: the KMS answers again",
     ]

@@ -194,6 +194,9 @@ class AwsKms(RemoteKmsClient):
             error, operation, master_key_id
         )
 
+    def _server(self) -> str:
+        return self._connection.address
+
     def _principal(self) -> str:
         """Return who asks the KMS, as far as the settings say; no call is made for it."""
         if self._settings.assume_role is not None:

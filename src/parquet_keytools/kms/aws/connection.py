@@ -68,6 +68,12 @@ class AwsConnection:
                 return self._settings.region or source.region_name
         return self._settings.region
 
+    @property
+    def address(self) -> str:
+        """Where the KMS is, as far as it is known without a client."""
+        region = f"region {self.region}" if self.region else ""
+        return ", ".join(filter(None, [self._settings.endpoint_url, region]))
+
     def call(self, method: str, seconds: float, **parameters: Any) -> dict[str, Any]:
         """Send one request.
 

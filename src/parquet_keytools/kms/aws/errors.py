@@ -24,7 +24,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.requests import CallFacts
-from parquet_keytools.kms.transport import retry_after_seconds, tls_error
+from parquet_keytools.kms.transport import retry_after_seconds, tls_error, unreachable_because
 
 _CREDENTIALS_HINT = (
     "Check the AWS credentials of this process: `aws sts get-caller-identity` says whose they are and whether "
@@ -223,7 +223,8 @@ def aws_error(
         hint = hint_for_missing_key
     if meaning.kind is KmsConfigurationError and hint is None:
         hint = "Check the configuration of AWS on this machine."
-    detail = f"{meaning.detail} ({source})" if meaning.detail else source
+    known = meaning.detail or (unreachable_because(error) if meaning.kind is KmsUnavailableError else "")
+    detail = f"{known} ({source})" if known else source
     return CallFacts("aws", operation, master_key_id).error(meaning.kind, detail, hint, _retry_after(error))
 
 

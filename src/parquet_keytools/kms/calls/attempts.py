@@ -43,6 +43,8 @@ _LOOK_AGAIN_SECONDS = 0.25
 _PART_OF_AGE = 0.1
 """A call that lasts ten seconds may take a turn that comes one second later than a new call may."""
 
+_SECONDS_OF_SILENCE = 2.0
+
 _RETRIES_PER_SECOND = 2.0
 """How many calls to a KMS that answers nothing are retried each second, after the first few."""
 
@@ -69,6 +71,12 @@ class Traffic:
         self.retries = RetryBudget(2 * limits.max_concurrent_calls, _RETRIES_PER_SECOND, clock)
         self.breaker = CircuitBreaker(limits.fail_fast_after_seconds, limits.probe_every_seconds, clock)
         self.concurrent_calls = ConcurrentCalls(limits.max_concurrent_calls)
+        self.waits_are_told = False
+
+    def is_first_wait(self) -> bool:
+        """Return whether nobody was told yet that the KMS is waited for; then somebody is."""
+        was_told, self.waits_are_told = self.waits_are_told, True
+        return not was_told
 
     def seconds_of_attempt(self) -> float | None:
         """Return how long the attempt may still take that this thread is in; None where it is in none."""
@@ -90,6 +98,7 @@ class RemoteCall:
         limits: Those of the client.
         traffic: What it shares with other calls.
         translate: Returns what stands for an exception of an SDK.
+        address: Where the KMS is, for the log.
 
     Attributes:
         tries: How many attempts there were.
@@ -102,6 +111,7 @@ class RemoteCall:
         limits: RemoteKmsSettings,
         traffic: Traffic,
         translate: Callable[[Exception], KmsError],
+        address: str = "",
     ) -> None:
         self.tries = 0
         self.started = traffic.time.clock()
@@ -109,6 +119,7 @@ class RemoteCall:
         self._limits = limits
         self._traffic = traffic
         self._translate = translate
+        self._address = address
         self._time = traffic.time
         self._deadline = self.started + limits.timeout_seconds
         self._task = current_task()
@@ -259,6 +270,7 @@ class RemoteCall:
     # --- what others get to know of it ---
 
     def _note_answer(self) -> None:
+        self._traffic.waits_are_told = False
         self._traffic.retries.answered()
         self._close_breaker()
         if self._task is not None:
@@ -266,6 +278,7 @@ class RemoteCall:
 
     def _note_failure(self, failure: KmsError) -> None:
         if isinstance(failure, KmsUnavailableError):
+            self._tell_of_waiting(failure)
             if self._traffic.breaker.failed():
                 _log.warning(
                     "%s: the KMS has not answered for %g seconds: until it does, calls fail at once",
@@ -279,6 +292,17 @@ class RemoteCall:
         elif not isinstance(failure, KmsConfigurationError):
             # Which says nothing of the KMS: most are found before anything is sent.
             self._note_answer()
+
+    def _tell_of_waiting(self, failure: KmsUnavailableError) -> None:
+        """Say once why nothing happens: else a call that may take a minute looks as if it hangs."""
+        if self._time.clock() - self.started >= _SECONDS_OF_SILENCE and self._traffic.is_first_wait():
+            _log.warning(
+                "%s: waiting for the KMS%s (%s); calls are retried for up to %g seconds",
+                self._facts.backend,
+                f" at {self._address}" if self._address else "",
+                failure.detail or "no answer",
+                self._limits.timeout_seconds,
+            )
 
     def _close_breaker(self) -> None:
         if self._traffic.breaker.answered():

@@ -176,6 +176,9 @@ class GcpKms(RemoteKmsClient):
         known = kms_error(error, operation, master_key_id)
         return known if known is not None else super()._translate(error, operation, master_key_id)
 
+    def _server(self) -> str:
+        return self.settings.endpoint
+
     def _identity(self, master_key_id: str) -> str:
         return crypto_key_name(master_key_id, self._key_ring)
 

@@ -64,6 +64,17 @@ _HINTS_BY_REASON = {
     "BILLING_DISABLED": "Enable billing in the project.",
     "ACCESS_TOKEN_SCOPE_INSUFFICIENT": "Give the credentials the scope cloud-platform or cloudkms.",
 }
+_UNREACHABLE = {
+    # What gRPC says of a channel that it cannot open -> what it means.
+    "connection refused": "the connection was refused",
+    "dns resolution failed": "its host name cannot be resolved",
+    "name resolution": "its host name cannot be resolved",
+    "handshake": "TLS failed",
+    "network is unreachable": "no network route leads there",
+    "connection reset": "the connection was closed",
+    "socket closed": "the connection was closed",
+    "timed out": "no answer in time",
+}
 _WRONG_WRAPPED_KEY_HINT = (
     "Check that the file was written with this key and the same additional_authenticated_data, and restore it "
     "if it was altered."
@@ -98,7 +109,8 @@ def _of_call(error: GoogleAPICallError, call: CallFacts) -> KmsError:
     elif status == "UNAVAILABLE" and "metadata from plugin" in text:
         # gRPC reports so that the credentials of a client that was passed in gave no token.
         hint = _CREDENTIALS_HINT
-    return call.error(kind, ", ".join([status, *reasons]), hint, _retry_after(error))
+    known = [words for sign, words in _UNREACHABLE.items() if status == "UNAVAILABLE" and sign in text]
+    return call.error(kind, ", ".join([*known[:1], status, *reasons]), hint, _retry_after(error))
 
 
 def _of_authentication(error: GoogleAuthError, call: CallFacts) -> KmsError:

@@ -299,6 +299,10 @@ class VaultKms(RemoteKmsClient):
     def _call_facts(self, operation: str, master_key_id: str | None) -> TransitCall:
         return TransitCall(self.backend, operation, master_key_id, self.settings.mount_point)
 
+    def _server(self) -> str:
+        namespace = f"namespace {self.settings.namespace}" if self.settings.namespace else ""
+        return ", ".join(filter(None, [self.settings.url, namespace]))
+
     def _ask(self, operation: str, master_key_id: str, ask: Callable[[VaultConnection], T]) -> T:
         """Call the server, with as many attempts as the errors allow."""
         return self._call(operation, master_key_id, partial(self._one_try, ask))

@@ -21,7 +21,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.requests import CallFacts
-from parquet_keytools.kms.transport import tls_error
+from parquet_keytools.kms.transport import tls_error, unreachable_because
 
 BACKEND = "vault"
 
@@ -221,5 +221,6 @@ def connection_error(error: Exception, call: TransitCall) -> KmsError | None:
     if isinstance(error, (requests.Timeout, TimeoutError)):
         return call.error(KmsUnavailableError, "it did not answer in time")
     if isinstance(error, OSError):  # those of requests are such errors, too
-        return call.error(KmsUnavailableError, f"the connection failed ({type(error).__name__})")
+        detail = unreachable_because(error) or f"the connection failed ({type(error).__name__})"
+        return call.error(KmsUnavailableError, detail)
     return None

@@ -1,0 +1,107 @@
+"""What people are told when a KMS cannot be reached: where it should be, why not, and soon."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from parquet_keytools import parse_configuration
+from parquet_keytools.cli import app
+from parquet_keytools.configuration_check import with_short_timeout
+from parquet_keytools.errors import KmsUnavailableError
+from parquet_keytools.kms.aws import AwsKms
+from parquet_keytools.kms.aws.settings import AwsSettings
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.gcp import GcpKms
+from parquet_keytools.kms.gcp.settings import GcpSettings
+from parquet_keytools.kms.settings import RemoteKmsSettings
+from parquet_keytools.kms.vault import VaultKms
+from parquet_keytools.kms.vault.settings import VaultSettings
+from parquet_keytools.secret_bytes import SecretBytes
+
+CRYPTO_KEY = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
+
+
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    """A port of this machine on which nothing listens: it is taken, and never listened on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def client_for(backend: str, host: str, **limits: Any) -> KmsClient:
+    match backend:
+        case "vault":
+            return VaultKms(VaultSettings.model_validate({"url": f"http://{host}", "token": "t", **limits}))
+        case "aws":
+            credentials = {"access_key_id": "x", "secret_access_key": "y"}
+            where = {"region": "eu-central-1", "endpoint_url": f"http://{host}"}
+            return AwsKms(AwsSettings.model_validate({**credentials, **where, **limits}))
+        case _:
+            return GcpKms(GcpSettings.model_validate({"endpoint": host, "insecure": True, **limits}))
+
+
+@pytest.mark.parametrize("backend", ["vault", "aws", "gcp"])
+def test_a_refused_connection(backend: str, free_port: int) -> None:
+    kms = client_for(backend, f"127.0.0.1:{free_port}", max_tries=2)
+    with kms, pytest.raises(KmsUnavailableError) as caught:
+        kms.wrap(SecretBytes(bytes(16)), CRYPTO_KEY if backend == "gcp" else "k")
+    text = str(caught.value)
+    assert f"127.0.0.1:{free_port}" in text and "the connection was refused" in text and "after 2 tries" in text
+    assert backend != "aws" or "region eu-central-1" in text
+
+
+def test_a_host_that_nobody_knows() -> None:
+    settings = VaultSettings.model_validate({"url": "https://no.such.host.invalid", "token": "t", "max_tries": 1})
+    with VaultKms(settings) as kms, pytest.raises(KmsUnavailableError, match="its host name cannot be resolved"):
+        kms.wrap(SecretBytes(bytes(16)), "k")
+
+
+def test_a_server_that_listens_and_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        kms = client_for("vault", where, max_tries=1, call_timeout_seconds=0.2)
+        with kms, pytest.raises(KmsUnavailableError, match=f"{where}: it did not answer in time"):
+            kms.wrap(SecretBytes(bytes(16)), "k")
+
+
+def test_who_waits_is_told_why_once(free_port: int, caplog: pytest.LogCaptureFixture) -> None:
+    limits = {"timeout_seconds": 4.0, "fail_fast_after_seconds": 60.0}
+    with client_for("vault", f"127.0.0.1:{free_port}", **limits) as kms, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with pytest.raises(KmsUnavailableError):
+                kms.wrap(SecretBytes(bytes(16)), "k")
+    (record,) = [record for record in caplog.records if "waiting for the KMS" in record.message]
+    assert f"at http://127.0.0.1:{free_port} (the connection was refused)" in record.message
+
+
+def test_check_waits_a_few_seconds_only(free_port: int, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"version: 1\nkms: {{type: vault, url: 'http://127.0.0.1:{free_port}', token: t}}\n"
+        "tables: {t: {footer_key: k, unlisted_columns: footer_key}}\n"
+    )
+    config.chmod(0o600)
+    done = CliRunner().invoke(app, ["check", str(config)])
+    assert done.exit_code == 3 and "the connection was refused" in " ".join(done.stdout.split())
+
+
+def test_what_is_shorter_stays_as_it_is() -> None:
+    def limits(**settings: Any) -> tuple[float, float]:
+        kms = {"type": "vault", "url": "https://kms.example", "token": "t", **settings}
+        configuration = with_short_timeout(parse_configuration({"version": 1, "kms": kms}))
+        assert isinstance(configuration.kms, RemoteKmsSettings)
+        return configuration.kms.timeout_seconds, configuration.kms.call_timeout_seconds
+
+    assert limits() == (5.0, 5.0)
+    assert limits(timeout_seconds=2.0, call_timeout_seconds=1.0) == (2.0, 1.0)
+    assert limits(call_timeout_seconds=30.0) == (5.0, 5.0)
+    in_memory = parse_configuration({"version": 1, "kms": {"type": "in_memory", "keys": ["k"]}})
+    assert with_short_timeout(in_memory) is in_memory
