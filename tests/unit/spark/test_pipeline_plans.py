@@ -364,6 +364,33 @@ def test_a_call_that_is_refused_leaves_a_complete_target_complete(
     assert {path.name for path in target.iterdir()} == {"_SUCCESS", "part-0.parquet", "source"}
 
 
+@pytest.mark.parametrize("forgery", ["plaintext", "of the table"])
+def test_records_beside_the_data_are_not_believed(
+    encrypted: tuple[Keytools, Path], tmp_path: Path, forgery: str
+) -> None:
+    """Between two runs somebody replaces a file that was finished by one of the same length and time."""
+    spark: Any = FakeSpark([2], spark_master="local[2]")
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_plain(write_plain(source), "part-1.parquet")
+    damaged = source / "part-1.parquet"
+    good = damaged.read_bytes()
+    damaged.write_bytes(good[:-1])
+    assert encryption.encrypt(spark, source, target, tmp_path / "config.yaml").outcomes["encrypted"] == 1
+    finished, forged = target / "part-0.parquet", tmp_path / "forged"
+    if forgery == "plaintext":
+        pq.write_table(pa.table({"a": [0], "ab": [0]}), forged)
+    else:
+        encrypted[0].write_table(pa.table({"a": [0], "ab": [0]}), forged)
+    state, data = finished.stat(), forged.read_bytes()
+    offset = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    finished.write_bytes(data[:offset] + bytes(state.st_size - len(data)) + data[offset:])
+    os.utime(finished, ns=(state.st_atime_ns, state.st_mtime_ns))
+    damaged.write_bytes(good)
+    report = encryption.encrypt(spark, source, target, tmp_path / "config.yaml")
+    assert report.succeeded and report.outcomes == {"encrypted": 2}
+    assert encrypted[0].read_table(target)["a"].to_pylist() == [1, 2, 3] * 2
+
+
 def test_values_of_a_column_with_a_key_do_not_stay_in_the_names_of_folders(
     encrypted: tuple[Keytools, Path], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from parquet_keytools.config.settings import Configuration
+from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputError
 from parquet_keytools.files import conversion
 from parquet_keytools.files.file_plan import check_target_folder
@@ -42,6 +43,7 @@ from parquet_keytools.spark.pipelines.report import (
 from parquet_keytools.spark.pipelines.worker_keys import JobKeyService, WorkerKeys
 from parquet_keytools.storage.locations import FileLocation, PathLike
 from parquet_keytools.storage.outputs import whole_output, write_whole
+from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.temporary_names import parse_temporary_name
 from parquet_keytools.storage.walk import LeftOutReason, all_files
 
@@ -295,6 +297,19 @@ class EncryptionTask(PipelineTask):
             finished.flush()
         return task_result(rows)
 
+    def _is_encrypted(self, keys: JobKeyService, source: FileLocation, target: FileLocation) -> bool:
+        """Return whether a target is a file of the table with as many rows as the source.
+
+        Records lie in the target, where others may write them. They only say where it is worth to look.
+        """
+        try:
+            (opened,) = keys.open_files([target], self.table_name, wanted=lambda _: ())
+            with open_source(source) as file:
+                plain = read_envelope(file).open(None)
+        except (KeytoolsError, OSError):
+            return False
+        return opened.is_encrypted and _rows(opened.footer) == _rows(plain)
+
     def _encrypt(
         self,
         keys: JobKeyService,
@@ -311,7 +326,7 @@ class EncryptionTask(PipelineTask):
             target.filesystem.create_dir(folder, recursive=True)
             folders.add(folder)
         state = state_of(source)
-        if finished.is_finished(name, state, state_of(target)):
+        if finished.is_finished(name, state, state_of(target)) and self._is_encrypted(keys, source, target):
             return file_row(path, FINISHED_BEFORE, size_bytes=0 if state is None else state[0])
         for turn in range(_TRIES):
             before = state_of(source)
@@ -328,3 +343,7 @@ class EncryptionTask(PipelineTask):
                     finished.add(name, after, written)
                 return file_row(path, ENCRYPTED, keys=keys.take_last_keys(), size_bytes=result.source_bytes)
         raise OutputError(f"{path} is constantly being changed by others.", hint="Stop its writers, then retry.")
+
+
+def _rows(footer: Footer) -> tuple[object, ...]:
+    return [leaf.path for leaf in footer.leaves], [row_group.num_rows for row_group in footer.row_groups]
