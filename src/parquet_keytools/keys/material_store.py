@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 
 from pyarrow import fs as pafs
 
@@ -15,6 +16,9 @@ from parquet_keytools.storage.sources import read_whole
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """Largest key material file that is read: 32,767 columns take a quarter of it."""
+
+_MARK = re.compile(r"[ \t\n\r]*([^ \t\n\r])")
+"""The next character of JSON that is not white space."""
 
 
 def serialise_key_materials(materials: Mapping[str, KeyMaterial]) -> bytes:
@@ -29,27 +33,60 @@ def parse_key_materials(content: bytes, path: str) -> dict[str, KeyMaterial]:
     Raises:
         KeyMaterialError: It is not valid.
     """
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if len(dict(pairs)) != len(pairs):
-            raise KeyMaterialError("a reference comes twice", path=path)
-        return dict(pairs)
-
+    materials: dict[str, KeyMaterial] = {}
     try:
-        texts = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError):
-        raise KeyMaterialError("not valid JSON", path=path) from None
-    if not isinstance(texts, dict):
-        raise KeyMaterialError("not a JSON object", path=path)
-    materials = {}
-    for reference, text in texts.items():
-        if not isinstance(text, str):
-            raise KeyMaterialError(f"{reference[:64]!r}: not a string that holds JSON", path=path)
-        try:
-            materials[reference] = KeyMaterial.parse(text)
-        except KeyMaterialError as error:
-            raise KeyMaterialError(f"{reference[:64]!r}: {error}", path=path) from None
+        for reference, text in _entries(content.decode("utf-8")):
+            if text is None:
+                raise KeyMaterialError(f"{reference[:64]!r}: not a string that holds JSON", path=path)
+            if reference in materials:
+                raise KeyMaterialError("a reference comes twice", path=path)
+            try:
+                materials[reference] = KeyMaterial.parse(text)
+            except KeyMaterialError as error:
+                raise KeyMaterialError(f"{reference[:64]!r}: {error}", path=path) from None
+    except ValueError:
+        raise KeyMaterialError("not valid JSON, or not a JSON object", path=path) from None
     return materials
+
+
+def _entries(text: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the names and texts of a JSON object one by one, and None for the first that is not a text.
+
+    Anybody can have written it, and what is not a text would take many times its length in memory: it is not
+    built.
+
+    Raises:
+        ValueError: It is not a JSON object.
+    """
+    decoder = json.JSONDecoder()
+    _, at = _next_mark(text, 0, "{")
+    mark, behind = _next_mark(text, at, '"}')
+    while mark != "}":
+        reference, at = decoder.raw_decode(text, behind - 1)
+        _, at = _next_mark(text, at, ":")
+        found = _MARK.match(text, at)
+        if found is None or found[1] != '"':
+            yield reference, None
+            return
+        value, at = decoder.raw_decode(text, found.end() - 1)
+        yield reference, value
+        mark, behind = _next_mark(text, at, ",}")
+        if mark == ",":
+            mark, behind = _next_mark(text, behind, '"')
+    if _MARK.match(text, behind):
+        raise ValueError
+
+
+def _next_mark(text: str, at: int, marks: str) -> tuple[str, int]:
+    """Return the mark that comes next, and where it ends.
+
+    Raises:
+        ValueError: Something else comes, or nothing.
+    """
+    found = _MARK.match(text, at)
+    if found is None or found[1] not in marks:
+        raise ValueError
+    return found[1], found.end()
 
 
 def read_key_materials(parquet_file: FileLocation) -> dict[str, KeyMaterial]:

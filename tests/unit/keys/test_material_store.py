@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,28 @@ MATERIALS = {
     "footerKey": KeyMaterial(True, "kf", "d2Rlaw==", bytes(16), "d2tlaw=="),
     "columnKey0": KeyMaterial(False, "kc", "d2Rlaw=="),
 }
+
+
+TWICE = serialise_key_materials(MATERIALS).replace(b"columnKey0", b"footerKey")
+ENTRY = json.dumps({"a": MATERIALS["columnKey0"].serialise(internal=False)})[1:-1]
+BROKEN = [
+    *(
+        "{",
+        "}",
+        "{,}",
+        "{a}",
+        '{"a"}',
+        '{"a',
+        '{"a" "b"}',
+        "{} {}",
+        "{}x",
+        '{1: "a"}',
+        "\ufeff{}",
+        "{}\0",
+    ),
+    *(f"{{{ENTRY}", f"{{{ENTRY},", f"{{{ENTRY},}}", f"{{,{ENTRY}}}", f"{{{ENTRY} {ENTRY}}}", f"{{{ENTRY}}}}}"),
+    *(f"{{{ENTRY[:-1]}}}", f"{{{ENTRY}\x0b}}", f"[{{{ENTRY}}}]"),
+]
 
 
 @pytest.fixture
@@ -71,9 +94,11 @@ def test_missing(location: FileLocation) -> None:
         (b'{"footerKey": {}}', "'footerKey': not a string that holds JSON"),
         (b'{"footerKey": null}', "'footerKey': not a string that holds JSON"),
         (b'{"footerKey": "{}"}', "'footerKey': .*keyMaterialType: is missing"),
-        (b'{"footerKey": "", "footerKey": ""}', "a reference comes twice"),
-        (b'{"a":' * 20_000, "not valid JSON"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"footerKey": ""}', "'footerKey': .*not valid JSON"),
+        (TWICE, "a reference comes twice"),
+        (b'{"a":' * 20_000, "'a': not a string that holds JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "'a': not a string that holds JSON"),
+        *((text.encode(), "not valid JSON") for text in BROKEN),
         (json.dumps({"x" * 1000: "{}"}).encode(), "'x{64}':"),
     ],
     ids=lambda value: str(value)[:24],
@@ -113,3 +138,22 @@ def test_nothing_but_key_material_errors_leave(content: bytes) -> None:
         parse_key_materials(content, "x")
     except KeyMaterialError as error:
         str(error).encode()
+
+
+def test_white_space_of_json_is_none_of_ours() -> None:
+    text = json.dumps(json.loads(serialise_key_materials(MATERIALS)), indent="\t").replace("\n", "\r\n ")
+    assert parse_key_materials(f" \n{text}\t ".encode(), "x") == MATERIALS
+    assert parse_key_materials(b" {\n}\r", "x") == {}
+
+
+@pytest.mark.parametrize("nested", ["[],", "{},", "0,", '"",', "["])
+def test_what_nobody_authenticated_is_not_built(nested: str) -> None:
+    """Whoever can write to the storage has a reader parse it before anything else."""
+    content = b'{"a": [' + (nested * (4_000_000 // len(nested))).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(KeyMaterialError, match="'a': not a string that holds JSON"):
+            parse_key_materials(content, "x")
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(content)
+    finally:
+        tracemalloc.stop()
