@@ -14,6 +14,7 @@ from parquet_keytools.cli.options import (
     JsonOption,
     ModeOption,
     OverwriteOption,
+    SkipExistingOption,
     SourceArgument,
     TableOption,
     TargetArgument,
@@ -29,6 +30,7 @@ def decrypt_command(
     table: TableOption = None,
     aad_prefix: AadPrefixOption = None,
     overwrite: OverwriteOption = False,
+    skip_existing: SkipExistingOption = False,
     salvage: SalvageOption = False,
     mode: ModeOption = None,
     as_json: JsonOption = False,
@@ -43,6 +45,8 @@ def decrypt_command(
 
     with open_keytools(config) as keytools:
         keytools.configuration.table_of_files(table)
+        if salvage and skip_existing:
+            raise typer.BadParameter("it goes without --salvage only.", param_hint="--skip-existing")
         if salvage:
             from parquet_keytools.cli.salvage import salvage_files
 
@@ -61,7 +65,14 @@ def decrypt_command(
             source,
             target,
             "decrypted",
-            partial(keytools.decrypt_file, table_name=table, aad_prefix=aad_prefix, mode=permissions),
+            partial(
+                keytools.decrypt_file,
+                table_name=table,
+                aad_prefix=aad_prefix,
+                mode=permissions,
+                skip_existing=skip_existing,
+            ),
             overwrite=overwrite,
+            skip_existing=skip_existing,
             as_json=as_json,
         )

@@ -9,6 +9,7 @@ from parquet_keytools.cli.options import (
     ConfigOption,
     JsonOption,
     OverwriteOption,
+    SkipExistingOption,
     SourceArgument,
     TableOption,
     TargetArgument,
@@ -21,6 +22,7 @@ def encrypt_command(
     config: ConfigOption,
     table: TableOption = None,
     overwrite: OverwriteOption = False,
+    skip_existing: SkipExistingOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Encrypt a Parquet file, or all those of a folder.
@@ -36,8 +38,9 @@ def encrypt_command(
             source,
             target,
             "encrypted",
-            partial(keytools.encrypt_file, table_name=table_name),
+            partial(keytools.encrypt_file, table_name=table_name, skip_existing=skip_existing),
             overwrite=overwrite,
+            skip_existing=skip_existing,
             as_json=as_json,
             check=TableCheck(keytools.configuration, table_name).refuse_folder_names,
         )

@@ -108,6 +108,7 @@ def convert_files(
     *,
     overwrite: bool,
     as_json: bool,
+    skip_existing: bool = False,
     check: Callable[[list[str]], object] = lambda _: None,
 ) -> None:
     """Convert a file, or all Parquet files of a folder.
@@ -122,6 +123,7 @@ def convert_files(
         convert: Does it to one file.
         overwrite: Whether the target may be there.
         as_json: Whether the outcome goes to stdout as JSON.
+        skip_existing: Whether `convert` skips what an earlier run has made.
         check: Refuses paths of files, from the folder on; called before anything is written.
 
     Raises:
@@ -129,7 +131,8 @@ def convert_files(
         KeytoolsError: The plan is not possible, the one file failed, or the configuration fits none.
     """
     started = time.monotonic()
-    plan = plan_files(location_of(source, "SRC"), location_of(target, "DST"), overwrite=overwrite)
+    may_be_there = overwrite or skip_existing
+    plan = plan_files(location_of(source, "SRC"), location_of(target, "DST"), overwrite=may_be_there)
     check(plan.paths_in_folder)
     with progress_bar(plan.size_bytes) as progress:
         work = _Work(plan, convert, progress, overwrite=overwrite)
@@ -139,7 +142,7 @@ def convert_files(
             if plan.source_is_folder:
                 say(
                     f"{len(work.results):,} of {number_of(len(plan.files), 'file')} were {participle} before "
-                    "this. To do all of them again, say --overwrite."
+                    "this. Continue with --skip-existing, or do all of them again with --overwrite."
                 )
             raise
     if as_json:
@@ -287,16 +290,21 @@ def _tell(work: _Work, participle: str, seconds: float) -> None:
     if not_begun := work.not_begun:
         say(
             f"Stopped: {len(not_begun):,} of {number_of(len(plan.files), 'file')} not started, because they would "
-            "fail too. Solve the problem, then repeat the command with --overwrite."
+            "fail too. Solve the problem, then repeat the command with --skip-existing."
         )
     for unseen in plan.unseen[:_MOST_LEFT_OUT_SHOWN]:
         say(f"Failed: could not be checked: {error_text(unseen.error)}")
     if len(plan.unseen) > _MOST_LEFT_OUT_SHOWN:
         say(f"Failed: {len(plan.unseen) - _MOST_LEFT_OUT_SHOWN} more could not be checked; --json lists all.")
-    size = size_text(sum(result.target_bytes for result in results))
+    written = [result for result in results if not result.skipped]
+    size = size_text(sum(result.target_bytes for result in written))
     if not plan.source_is_folder:
+        if not written:
+            answer(f"Skipped: {results[0].target} was made from {results[0].source} before.")
+            return
         answer(f"{participle.capitalize()} {results[0].source} to {results[0].target}: {size} in {seconds:.1f} s.")
         return
     total = len(plan.files) + len(plan.unseen)
-    of_all = f"{len(results):,} of " if failures or plan.unseen else ""
-    answer(f"{participle.capitalize()} {of_all}{number_of(total, 'file')}: {size} in {seconds:.1f} s.")
+    of_all = f"{len(written):,} of " if len(written) < total else ""
+    skipped = f" {len(results) - len(written):,} skipped, made before." if len(written) < len(results) else ""
+    answer(f"{participle.capitalize()} {of_all}{number_of(total, 'file')}: {size} in {seconds:.1f} s.{skipped}")

@@ -62,6 +62,15 @@ AadPrefixOption = Annotated[
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace DST, or files of the same names in the folder DST.")
 ]
+SkipExistingOption = Annotated[
+    bool,
+    typer.Option(
+        "--skip-existing",
+        help="Skip files that an earlier run has made: newer than their source, with the same columns, rows and "
+        "statistics, under the keys that are wanted now. Other files in their places are errors, unless "
+        "--overwrite replaces them.",
+    ),
+]
 ModeOption = Annotated[
     str | None,
     typer.Option(

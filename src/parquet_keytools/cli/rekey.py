@@ -15,6 +15,7 @@ from parquet_keytools.cli.options import (
     ConfigOption,
     JsonOption,
     OverwriteOption,
+    SkipExistingOption,
     SourceArgument,
 )
 
@@ -66,6 +67,7 @@ def rekey_command(
     to_table: ToTableOption = None,
     aad_prefix: AadPrefixOption = None,
     overwrite: OverwriteOption = False,
+    skip_existing: SkipExistingOption = False,
     in_place: InPlaceOption = False,
     verify: VerifyOption = None,
     journal: JournalOption = None,
@@ -77,6 +79,8 @@ def rekey_command(
     """
     if in_place and target is not None:
         raise typer.BadParameter("DST and --in-place contradict each other.", param_hint="DST")
+    if in_place and skip_existing:
+        raise typer.BadParameter("it goes with DST only; --in-place has a journal.", param_hint="--skip-existing")
     if in_place and overwrite:
         raise typer.BadParameter("--in-place replaces files in any case.", param_hint="--overwrite")
     if not in_place and target is None:
@@ -119,7 +123,9 @@ def rekey_command(
                 new_table_name=new_table_name,
                 new_keytools=new_keytools,
                 aad_prefix=aad_prefix,
+                skip_existing=skip_existing,
             ),
             overwrite=overwrite,
+            skip_existing=skip_existing,
             as_json=as_json,
         )

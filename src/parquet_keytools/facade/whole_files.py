@@ -24,6 +24,7 @@ class WholeFiles(Configured):
         *,
         table_name: str | None = None,
         overwrite: bool = True,
+        skip_existing: bool = False,
         source_filesystem: Any = None,
         target_filesystem: Any = None,
         on_progress: conversion.Progress | None = None,
@@ -35,6 +36,8 @@ class WholeFiles(Configured):
             target: A path or URI.
             table_name: The table in the configuration; None where it has only one.
             overwrite: Whether what is there is replaced; else that is an error, also where it comes meanwhile.
+            skip_existing: Whether a target is left alone that is newer than the source and says the same of rows,
+                columns and statistics under the keys that are wanted now; the result says so.
             source_filesystem: A `pyarrow.fs` or fsspec file system.
             target_filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the number of bytes after each write, by any thread.
@@ -53,6 +56,7 @@ class WholeFiles(Configured):
             table_name,
             on_progress,
             overwrite=overwrite,
+            skip_existing=skip_existing,
         )
 
     def decrypt_file(
@@ -63,6 +67,7 @@ class WholeFiles(Configured):
         table_name: str | None = None,
         aad_prefix: str | None = None,
         overwrite: bool = True,
+        skip_existing: bool = False,
         mode: int | None = None,
         source_filesystem: Any = None,
         target_filesystem: Any = None,
@@ -76,6 +81,8 @@ class WholeFiles(Configured):
             table_name: Its table, whose AAD prefix it must have; None where the configuration has only one.
             aad_prefix: The AAD prefix that it must have.
             overwrite: Whether what is there is replaced; else that is an error, also where it comes meanwhile.
+            skip_existing: Whether a target is left alone that is newer than the source and says the same of rows,
+                columns and statistics under the keys that are wanted now; the result says so.
             mode: Permissions of a local target, such as `0o640`; only its owner may read and write it by default.
             source_filesystem: A `pyarrow.fs` or fsspec file system.
             target_filesystem: A `pyarrow.fs` or fsspec file system.
@@ -96,6 +103,7 @@ class WholeFiles(Configured):
             aad_prefix,
             on_progress,
             overwrite=overwrite,
+            skip_existing=skip_existing,
             mode=mode,
         )
 
@@ -109,6 +117,7 @@ class WholeFiles(Configured):
         new_keytools: Self | None = None,
         aad_prefix: str | None = None,
         overwrite: bool = True,
+        skip_existing: bool = False,
         source_filesystem: Any = None,
         target_filesystem: Any = None,
         on_progress: conversion.Progress | None = None,
@@ -123,6 +132,8 @@ class WholeFiles(Configured):
             new_keytools: Of another configuration, whose keys and tables the target uses.
             aad_prefix: The AAD prefix that the source must have.
             overwrite: Whether what is there is replaced; else that is an error, also where it comes meanwhile.
+            skip_existing: Whether a target is left alone that is newer than the source and says the same of rows,
+                columns and statistics under the keys that are wanted now; the result says so.
             source_filesystem: A `pyarrow.fs` or fsspec file system.
             target_filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the number of bytes after each write, by any thread.
@@ -140,6 +151,7 @@ class WholeFiles(Configured):
             aad_prefix,
             on_progress,
             overwrite=overwrite,
+            skip_existing=skip_existing,
         )
 
     # --- inspection and verification ---

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import pyarrow as pa
 
@@ -13,6 +14,7 @@ from parquet_keytools.encryption import file_decryptor, file_encryptor
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import OutputError
+from parquet_keytools.files.counterpart import encrypted_contents, is_there_already, plaintext_contents
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
@@ -41,12 +43,14 @@ class FileResult:
         target: What was written.
         source_bytes: Length of the source.
         target_bytes: Length of the target.
+        skipped: Whether it was there already.
     """
 
     source: str
     target: str
     source_bytes: int
     target_bytes: int
+    skipped: bool = field(default=False, kw_only=True)
 
 
 def encrypt_file(
@@ -57,10 +61,14 @@ def encrypt_file(
     on_progress: Progress | None = None,
     *,
     overwrite: bool = True,
+    skip_existing: bool = False,
     threads: int = 2,
 ) -> FileResult:
     """Encrypt a plaintext file; see `Keytools.encrypt_file`."""
     refuse_same_file(source, target)
+    opens_target = partial(encrypted_contents, keys, table_name=table_name)
+    if skip_existing and is_there_already(source, target, plaintext_contents, opens_target, overwrite=overwrite):
+        return _skipped(source, target)
     with (
         open_source(source) as opened_source,
         discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending,
@@ -80,10 +88,14 @@ def decrypt_file(
     on_progress: Progress | None = None,
     *,
     overwrite: bool = True,
+    skip_existing: bool = False,
     mode: int | None = None,
 ) -> FileResult:
     """Decrypt a file as a whole; see `Keytools.decrypt_file`."""
     refuse_same_file(source, target)
+    opens_source = partial(encrypted_contents, keys, table_name=table_name, aad_prefix=aad_prefix)
+    if skip_existing and is_there_already(source, target, opens_source, plaintext_contents, overwrite=overwrite):
+        return _skipped(source, target)
     (opened,) = keys.open_files([source], table_name, aad_prefix)
     opened.refuse_unencrypted()
     opened.refuse_denied(None)
@@ -105,9 +117,14 @@ def rekey_file(
     on_progress: Progress | None = None,
     *,
     overwrite: bool = True,
+    skip_existing: bool = False,
 ) -> FileResult:
     """Encrypt an encrypted file with new keys; see `Keytools.rekey_file`."""
     refuse_same_file(source, target)
+    opens_source = partial(encrypted_contents, keys, table_name=table_name, aad_prefix=aad_prefix)
+    opens_target = partial(encrypted_contents, new_keys, table_name=new_table_name)
+    if skip_existing and is_there_already(source, target, opens_source, opens_target, overwrite=overwrite):
+        return _skipped(source, target)
     (opened,) = keys.open_files([source], table_name, aad_prefix)
     opened.refuse_unencrypted()
     opened.refuse_denied(None)
@@ -190,6 +207,10 @@ def refuse_same_file(source: FileLocation, target: FileLocation) -> None:
 
 def _result(source: FileLocation, target: FileLocation, opened_source: ByteSource) -> FileResult:
     return FileResult(str(source), str(target), opened_source.size_bytes, target.info().size)
+
+
+def _skipped(source: FileLocation, target: FileLocation) -> FileResult:
+    return FileResult(str(source), str(target), source.info().size, target.info().size, skipped=True)
 
 
 def decrypted_buffer(opened: OpenedFile, names: Sequence[str] | None) -> pa.Buffer:

@@ -53,6 +53,7 @@ def test_json_goes_to_stdout(run, config: Path, plain: Path, tmp_path: Path) -> 
                 "target": str(target),
                 "source_bytes": plain.stat().st_size,
                 "target_bytes": target.stat().st_size,
+                "skipped": False,
             }
         ],
         "failures": [],
@@ -320,10 +321,49 @@ def test_an_interruption_leaves_nothing_partial(
         assert names(target.parent) == []
     else:
         assert done.stderr == (
-            f"2 of 3 files were encrypted before this. To do all of them again, say --overwrite.\n{said}"
+            f"2 of 3 files were encrypted before this. Continue with --skip-existing, or do all "
+            f"of them again with --overwrite.\n{said}"
         )
         # The first is written alone, the others at the same time.
         assert names(target) in ([PARTS[0], other] for other in PARTS[1:])
+
+
+@pytest.mark.parametrize("command", ["encrypt", "decrypt", "rekey"])
+def test_a_run_that_was_cut_off_is_continued(
+    run, config: Path, folder: Path, tmp_path: Path, command: str
+) -> None:
+    source, target = folder, tmp_path / "target"
+    if command != "encrypt":
+        source = tmp_path / "encrypted"
+        assert run("encrypt", folder, source, "--config", config).exit_code == 0
+    ask = (command, source, target, "--config", config, "--skip-existing")
+    assert run(*ask).exit_code == 0
+    (target / PARTS[1]).unlink()
+    kept = (target / PARTS[0]).read_bytes()
+    done = run(*ask)
+    assert done.exit_code == 0 and "1 of 3 files: " in done.stdout and "2 skipped, made before." in done.stdout
+    assert names(target) == PARTS and (target / PARTS[0]).read_bytes() == kept
+    document = json.loads(run(*ask, "--json").stdout)
+    assert [file["skipped"] for file in document["files"]] == [True] * 3
+    # What is not the result of this command stays, and is an error.
+    (target / PARTS[0]).write_bytes(b"somebody's")
+    done = run(*ask)
+    assert done.exit_code == 1 and "is not what converting" in done.stderr
+    assert (target / PARTS[0]).read_bytes() == b"somebody's"
+    done = run(*ask, "--overwrite")
+    assert done.exit_code == 0 and "2 skipped" in done.stdout
+
+
+def test_one_file_that_is_there_is_skipped(run, config: Path, plain: Path, tmp_path: Path) -> None:
+    ask = ("encrypt", plain, tmp_path / "e.parquet", "--config", config, "--skip-existing")
+    assert run(*ask).stdout.startswith("Encrypted")
+    assert run(*ask).stdout == f"Skipped: {tmp_path / 'e.parquet'} was made from {plain} before.\n"
+    done = run(
+        "decrypt", tmp_path / "e.parquet", tmp_path / "s", "--config", config, "--salvage", "--skip-existing"
+    )
+    assert done.exit_code == 2
+    done = run("rekey", tmp_path / "e.parquet", "--config", config, "--in-place", "--skip-existing")
+    assert done.exit_code == 2
 
 
 def test_a_progress_bar_on_a_terminal_only(on_a_terminal, config: Path, plain: Path, tmp_path: Path) -> None:
