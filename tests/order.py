@@ -17,6 +17,7 @@ LONGEST_FIRST: dict[str, str] = {
     "services/test_spark_ways.py": "ways of Spark",
     "tamper/test_walk_matrix.py": "walks",
     "tamper/test_rotation_crashes.py": "crashes",
+    "tamper/test_write_crashes.py": "crashes of writers",
     "interop/test_spark_files.py": "interop with Spark",
     "interop/test_rotated_files.py": "interop with Spark",
     "interop/test_matrix.py": "interop with Spark",

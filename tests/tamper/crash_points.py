@@ -1,4 +1,4 @@
-"""Rotations in a process that ends at a chosen call to the file system, or gets an error there.
+"""Commands in a process that ends at a chosen call to the file system, or gets an error there.
 
 This is a program, too: it imports once what is needed, and forks for each job that it reads from stdin, so that
 hundreds of them take little time. Each call that changes something under the job's folder is a point.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,11 @@ class Job:
     """What a process does, and where it ends.
 
     Attributes:
-        action: Method of `Keytools`.
-        folder: The data set.
+        action: Method of `Keytools`, or `command` for one of the command line.
+        folder: The data set, or where one is written.
         keystore: Its KMS.
         settings: Of the table.
-        options: Of the method.
+        options: Of the method; of a command its `arguments`.
         point: The call, counted from 1; 0 for none.
         mode: `kill` before the call, `torn` after half of a write, `no_space` for an error in place of it.
     """
@@ -76,13 +77,17 @@ class Ended:
         calls: Name of the call and path, for each point that was reached.
         killed: Whether it was killed where it should be.
         failures: What its report says.
-        error: Name of the class of what was raised.
+        error: Name of the class of what was raised, and its text.
+        status: With which status a command ended.
+        text: What it said to people.
     """
 
     calls: list[tuple[str, str]]
     killed: bool
     failures: list[str]
     error: str | None
+    status: int | None = None
+    text: str = ""
 
 
 # --- in the process that is killed ---
@@ -204,26 +209,82 @@ class InOrder:
         return map(function, *arguments)
 
 
+def _open_stream(self: Any) -> Any:
+    """Open a new file for Arrow so that its writes are calls of Python."""
+    import pyarrow as pa
+
+    with self._file.opened() as descriptor:
+        return pa.PythonFile(_RawFile(os.dup(descriptor)), mode="w")
+
+
+class _RawFile(io.RawIOBase):
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._length = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        written = 0
+        while written < len(data):
+            written += os.write(self._descriptor, memoryview(data)[written:])
+        self._length += written
+        return written
+
+    def tell(self) -> int:
+        return self._length
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
+
+
 def run(job: Job, tell: Callable[[Ended], None]) -> None:
     """Do a job."""
+    from crash_writers import WRITERS
     from rotation_case import Case, passphrase
 
+    from parquet_keytools.files import replacement
     from parquet_keytools.kms.keystore.client import KeystoreKms
     from parquet_keytools.rotation import data_set_run
+    from parquet_keytools.storage import outputs
 
     data_set_run.ThreadPoolExecutor = InOrder  # type: ignore[assignment, misc]
-    points = Points(job, tell)
-    case = Case(Path(job.folder), KeystoreKms(Path(job.keystore), passphrase), None, job.settings)
-    tools = case.tools()
+    replacement.ThreadPoolExecutor = InOrder  # type: ignore[assignment, misc]
+    outputs._LocalOutput.open_stream = _open_stream  # type: ignore[method-assign]
+    points, folder, keystore = Points(job, tell), Path(job.folder), Path(job.keystore)
+    os.environ["XDG_STATE_HOME"] = str(keystore.with_name("state"))
+    if job.action == "command":
+        tell(_command(job, points))
+        return
+    tools = Case(folder, KeystoreKms(keystore, passphrase), None, job.settings).tools()
     points.watch()
     failures: list[str] = []
     error = None
     try:
-        report = getattr(tools, job.action)(job.folder, filesystem=points.filesystem(), **job.options)
-        failures = [str(file.error) for file in report.failures]
+        if job.action in WRITERS:
+            source = keystore.parent / "source"
+            WRITERS[job.action](tools, source, folder, points.filesystem(), job.options)
+        else:
+            report = getattr(tools, job.action)(job.folder, filesystem=points.filesystem(), **job.options)
+            failures = [str(file.error) for file in report.failures]
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     tell(Ended(points.calls, False, failures, error))
+
+
+def _command(job: Job, points: Points) -> Ended:
+    from typer.testing import CliRunner
+
+    from parquet_keytools.cli import app
+
+    points.watch()
+    done = CliRunner().invoke(app, job.options["arguments"])
+    unexpected = None if isinstance(done.exception, SystemExit | None) else repr(done.exception)
+    return Ended(points.calls, False, [], unexpected, int(done.exit_code), done.stderr)
 
 
 def main() -> None:
@@ -233,6 +294,7 @@ def main() -> None:
     remembered_scrypt.install()
 
     # So that the children have them.
+    import crash_writers  # noqa: F401
     import opentelemetry.metrics
     import opentelemetry.trace  # noqa: F401
     import rotation_case
@@ -296,7 +358,7 @@ class Crasher:
         assert answer["ended"] is not None, f"{job} ended with {answer['status']}"
         ended = Ended(**answer["ended"])
         assert answer["status"] == (KILLED if ended.killed else 0)
-        return Ended([(name, path) for name, path in ended.calls], ended.killed, ended.failures, ended.error)
+        return replace(ended, calls=[(name, path) for name, path in ended.calls])
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None

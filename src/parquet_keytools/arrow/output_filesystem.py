@@ -79,6 +79,10 @@ class PendingHandler(DelegatingHandler):
                 self._encrypting -= 1
                 self._state.notify_all()
 
+    def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
+        """Return the files of a folder: folders without any, as a killed process leaves them, hold no data."""
+        return [info for info in super().get_file_info_selector(selector) if info.type != pafs.FileType.Directory]
+
     def create_dir(self, path: str, recursive: bool) -> None:
         """Create a folder."""
         self._refuse_passed_over(path)
@@ -120,9 +124,12 @@ class PendingHandler(DelegatingHandler):
         kept |= {key_material_location(pending.target).path for pending in self._pending}
         # Some file systems list paths with a slash in front and some without.
         kept = {path.lstrip("/") for path in kept}
-        for path in self._replaced:
+        replaced = [FileLocation(self.filesystem, path) for path in self._replaced]
+        materials = {key_material_location(location).path for location in replaced}
+        # A file without its key material could not be read, should this end in between.
+        for location in sorted(replaced, key=lambda location: location.path in materials):
+            path = location.path
             if path.lstrip("/") not in kept:
-                location = FileLocation(self.filesystem, path)
                 with contextlib.suppress(FileNotFoundError), exclusive_folder(location):
                     self.filesystem.delete_file(path)
 

@@ -20,6 +20,7 @@ from parquet_keytools.arrow.encryption_properties import (
 from parquet_keytools.arrow.output_filesystem import PendingHandler
 from parquet_keytools.files.conversion import encrypt_pending
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
+from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import discarded_unless_done, pending_output
@@ -138,16 +139,17 @@ def write_dataset(
         for _ in without_leftovers(all_files(folder)):
             pass
     try:
-        ds.write_dataset(
-            data,
-            folder.path,
-            format=file_format,
-            filesystem=pafs.PyFileSystem(handler),
-            file_options=file_options,
-            partitioning=partitioning,
-            **options,
-        )
-        handler.commit()
+        with failing_as_output(folder):
+            ds.write_dataset(
+                data,
+                folder.path,
+                format=file_format,
+                filesystem=pafs.PyFileSystem(handler),
+                file_options=file_options,
+                partitioning=partitioning,
+                **options,
+            )
+            handler.commit()
     except BaseException:
         handler.discard()
         raise

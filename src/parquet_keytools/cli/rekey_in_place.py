@@ -9,7 +9,7 @@ from typing import Any
 
 from parquet_keytools.cli.failures import error_text
 from parquet_keytools.cli.file_argument import location_of
-from parquet_keytools.cli.output import FilesDocument, answer, say, size_text
+from parquet_keytools.cli.output import FilesDocument, answer, size_text
 from parquet_keytools.cli.progress import file_counter, progress_bar
 from parquet_keytools.cli.rotation_report import (
     error_fields,
@@ -17,6 +17,7 @@ from parquet_keytools.cli.rotation_report import (
     files_text,
     say_failures,
     say_left_behind,
+    say_stopped,
 )
 from parquet_keytools.keytools import Keytools
 from parquet_keytools.rotation.report import FileRotation, RotationReport
@@ -87,5 +88,4 @@ def _tell(report: RotationReport, seconds: float) -> None:
     say_failures([(file.path, file.error) for file in report.failures if file.error is not None])
     say_left_behind(report.left_behind)
     answer(f"{files_text(report.counts)}; {size_text(report.bytes_written)} written in {seconds:.1f} s.")
-    if report.stopped_by is not None:
-        say(f"Stopped: {error_text(report.stopped_by)}")
+    say_stopped(report)

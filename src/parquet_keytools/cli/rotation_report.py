@@ -47,6 +47,16 @@ def say_failures(failures: list[tuple[str, Exception]]) -> None:
         say(f"Failed: {len(failures) - MOST_FAILURES_SHOWN} more; --json lists all.")
 
 
+def say_stopped(report: RotationReport) -> None:
+    """Tell why a run ended before all files were processed; what a failed file said is not said again."""
+    if report.stopped_by is None:
+        return
+    why = error_text(report.stopped_by)
+    if why in (error_text(file.error) for file in report.failures if file.error is not None):
+        why = "files after it were not processed, because they would fail, too."
+    say(f"Stopped: {why}")
+
+
 def say_left_behind(left_behind: list[str]) -> None:
     """Tell what stays in a store because it could not be removed, or looked for."""
     for text in left_behind[:MOST_FAILURES_SHOWN]:
@@ -132,10 +142,9 @@ class RotationTally:
             written, copied = size_text(report.bytes_written), size_text(report.bytes_copied)
             answer(f"{written} written, {copied} copied by the operating system or the store.")
             answer(f"The KMS was asked {_calls_text(report.kms_calls)}.")
-        if report.stopped_by is not None:
-            say(f"Stopped: {error_text(report.stopped_by)}")
-            if report.journal is not None:
-                say(f"To continue, give the same command again: {report.journal} says where.")
+        say_stopped(report)
+        if report.stopped_by is not None and report.journal is not None:
+            say(f"To continue, give the same command again: {report.journal} says where.")
 
     def _sorted(self) -> list[tuple[str, str, str | None, str | None]]:
         return sorted(self._changes, key=lambda names: tuple(name or "" for name in names))
