@@ -3,11 +3,11 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import WarmPython
 
 from parquet_keytools.config.settings import configuration_json_schema
 
@@ -73,8 +73,8 @@ def test_every_field_is_there_with_its_default(class_name: str) -> None:
     assert documented | rows_under(SECTIONS[class_name]) == expected
 
 
-def test_python_blocks_run(tmp_path: Path) -> None:
+def test_python_blocks_run(tmp_path: Path, warm_python: WarmPython) -> None:
     for block in re.findall(r"^```python\n(.*?)^```$", GUIDE, re.M | re.S):
-        command = [sys.executable, "-c", block]
+        command = [warm_python.python, "-c", block]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr

@@ -3,12 +3,12 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import typer
+from warm_python import WarmPython
 
 from parquet_keytools import errors, load_configuration
 from parquet_keytools.cli import app
@@ -34,19 +34,15 @@ def blocks(page: str) -> list[Block]:
     ]
 
 
-def run(arguments: list[str], folder: Path) -> None:
-    environment = os.environ | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+def run(arguments: list[str | Path], folder: Path, programs: Path) -> None:
+    environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/first-steps.md"])
-def test_all_blocks_run_as_printed(page: str, tmp_path: Path) -> None:
-    scripts = tmp_path / "bin"
-    scripts.mkdir()
-    program = scripts / "parquet-keytools"
-    program.write_text(f"#!{sys.executable}\nfrom parquet_keytools.cli import main\nmain()\n", encoding="utf-8")
-    program.chmod(0o755)
+def test_all_blocks_run_as_printed(page: str, tmp_path: Path, warm_python: WarmPython) -> None:
+    programs = warm_python.command.parent
     seen = set()
     for block in blocks(page):
         seen.add(block.language)
@@ -59,9 +55,9 @@ def test_all_blocks_run_as_printed(page: str, tmp_path: Path) -> None:
                     (tmp_path / name).write_text(block.text, encoding="utf-8")
                     assert load_configuration(tmp_path / name).tables
                 case "python":
-                    run([sys.executable, "-c", block.text], tmp_path)
+                    run([warm_python.python, "-c", block.text], tmp_path, programs)
                 case "bash":
-                    run(["bash", "-euo", "pipefail", "-c", block.text], tmp_path)
+                    run(["bash", "-euo", "pipefail", "-c", block.text], tmp_path, programs)
                 case "console":
                     assert all(line.startswith("$ ") for line in block.text.splitlines())
                 case other:

@@ -3,9 +3,10 @@
 import os
 import re
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
+
+from warm_python import WarmPython
 
 from parquet_keytools import load_configuration
 from parquet_keytools.rotation.journal import FORMER_JOURNAL_NAME
@@ -14,13 +15,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "rotation.md").read_text(encoding="
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
-def test_all_blocks_run_as_printed(tmp_path: Path) -> None:
-    scripts = tmp_path / "bin"
-    scripts.mkdir()
-    program = scripts / "parquet-keytools"
-    program.write_text(f"#!{sys.executable}\nfrom parquet_keytools.cli import main\nmain()\n", encoding="utf-8")
-    program.chmod(0o755)
-    environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+def test_all_blocks_run_as_printed(tmp_path: Path, warm_python: WarmPython) -> None:
+    environment = os.environ | {"PATH": f"{warm_python.command.parent}{os.pathsep}{os.environ['PATH']}"}
     seen = set()
     for found in BLOCK.finditer(PAGE):
         language, text = found[2], textwrap.dedent(found[3])
@@ -30,11 +26,15 @@ def test_all_blocks_run_as_printed(tmp_path: Path) -> None:
             (tmp_path / name).write_text(text, encoding="utf-8")
             assert load_configuration(tmp_path / name).tables
             continue
-        command = (
-            [sys.executable, "-c", text] if language == "python" else ["bash", "-euo", "pipefail", "-c", text]
-        )
+        program = [warm_python.python] if language == "python" else ["bash", "-euo", "pipefail"]
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+            [*program, "-c", text],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
     assert seen == {"yaml", "python", "bash"}

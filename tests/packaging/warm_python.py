@@ -1,0 +1,148 @@
+"""Runs Python programs in forks of a process that has imported what they need, which takes most of their time.
+
+This is the process, too: `python warm_python.py SOCKET`. Its clients are small programs that pass on their
+arguments, folder, environment, input and output, and end with the status that they are told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+CLIENT = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({socket!r})
+    request = json.dumps([{kind!r}, sys.argv, os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
+    server.sendall(request)
+    status = server.recv(1)
+sys.exit(status[0] if status else 99)
+"""
+
+
+class WarmPython:
+    """The process, and its clients.
+
+    Attributes:
+        command: What runs `parquet-keytools`, in a folder without other programs.
+        python: What runs `python -c`.
+    """
+
+    def __init__(self) -> None:
+        # A path of a socket must be short.
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        folder = Path(self._folder.name)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, folder / "socket"], stdout=subprocess.PIPE, text=True
+        )
+        self.command, self.python = folder / "bin" / "parquet-keytools", folder / "python"
+        (folder / "bin").mkdir()
+        for kind, program in (("command", self.command), ("code", self.python)):
+            program.write_text(CLIENT.format(python=sys.executable, socket=str(folder / "socket"), kind=kind))
+            program.chmod(0o755)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdout is not None
+        self._process.terminate()
+        self._process.wait()
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+
+# --- in the process ---
+
+
+def import_all() -> None:
+    """Import what programs import, without starting a thread."""
+    import pyarrow.dataset
+    import pyarrow.parquet  # noqa: F401
+
+    import parquet_keytools.cli
+    from parquet_keytools.kms.keystore.file import Keystore
+
+    for module in pkgutil.walk_packages(parquet_keytools.__path__, "parquet_keytools."):
+        if not module.name.endswith(("contract_tests", "__main__")):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module.name)
+    # The cost of scrypt is not what programs are run for.
+    Keystore.create.__func__.__kwdefaults__["scrypt_n"] = 2**14
+
+
+def receive(connection: socket.socket) -> tuple[str, list[str]]:
+    """Take over what a client has: its input and output, folder and environment."""
+    head, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
+    request = b""
+    while len(request) < int.from_bytes(head, "big"):
+        request += connection.recv(65536)
+    kind, arguments, folder, environment = json.loads(request)
+    for descriptor, ours in zip(descriptors, (0, 1, 2), strict=True):
+        os.dup2(descriptor, ours)
+        os.close(descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    time.tzset()
+    return kind, arguments
+
+
+def run(kind: str, arguments: list[str]) -> None:
+    """Be the program."""
+    if kind == "command":
+        from parquet_keytools.cli import main
+
+        sys.argv = arguments
+        main()
+        return
+    option, code = arguments[1:]
+    assert option == "-c"
+    sys.argv = ["-c"]
+    sys.path.insert(0, "")
+    sys.modules["__main__"] = program = types.ModuleType("__main__")
+    exec(compile(code, "<string>", "exec"), vars(program))
+
+
+def serve(path: str) -> None:
+    """Fork for each client; the forked process forks once more, and waits."""
+    import_all()
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    print("ready", flush=True)
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            kind, arguments = receive(connection)
+            child = os.fork()
+            if child == 0:
+                connection.close()
+                run(kind, arguments)
+                return
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            connection.sendall(bytes([status if status >= 0 else 128 - status]))
+            os._exit(0)
+        connection.close()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
