@@ -15,10 +15,11 @@ from parquet_keytools.facade.tables import Tables
 from parquet_keytools.facade.whole_files import WholeFiles
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.runtime.summary import Summarised
 from parquet_keytools.storage.locations import PathLike
 
 
-class Keytools(Tables, WholeFiles, KeyRotation):
+class Keytools(Tables, WholeFiles, KeyRotation, Summarised):
     """Encrypts and decrypts Parquet files as a configuration says.
 
     May be used from any number of threads, after a fork, and pickled to worker processes; a pickle holds the
@@ -97,6 +98,7 @@ class Keytools(Tables, WholeFiles, KeyRotation):
             )
         return type(self), (self.configuration,)
 
-    def __repr__(self) -> str:
-        backend = self._keys.kms.backend if self._keys.kms is not None else "no KMS"
-        return f"<Keytools, {backend}, tables {sorted(self.configuration.tables)}>"
+    def summary(self) -> Mapping[str, object]:
+        """Return the facts in short."""
+        backend = self._keys.kms.backend if self._keys.kms is not None else None
+        return {"kms": backend, "tables": sorted(self.configuration.tables)}

@@ -13,6 +13,7 @@ from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
+from parquet_keytools.runtime.summary import Summarised
 
 if TYPE_CHECKING:
     from parquet_keytools.conformance.file_keys import MaterialFinder
@@ -132,8 +133,8 @@ class InspectedRowGroup(NamedTuple):
     file_offset: int | None
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, repr=False)
+class Inspection(Summarised):
     """What a file shows.
 
     Attributes:
@@ -182,6 +183,17 @@ class Inspection:
     chunks: tuple[InspectedChunk, ...] = ()
     bytes_by_key: Mapping[str, int] = field(default_factory=dict)
     flaws: tuple[Finding, ...] = ()
+
+    def summary(self) -> Mapping[str, object]:
+        """Return the facts in short."""
+        return {
+            "path": self.path,
+            "mode": self.mode.value if self.mode is not None else None,
+            "algorithm": self.algorithm,
+            "footer_key": self.footer_key.title if self.footer_key is not None else None,
+            "columns": len(self.columns),
+            "rows": self.num_rows,
+        }
 
 
 def describe_key(

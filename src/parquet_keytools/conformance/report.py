@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -10,6 +11,7 @@ from typing import Any
 from parquet_keytools.conformance.findings import Finding, Outcome, RuleResult
 from parquet_keytools.conformance.rules import Severity
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
+from parquet_keytools.runtime.summary import Summarised
 
 __all__ = [
     "Damage",
@@ -96,8 +98,8 @@ class Damage:
     damaged_indexes: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class FileReport:
+@dataclass(frozen=True, repr=False)
+class FileReport(Summarised):
     """What was found in one file.
 
     Attributes:
@@ -143,13 +145,18 @@ class FileReport:
         """All findings."""
         return tuple(finding for result in self.rules for finding in result.findings)
 
+    def summary(self) -> Mapping[str, object]:
+        """Return the facts in short."""
+        broken = [result.rule.id for result in self.rules if result.outcome is Outcome.BROKEN]
+        return {"path": self.path, "verdict": self.verdict.value, "broken": broken, "with_keys": self.with_keys}
+
     def result(self, rule_id: str) -> RuleResult:
         """Return what became of one rule."""
         return next(result for result in self.rules if result.rule.id == rule_id)
 
 
-@dataclass(frozen=True)
-class DataSetReport:
+@dataclass(frozen=True, repr=False)
+class DataSetReport(Summarised):
     """What was found in the files of a folder.
 
     Attributes:
@@ -180,6 +187,12 @@ class DataSetReport:
     def conforms(self) -> bool:
         """Whether all that was asked for was checked, and no violation was found."""
         return self.verdict is Verdict.CONFORMS
+
+    def summary(self) -> Mapping[str, object]:
+        """Return the facts in short."""
+        files = Counter(report.verdict.value for report in self.files)
+        broken = [result.rule.id for result in self.rules if result.outcome is Outcome.BROKEN]
+        return {"path": self.path, "verdict": self.verdict.value, "files": dict(files), "broken": broken}
 
 
 def verdict_of(results: Sequence[RuleResult], *, with_keys: bool) -> Verdict:

@@ -10,7 +10,7 @@ import contextlib
 import operator
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from parquet_keytools.rotation.master_key_versions import MasterKeyVersions, Sam
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.rotation_plan import is_same_version
 from parquet_keytools.runtime import audit
+from parquet_keytools.runtime.summary import Summarised
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, Unseen
@@ -67,8 +68,8 @@ class UsedKey:
     data_key: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FileKeyUses:
+@dataclass(frozen=True, slots=True, repr=False)
+class FileKeyUses(Summarised):
     """The keys of one file.
 
     Attributes:
@@ -83,6 +84,11 @@ class FileKeyUses:
     is_encrypted: bool
     uses: tuple[UsedKey, ...] = ()
     unknown: KeytoolsError | OSError | None = None
+
+    def summary(self) -> Mapping[str, object]:
+        """Return the facts in short."""
+        keys = sorted({use.master_key_id or use.data_key or "unknown" for use in self.uses})
+        return {"path": self.path, "is_encrypted": self.is_encrypted, "keys": keys, "unknown": self.unknown}
 
     @property
     def is_unseen(self) -> bool:

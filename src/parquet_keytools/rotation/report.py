@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from parquet_keytools.errors import KeytoolsError
+from parquet_keytools.runtime.summary import Summarised
 from parquet_keytools.storage.walk import Unseen
 
 MOST_LEFT_BEHIND = 100
@@ -52,8 +53,8 @@ class KeyChange:
     keys: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileRotation:
+@dataclass(frozen=True, slots=True, repr=False)
+class FileRotation(Summarised):
     """What became of one file.
 
     Attributes:
@@ -77,6 +78,11 @@ class FileRotation:
     error: KeytoolsError | OSError | None = None
     old_size_bytes: int = 0
     new_size_bytes: int = 0
+
+    def summary(self) -> Mapping[str, object]:
+        """Return the facts in short."""
+        facts = {"path": self.path, "outcome": self.outcome.value, "keys": len(self.keys), "how": self.how}
+        return facts | ({"error": self.error} if self.error is not None else {})
 
     @property
     def error_class(self) -> str | None:
@@ -121,8 +127,8 @@ class KmsCalls:
         )
 
 
-@dataclass
-class RotationReport:
+@dataclass(repr=False)
+class RotationReport(Summarised):
     """What became of a data set.
 
     Attributes:
@@ -155,6 +161,15 @@ class RotationReport:
     ignored_journal: str | None = None
     stopped_by: KeytoolsError | None = None
     left_behind: list[str] = field(default_factory=list)
+
+    def summary(self) -> Mapping[str, object]:
+        """Return the facts in short."""
+        return {
+            "files": {outcome.value: number for outcome, number in self.counts.items()},
+            "dry_run": self.dry_run,
+            "bytes_written": self.bytes_written,
+            "stopped_by": self.stopped_by,
+        }
 
     @property
     def failures(self) -> list[FileRotation]:
