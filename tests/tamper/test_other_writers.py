@@ -71,6 +71,26 @@ def test_a_file_that_lands_after_the_last_look_is_not_lost(
     assert names(case.folder) == ["x.parquet"]
 
 
+def test_what_is_behind_a_link_is_not_deleted(tmp_path: Path, case: Case) -> None:
+    """Whoever may write to a data set puts a link there: who overwrites it may delete more than they may."""
+    tools, folder, elsewhere = case.tools(), tmp_path / "data set", tmp_path / "elsewhere"
+    options: dict[str, Any] = {"existing_data_behavior": "delete_matching"}
+    (elsewhere / "below").mkdir(parents=True)
+    for path in (elsewhere / "part-0.parquet", elsewhere / "below" / "x"):
+        path.write_bytes(b"not of the data set")
+    tools.write_dataset(TABLE, folder, **options)
+    for name in ("link", "_link"):
+        (folder / name).symlink_to(elsewhere)
+    tools.write_dataset(TABLE, folder, **options)
+    assert names(folder) == ["part-0.parquet"]
+    table = TABLE.append_column("year", pa.array([1] * len(TABLE)))
+    (folder / "year=1").symlink_to(elsewhere)
+    with pytest.raises(OutputError, match="year=1 is a link, and what is behind it would be deleted"):
+        tools.write_dataset(table, folder, partitioning=["year"], partitioning_flavor="hive", **options)
+    assert {path.name for path in elsewhere.rglob("*")} == {"part-0.parquet", "below", "x"}
+    assert (elsewhere / "part-0.parquet").read_bytes() == b"not of the data set"
+
+
 def test_a_data_set_is_overwritten_under_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rotation puts old key material over new, and nobody can read the file any more."""
     case = Case.make(tmp_path, "in_memory", key_material="external")

@@ -7,6 +7,7 @@ import functools
 import io
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -22,7 +23,7 @@ from parquet_keytools.storage.locations import FileLocation, key_material_locati
 from parquet_keytools.storage.locks import exclusive_folder
 from parquet_keytools.storage.outputs import PendingOutput, pending_output
 from parquet_keytools.storage.sources import BufferSource
-from parquet_keytools.storage.walk import names_passed_over
+from parquet_keytools.storage.walk import all_files, names_passed_over
 
 
 class PendingHandler(DelegatingHandler):
@@ -88,6 +89,19 @@ class PendingHandler(DelegatingHandler):
         self._refuse_passed_over(path)
         super().create_dir(path, recursive)
 
+    def _refuse_links(self, path: str) -> None:
+        """Refuse to delete what is behind a link in the data set: whoever may write there can put one."""
+        if not isinstance(self.filesystem, pafs.LocalFileSystem):
+            return
+        names = path[self._start :].strip("/").split("/")
+        for length in range(1, len(names) + 1):
+            folder = Path(path[: self._start], *names[:length])
+            if names[0] and folder.is_symlink():
+                raise OutputError(
+                    f"{folder} is a link, and what is behind it would be deleted.",
+                    hint="Remove the link, or choose another existing_data_behavior.",
+                )
+
     def _refuse_passed_over(self, path: str) -> None:
         """Refuse names that no reader of the data set would look at: its rows would be lost without a word."""
         lost = names_passed_over(path[self._start :])
@@ -99,11 +113,9 @@ class PendingHandler(DelegatingHandler):
             )
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        """Remember what is to be deleted."""
-        selector = pafs.FileSelector(path, recursive=True, allow_not_found=True)
-        self._replaced += [
-            info.path for info in self.filesystem.get_file_info(selector) if info.type == pafs.FileType.File
-        ]
+        """Remember what is to be deleted: links themselves, and nothing that they lead to."""
+        self._refuse_links(path)
+        self._replaced += [file.path for file in all_files(FileLocation(self.filesystem, path))]
 
     def delete_dir(self, path: str) -> None:
         """Remember what is to be deleted."""

@@ -364,6 +364,21 @@ def test_a_call_that_is_refused_leaves_a_complete_target_complete(
     assert {path.name for path in target.iterdir()} == {"_SUCCESS", "part-0.parquet", "source"}
 
 
+def test_a_folder_of_somebody_else_is_not_removed_with_the_records(
+    encrypted: tuple[Keytools, Path], tmp_path: Path
+) -> None:
+    spark: Any = FakeSpark([2], spark_master="local[2]")
+    source = write_plain(tmp_path / "source") / "part-0.parquet"
+    own = tmp_path / ".target.parquet" / "notes"
+    own.parent.mkdir()
+    own.write_text("of this user")
+    config = tmp_path / "config.yaml"
+    assert encryption.encrypt(spark, source, tmp_path / "target.parquet", config).succeeded
+    assert [path.name for path in own.parent.iterdir()] == ["notes"]
+    assert encryption.encrypt(spark, source, tmp_path / "other.parquet", config).succeeded
+    assert not (tmp_path / ".other.parquet").exists()
+
+
 @pytest.mark.parametrize("forgery", ["plaintext", "of the table"])
 def test_records_beside_the_data_are_not_believed(
     encrypted: tuple[Keytools, Path], tmp_path: Path, forgery: str

@@ -245,9 +245,11 @@ def _finish(target: FileLocation, records: RecordFolder, *, is_folder: bool) -> 
     if is_folder:
         write_whole(target.child(SUCCESS_FILE), b"")
     else:
+        # Of a single file: the folder of its records has nothing else in it, if it is not somebody's own.
+        folder = FileLocation(target.filesystem, records.folder.path.rpartition("/")[0])
         with contextlib.suppress(OSError):
-            # Of a single file: the folder of its records has nothing else in it.
-            target.filesystem.delete_dir(records.folder.path.rpartition("/")[0])
+            if next(all_files(folder), None) is None:
+                target.filesystem.delete_dir(folder.path)
 
 
 def _remove_leftovers(target: FileLocation) -> None:
