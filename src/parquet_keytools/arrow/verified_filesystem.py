@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 from pyarrow import fs as pafs
@@ -17,6 +18,9 @@ from parquet_keytools.files.conversion import decrypted_buffer
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.storage.sources import ArrowSource
+
+PART_BYTES = 8 * 1024 * 1024
+_PARTS_AT_A_TIME = 4
 
 
 class VerifiedHandler(DelegatingHandler):
@@ -60,7 +64,9 @@ class VerifiedHandler(DelegatingHandler):
                 "the file was not there when the data set was opened.", path=path, hint="Open it again."
             )
         file = self.filesystem.open_input_file(path)
-        source = ArrowSource(path, file, file.size())
+        source: ByteSource = ArrowSource(path, file, file.size())
+        if not opened.location.is_local:
+            source = SourceInParts(source)
         verified = as_verified(opened, source)
         if opened.is_encrypted and arrow_read_limits(opened):
             file.close()
@@ -71,6 +77,29 @@ class VerifiedHandler(DelegatingHandler):
                 self._redacted[path] = redacted_footer(opened, verified)
             return _file(RedactedSource(opened, verified, self._redacted[path]), file)
         return _file(verified, file)
+
+
+class SourceInParts:
+    """A source on another machine, whose long ranges are read in parts at the same time.
+
+    Arrow asks a file of Python for one range after the other. Of a file of its own it would read some at a time.
+    """
+
+    def __init__(self, source: ByteSource) -> None:
+        self.path = source.path
+        self.size_bytes = source.size_bytes
+        self._source = source
+
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        """Return a range."""
+        if length <= PART_BYTES:
+            return self._source.read_at(offset, length)
+        parts = [
+            (start, min(PART_BYTES, offset + length - start))
+            for start in range(offset, offset + length, PART_BYTES)
+        ]
+        with ThreadPoolExecutor(min(_PARTS_AT_A_TIME, len(parts)), "parquet-keytools-read") as pool:
+            return b"".join(pool.map(lambda part: self._source.read_at(*part), parts))
 
 
 def _file(source: ByteSource, file: pa.NativeFile) -> pa.NativeFile:
