@@ -131,16 +131,17 @@ class ChunkVerifier:
         window = Window(source, end, _STEP)
         walk = PageWalk(window, chunk, metadata, region.offset, end, self._book)
         first_data_page: int | None = None
+        cipher, add_nonce, pages = chunk.cipher, self._ledger.add, self.pages
         for page in walk:
             stored = window.view(page.offset, page.length)
-            if chunk.cipher is not None:
-                self._ledger.add(chunk.fingerprint, page.header_nonce, page.header_offset, page.header_check)
+            if cipher is not None:
+                add_nonce(chunk.fingerprint, page.header_nonce, page.header_offset, page.header_check)
             if not page.is_dictionary:
                 first_data_page = page.header_offset if first_data_page is None else first_data_page
-                self.pages.first_values.append(self._values)
+                pages.first_values.append(self._values)
                 self._values += page.facts.num_values
-                self.pages.offsets.append(page.header_offset)
-                self.pages.lengths.append(page.offset + page.length - page.header_offset)
+                pages.offsets.append(page.header_offset)
+                pages.lengths.append(page.offset + page.length - page.header_offset)
             yield page, stored
         for module_type, number in walk.authentic_headers.items():
             self._count(module_type, chunk.column.name, "authentic", number)
@@ -149,17 +150,19 @@ class ChunkVerifier:
             self._lost_from = walk.next_ordinal
             return
         place = chunk.place(ModuleType.COLUMN_META_DATA)
-        message = f"the pages have {self._values} values, the metadata says {metadata.num_values}."
-        has_all = self._book.check("value-count", self._values == metadata.num_values, message, place)
+        num_values = metadata.num_values
+        message = f"the pages have {self._values} values, the metadata says {num_values}."
+        has_all = self._book.check("value-count", self._values == num_values, message, place)
         if chunk.column.is_flat:
-            message = f"it has {metadata.num_values} values, and the row group {self.num_rows} rows."
-            has_all &= self._book.check("value-count", metadata.num_values == self.num_rows, message, place)
+            message = f"it has {num_values} values, and the row group {self.num_rows} rows."
+            has_all &= self._book.check("value-count", num_values == self.num_rows, message, place)
         if not has_all:
             # Which values belong to which rows cannot be told any more.
             self._is_lost = True
         if chunk.cipher is not None and first_data_page is not None:
-            message = f"it is {metadata.data_page_offset}, and the first data page is at {first_data_page}."
-            self._book.check("data-page-offset", metadata.data_page_offset == first_data_page, message, place)
+            stated = metadata.data_page_offset
+            message = f"it is {stated}, and the first data page is at {first_data_page}."
+            self._book.check("data-page-offset", stated == first_data_page, message, place)
 
     def check_page(self, page: Page, stored: memoryview, scratch: memoryview) -> None:
         """Authenticate one page, or as much of it as its algorithm and its CRC allow; for any thread.

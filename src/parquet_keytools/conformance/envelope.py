@@ -107,9 +107,8 @@ def check_required(metadata: FileMetaData) -> None:
         _ = row_group.total_byte_size, row_group.num_rows, row_group.file_offset
         _ = row_group.total_compressed_size, row_group.ordinal
         for chunk in row_group.columns:
-            _ = chunk.file_path, chunk.column_index_offset, chunk.column_index_length
-            _ = chunk.offset_index_offset, chunk.offset_index_length
-            _ = chunk.meta_data, chunk.crypto_metadata, chunk.encrypted_column_metadata
+            # The other fields are optional, and not there where they have another type.
+            _ = chunk.crypto_metadata, chunk.encrypted_column_metadata
     for entry in metadata.key_value_metadata or ():
         _ = entry.key, entry.value
 

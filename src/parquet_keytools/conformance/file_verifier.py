@@ -33,6 +33,7 @@ from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import ColumnMetaData
 
@@ -88,7 +89,8 @@ def verify_source(
     Raises:
         OSError: The file cannot be read. Whatever is wrong with its bytes is in the report.
     """
-    return _FileVerifier(source, finder, expectation or Expectation(), threads).run()
+    with paused_for(source.size_bytes):
+        return _FileVerifier(source, finder, expectation or Expectation(), threads).run()
 
 
 class _FileVerifier:

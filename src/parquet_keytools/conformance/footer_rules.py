@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePlace, ModuleType
@@ -233,9 +234,10 @@ def _columns(
     unusable: set[tuple[int, int]] = set()
     for leaf in leaves:
         column: Column | None = None
+        known: dict[bytes, _Crypto] = {}
         for row_group_ordinal, row_group_chunks in enumerate(chunks):
             chunk = row_group_chunks[leaf.ordinal]
-            found = _column(leaf, chunk, row_group_ordinal, envelope, book)
+            found = _column(leaf, chunk, row_group_ordinal, envelope, book, known)
             if found is None:
                 unusable.add((row_group_ordinal, leaf.ordinal))
                 continue
@@ -253,13 +255,53 @@ def _columns(
     return columns, frozenset(unusable)
 
 
+class _Crypto(NamedTuple):
+    """What the crypto metadata of a chunk says.
+
+    Attributes:
+        is_one_known: Whether it holds exactly one kind, and a known one.
+        is_own: Whether the chunk is under a column key.
+        path: Of the column that it is of; None where it names none.
+        key_metadata: Of the column key.
+    """
+
+    is_one_known: bool
+    is_own: bool
+    path: tuple[str, ...] | None
+    key_metadata: bytes | None
+
+
+def _crypto_of(chunk: ColumnChunk, known: dict[bytes, _Crypto]) -> _Crypto | None:
+    """Return what a chunk says of its encryption; `known` is what the same bytes say in other row groups."""
+    stored = chunk.bytes_of(ColumnChunk.crypto_metadata)
+    if stored is None:
+        return None
+    if stored not in known:
+        crypto = chunk.crypto_metadata
+        if crypto is None:
+            return None
+        with_footer_key, own = crypto.encryption_with_footer_key, crypto.encryption_with_column_key
+        known[stored] = _Crypto(
+            len(crypto.struct.fields) == 1 and (with_footer_key is None) is not (own is None),
+            own is not None,
+            None if own is None else tuple(own.path_in_schema),
+            None if own is None else own.key_metadata,
+        )
+    return known[stored]
+
+
 def _column(
-    leaf: LeafColumn, chunk: ColumnChunk, row_group_ordinal: int, envelope: Envelope, book: RuleBook
+    leaf: LeafColumn,
+    chunk: ColumnChunk,
+    row_group_ordinal: int,
+    envelope: Envelope,
+    book: RuleBook,
+    known: dict[bytes, _Crypto],
 ) -> Column | None:
     """Check one chunk's entry, and return how it is encrypted; None where that cannot be told."""
     place = chunk_place(row_group_ordinal, leaf.ordinal)
     try:
-        crypto = chunk.crypto_metadata
+        crypto = _crypto_of(chunk, known)
         hidden, visible = chunk.encrypted_column_metadata, chunk.meta_data
         if crypto is None:
             book.check(
@@ -270,15 +312,10 @@ def _column(
             )
             return None if hidden is not None else _plaintext_column(leaf, visible, place, book)
         book.holds("crypto-metadata-set")
-        with_footer_key, with_column_key = crypto.encryption_with_footer_key, crypto.encryption_with_column_key
-        kinds = len(crypto.struct.fields)
-        path = with_column_key.path_in_schema if with_column_key is not None else list(leaf.path)
-        key_metadata = with_column_key.key_metadata if with_column_key is not None else None
     except ParquetFormatError as error:
         book.broken("crypto-metadata", str(error), place)
         return None
-    known = (with_footer_key is None) is not (with_column_key is None)
-    if not book.check("crypto-metadata", kinds == 1 and known, "it does not hold exactly one known kind.", place):
+    if not book.check("crypto-metadata", crypto.is_one_known, "it does not hold exactly one known kind.", place):
         return None
     if envelope.mode is FooterMode.UNENCRYPTED:
         message = f"column {leaf.dotted_path!r} is encrypted, and the footer names no algorithm."
@@ -288,11 +325,12 @@ def _column(
         book.holds("algorithm-stated")
     if envelope.mode is FooterMode.PLAINTEXT_FOOTER and (hidden_ids := hidden_chunk_fields(chunk.struct)):
         book.broken("metadata-stripped", f"its chunk shows the fields {sorted(hidden_ids)}.", place)
+    path = leaf.path if crypto.path is None else crypto.path
     message = f"the crypto metadata of {leaf.dotted_path!r} is that of {'.'.join(path)!r}."
-    book.check("crypto-metadata-path", tuple(path) == leaf.path, message, place)
-    encryption = ColumnEncryption.FOOTER_KEY if with_column_key is None else ColumnEncryption.COLUMN_KEY
+    book.check("crypto-metadata-path", path == leaf.path, message, place)
+    encryption = ColumnEncryption.COLUMN_KEY if crypto.is_own else ColumnEncryption.FOOTER_KEY
     is_usable = _check_placement(encryption, hidden, visible, envelope, place, book)
-    return Column(leaf.path, leaf.ordinal, encryption, key_metadata) if is_usable else None
+    return Column(leaf.path, leaf.ordinal, encryption, crypto.key_metadata) if is_usable else None
 
 
 def _plaintext_column(

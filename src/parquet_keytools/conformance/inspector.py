@@ -32,6 +32,7 @@ from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
 from parquet_keytools.storage.printable import escaped_bytes
@@ -80,7 +81,8 @@ def inspect_source(
         finder: Where its keys come from; None shows what needs no key.
         aad_prefix: The AAD prefix that the file must have; needed for files that do not store theirs.
     """
-    return _Inspector(source, finder, aad_prefix).run()
+    with paused_for(source.size_bytes):
+        return _Inspector(source, finder, aad_prefix).run()
 
 
 class _Inspector:

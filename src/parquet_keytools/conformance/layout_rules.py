@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parquet_keytools.conformance.footer_rules import OpenFooter, chunk_place
 from parquet_keytools.conformance.rule_book import RuleBook
@@ -11,8 +11,7 @@ from parquet_keytools.format.file_layout import MAGIC_LENGTH, RegionKind
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
 
 
-@dataclass(frozen=True)
-class ChunkRegion:
+class ChunkRegion(NamedTuple):
     """A byte range of a column chunk.
 
     Attributes:

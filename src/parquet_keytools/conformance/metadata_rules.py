@@ -18,12 +18,25 @@ from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnMetaData
+from parquet_keytools.format.thrift_values import WireType
 from parquet_keytools.format.visible_fields import shown_metadata
 
 _MOST_LEFT_BYTES = 64 * 1024
 
 _ENCODINGS_FIELD_ID = 2
 """Of `encodings` in ColumnMetaData, which is required and of no use here."""
+
+_REQUIRED = {
+    ColumnMetaData.type.field_id: WireType.I32,
+    _ENCODINGS_FIELD_ID: WireType.LIST,
+    ColumnMetaData.path_in_schema.field_id: WireType.LIST,
+    ColumnMetaData.codec.field_id: WireType.I32,
+    ColumnMetaData.num_values.field_id: WireType.I64,
+    ColumnMetaData.total_uncompressed_size.field_id: WireType.I64,
+    ColumnMetaData.total_compressed_size.field_id: WireType.I64,
+    ColumnMetaData.data_page_offset.field_id: WireType.I64,
+}
+"""Ids of the required fields, and their types."""
 
 
 class MetadataReader:
@@ -38,6 +51,7 @@ class MetadataReader:
         self._ledger = ledger
         self._count = count
         self._modules = 0
+        self._right_paths: dict[int, bytes] = {}
         self._first_offset = envelope.footer_offset + envelope.footer_length
 
     def read(self, chunk: ChunkCiphers, *, is_readable: bool) -> ColumnMetaData | None:
@@ -52,7 +66,7 @@ class MetadataReader:
         found = visible
         try:
             if visible is not None:
-                _check_metadata(visible, column)
+                self._check_metadata(visible, column)
             # Beside metadata in the place where it belongs, a second copy is a breach of its own.
             is_in_place = (
                 self._envelope.mode is FooterMode.ENCRYPTED_FOOTER
@@ -62,7 +76,7 @@ class MetadataReader:
             if hidden is not None and chunk.cipher is not None and is_readable and not is_in_place:
                 found = self._decrypted(chunk, hidden)
                 if found is not None:
-                    _check_metadata(found, column)
+                    self._check_metadata(found, column)
         except ParquetFormatError as error:
             self._book.broken("metadata-path", str(error), place)
             found = None
@@ -90,6 +104,20 @@ class MetadataReader:
         metadata, end = ColumnMetaData.read(plaintext)
         check_padding(plaintext, end, place, self._book)
         return metadata
+
+    def _check_metadata(self, metadata: ColumnMetaData, column: Column) -> None:
+        """Raise `ParquetFormatError` if a required field is missing, or the metadata is another column's."""
+        if not metadata.struct.types().items() >= _REQUIRED.items():
+            _refuse_incomplete(metadata)
+        if metadata.type != column.type:
+            raise ParquetFormatError(f"its type is {metadata.type}, and that of its column {column.type}.")
+        # Byte for byte the same in every row group, as a rule.
+        path = metadata.bytes_of(ColumnMetaData.path_in_schema)
+        if path is None or path != self._right_paths.get(column.ordinal):
+            if tuple(metadata.path_in_schema) != column.path:
+                raise ParquetFormatError(f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}.")
+            assert path is not None
+            self._right_paths[column.ordinal] = path
 
     def _check_agreement(self, visible: ColumnMetaData, found: ColumnMetaData, chunk: ChunkCiphers) -> None:
         full = found.struct.fields
@@ -138,14 +166,9 @@ def _left_metadata(data: bytes) -> Iterator[tuple[int, tuple[str, ...]]]:
         at = end
 
 
-def _check_metadata(metadata: ColumnMetaData, column: Column) -> None:
-    """Raise `ParquetFormatError` if a required field is missing, or the metadata is another column's."""
+def _refuse_incomplete(metadata: ColumnMetaData) -> None:
+    """Raise `ParquetFormatError` if a required field is missing or has another type; it says which."""
     _ = metadata.type, metadata.codec, metadata.num_values, metadata.total_uncompressed_size
-    _ = metadata.total_compressed_size, metadata.data_page_offset, metadata.dictionary_page_offset
-    _ = metadata.index_page_offset, metadata.bloom_filter_offset, metadata.bloom_filter_length
-    if _ENCODINGS_FIELD_ID not in metadata.struct.fields:
+    _ = metadata.total_compressed_size, metadata.data_page_offset
+    if metadata.struct.entry(_ENCODINGS_FIELD_ID) is None:
         raise ParquetFormatError("ColumnMetaData.encodings: is missing")
-    if metadata.type != column.type:
-        raise ParquetFormatError(f"its type is {metadata.type}, and that of its column {column.type}.")
-    if tuple(metadata.path_in_schema) != column.path:
-        raise ParquetFormatError(f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}.")

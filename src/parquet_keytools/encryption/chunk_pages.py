@@ -12,7 +12,6 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import starmap
 
 from parquet_keytools.encryption.aes import NONCE_LENGTH, InvalidTag
@@ -25,7 +24,6 @@ NOTHING = -1
 """Stands for no CRC, and for no position of one."""
 
 
-@dataclass(slots=True)
 class ChunkPages:
     """Pages of a chunk, as columns of numbers: a chunk may have 32,768 of them, and a file many chunks.
 
@@ -42,16 +40,30 @@ class ChunkPages:
         first_data_page: Position of the first data page among the pages; None where there is none.
     """
 
-    source_offset: int
-    source_end: int = 0
-    header_lengths: array[int] = field(default_factory=lambda: array("Q"))
-    page_lengths: array[int] = field(default_factory=lambda: array("I"))
-    ordinals: array[int] = field(default_factory=lambda: array("h"))
-    stored_crcs: array[int] = field(default_factory=lambda: array("q"))
-    headers: bytearray = field(default_factory=bytearray)
-    header_ends: array[int] = field(default_factory=lambda: array("Q"))
-    crc_positions: array[int] = field(default_factory=lambda: array("i"))
-    first_data_page: int | None = None
+    __slots__ = (
+        "crc_positions",
+        "first_data_page",
+        "header_ends",
+        "header_lengths",
+        "headers",
+        "ordinals",
+        "page_lengths",
+        "source_end",
+        "source_offset",
+        "stored_crcs",
+    )
+
+    def __init__(self, source_offset: int) -> None:
+        self.source_offset = source_offset
+        self.source_end = 0
+        self.header_lengths: array[int] = array("Q")
+        self.page_lengths: array[int] = array("I")
+        self.ordinals: array[int] = array("h")
+        self.stored_crcs: array[int] = array("q")
+        self.headers = bytearray()
+        self.header_ends: array[int] = array("Q")
+        self.crc_positions: array[int] = array("i")
+        self.first_data_page: int | None = None
 
     @property
     def has_dictionary_page(self) -> bool:
@@ -249,8 +261,10 @@ def _decrypted(reader: ChunkCipher, modules: Sequence[memoryview], ordinals: Seq
     plaintexts: list[memoryview] = []
     offset = 0
     for module, ordinal in zip(modules, ordinals, strict=True):
-        check_length_field(module, len(module), reader.page_place(ordinal))
-        end = offset + len(module) - framing
+        length = len(module)
+        if _read_length(module)[0] != length - 4:
+            check_length_field(module, length, reader.page_place(ordinal))
+        end = offset + length - framing
         plaintexts.append(room[offset:end])
         jobs.append((module[4:16], module[16:], reader.page_aads(ordinal)[1], plaintexts[-1]))
         offset = end

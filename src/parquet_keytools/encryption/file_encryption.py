@@ -148,12 +148,12 @@ class OutputKeys:
         """Set in a chunk of the output how it is encrypted, and its metadata where that belongs (spec 5.3)."""
         key, new, metadata = self.column_keys[column_ordinal], chunk.new_chunk, chunk.new_metadata
         plaintext_footer = self.encryption.plaintext_footer
-        new.encrypted_column_metadata = None
         if column_ordinal not in self._crypto_metadata:
             self._crypto_metadata[column_ordinal] = _crypto_metadata(key, path)
         new.crypto_metadata = self._crypto_metadata[column_ordinal]
         if key is ColumnEncryption.PLAINTEXT or (key is ColumnEncryption.FOOTER_KEY and not plaintext_footer):
             new.meta_data = metadata
+            new.encrypted_column_metadata = None
             return
         writer = chunk.writer
         assert writer is not None

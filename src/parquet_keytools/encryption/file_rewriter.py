@@ -106,9 +106,20 @@ class ChunkRewrite:
     # --- Pages ---------------------------------------------------------------------------------------------
 
     def _lay_out_pages(self, source: ByteSource, region: Region, offset: int, memory: PagesMemory) -> Part:
+        pages = self._walk(source, region)
+        find_pages = (lambda: pages) if memory.take(pages) else partial(self._walk, source, region)
+        lengths = output_lengths(pages, self.reader, self.writer)
+        length = sum(lengths)
+        if self.writer is not None:
+            self.writer.cipher.reserve(2 * len(pages))
+        self.start = offset
+        self._find_pages = find_pages
+        self._move(pages, lengths, region, offset, length)
+        return PagesPart(length, source, find_pages, self.reader, self.writer)
+
+    def _walk(self, source: ByteSource, region: Region) -> ChunkPages:
         assert region.length is not None
-        find_pages = partial(
-            walk_chunk,
+        return walk_chunk(
             source,
             region.offset,
             region.offset + region.length,
@@ -117,54 +128,33 @@ class ChunkRewrite:
             writer=self.writer,
             expects_dictionary_page=bool(self.metadata.dictionary_page_offset),
         )
-        pages = find_pages()
-        self._find_pages = (lambda: pages) if memory.take(pages) else find_pages
-        lengths = output_lengths(pages, self.reader, self.writer)
-        length = sum(lengths)
-        if self.writer is not None:
-            self.writer.cipher.reserve(2 * len(pages))
-        self.start = offset
-        self._move(pages, lengths, region, offset, length)
-        return PagesPart(length, source, self._find_pages, self.reader, self.writer)
 
     def _move(self, pages: ChunkPages, lengths: list[int], region: Region, offset: int, length: int) -> None:
         """Set all offsets and sizes that depend on where the pages are."""
-        metadata = self.new_metadata
-
-        def moved(old_offset: int) -> int | None:
-            """Return where the page that began there begins now; None where none did."""
-            if old_offset == region.offset:
-                return offset
-            # Only where nothing lies behind it does the end of the chunk stay a place that means something: early
-            # writers put another copy of the column metadata there, which must not go into the output.
-            if old_offset == pages.source_end:
-                return offset + length if region.next_offset == old_offset else None
-            new_offset = offset
-            for old_start, new_length in zip(source_offsets(pages), lengths, strict=True):
-                if old_start == old_offset:
-                    return new_offset
-                new_offset += new_length
-            return None
-
-        metadata.total_compressed_size = length
+        old, new = self.metadata, self.new_metadata
+        new.total_compressed_size = length
+        data_page, dictionary_page = old.data_page_offset, old.dictionary_page_offset
+        has_dictionary_page = pages.has_dictionary_page
         if self.reader is None and self.writer is None:
-            if metadata.data_page_offset:
-                metadata.data_page_offset = moved(metadata.data_page_offset) or offset
-            if metadata.dictionary_page_offset:
-                metadata.dictionary_page_offset = moved(metadata.dictionary_page_offset)
+            if data_page:
+                new.data_page_offset = _moved(data_page, pages, lengths, region, offset) or offset
+            if dictionary_page:
+                new.dictionary_page_offset = _moved(dictionary_page, pages, lengths, region, offset)
         else:
             # Readers of encrypted files take the type of the first module from here.
-            if pages.has_dictionary_page or metadata.dictionary_page_offset is not None:
-                metadata.dictionary_page_offset = offset if pages.has_dictionary_page else None
-            if metadata.data_page_offset:
-                metadata.data_page_offset = offset + sum(lengths[: pages.first_data_page])
-        if metadata.index_page_offset:
-            metadata.index_page_offset = moved(metadata.index_page_offset)
-        elif len(pages) and pages.first_data_page != 0 and not pages.has_dictionary_page:
+            if has_dictionary_page or dictionary_page is not None:
+                new.dictionary_page_offset = offset if has_dictionary_page else None
+            if data_page:
+                new.data_page_offset = offset + sum(lengths[: pages.first_data_page])
+        index_page = old.index_page_offset
+        if index_page:
+            new.index_page_offset = _moved(index_page, pages, lengths, region, offset)
+        elif len(pages) and pages.first_data_page != 0 and not has_dictionary_page:
             # An index page comes first: without its offset nobody would know where the chunk begins.
-            metadata.index_page_offset = offset
-        if self.chunk.file_offset:
-            self.new_chunk.file_offset = moved(self.chunk.file_offset) or 0
+            new.index_page_offset = offset
+        file_offset = self.chunk.file_offset
+        if file_offset:
+            self.new_chunk.file_offset = _moved(file_offset, pages, lengths, region, offset) or 0
 
     # --- Indexes -------------------------------------------------------------------------------------------
 
@@ -248,6 +238,30 @@ class ChunkRewrite:
         if header.num_bytes < 0:
             raise ParquetFormatError(f"a Bloom filter has {header.num_bytes} bytes.", path=source.path)
         return length, header.num_bytes
+
+
+def _moved(old_offset: int, pages: ChunkPages, lengths: list[int], region: Region, offset: int) -> int | None:
+    """Return where the page of a chunk that began at an offset begins now; None where none did.
+
+    Args:
+        old_offset: Where it began.
+        pages: Those of the chunk.
+        lengths: Of them in the output.
+        region: Where they lay.
+        offset: Where the first one begins now.
+    """
+    if old_offset == region.offset:
+        return offset
+    # Only where nothing lies behind it does the end of the chunk stay a place that means something: early
+    # writers put another copy of the column metadata there, which must not go into the output.
+    if old_offset == pages.source_end:
+        return offset + sum(lengths) if region.next_offset == old_offset else None
+    new_offset = offset
+    for old_start, new_length in zip(source_offsets(pages), lengths, strict=True):
+        if old_start == old_offset:
+            return new_offset
+        new_offset += new_length
+    return None
 
 
 RowGroupRewrite = tuple[RowGroup, Sequence[ChunkRewrite]]

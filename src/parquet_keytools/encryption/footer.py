@@ -13,6 +13,7 @@ Reading takes three steps, so that the caller can ask its KMS for many keys at o
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -296,12 +297,22 @@ class Footer:
         name = f"row group {row_group_ordinal}, column {'.'.join(column.path)!r}"
         if metadata is None:
             raise ParquetFormatError(f"{name}: the column metadata is missing (spec 5.3).", path=self.path)
-        if metadata.copy_of(ColumnMetaData.path_in_schema) != list(column.path):
+        if metadata.bytes_of(ColumnMetaData.path_in_schema) != _usual_path(
+            column.path
+        ) and metadata.path_in_schema != list(column.path):
             raise ParquetFormatError(
                 f"{name}: the metadata is that of column {'.'.join(metadata.path_in_schema)!r}.",
                 path=self.path,
             )
         return metadata
+
+
+@functools.lru_cache(maxsize=32_768)
+def _usual_path(path: tuple[str, ...]) -> bytes | None:
+    """Return the bytes that metadata has for a path, as all writers write it."""
+    metadata = ColumnMetaData()
+    metadata.path_in_schema = list(path)
+    return metadata.bytes_of(ColumnMetaData.path_in_schema)
 
 
 class KeyRetriever(Protocol):

@@ -131,7 +131,11 @@ NO_PAGE_ORDINAL = -1
 """Stands for the dictionary page, which has none."""
 
 _pack_ordinal = struct.Struct("<h").pack
-_DATA_PAGE_BYTE = bytes((ModuleType.DATA_PAGE,))
+_DATA, _DATA_HEADER = bytes((ModuleType.DATA_PAGE,)), bytes((ModuleType.DATA_PAGE_HEADER,))
+_DICTIONARY, _DICTIONARY_HEADER = (
+    bytes((ModuleType.DICTIONARY_PAGE,)),
+    bytes((ModuleType.DICTIONARY_PAGE_HEADER,)),
+)
 
 
 class ChunkCipher:
@@ -146,8 +150,7 @@ class ChunkCipher:
     """
 
     __slots__ = (
-        "_header_aad",
-        "_page_aad",
+        "_ordinals",
         "cipher",
         "column_ordinal",
         "page_framing",
@@ -163,10 +166,7 @@ class ChunkCipher:
         self.column_ordinal = column_ordinal
         self.pages_are_gcm = algorithm is not Algorithm.AES_GCM_CTR_V1
         self.page_framing = GCM_FRAMING if self.pages_are_gcm else CTR_FRAMING
-        header_aad = module_aad(cipher.file_aad, ModuleType.DATA_PAGE_HEADER, row_group_ordinal, column_ordinal, 0)
-        self._header_aad = header_aad[:-2]
-        # What differs is the byte that says the type.
-        self._page_aad = b"".join((cipher.file_aad, _DATA_PAGE_BYTE, header_aad[-6:-2]))
+        self._ordinals = module_aad(b"", ModuleType.COLUMN_META_DATA, row_group_ordinal, column_ordinal)[1:]
 
     def place(self, module_type: ModuleType, page_ordinal: int | None = None) -> ModulePlace:
         """Return the place of a module of this chunk."""
@@ -190,16 +190,13 @@ class ChunkCipher:
         Raises:
             FormatLimitError: The ordinal does not fit into 16 bits with a sign.
         """
+        file_aad, ordinals = self.cipher.file_aad, self._ordinals
         if page_ordinal == NO_PAGE_ORDINAL:
-            file_aad = self.cipher.file_aad
-            return (
-                self.header_place(page_ordinal).aad(file_aad),
-                self.page_place(page_ordinal).aad(file_aad),
-            )
+            return file_aad + _DICTIONARY_HEADER + ordinals, file_aad + _DICTIONARY + ordinals
         if page_ordinal > MAX_ORDINAL:
             raise FormatLimitError(f"page ordinal {page_ordinal} is more than {MAX_ORDINAL}.")
-        ordinal = _pack_ordinal(page_ordinal)
-        return self._header_aad + ordinal, self._page_aad + ordinal
+        ordinals += _pack_ordinal(page_ordinal)
+        return file_aad + _DATA_HEADER + ordinals, file_aad + _DATA + ordinals
 
     def pages_into(self, *, encrypt: bool) -> Callable[[Bytes, Bytes, Bytes, Bytes], object]:
         """Return what enciphers pages, for the thread that asks: `(nonce, input, aad, output)`.

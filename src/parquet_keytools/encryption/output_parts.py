@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from parquet_keytools.encryption.chunk_pages import ChunkPages, decrypt_pages, encrypt_pages, output_lengths
@@ -28,8 +27,7 @@ class OutputPiece(NamedTuple):
     make: Callable[[memoryview], None]
 
 
-@dataclass(frozen=True)
-class BytesPart:
+class BytesPart(NamedTuple):
     """Bytes that are there already, or are made in one go.
 
     Attributes:
@@ -49,8 +47,7 @@ class BytesPart:
         yield OutputPiece(self.length, make)
 
 
-@dataclass(frozen=True)
-class PagesPart:
+class PagesPart(NamedTuple):
     """The pages of a column chunk.
 
     Attributes:
@@ -74,7 +71,7 @@ class PagesPart:
             if self.length:
                 source_length = pages.source_end - pages.source_offset
                 yield OutputPiece(
-                    self.length, self._make(pages, 0, len(pages), pages.source_offset, source_length)
+                    self.length, self._maker(pages, 0, len(pages), pages.source_offset, source_length)
                 )
             return
         lengths = output_lengths(pages, self.reader, self.writer)
@@ -82,15 +79,15 @@ class PagesPart:
         source_offset = pages.source_offset
         for position, page_length in enumerate(lengths):
             if length and length + page_length > SEGMENT_LENGTH:
-                yield OutputPiece(length, self._make(pages, first, position, source_offset, source_length))
+                yield OutputPiece(length, self._maker(pages, first, position, source_offset, source_length))
                 source_offset += source_length
                 first, length, source_length = position, 0, 0
             length += page_length
             source_length += pages.header_lengths[position] + pages.page_lengths[position]
         if length:
-            yield OutputPiece(length, self._make(pages, first, len(lengths), source_offset, source_length))
+            yield OutputPiece(length, self._maker(pages, first, len(lengths), source_offset, source_length))
 
-    def _make(
+    def _maker(
         self, pages: ChunkPages, first: int, last: int, source_offset: int, source_length: int
     ) -> Callable[[memoryview], None]:
         source, reader, writer = self.source, self.reader, self.writer

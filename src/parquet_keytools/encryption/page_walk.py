@@ -95,6 +95,8 @@ def walk_chunk(
     added = (writer.page_framing if writer is not None else 0) - (reader.page_framing if reader is not None else 0)
     is_copied = reader is None and writer is None
     headers, header_ends = pages.headers, pages.header_ends
+    add_header_length, add_page_length = pages.header_lengths.append, pages.page_lengths.append
+    add_ordinal, add_crc = pages.ordinals.append, pages.stored_crcs.append
     offset = start
     ordinal = 0
     while offset < end:
@@ -128,10 +130,10 @@ def walk_chunk(
             if pages.first_data_page is None:
                 pages.first_data_page = len(pages)
             ordinal += 1
-        pages.header_lengths.append(header_length)
-        pages.page_lengths.append(page_length)
-        pages.ordinals.append(min(page_ordinal, MAX_ORDINAL))
-        pages.stored_crcs.append(NOTHING if crc is None else crc)
+        add_header_length(header_length)
+        add_page_length(page_length)
+        add_ordinal(page_ordinal if page_ordinal <= MAX_ORDINAL else MAX_ORDINAL)
+        add_crc(NOTHING if crc is None else crc)
         offset = page_offset + page_length
         if is_copied:
             continue

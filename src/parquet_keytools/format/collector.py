@@ -39,7 +39,7 @@ def paused_collector() -> Iterator[None]:
 
 
 def paused_for(length: int) -> contextlib.AbstractContextManager[None]:
-    """Return what pauses the collector while a file is rewritten, if that is done before cycles could pile up.
+    """Return what pauses the collector for work on a whole file, if that is done before cycles could pile up.
 
     Args:
         length: Of the file, in bytes. Of a longer one the most time goes into its bytes, and not into objects.

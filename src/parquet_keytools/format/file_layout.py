@@ -261,13 +261,17 @@ def regions_of(
     offsets = (metadata.data_page_offset, metadata.dictionary_page_offset, metadata.index_page_offset)
     start = min((offset for offset in offsets if offset), default=0)
     regions = [Region(RegionKind.PAGES, *ordinals, start, metadata.total_compressed_size)]
-    for kind, offset, length in (
-        (RegionKind.BLOOM_FILTER, metadata.bloom_filter_offset, metadata.bloom_filter_length),
-        (RegionKind.COLUMN_INDEX, chunk.column_index_offset, chunk.column_index_length),
-        (RegionKind.OFFSET_INDEX, chunk.offset_index_offset, chunk.offset_index_length),
+    for kind, offset in (
+        (RegionKind.BLOOM_FILTER, metadata.bloom_filter_offset),
+        (RegionKind.COLUMN_INDEX, chunk.column_index_offset),
+        (RegionKind.OFFSET_INDEX, chunk.offset_index_offset),
     ):
         if offset is None:
             continue
+        if kind is RegionKind.BLOOM_FILTER:
+            length = metadata.bloom_filter_length
+        else:
+            length = chunk.column_index_length if kind is RegionKind.COLUMN_INDEX else chunk.offset_index_length
         if length is None and kind is not RegionKind.BLOOM_FILTER:
             if _LENGTH_FIELD_IDS[kind] in chunk.struct.fields:
                 continue  # A length of another type: nobody can read the index.

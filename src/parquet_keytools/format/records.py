@@ -69,7 +69,8 @@ class Record:
 
     def serialise(self) -> bytes:
         """Return the bytes of the structure, unknown fields included."""
-        return write_struct(self.struct)
+        written = self.struct.as_bytes()
+        return write_struct(self.struct) if written is None else written
 
     def copy(self) -> Self:
         """Return a copy that shares nothing with this one."""
@@ -89,7 +90,7 @@ class Record:
         known = self._known_types()
         return [
             f"{type(self).__name__}.{known[field_id][0]}"
-            for field_id, (wire_type, _) in self.struct.fields.items()
+            for field_id, wire_type in self.struct.types().items()
             if field_id in known and wire_type not in known[field_id][1]
         ]
 
@@ -116,7 +117,9 @@ class _Codec(Generic[T]):
     load: Callable[[WireType, Any], T]
     store: Callable[[T], tuple[WireType, Any]]
     plain: WireType | None = None
-    """The type of values that are what lies there, and that nobody can change."""
+    """The type of values that are what lies there."""
+    is_shared: bool = False
+    """Whether a change of the Python value is a change of what lies there."""
 
 
 def _plain(wire_type: WireType) -> _Codec[Any]:
@@ -150,6 +153,7 @@ def nested(record: type[RecordT]) -> _Codec[RecordT]:
         (WireType.STRUCT,),
         lambda _, value: record(value),
         lambda value: (WireType.STRUCT, value.struct),
+        is_shared=True,
     )
 
 
@@ -168,7 +172,7 @@ def list_of(codec: _Codec[T]) -> _Codec[list[T]]:
     def store(values: list[T]) -> tuple[WireType, Any]:
         return WireType.LIST, ThriftList(element_type, [codec.store(value)[1] for value in values])
 
-    return _Codec((WireType.LIST,), load, store)
+    return _Codec((WireType.LIST,), load, store, is_shared=codec.is_shared)
 
 
 class _Field(Generic[T]):
@@ -188,6 +192,7 @@ class _Field(Generic[T]):
         self.field_id = field_id
         self.codec = codec
         self.plain = codec.plain
+        self.is_shared = codec.is_shared
         self.refuses_other_types = refuses_other_types
 
     def __set_name__(self, owner: type[Record], name: str) -> None:
@@ -209,14 +214,8 @@ class _Field(Generic[T]):
 
     def value(self, record: Record) -> T | None:
         """Return the value of the field in a record."""
-        plain = self.plain
-        if plain is None:
-            return self.load(record.struct.entry_to_change(self.field_id))
-        entry = record.struct.entry(self.field_id)
-        if entry is None:
-            return None
-        value: T | None = entry[1] if entry[0] is plain else self.load(entry)
-        return value
+        struct = record.struct
+        return self.load(struct.entry_to_change(self.field_id) if self.is_shared else struct.entry(self.field_id))
 
     def _store(self, record: Record, value: T | None) -> None:
         record.struct.set_entry(self.field_id, None if value is None else self.codec.store(value))
@@ -231,7 +230,15 @@ class Optional(_Field[T]):
     def __get__(self, record: Record, owner: type[Record]) -> T | None: ...
     def __get__(self, record: Record | None, owner: type[Record]) -> Self | T | None:
         """Return the value of the field in a record."""
-        return self if record is None else self.value(record)
+        if record is None:
+            return self
+        if self.plain is None:
+            return self.value(record)
+        entry = record.struct.entry(self.field_id)
+        if entry is None:
+            return None
+        value: T | None = entry[1] if entry[0] is self.plain else self.load(entry)
+        return value
 
     def __set__(self, record: Record, value: T | None) -> None:
         """Set the field in a record, or remove it."""
@@ -249,6 +256,10 @@ class Required(_Field[T]):
         """Return the value of the field in a record."""
         if record is None:
             return self
+        entry = record.struct.entry(self.field_id) if self.plain is not None else None
+        if entry is not None and entry[0] is self.plain:
+            found: T = entry[1]
+            return found
         value = self.value(record)
         if value is None:
             raise ParquetFormatError(f"{self.name}: is missing")

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.thrift_compact import ThriftReader
 from parquet_keytools.format.thrift_skim import Skimmer, Spans, skimmer_of
 from parquet_keytools.format.thrift_values import (
+    INTEGER_BITS,
     Struct,
     ThriftList,
     WireType,
     write_field_header,
     write_value,
 )
+
+_I32, _I64 = WireType.I32, WireType.I64
 
 _UNREAD_BYTES = 1_000
 """About what the places of the fields of a struct take."""
@@ -60,6 +64,13 @@ class UnreadStruct(Struct):
             copied._changes = dict(self._changes)
         return copied
 
+    def types(self) -> dict[int, WireType]:
+        """Return the types of all fields, by id."""
+        data = self._data
+        if data is None or self._changes:
+            return super().types()
+        return {field_id: wire_type for field_id, (wire_type, _, _) in self._places(data).items()}
+
     def entry(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field, to be looked at only: it is read for this call alone."""
         data, changes = self._data, self._changes
@@ -68,7 +79,22 @@ class UnreadStruct(Struct):
         if field_id in changes:
             return changes[field_id]
         place = (self._spans or self._places(data)).get(field_id)
-        return None if place is None else (place[0], _value_at(data, *place))
+        if place is None:
+            return None
+        wire_type, start, end = place
+        if wire_type is _I64 or wire_type is _I32:
+            # Most that is looked at is a number, of few bytes.
+            value = data[start]
+            if value > 0x7F:
+                length = end - start
+                if length == 2:
+                    value = value & 0x7F | data[start + 1] << 7
+                elif length == 3:
+                    value = value & 0x7F | (data[start + 1] & 0x7F) << 7 | data[start + 2] << 14
+                else:
+                    return wire_type, _value_at(data, wire_type, start, end)
+            return wire_type, (value >> 1) ^ -(value & 1)
+        return wire_type, _value_at(data, wire_type, start, end)
 
     def entry_to_change(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field; what is changed in the value is changed in this struct."""
@@ -107,44 +133,42 @@ class UnreadStruct(Struct):
         return spans
 
     def _changed(self, data: bytes) -> bytes:
-        spans, changes = self._places(data), self._changes
+        # A copy: another thread may look at a field of a footer that both share.
+        spans, changes = self._places(data), dict(self._changes)
         pieces = []
-        for field_id, changed in changes.items():
-            place = spans.get(field_id)
-            if place is None or changed is None or changed[0] is not place[0]:
+        at = self._start
+        for field_id in sorted(changes):
+            place, changed = spans.get(field_id), changes[field_id]
+            if place is None or changed is None or changed[0] is not place[0] or place[1] < at:
                 break
+            # The header stays what it is, and what lies between two of these fields is copied at once.
+            pieces.append(data[at : place[1]])
+            pieces.append(write_value(*changed))
+            at = place[2]
         else:
-            # All headers stay what they are, and what lies between two of these fields is copied at once.
-            at = self._start
-            for field_id, (_, start, end) in spans.items():
-                changed = changes.get(field_id)
-                if changed is not None:
-                    pieces.append(data[at:start])
-                    pieces.append(write_value(*changed))
-                    at = end
             pieces.append(data[at : self._end])
             return b"".join(pieces)
-        out = bytearray()
-        order = list(spans)
+        order = [field_id for field_id in spans if field_id not in changes or changes[field_id] is not None]
         for field_id, changed in changes.items():
-            if changed is None:
-                if field_id in spans:
-                    order.remove(field_id)
-            elif field_id not in spans:
-                is_last = all(other < field_id for other in order)
+            if changed is not None and field_id not in spans:
+                is_last = not order or field_id > max(order)
                 order.append(field_id)
                 if not is_last:
                     order.sort()
+        out = bytearray()
         last = 0
         for field_id in order:
             changed = changes.get(field_id)
             if changed is not None:
-                write_field_header(out, field_id - last, field_id, changed[0])
-                out += write_value(*changed)
+                wire_type, value = changed[0], write_value(*changed)
             else:
                 wire_type, start, end = spans[field_id]
+                value = data[start:end]
+            if 0 < field_id - last <= 15:
+                out.append(field_id - last << 4 | wire_type)
+            else:
                 write_field_header(out, field_id - last, field_id, wire_type)
-                out += data[start:end]
+            out += value
             last = field_id
         out.append(WireType.STOP)
         return bytes(out)
@@ -175,13 +199,8 @@ _CHANGEABLE = frozenset({WireType.STRUCT, WireType.LIST, WireType.SET, WireType.
 
 def _value_at(data: bytes, wire_type: WireType, start: int, end: int) -> Any:
     """Return a value whose place is known, and whose bytes are valid."""
-    if wire_type is WireType.I64 or wire_type is WireType.I32 or wire_type is WireType.I16:
+    if wire_type in INTEGER_BITS:
         value = shift = 0
-        if end - start <= 2:
-            value = data[start]
-            if value > 0x7F:
-                value = value & 0x7F | data[start + 1] << 7
-            return (value >> 1) ^ -(value & 1)
         for byte in data[start:end]:
             value |= (byte & 0x7F) << shift
             shift += 7
@@ -212,6 +231,14 @@ def read_outline(data: bytes, offset: int, levels: int, max_memory: int | None =
     Raises:
         ParquetFormatError: As `read_struct`, for what lies deeper, too.
     """
+    if levels == 0 and max_memory is None:
+        skimmer = skimmer_of(data, offset)
+        spans: Spans = {}
+        try:
+            skimmer.struct_fields(0, spans)
+        except IndexError:
+            raise ParquetFormatError("a Thrift struct ends before it is complete") from None
+        return UnreadStruct(data, offset, skimmer.offset, spans), skimmer.offset
     return _Outliner(data, offset, levels, max_memory).whole_struct()
 
 

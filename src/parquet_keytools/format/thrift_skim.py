@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.thrift_compact import (
@@ -23,6 +23,8 @@ from parquet_keytools.format.thrift_compact import (
 
 Spans = dict[int, tuple[WireType, int, int]]
 """Field id -> its type, and where its value begins and ends."""
+
+_Match = Callable[[bytes, int], re.Match[bytes] | None]
 
 _MAX_FIELD_ID = 32_767
 
@@ -68,13 +70,15 @@ def skimmer_of(data: bytes, offset: int) -> Skimmer:
 class Skimmer(ThriftReader):
     """As the reader, step by step, with nothing kept."""
 
-    __slots__ = ("known", "match", "position")
+    __slots__ = ("known", "match", "match_field", "position")
 
     data: bytes
 
     def __init__(self, data: bytes, offset: int, *, uses_expression: bool) -> None:
         super().__init__(data, offset)
-        self.match = _usual_struct().match if uses_expression else None
+        self.match = self.match_field = None
+        if uses_expression:
+            self.match, self.match_field = _usual()
         self.known: dict[int, bytes] = {}
         self.position = 0
 
@@ -87,6 +91,21 @@ class Skimmer(ThriftReader):
         field_id = 0
         # A bit for each id: a set of all would take a hundred times as much as fields of one byte.
         seen = seen_negative = 0
+        match_field = self.match_field
+        if match_field is not None and depth <= MAX_DEPTH - _NESTING:
+            # Usual fields come first, and each has a greater id than the one before.
+            while found := match_field(data, offset):
+                header = data[offset]
+                field_id += header >> 4
+                if field_id > _MAX_FIELD_ID:
+                    break
+                start = offset + 1
+                offset = found.end()
+                seen |= 1 << field_id
+                if spans is not None:
+                    spans[field_id] = (WIRE_TYPES[header & 0x0F], start, offset)
+            if field_id > _MAX_FIELD_ID:
+                raise ParquetFormatError(f"Thrift field {field_id} is out of range")
         while header := data[offset]:
             offset += 1
             if header > 0x0F:
@@ -287,8 +306,8 @@ class _Counter(ThriftReader):
 
 
 @functools.cache
-def _usual_struct() -> re.Pattern[bytes]:
-    """Return what matches the structs of usual footers, down to a column chunk.
+def _usual() -> tuple[_Match, _Match]:
+    """Return what matches the structs of usual footers, down to a column chunk, and what matches a field of these.
 
     It matches nothing that is not a struct, and a part of what is: fields in their order, no long texts or lists.
     No repetition is tried again, so that it takes time proportional to the bytes.
@@ -320,4 +339,8 @@ def _usual_struct() -> re.Pattern[bytes]:
     every_list = headers(9) + b"(?:" + number_lists + b"|" + other_lists + b")"
     statistics = struct_of(leaves, headers(9) + b"(?:" + number_lists + b")")
     column_metadata = struct_of(leaves, every_list, headers(12) + statistics)
-    return re.compile(struct_of(leaves, every_list, headers(12) + column_metadata), re.DOTALL)
+    fields = (leaves, every_list, headers(12) + column_metadata)
+    return (
+        re.compile(struct_of(*fields), re.DOTALL).match,
+        re.compile(b"(?:" + b"|".join(fields) + b")", re.DOTALL).match,
+    )

@@ -54,6 +54,10 @@ class Struct:
         """Return a struct whose fields can be set without changing this one; what is in them is shared."""
         return Struct(dict(self.fields))
 
+    def types(self) -> dict[int, WireType]:
+        """Return the types of all fields, by id."""
+        return {field_id: wire_type for field_id, (wire_type, _) in self.fields.items()}
+
     def entry(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field, to be looked at only."""
         return self.fields.get(field_id)
@@ -116,6 +120,11 @@ def write_value(wire_type: WireType, value: Any) -> bytes:
         return b""
     if wire_type is WireType.I64 and 0 <= value < 1 << 63:
         return varint(value << 1)
+    if wire_type is WireType.BINARY:
+        return b"".join((varint(len(value)), value))
+    written: bytes | None = value.as_bytes() if wire_type is WireType.STRUCT else None
+    if written is not None:
+        return written
     _write_value(out := bytearray(), wire_type, value)
     return bytes(out)
 

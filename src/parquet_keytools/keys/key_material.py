@@ -156,7 +156,11 @@ def take_field(fields: dict[str, Any], name: str, kind: type, default: Any = _MI
         raise KeyMaterialError(f"{name}: is missing")
     if not isinstance(value, kind):
         raise KeyMaterialError(f"{name}: is not a {'boolean' if kind is bool else 'string'}")
-    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+    if (
+        isinstance(value, str)
+        and not value.isascii()
+        and any("\ud800" <= character <= "\udfff" for character in value)
+    ):
         # JSON can say half of a surrogate pair; Arrow's parser does not take it.
         raise KeyMaterialError(f"{name}: is not valid Unicode")
     return value
