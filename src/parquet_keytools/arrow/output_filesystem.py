@@ -125,8 +125,8 @@ class PendingHandler(DelegatingHandler):
         """Remember what is to be deleted."""
         self._replaced.append(path)
 
-    def commit(self) -> None:
-        """Put all files in their places, then delete what they replace."""
+    def commit(self) -> list[FileLocation]:
+        """Put all files in their places, then delete what they replace; return the files."""
         put_all_in_place(
             (pending, self._key_materials.get(pending.target.path, NewKeyMaterial(pending.target)))
             for pending in self._pending
@@ -144,6 +144,7 @@ class PendingHandler(DelegatingHandler):
             if path.lstrip("/") not in kept:
                 with contextlib.suppress(FileNotFoundError), exclusive_folder(location):
                     self.filesystem.delete_file(path)
+        return [pending.target for pending in self._pending]
 
     def discard(self) -> None:
         """Remove what was written, and what is being written just now."""

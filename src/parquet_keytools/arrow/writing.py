@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ from parquet_keytools.arrow.encryption_properties import (
     encryption_configuration,
 )
 from parquet_keytools.arrow.output_filesystem import PendingHandler
+from parquet_keytools.arrow.tabular import as_dataset_source, as_table
 from parquet_keytools.files.conversion import encrypt_pending
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
 from parquet_keytools.storage.failures import failing_as_output
@@ -50,9 +51,30 @@ class WriteResult:
     size_bytes: int
 
 
+@dataclass(frozen=True)
+class DataSetWriteResult:
+    """How a data set was written.
+
+    Attributes:
+        path: Its folder.
+        engine: What encrypted it.
+        reasons: Why pyarrow could not, a phrase each; empty where it did.
+        files: How many files were written.
+        rows: How many rows.
+        size_bytes: Length of all files together.
+    """
+
+    path: str
+    engine: Literal["pyarrow", "module encryptor"]
+    reasons: tuple[str, ...]
+    files: int
+    rows: int
+    size_bytes: int
+
+
 def write_table(
     encryptor: ArrowEncryptor,
-    table: pa.Table,
+    data: Any,
     target: FileLocation,
     table_name: str | None,
     options: Mapping[str, Any],
@@ -62,6 +84,7 @@ def write_table(
         raise TypeError("write_table makes the encryption properties itself")
     if "metadata_collector" in options:
         raise TypeError("metadata_collector is not supported: it would reveal statistics of encrypted columns")
+    table = as_table(data)
     policy = encryptor.keys.policy(table_name, arrow_leaf_paths(table.schema, options))
     reasons = arrow_limits(policy, options)
     if policy.table.key_material == "external" and target.info().type != pafs.FileType.NotFound:
@@ -97,15 +120,19 @@ def write_dataset(
     partitioning_flavor: str | None,
     write_options: Mapping[str, Any],
     options: Mapping[str, Any],
-) -> None:
+) -> DataSetWriteResult:
     """Write a data set; see `Keytools.write_dataset`."""
     # Not earlier: it imports pandas, where it is installed.
     import pyarrow.dataset as ds
 
     keys = encryptor.keys
-    schema = data.schema if hasattr(data, "schema") else options.get("schema")
+    schema = options.get("schema")
+    if isinstance(data, Iterator) and schema is not None:
+        data = pa.RecordBatchReader.from_batches(schema, data)
+        options = {name: value for name, value in options.items() if name != "schema"}
+    data = as_dataset_source(data)
     if schema is None:
-        schema = ds.dataset(data).schema
+        schema = data[0].schema if isinstance(data, list) else data.schema
     partitioning, partition_names = _partitioning(partitioning, partitioning_flavor, schema)
     if "file_visitor" in options:
         raise TypeError("file_visitor is not supported: it would reveal statistics of encrypted columns")
@@ -138,6 +165,7 @@ def write_dataset(
         # Arrow would take a folder with nothing but what a killed process left for one that has files.
         for _ in without_leftovers(all_files(folder)):
             pass
+    rows: list[int] = []
     try:
         with failing_as_output(folder):
             ds.write_dataset(
@@ -147,12 +175,21 @@ def write_dataset(
                 filesystem=pafs.PyFileSystem(handler),
                 file_options=file_options,
                 partitioning=partitioning,
+                file_visitor=lambda written: rows.append(written.metadata.num_rows),
                 **options,
             )
-            handler.commit()
+            files = handler.commit()
     except BaseException:
         handler.discard()
         raise
+    return DataSetWriteResult(
+        str(folder),
+        "module encryptor" if reasons else "pyarrow",
+        tuple(reasons),
+        len(files),
+        sum(rows),
+        sum(info.size for info in folder.filesystem.get_file_info([file.path for file in files])),
+    )
 
 
 def _partitioning(

@@ -96,20 +96,21 @@ class Tables(Configured):
 
     def write_table(
         self,
-        table: pa.Table,
+        data: Any,
         path: PathLike,
         *,
         table_name: str | None = None,
         filesystem: Any = None,
         **options: Any,
     ) -> writing.WriteResult:
-        """Write a table as an encrypted Parquet file, with everything that its configuration asks for.
+        """Write data as an encrypted Parquet file, with everything that its configuration asks for.
 
         The file appears whole under its name or not at all. pyarrow encrypts it where it can do what the table
         asks for, the module encryptor where it cannot; the result says which.
 
         Args:
-            table: The data.
+            data: A pyarrow table, batch, reader, data set or scanner, a list of tables or batches, or what
+                has `__arrow_c_stream__`, such as a DataFrame of pandas or Polars or a relation of DuckDB.
             path: A path, or a URI such as `s3://bucket/key.parquet`.
             table_name: The table in the configuration; None where it has only one.
             filesystem: A `pyarrow.fs` or fsspec file system.
@@ -122,7 +123,7 @@ class Tables(Configured):
         """
         location = FileLocation.resolve(path, filesystem)
         with audit.about(location):
-            return writing.write_table(self._arrow_encryptor, table, location, table_name, options)
+            return writing.write_table(self._arrow_encryptor, data, location, table_name, options)
 
     def read_table(
         self,
@@ -170,11 +171,11 @@ class Tables(Configured):
         filesystem: Any = None,
         write_options: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> None:
+    ) -> writing.DataSetWriteResult:
         """Write a data set of encrypted files; they appear when all are complete.
 
         Args:
-            data: A table, a data set, or what else `pyarrow.dataset.write_dataset` takes.
+            data: As with `write_table`. Streams are written as they come.
             folder: A path or URI.
             table_name: The table in the configuration; None where it has only one.
             partitioning: Names of columns, or a pyarrow partitioning.
@@ -189,7 +190,7 @@ class Tables(Configured):
         """
         location = FileLocation.resolve(folder, filesystem)
         with audit.about(location):
-            writing.write_dataset(
+            return writing.write_dataset(
                 self._arrow_encryptor,
                 data,
                 location,
