@@ -142,7 +142,7 @@ def _arguments_of_read_table() -> Mapping[str, Any] | None:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    if frame is None or not frame.f_locals.keys() >= set(_LOOKED_AT):
+    if frame is None or not set(frame.f_locals) >= set(_LOOKED_AT):
         return None
     return {name: frame.f_locals[name] for name in _LOOKED_AT}
 
