@@ -36,27 +36,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WriteResult:
-    """How a table was written.
+    """What was written.
 
     Attributes:
-        path: Where.
-        engine: What encrypted it.
-        reasons: Why pyarrow could not, a phrase each; empty where it did.
-        size_bytes: Length of the file.
-    """
-
-    path: str
-    engine: Literal["pyarrow", "module encryptor"]
-    reasons: tuple[str, ...]
-    size_bytes: int
-
-
-@dataclass(frozen=True)
-class DataSetWriteResult:
-    """How a data set was written.
-
-    Attributes:
-        path: Its folder.
+        path: The file, or the folder of the data set.
         engine: What encrypted it.
         reasons: Why pyarrow could not, a phrase each; empty where it did.
         files: How many files were written.
@@ -103,9 +86,8 @@ def write_table(
                 pq.write_table(table, stream, encryption_properties=encryption.properties, **options)
             new = NewKeyMaterial(target, encryption.key_materials)
         put_in_place(pending, new)
-    result = WriteResult(
-        str(target), "module encryptor" if reasons else "pyarrow", tuple(reasons), target.info().size
-    )
+    engine: Literal["pyarrow", "module encryptor"] = "module encryptor" if reasons else "pyarrow"
+    result = WriteResult(str(target), engine, tuple(reasons), 1, table.num_rows, target.info().size)
     _log.info("%s was encrypted by %s%s", target, result.engine, _because(reasons))
     return result
 
@@ -120,7 +102,7 @@ def write_dataset(
     partitioning_flavor: str | None,
     write_options: Mapping[str, Any],
     options: Mapping[str, Any],
-) -> DataSetWriteResult:
+) -> WriteResult:
     """Write a data set; see `Keytools.write_dataset`."""
     # Not earlier: it imports pandas, where it is installed.
     import pyarrow.dataset as ds
@@ -182,7 +164,7 @@ def write_dataset(
     except BaseException:
         handler.discard()
         raise
-    return DataSetWriteResult(
+    return WriteResult(
         str(folder),
         "module encryptor" if reasons else "pyarrow",
         tuple(reasons),

@@ -171,7 +171,7 @@ class Tables(Configured):
         filesystem: Any = None,
         write_options: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> writing.DataSetWriteResult:
+    ) -> writing.WriteResult:
         """Write a data set of encrypted files; they appear when all are complete.
 
         Args:

@@ -43,7 +43,8 @@ def tools(**settings: Any) -> Keytools:
 )
 def test_whatever_has_rows_is_written(tmp_path: Path, source: str, settings: dict[str, Any], engine: str) -> None:
     keytools = tools(**settings)
-    keytools.write_table(SOURCES[source](), tmp_path / "file.parquet")
+    one = keytools.write_table(SOURCES[source](), tmp_path / "file.parquet")
+    assert (one.files, one.rows, one.size_bytes) == (1, 50, (tmp_path / "file.parquet").stat().st_size)
     result = keytools.write_dataset(
         SOURCES[source](), tmp_path / "data", max_rows_per_file=20, max_rows_per_group=20
     )
