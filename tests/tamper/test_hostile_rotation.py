@@ -568,6 +568,29 @@ def test_old_keys_are_no_links(tmp_path: Path, key_material: str) -> None:
     )
 
 
+def test_no_link_leads_to_old_keys_of_another_data_set(tmp_path: Path) -> None:
+    """Whoever may write to one data set would have the rotation of another one undone with its own."""
+    case = Case.make(tmp_path, "keystore")
+    case.write()
+    other = tmp_path / "other"
+    shutil.copytree(case.folder, other)
+    case.add_version()
+    tools = case.tools()
+    assert tools.rotate(case.folder, keep_old=True).succeeded and tools.rotate(other, keep_old=True).succeeded
+    before = tree_digest(other)
+    (case.folder / "linked").symlink_to(other)
+    report = tools.undo_rotation(case.folder)
+    assert report.counts == {Outcome.RESTORED: 1, Outcome.FAILED: 1} and not report.succeeded
+    (error,) = [file.error for file in report.files if file.error is not None]
+    assert "behind a link" in str(error) and str(other) in str(error.hint)
+    left: list[tuple[str, str]] = []
+    assert tools.drop_old_keys(case.folder, on_left=lambda *found: left.append(found)) == 0
+    assert tools.drop_old_keys(case.folder) == 0
+    assert [why for _, why in left] == ["it lies in another folder than the one that was named, behind a link"]
+    assert tree_digest(other) == before
+    assert tools.undo_rotation(other).succeeded
+
+
 def test_a_kept_tail_changes_nothing_but_keys(tmp_path: Path) -> None:
     """Bytes between the data and the old footer would be data to nobody, and are refused all the same."""
     case = Case.make(tmp_path, "keystore")

@@ -9,7 +9,9 @@ cannot be used any more.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 from parquet_keytools.encryption.aad_prefix import AadPrefix
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
@@ -42,7 +44,7 @@ from parquet_keytools.rotation.report import FileRotation, KmsCalls, RotationOut
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.tail import check_unchanged
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import Unseen, raise_for_unseen
 
@@ -182,6 +184,7 @@ def _other_footer(path: str) -> KeyMaterialError:
 _LISTED_FOLDERS = 16
 _NOT_REGULAR = "it is not a regular file"
 _NOT_KEPT = "it is named like old keys, and holds none"
+_ELSEWHERE = "it lies in another folder than the one that was named, behind a link"
 
 
 def restore_data_set(path: FileLocation, check: RestoredCheck) -> RotationReport:
@@ -198,7 +201,12 @@ def restore_data_set(path: FileLocation, check: RestoredCheck) -> RotationReport
     kept_of = _KeptOf()
 
     def restore(location: FileLocation, locked_folder: str | None) -> FileRotation:
-        return _restore(location, kept_of(location), check, locked_folder)
+        kept = kept_of(location)
+        if kept and _is_elsewhere(path, location):
+            raise OutputError(
+                f"{location}: {_ELSEWHERE}.", hint=f"Undo its rotation there: {real_location(location)}"
+            )
+        return _restore(location, kept, check, locked_folder)
 
     change_data_set(path, OneByOne(restore), report, RunOptions())
     report.kms_calls = check.calls
@@ -220,14 +228,31 @@ def drop_data_set(path: FileLocation, on_left: Callable[[str, str], None] | None
     kept_of = _KeptOf()
     unseen: list[Unseen] = []
     for location in data_set_files(path, unseen.append):
-        for kept in kept_of(location):
-            if kept.looks_kept():
+        kept_files = kept_of(location)
+        is_elsewhere = bool(kept_files) and _is_elsewhere(path, location)
+        for kept in kept_files:
+            if is_elsewhere and on_left is not None:
+                on_left(str(kept.location), _ELSEWHERE)
+            elif is_elsewhere:
+                continue
+            elif kept.looks_kept():
                 kept.location.filesystem.delete_file(kept.location.path)
                 count += 1
             elif on_left is not None:
                 on_left(str(kept.location), _NOT_KEPT if kept.is_regular else _NOT_REGULAR)
     raise_for_unseen(unseen, hint=f"{count} kept files were removed. Repeat the command when this is solved.")
     return count
+
+
+def _is_elsewhere(root: FileLocation, location: FileLocation) -> bool:
+    """Return whether a link leads out of the folder that was named, to that of a file.
+
+    Whoever may write to one data set may put a link to another one there, whose rotation nobody wants to undo.
+    """
+    if not location.is_local or location.path == root.path:
+        return False
+    top, folder = (os.path.realpath(path) for path in (root.path, Path(location.path).parent))
+    return os.path.commonpath([top, folder]) != top
 
 
 class _KeptOf:
