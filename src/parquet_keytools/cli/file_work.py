@@ -297,6 +297,8 @@ def _tell(work: _Work, participle: str, seconds: float) -> None:
     if len(plan.unseen) > _MOST_LEFT_OUT_SHOWN:
         say(f"Failed: {len(plan.unseen) - _MOST_LEFT_OUT_SHOWN} more could not be checked; --json lists all.")
     written = [result for result in results if not result.skipped]
+    if copied := sum(result.copied for result in written):
+        say(f"Copied as they are: {number_of(copied, 'file')} in plaintext, as `plaintext_files: allow` says.")
     size = size_text(sum(result.target_bytes for result in written))
     if not plan.source_is_folder:
         if not written:

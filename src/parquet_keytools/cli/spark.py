@@ -269,9 +269,9 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
     try:
         from pyspark.sql import SparkSession
     except ImportError:
-        raise ConfigurationError(
-            "pyspark is not installed.", hint="Install it with: pip install 'parquet-keytools[spark]'"
-        ) from None
+        from parquet_keytools.runtime.extras import install_hint
+
+        raise ConfigurationError("pyspark is not installed.", hint=install_hint("spark")) from None
     home = os.environ.get("JAVA_HOME")
     if shutil.which("java", path=str(Path(home) / "bin") if home else None) is None:
         raise ConfigurationError(

@@ -75,6 +75,8 @@ class WholeFiles(Configured):
     ) -> conversion.FileResult:
         """Decrypt a Parquet file as a whole; the target appears whole or not at all.
 
+        A file that is in plaintext already is copied, if the configuration says `plaintext_files: allow`.
+
         Args:
             source: A path or URI.
             target: A path or URI.

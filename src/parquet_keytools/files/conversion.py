@@ -18,7 +18,7 @@ from parquet_keytools.files.counterpart import encrypted_contents, is_there_alre
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
-from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.column_selection import ARROW_SCHEMA_KEY
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import (
@@ -29,6 +29,8 @@ from parquet_keytools.storage.outputs import (
     pending_output,
 )
 from parquet_keytools.storage.sources import open_source
+
+_COPIED_BYTES = 1 << 20
 
 Progress = Callable[[int], None]
 """Called with the number of bytes after each write, by any thread."""
@@ -44,6 +46,7 @@ class FileResult:
         source_bytes: Length of the source.
         target_bytes: Length of the target.
         skipped: Whether it was there already.
+        copied: Whether it was copied as it is, because it is in plaintext and the configuration allows that.
     """
 
     source: str
@@ -51,6 +54,7 @@ class FileResult:
     source_bytes: int
     target_bytes: int
     skipped: bool = field(default=False, kw_only=True)
+    copied: bool = field(default=False, kw_only=True)
 
 
 def encrypt_file(
@@ -93,17 +97,30 @@ def decrypt_file(
 ) -> FileResult:
     """Decrypt a file as a whole; see `Keytools.decrypt_file`."""
     refuse_same_file(source, target)
-    opens_source = partial(encrypted_contents, keys, table_name=table_name, aad_prefix=aad_prefix)
+    opens_source = partial(
+        encrypted_contents, keys, table_name=table_name, aad_prefix=aad_prefix, or_allowed_plaintext=True
+    )
     if skip_existing and is_there_already(source, target, opens_source, plaintext_contents, overwrite=overwrite):
         return _skipped(source, target)
     (opened,) = keys.open_files([source], table_name, aad_prefix)
-    opened.refuse_unencrypted()
     opened.refuse_denied(None)
     with open_source(source) as opened_source, plaintext_output(target, mode, overwrite=overwrite) as pending:
         data = as_verified(opened, opened_source)
         with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
-            file_decryptor.decrypt_columns(data, sink, opened.footer, opened.deks, on_progress=on_progress)
-    return FileResult(str(source), str(target), opened.tail.size_bytes, target.info().size)
+            if opened.is_encrypted:
+                file_decryptor.decrypt_columns(data, sink, opened.footer, opened.deks, on_progress=on_progress)
+            else:
+                _copy(data, sink, on_progress)
+    copied = not opened.is_encrypted
+    return FileResult(str(source), str(target), opened.tail.size_bytes, target.info().size, copied=copied)
+
+
+def _copy(source: ByteSource, sink: ByteSink, on_progress: Progress | None) -> None:
+    for offset in range(0, source.size_bytes, _COPIED_BYTES):
+        data = source.read_at(offset, min(_COPIED_BYTES, source.size_bytes - offset))
+        sink.write_at(offset, data)
+        if on_progress is not None:
+            on_progress(len(data))
 
 
 def rekey_file(

@@ -43,15 +43,21 @@ def plaintext_contents(location: FileLocation) -> Contents:
 
 
 def encrypted_contents(
-    keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | None = None
+    keys: KeyService,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | None = None,
+    *,
+    or_allowed_plaintext: bool = False,
 ) -> Contents:
-    """Open an encrypted file, which must be what its table says.
+    """Open an encrypted file, which must be what its table says, or one in plaintext if the configuration allows it.
 
     Raises:
         KeytoolsError: It is not, or a key is unavailable.
     """
     (opened,) = keys.open_files([location], table_name, aad_prefix)
-    opened.refuse_unencrypted()
+    if not or_allowed_plaintext:
+        opened.refuse_unencrypted()
     opened.refuse_denied(None)
     return Contents(opened.footer, opened.deks)
 

@@ -96,7 +96,9 @@ def read_footer_bytes(source: ByteSource) -> FooterBytes:
     tail = source.read_at(tail_offset, size - tail_offset)
     magic = bytes(tail[-MAGIC_LENGTH:])
     if magic not in (MAGIC, MAGIC_ENCRYPTED_FOOTER):
-        raise ParquetFormatError("the file does not end with PAR1 or PARE.", path=source.path)
+        raise ParquetFormatError(
+            "the file does not end with PAR1 or PARE: it is not a Parquet file, or was cut off.", path=source.path
+        )
     head = tail[:MAGIC_LENGTH] if tail_offset == 0 else source.read_at(0, MAGIC_LENGTH)
     if bytes(head) != magic:
         raise ParquetFormatError(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
+from parquet_keytools.runtime.extras import install_hint
 
 ENTRY_POINT_GROUP = "parquet_keytools.kms"
 
@@ -98,10 +99,9 @@ def _load_built_in(name: str, built_in: _BuiltIn) -> type[KmsClient]:
     try:
         source_file = importlib.import_module(built_in.source_file)
     except ImportError as error:
-        extra = f"[{built_in.extra}]" if built_in.extra else ""
         raise ConfigurationError(
             f"the KMS client {name!r} needs a package that is not installed: {error}.",
-            hint=f"Install it with: pip install 'parquet-keytools{extra}'",
+            hint=install_hint(built_in.extra) if built_in.extra else "",
         ) from error
     return _checked(name, getattr(source_file, built_in.class_name))
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.runtime.extras import install_hint
 
 _SOURCES = Path(__file__).parent / "java"
 _COMPILER = "org.codehaus.commons.compiler.samples.CompilerDemo"
@@ -111,10 +112,7 @@ def _spark_jars() -> Path:
     for home in homes:
         if list((home / "jars").glob("janino-*.jar")):
             return home / "jars"
-    raise ConfigurationError(
-        "there is no Spark here.",
-        hint="Install it with: pip install 'parquet-keytools[spark]', or set SPARK_HOME.",
-    )
+    raise ConfigurationError("there is no Spark here.", hint=f"{install_hint('spark')}, or set SPARK_HOME.")
 
 
 def _java() -> str:

@@ -54,6 +54,7 @@ def test_json_goes_to_stdout(run, config: Path, plain: Path, tmp_path: Path) -> 
                 "source_bytes": plain.stat().st_size,
                 "target_bytes": target.stat().st_size,
                 "skipped": False,
+                "copied": False,
             }
         ],
         "failures": [],
@@ -218,6 +219,22 @@ def test_kms_and_file_failures_together_are_1(run, config: Path, folder: Path, t
     (folder / "year=1" / "a.parquet").write_text("not Parquet at all")
     deny("pii")
     assert run("encrypt", folder, tmp_path / "out", "--config", config).exit_code == 1
+
+
+def test_a_plaintext_file_is_copied_where_that_is_allowed(run, config: Path, folder: Path, tmp_path: Path) -> None:
+    done = run("decrypt", folder, tmp_path / "out", "--config", config)
+    assert done.exit_code == 1 and "set `plaintext_files: allow` under `reading`" in done.stderr
+    config.write_text(config.read_text() + "reading: {plaintext_files: allow}\n")
+    done = run("decrypt", folder, tmp_path / "out", "--config", config, "--overwrite")
+    assert done.exit_code == 0
+    assert "Copied as they are: 3 files in plaintext, as `plaintext_files: allow` says." in done.stderr
+    for name in PARTS:
+        copy = tmp_path / "out" / name
+        assert copy.read_bytes() == (folder / name).read_bytes() and copy.stat().st_mode & 0o777 == 0o600
+    document = json.loads(run("decrypt", folder, tmp_path / "two", "--config", config, "--json").stdout)
+    assert [file["copied"] for file in document["files"]] == [True] * 3
+    done = run("decrypt", folder, tmp_path / "two", "--config", config, "--skip-existing")
+    assert done.exit_code == 0 and "3 skipped" in done.stdout
 
 
 def test_what_is_encrypted_already_and_what_is_not(run, config: Path, plain: Path, tmp_path: Path) -> None:

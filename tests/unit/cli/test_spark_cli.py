@@ -41,7 +41,7 @@ def test_without_pyspark_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "pyspark.sql", None)
     result = CliRunner().invoke(app, ["spark", "keys", "path", "--config", "none.yaml"])
     assert result.exit_code == 2
-    assert "pip install 'parquet-keytools[spark]'" in result.stderr
+    assert "pip install 'pyspark>=4.0'" in result.stderr
 
 
 def test_a_spark_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

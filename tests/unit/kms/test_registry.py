@@ -135,4 +135,4 @@ def test_a_built_in_that_misses_an_extra(site: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(registry._BUILT_INS, "needy", needy)
     with pytest.raises(ConfigurationError, match="a_library_that_is_missing") as caught:
         registry.client_class("needy")
-    assert caught.value.hint == "Install it with: pip install 'parquet-keytools[needy]'"
+    assert caught.value.hint == "Install the extra [needy]"
