@@ -50,7 +50,7 @@ def encrypted_contents(
     *,
     or_allowed_plaintext: bool = False,
 ) -> Contents:
-    """Open an encrypted file, which must be what its table says, or one in plaintext if the configuration allows it.
+    """Open an encrypted file that is what its table says, or one in plaintext if the configuration allows that.
 
     Raises:
         KeytoolsError: It is not, or a key is unavailable.
