@@ -67,9 +67,11 @@ def test_from_many_threads(calls: ConcurrentCalls) -> None:
 
 def test_a_small_task_does_not_wait_for_a_large_one(calls: ConcurrentCalls) -> None:
     large_ended: list[float] = []
+    small_ended = threading.Event()
 
     def large() -> None:
-        calls.map(lambda _: time.sleep(0.005), range(400))
+        # Seconds, unless nobody waits for it any more.
+        calls.map(lambda _: small_ended.wait(0.005), range(4000))
         large_ended.append(time.monotonic())
 
     thread = threading.Thread(target=large)
@@ -77,6 +79,7 @@ def test_a_small_task_does_not_wait_for_a_large_one(calls: ConcurrentCalls) -> N
     time.sleep(0.02)
     calls.map(lambda _: time.sleep(0.005), range(8))
     assert not large_ended
+    small_ended.set()
     thread.join()
 
 
@@ -98,9 +101,10 @@ def test_what_is_raised_ends_the_task(calls: ConcurrentCalls, error: BaseExcepti
 
     def work(number: int) -> None:
         begun.append(number)
-        time.sleep(0.002)
         if number == 10:
             raise error
+        # The others go on while it is raised, however long that takes, and do not come far.
+        time.sleep(0.002 if number < 10 else 0.05)
 
     with pytest.raises(type(error)):
         calls.map(work, range(1000))
@@ -131,7 +135,7 @@ calls = ConcurrentCalls(4)
 def work(number):
     if number == 0:
         print("begun", flush=True)
-    time.sleep(0.2 if threading.current_thread() is threading.main_thread() else 1)
+    time.sleep(0.2 if threading.current_thread() is threading.main_thread() else 3)
 try:
     calls.map(work, range(1000))
 except KeyboardInterrupt:
@@ -144,9 +148,9 @@ except KeyboardInterrupt:
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "interrupted\n"
-    assert time.monotonic() - start < 0.8
+    assert time.monotonic() - start < 2.5
     assert process.wait(20) == 0
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10
     process.stdout.close()
 
 
