@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 
+import botocore.session
 import pytest
 from openbao import OpenBao
 from spark_cluster import HOSTS, JAVA_MISSING, PASSPHRASE, TOKEN_FILE, VARIABLE, SparkCluster, has_java
 
 pytest.register_assert_rewrite("parquet_keytools.kms.contract_tests")
+
+# Each client would read the descriptions of the services again, which takes longer than most tests.
+botocore.session.create_loader = cache(botocore.session.create_loader)  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="session")
