@@ -45,7 +45,8 @@ demo: $(DEMO_INSTALLED) ## Encrypt 336,776 flights and read them back; files go 
 test: check java ## Linters, types, and all tests; SPARK=no leaves those with Spark out
 	@if [ -n "$$PARQUET_TEST_DATA" ]; then echo "Test data: $$PARQUET_TEST_DATA"; \
 	else echo "PARQUET_TEST_DATA is not set: tests on the public Parquet files are skipped."; fi
-	$(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+	@# An archive of Spark's classes comes meanwhile: the JVMs that start after that start faster.
+	$(BIN)/python tests/services/spark_jvm.py >/dev/null 2>&1 & $(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
 
 # Spark needs it. Where it cannot be installed here, the tests stop and say what to install.
 java:

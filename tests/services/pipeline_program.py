@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_driver import JVM_SETTINGS, serve, start_jvm
+from spark_jvm import JAVA_OPTIONS
 
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.spark import pipelines
@@ -25,7 +26,7 @@ SETTINGS = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
     **JVM_SETTINGS,
-    "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.executor.extraJavaOptions": JAVA_OPTIONS,
     "spark.executor.memory": "500m",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",

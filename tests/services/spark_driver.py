@@ -16,11 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spark_jvm import JAVA_OPTIONS
+
 MOST_SECONDS = 400
 JVM_SETTINGS = {
     "spark.driver.memory": "700m",
-    # Much is done once: the first compiler is enough.
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
 }
 _RESULT = "RESULT "
 

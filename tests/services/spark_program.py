@@ -16,6 +16,7 @@ from typing import Any
 
 from py4j.protocol import Py4JJavaError
 from spark_driver import JVM_SETTINGS, serve
+from spark_jvm import JAVA_OPTIONS
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import KeytoolsError
@@ -51,7 +52,7 @@ def make_session(arguments: dict[str, Any], folder: Path) -> Any:
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.host": "127.0.0.1",
         **JVM_SETTINGS,
-        "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "spark.executor.extraJavaOptions": JAVA_OPTIONS,
         "spark.executor.memory": "600m",
         "spark.eventLog.enabled": "true",
         "spark.eventLog.dir": (folder / "events").as_uri(),
@@ -94,11 +95,8 @@ def read(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
     """Read what Spark and Keytools wrote, with projection and pushed-down filter."""
     results: dict[str, Any] = {}
     for name in ("spark", "dataset", "modules"):
-        path = str(folder / name)
-        selected = reader(spark).parquet(path).filter(CONDITION).select(*SELECTED)
-        rows = sorted(map(tuple, selected.collect()), key=str)
-        plan = selected._jdf.queryExecution().executedPlan().toString()
-        results[name] = {"rows": rows, "plan": plan, "total": reader(spark).parquet(path).count()}
+        results[name] = read_some(spark, folder / name)
+        results[name]["total"] = reader(spark).parquet(str(folder / name)).count()
     frames = {"everything": reader(spark).parquet(str(folder / "spark")), "plain": plain_flights(spark, folder)}
     columns = [name for name in frames["plain"].columns if name != "month"]
     for name, frame in frames.items():
@@ -106,6 +104,13 @@ def read(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
         rows = frame.select(*columns, frame.month.cast("bigint"))
         results[name] = list(rows.selectExpr("sum(hash(*))", "count(*)").collect()[0])
     return results
+
+
+def read_some(spark: Any, folder: Path) -> dict[str, Any]:
+    """Read with projection and pushed-down filter."""
+    selected = reader(spark).parquet(str(folder)).filter(CONDITION).select(*SELECTED)
+    rows = sorted(map(tuple, selected.collect()), key=str)
+    return {"rows": rows, "plan": selected._jdf.queryExecution().executedPlan().toString()}
 
 
 def refused_writes(spark: Any, keytools: Keytools, folder: Path) -> dict[str, str]:
@@ -314,6 +319,7 @@ def error_of(call: Callable[[], object]) -> str:
 PARTS: dict[str, Callable[[Any, Keytools, Path], dict[str, Any]]] = {
     "write": write,
     "read": read,
+    "read_spark": lambda spark, _, folder: read_some(spark, folder / "spark"),
     "refused_writes": refused_writes,
     "plaintext": plaintext,
     "refused_columns": refused_columns,

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spark_jvm import JAVA_OPTIONS
+
 from parquet_keytools import Keytools
 from parquet_keytools.spark import PLAINTEXT_FILES, configure
 
@@ -25,7 +27,7 @@ SETTINGS = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.memory": "900m",
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
     "spark.eventLog.enabled": "true",
     "spark.sql.shuffle.partitions": "2",
     # Compressed, values would be there and not be found.

@@ -65,7 +65,9 @@ class Place:
     def __init__(self, folder: Path, flights: pa.Table, cluster: SparkCluster | None) -> None:
         self.folder = folder
         self.cluster = cluster
-        keystore = Keystore.create(folder / "keystore.json", lambda: passphrase_from_text(PASSPHRASE))
+        keystore = Keystore.create(
+            folder / "keystore.json", lambda: passphrase_from_text(PASSPHRASE), scrypt_n=2**14
+        )
         for name in MASTER_KEYS:
             keystore.create_key(name)
         self.configuration = folder / "flights.yaml"
@@ -257,6 +259,7 @@ def test_the_rules_are_those_of_one_machine(place: Place, results: dict[str, Any
     assert ours == theirs
 
 
+@ON_THE_CLUSTER  # Where tasks ran does not show in the files; Spark starts once more to read them.
 def test_spark_reads_what_the_pipeline_wrote(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
     program = f"""
 import warnings; warnings.simplefilter("ignore")
@@ -299,7 +302,7 @@ def test_master_keys_move_in_every_way(place: Place, flights: pa.Table, tmp_path
         there.parent.mkdir(parents=True, exist_ok=True)
         place.keytools.encrypt_file(path, there)
     number = len(files_of(base))
-    theirs = Keystore.create(tmp_path / "theirs.json", lambda: passphrase_from_text(PASSPHRASE))
+    theirs = Keystore.create(tmp_path / "theirs.json", lambda: passphrase_from_text(PASSPHRASE), scrypt_n=2**14)
     for name in ("footer", "times", "elsewhere"):
         theirs.create_key(name)
     other = tmp_path / "other.yaml"
@@ -423,25 +426,40 @@ def children(place: Place, text: str) -> set[int]:
     return found
 
 
+COPIES = range(8)
+"""So many files that a job is at work on them when an executor is killed."""
+
+
+@pytest.fixture(scope="module")
+def copies(place: Place, flights: pa.Table) -> dict[str, Path]:
+    """Folders with copies of the same files: `plain` ones, and `encrypted` ones."""
+    folders = {name: place.folder / f"copies-{name}" for name in ("plain", "encrypted")}
+    for name, folder in folders.items():
+        first = folder / f"copy={COPIES[0]}"
+        if name == "plain":
+            write_plain(flights, first)
+            (first / "_common_metadata").unlink()
+        else:
+            for path in files_of(folders["plain"] / first.name):
+                there = first / path.relative_to(folders["plain"] / first.name)
+                there.parent.mkdir(parents=True, exist_ok=True)
+                place.keytools.encrypt_file(path, there)
+        for copy in COPIES[1:]:
+            shutil.copytree(first, folder / f"copy={copy}")
+    return folders
+
+
 @ON_THE_CLUSTER
 @pytest.mark.parametrize("victim", ["pyspark.daemon", "CoarseGrainedExecutorBackend"])
 @pytest.mark.parametrize("name", ["encrypt", "rotate", "rekey"])
 def test_an_executor_that_is_killed_costs_nothing(
-    place: Place, flights: pa.Table, tmp_path: Path, name: str, victim: str
+    place: Place, flights: pa.Table, copies: dict[str, Path], tmp_path: Path, name: str, victim: str
 ) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    # Enough files that the job is at work when it happens.
-    for copy in range(8):
-        write_plain(flights, source / f"copy={copy}")
-        (source / f"copy={copy}" / "_common_metadata").unlink()
+    source, target = copies["plain"], tmp_path / "target"
     number = len(files_of(source))
     before = None
     if name != "encrypt":
-        target.mkdir()
-        for path in files_of(source):
-            there = target / path.relative_to(source)
-            there.parent.mkdir(parents=True, exist_ok=True)
-            place.keytools.encrypt_file(path, there)
+        shutil.copytree(copies["encrypted"], target)
         before = {path: path.read_bytes() for path in files_of(target)}
     call = {
         "encrypt": ("encrypt", [source, target, place.configuration], {}),
@@ -463,7 +481,7 @@ def test_an_executor_that_is_killed_costs_nothing(
     assert len(files_of(target)) == number
     if name == "rekey":
         assert all(path.read_bytes() != data for path, data in (before or {}).items())
-    for copy in range(8):
+    for copy in COPIES:
         assert_same_rows(place.keytools, target / f"copy={copy}", flights)
     inventory = list(place.keytools.key_inventory(target))
     used = {use.master_key_id for file in inventory for use in file.uses}
@@ -578,7 +596,9 @@ def test_two_attempts_of_one_task_both_end_well(flights: pa.Table, tmp_path: Pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, PASSPHRASE)
-        keystore = Keystore.create(tmp_path / "keystore.json", lambda: passphrase_from_text(PASSPHRASE))
+        keystore = Keystore.create(
+            tmp_path / "keystore.json", lambda: passphrase_from_text(PASSPHRASE), scrypt_n=2**14
+        )
         for name in MASTER_KEYS:
             keystore.create_key(name)
         config = tmp_path / "flights.yaml"

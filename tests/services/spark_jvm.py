@@ -1,0 +1,54 @@
+"""How the JVMs of the tests run: `python spark_jvm.py` makes an archive of Spark's classes that they load faster.
+
+A JVM that finds no archive, or one of another Java, does without.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ARCHIVE = Path(sys.prefix) / "spark-classes.jsa"
+# Much is done once: the first compiler is enough. Nothing is said of an archive that does not fit.
+_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:disable -Xlog:all=error:stderr"
+JAVA_OPTIONS = f"{_OPTIONS} -XX:SharedArchiveFile={ARCHIVE}" if " " not in str(ARCHIVE) else _OPTIONS
+
+
+def write_archive(path: Path) -> None:
+    """Write and read a little with Spark, in a JVM that writes down which classes that took."""
+    from pyspark.sql import SparkSession
+
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        settings = {
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.extraJavaOptions": f"{_OPTIONS} -XX:ArchiveClassesAtExit={made}",
+            "spark.local.dir": folder,
+            "spark.sql.warehouse.dir": f"{folder}/warehouse",
+            "spark.sql.shuffle.partitions": "2",
+            "spark.eventLog.enabled": "true",
+            "spark.eventLog.dir": Path(folder).as_uri(),
+            "spark.ui.enabled": "false",
+            "spark.ui.showConsoleProgress": "false",
+        }
+        builder = SparkSession.builder.master("local[1]")
+        for name, value in settings.items():
+            builder = builder.config(name, value)
+        spark = builder.getOrCreate()
+        gateway = spark.sparkContext._gateway.proc
+        frame = spark.range(100).selectExpr("id", "id % 3 AS part", "cast(id AS string) AS text")
+        frame.repartition(2).write.partitionBy("part").parquet(f"{folder}/data")
+        spark.read.parquet(f"{folder}/data").where("part = 1").selectExpr("sum(hash(*))").collect()
+        spark.stop()
+        # The JVM ends when nobody writes to it any more. A part of an archive would crash the JVMs that use it.
+        gateway.stdin.close()
+        if gateway.wait(300) == 0 and made.exists():
+            made.replace(path)
+
+
+if __name__ == "__main__":
+    if not ARCHIVE.exists() and os.environ.get("SPARK") != "no":
+        write_archive(ARCHIVE)
