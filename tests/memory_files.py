@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ class MemorySink:
         self.data = bytearray()
         self.written_bytes = 0
         self.reserved_bytes: int | None = None
+        self._lock = threading.Lock()
 
     def reserve(self, length: int) -> None:
         assert self.reserved_bytes is None and not self.written_bytes
@@ -49,7 +51,8 @@ class MemorySink:
         assert self.reserved_bytes is not None and offset + len(data) <= self.reserved_bytes
         assert self.takes_any_order or offset == self.written_bytes
         self.data[offset : offset + len(data)] = data
-        self.written_bytes += len(data)
+        with self._lock:
+            self.written_bytes += len(data)
 
     def contents(self) -> bytes:
         assert self.written_bytes == self.reserved_bytes

@@ -150,7 +150,9 @@ class ChunkCipher:
     """
 
     __slots__ = (
+        "_header_aad",
         "_ordinals",
+        "_page_aad",
         "cipher",
         "column_ordinal",
         "page_framing",
@@ -167,6 +169,8 @@ class ChunkCipher:
         self.pages_are_gcm = algorithm is not Algorithm.AES_GCM_CTR_V1
         self.page_framing = GCM_FRAMING if self.pages_are_gcm else CTR_FRAMING
         self._ordinals = module_aad(b"", ModuleType.COLUMN_META_DATA, row_group_ordinal, column_ordinal)[1:]
+        self._header_aad = cipher.file_aad + _DATA_HEADER + self._ordinals
+        self._page_aad = cipher.file_aad + _DATA + self._ordinals
 
     def place(self, module_type: ModuleType, page_ordinal: int | None = None) -> ModulePlace:
         """Return the place of a module of this chunk."""
@@ -190,13 +194,13 @@ class ChunkCipher:
         Raises:
             FormatLimitError: The ordinal does not fit into 16 bits with a sign.
         """
-        file_aad, ordinals = self.cipher.file_aad, self._ordinals
         if page_ordinal == NO_PAGE_ORDINAL:
+            file_aad, ordinals = self.cipher.file_aad, self._ordinals
             return file_aad + _DICTIONARY_HEADER + ordinals, file_aad + _DICTIONARY + ordinals
         if page_ordinal > MAX_ORDINAL:
             raise FormatLimitError(f"page ordinal {page_ordinal} is more than {MAX_ORDINAL}.")
-        ordinals += _pack_ordinal(page_ordinal)
-        return file_aad + _DATA_HEADER + ordinals, file_aad + _DATA + ordinals
+        ordinal = _pack_ordinal(page_ordinal)
+        return self._header_aad + ordinal, self._page_aad + ordinal
 
     def pages_into(self, *, encrypt: bool) -> Callable[[Bytes, Bytes, Bytes, Bytes], object]:
         """Return what enciphers pages, for the thread that asks: `(nonce, input, aad, output)`.

@@ -70,15 +70,15 @@ def skimmer_of(data: bytes, offset: int) -> Skimmer:
 class Skimmer(ThriftReader):
     """As the reader, step by step, with nothing kept."""
 
-    __slots__ = ("known", "match", "match_field", "position")
+    __slots__ = ("known", "match", "match_list", "position")
 
     data: bytes
 
     def __init__(self, data: bytes, offset: int, *, uses_expression: bool) -> None:
         super().__init__(data, offset)
-        self.match = self.match_field = None
+        self.match = self.match_list = None
         if uses_expression:
-            self.match, self.match_field = _usual()
+            self.match, self.match_list = _usual()
         self.known: dict[int, bytes] = {}
         self.position = 0
 
@@ -91,21 +91,7 @@ class Skimmer(ThriftReader):
         field_id = 0
         # A bit for each id: a set of all would take a hundred times as much as fields of one byte.
         seen = seen_negative = 0
-        match_field = self.match_field
-        if match_field is not None and depth <= MAX_DEPTH - _NESTING:
-            # Usual fields come first, and each has a greater id than the one before.
-            while found := match_field(data, offset):
-                header = data[offset]
-                field_id += header >> 4
-                if field_id > _MAX_FIELD_ID:
-                    break
-                start = offset + 1
-                offset = found.end()
-                seen |= 1 << field_id
-                if spans is not None:
-                    spans[field_id] = (WIRE_TYPES[header & 0x0F], start, offset)
-            if field_id > _MAX_FIELD_ID:
-                raise ParquetFormatError(f"Thrift field {field_id} is out of range")
+        match_list = self.match_list if depth <= MAX_DEPTH - _NESTING else None
         while header := data[offset]:
             offset += 1
             if header > 0x0F:
@@ -152,6 +138,8 @@ class Skimmer(ThriftReader):
                 offset = self.offset
             elif code == 1 or code == 2:
                 pass
+            elif code == 9 and match_list is not None and (found := match_list(data, offset)) is not None:
+                offset = found.end()
             elif code == 0 or code > LAST_WIRE_TYPE:
                 raise ParquetFormatError(f"Thrift type {code} does not exist")
             else:
@@ -307,10 +295,10 @@ class _Counter(ThriftReader):
 
 @functools.cache
 def _usual() -> tuple[_Match, _Match]:
-    """Return what matches the structs of usual footers, down to a column chunk, and what matches a field of these.
+    """Return what matches the structs of usual footers, down to a column chunk, and what matches lists in them.
 
-    It matches nothing that is not a struct, and a part of what is: fields in their order, no long texts or lists.
-    No repetition is tried again, so that it takes time proportional to the bytes.
+    They match nothing that is not a struct or a list, and a part of what is: fields in their order, no long texts
+    or lists. No repetition is tried again, so that it takes time proportional to the bytes.
     """
 
     def headers(*codes: int) -> bytes:
@@ -336,11 +324,9 @@ def _usual() -> tuple[_Match, _Match]:
     leaves = numbers + b"|" + headers(8) + texts(128)
     number_lists = lists(5, i32, 14) + b"|" + lists(6, i64, 14)
     other_lists = lists(8, texts(48), 4) + b"|" + lists(12, struct_of(numbers), 6)
-    every_list = headers(9) + b"(?:" + number_lists + b"|" + other_lists + b")"
+    usual_list = b"(?:" + number_lists + b"|" + other_lists + b")"
+    every_list = headers(9) + usual_list
     statistics = struct_of(leaves, headers(9) + b"(?:" + number_lists + b")")
     column_metadata = struct_of(leaves, every_list, headers(12) + statistics)
-    fields = (leaves, every_list, headers(12) + column_metadata)
-    return (
-        re.compile(struct_of(*fields), re.DOTALL).match,
-        re.compile(b"(?:" + b"|".join(fields) + b")", re.DOTALL).match,
-    )
+    chunk = struct_of(leaves, every_list, headers(12) + column_metadata)
+    return re.compile(chunk, re.DOTALL).match, re.compile(usual_list, re.DOTALL).match
