@@ -78,7 +78,7 @@ coverage: $(TEST_INSTALLED) java ## All tests, slowed down by measuring lines an
 
 soak: mutants mutation ## Hours: all mutants, crash points and races in place of samples, and mutation testing
 	SOAK=yes $(BIN)/python -m pytest --timeout=7200 tests/tamper/test_rotation_crashes.py \
-		tests/tamper/test_write_crashes.py \
+		tests/tamper/test_write_crashes.py tests/tamper/test_two_users.py \
 		tests/tamper/test_rotation_concurrency.py tests/services/test_s3_rotation.py
 
 mutants: $(TEST_INSTALLED) ## 100,000 mutants of files through inspect, verify, decrypt; 200,000 of keys through rotate

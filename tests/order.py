@@ -18,6 +18,7 @@ LONGEST_FIRST: dict[str, str] = {
     "tamper/test_walk_matrix.py": "walks",
     "tamper/test_rotation_crashes.py": "crashes",
     "tamper/test_write_crashes.py": "crashes of writers",
+    "tamper/test_two_users.py": "two users",
     "interop/test_spark_files.py": "interop with Spark",
     "interop/test_rotated_files.py": "interop with Spark",
     "interop/test_matrix.py": "interop with Spark",

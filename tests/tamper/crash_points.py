@@ -57,7 +57,11 @@ class Job:
         settings: Of the table.
         options: Of the method; of a command its `arguments`.
         point: The call, counted from 1; 0 for none.
-        mode: `kill` before the call, `torn` after half of a write, `no_space` for an error in place of it.
+        mode: `kill` before the call, `torn` after half of a write, `no_space` for an error in place of it,
+            `attack` for what another user does before it.
+        attack: What that user does: one of `other_users.ATTACKS`.
+        user: Number of the user who does the job.
+        named: Whether new files have names from the beginning, as without `O_TMPFILE`.
     """
 
     action: str
@@ -67,6 +71,9 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     point: int = 0
     mode: str = "kill"
+    attack: str = ""
+    user: int = 0
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class Points:
         self._tell = tell
         self._root = os.path.realpath(job.folder)
         self._process_id = os.getpid()
+        self.attacker: Any = None
 
     def watch(self) -> None:
         """Put a wrapper around each call."""
@@ -146,6 +154,8 @@ class Points:
                 torn()
             self._tell(Ended(self.calls, True, [], None))
             os._exit(KILLED)
+        if job.mode == "attack" and len(self.calls) == job.point:
+            self.attacker.attack()
         if job.mode == "no_space" and job.point and len(self.calls) >= job.point and name in TAKES_SPACE:
             # From then on there is none: deleting is all that goes on.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -260,20 +270,49 @@ def run(job: Job, tell: Callable[[Ended], None]) -> None:
     if job.action == "command":
         tell(_command(job, points))
         return
-    tools = Case(folder, KeystoreKms(keystore, passphrase), None, job.settings).tools()
+
+    def act(folder: Path) -> list[str]:
+        tools = Case(folder, KeystoreKms(keystore, passphrase), None, job.settings).tools()
+        if job.action in WRITERS:
+            WRITERS[job.action](tools, keystore.with_name("source"), folder, points.filesystem(), job.options)
+            return []
+        report = getattr(tools, job.action)(folder, filesystem=points.filesystem(), **job.options)
+        return [str(file.error) for file in report.failures]
+
+    if job.attack:
+        points.attacker = _attacker(job, act)
     points.watch()
     failures: list[str] = []
     error = None
     try:
-        if job.action in WRITERS:
-            source = keystore.parent / "source"
-            WRITERS[job.action](tools, source, folder, points.filesystem(), job.options)
-        else:
-            report = getattr(tools, job.action)(job.folder, filesystem=points.filesystem(), **job.options)
-            failures = [str(file.error) for file in report.failures]
+        failures = act(folder)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
-    tell(Ended(points.calls, False, failures, error))
+    if points.attacker is not None:
+        points.attacker.look()
+    saw_values = points.attacker is not None and points.attacker.saw_values
+    tell(Ended(points.calls, False, failures, error, text="values were seen" if saw_values else ""))
+
+
+def _attacker(job: Job, act: Callable[[Path], object]) -> Any:
+    """Become the user who does the job, while another one waits for it."""
+    from other_users import PRIVATE, Attacker
+
+    from parquet_keytools.storage import local_output
+
+    base = Path(job.folder).parent
+    # What is imported late cannot be imported by somebody else.
+    state = os.environ["XDG_STATE_HOME"]
+    os.environ["XDG_STATE_HOME"] = f"{state} of the superuser"
+    act(base / "warm")
+    os.environ["XDG_STATE_HOME"] = state
+    attacker = Attacker(job.attack, Path(job.folder), base / PRIVATE)
+    local_output._NO_DESCRIPTORS = job.named
+    if job.user:
+        os.setgroups([])
+        os.setgid(job.user)
+        os.setuid(job.user)
+    return attacker
 
 
 def _command(job: Job, points: Points) -> Ended:

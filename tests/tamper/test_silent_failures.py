@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from parquet_keytools import Keytools
+from parquet_keytools import Keytools, parse_configuration
+from parquet_keytools.arrow import output_filesystem
 from parquet_keytools.errors import (
     AadPrefixError,
     ColumnAccessDeniedError,
@@ -17,19 +18,20 @@ from parquet_keytools.errors import (
     KeytoolsError,
     OutputError,
 )
+from parquet_keytools.files import replacement
 from parquet_keytools.format.file_layout import read_footer_bytes
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import BufferSource
 
 TABLE = pa.table({"a": [1, 2, 3, 4], "secret": ["x", None, "yy", "z"], "part": ["p", "q", "p", "q"]})
 
 
-def keytools(**table: Any) -> Keytools:
+def keytools(kms: Any = None, **table: Any) -> Keytools:
     settings = {"footer_key": "kf", "column_keys": {"kc": ["secret"]}} | table
-    return Keytools.from_mapping(
-        {"version": 1, "kms": {"type": "in_memory", "keys": ["kf", "kc"]}, "tables": {"t": settings}}
-    )
+    document = {"version": 1, "kms": {"type": "in_memory", "keys": ["kf", "kc"]}, "tables": {"t": settings}}
+    return Keytools(parse_configuration(document), kms=kms)
 
 
 @pytest.mark.parametrize("settings", [{}, {"aad_prefix": "p"}, {"key_material": "external"}])
@@ -167,3 +169,47 @@ def test_the_damaged_page_of_a_folder_is_named(tmp_path: Path) -> None:
         except KeytoolsError as error:
             noticed.append(getattr(error, "module_type", None))
     assert {"data page", "dictionary page"} & set(noticed), noticed
+
+
+def test_what_a_late_link_leads_to_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that was listed is another one when its files are deleted."""
+    tools, elsewhere, folder = keytools(), tmp_path / "elsewhere", tmp_path / "d"
+    for place in (elsewhere, folder):
+        tools.write_dataset(TABLE, place, partitioning=["part"], basename_template="old-{i}.parquet")
+    put = output_filesystem.put_all_in_place
+
+    def swap(outputs: Any) -> None:
+        put(outputs)
+        (folder / "part=q").rename(tmp_path / "moved")
+        (folder / "part=q").symlink_to(elsewhere / "part=q")
+
+    monkeypatch.setattr(output_filesystem, "put_all_in_place", swap)
+    with pytest.raises(OutputError, match=r"part=q/old-0\.parquet is not removed: 'part=q' is a link"):
+        tools.write_dataset(TABLE, folder, partitioning=["part"], existing_data_behavior="delete_matching")
+    assert tools.read_table(elsewhere / "part=q" / "old-0.parquet", partitioning=None).num_rows == 2
+
+
+@pytest.mark.parametrize("key_material", ["external", "internal"])
+def test_key_material_stays_in_the_folder_of_its_file(
+    tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may move the folder could have had the key material of another file replaced: that file was lost."""
+    tools, elsewhere, folder = keytools(key_material="external"), tmp_path / "elsewhere", tmp_path / "d"
+    for place in (elsewhere, folder):
+        place.mkdir()
+        tools.write_table(TABLE, place / "x.parquet")
+    sync, swapped = replacement.sync_folder, []
+
+    def swap(target: FileLocation) -> None:
+        sync(target)
+        if not swapped:
+            swapped.append(folder.rename(tmp_path / "moved"))
+            folder.symlink_to(elsewhere)
+
+    monkeypatch.setattr(replacement, "sync_folder", swap)
+    # With internal key material, that of the old file is removed.
+    tools = keytools(tools.kms, key_material=key_material)
+    with pytest.raises(OutputError, match=r"folder of .*_KEY_MATERIAL_FOR_x.* was moved"):
+        tools.write_table(TABLE, folder / "x.parquet")
+    assert tools.read_table(elsewhere / "x.parquet").equals(TABLE)
+    assert tools.read_table(tmp_path / "moved" / "x.parquet").equals(TABLE)

@@ -19,9 +19,11 @@ from parquet_keytools.errors import OutputError
 from parquet_keytools.files.conversion import encrypt_pending
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.replacement import NewKeyMaterial, put_all_in_place
+from parquet_keytools.storage.local_files import FolderIdentity, identity_of_folder
 from parquet_keytools.storage.locations import FileLocation, key_material_location
 from parquet_keytools.storage.locks import exclusive_folder
 from parquet_keytools.storage.outputs import PendingOutput, pending_output
+from parquet_keytools.storage.removal import remove_beneath
 from parquet_keytools.storage.sources import BufferSource
 from parquet_keytools.storage.walk import all_files, names_passed_over
 
@@ -42,12 +44,14 @@ class PendingHandler(DelegatingHandler):
             table_name: The table of the files.
         """
         super().__init__(folder.filesystem)
+        self._folder = folder
         self._start = len(folder.path.rstrip("/"))
         self._keys = keys
         self._table_name = table_name
         self._pending: list[PendingOutput] = []
         self._key_materials: dict[str, NewKeyMaterial] = {}
         self._replaced: list[str] = []
+        self._replaced_in: FolderIdentity | None = None
         self._state = threading.Condition()
         self._encrypting = 0
         self._discarded = False
@@ -115,6 +119,7 @@ class PendingHandler(DelegatingHandler):
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
         """Remember what is to be deleted: links themselves, and nothing that they lead to."""
         self._refuse_links(path)
+        self._remember_folder()
         self._replaced += [file.path for file in all_files(FileLocation(self.filesystem, path))]
 
     def delete_dir(self, path: str) -> None:
@@ -123,7 +128,13 @@ class PendingHandler(DelegatingHandler):
 
     def delete_file(self, path: str) -> None:
         """Remember what is to be deleted."""
+        self._remember_folder()
         self._replaced.append(path)
+
+    def _remember_folder(self) -> None:
+        if self._folder.is_local and self._replaced_in is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._replaced_in = identity_of_folder(self._folder.path)
 
     def commit(self) -> list[FileLocation]:
         """Put all files in their places, then delete what they replace; return the files."""
@@ -143,7 +154,10 @@ class PendingHandler(DelegatingHandler):
             path = location.path
             if path.lstrip("/") not in kept:
                 with contextlib.suppress(FileNotFoundError), exclusive_folder(location):
-                    self.filesystem.delete_file(path)
+                    if self._replaced_in is None:
+                        self.filesystem.delete_file(path)
+                    else:
+                        remove_beneath(self._folder, self._replaced_in, location)
         return [pending.target for pending in self._pending]
 
     def discard(self) -> None:

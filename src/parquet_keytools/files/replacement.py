@@ -21,6 +21,7 @@ from parquet_keytools.keys.material_store import (
     serialise_key_materials,
     write_key_materials,
 )
+from parquet_keytools.storage.local_files import FolderIdentity
 from parquet_keytools.storage.local_output import TargetExistsError
 from parquet_keytools.storage.locations import FileLocation, folder_path, key_material_location, real_location
 from parquet_keytools.storage.locks import exclusive_folder, written_meanwhile
@@ -172,7 +173,7 @@ def _place_one(pending: PendingOutput, new: NewKeyMaterial, check: Check | None)
     parquet_file, key_materials = new.parquet_file, new.key_materials
     if key_materials is None:
         pending.commit(check, syncs_folder=False)
-        return lambda: remove_key_materials(parquet_file)
+        return lambda: remove_key_materials(parquet_file, pending.folder)
     if check is not None:
         check()
     # As it is now: a rotation may have replaced it since the file was opened.
@@ -182,16 +183,16 @@ def _place_one(pending: PendingOutput, new: NewKeyMaterial, check: Check | None)
     before = _content(parquet_file)
     # A file that is replaced by another version of itself hands its owner and permissions on.
     like = None if check is None else pending.target
-    write_key_materials(parquet_file, {**existing, **key_materials}, like=like)
+    write_key_materials(parquet_file, {**existing, **key_materials}, like=like, folder=pending.folder)
     try:
         pending.commit(check, syncs_folder=False)
     except (ChangedMeanwhileError, TargetExistsError):
         # Only then it is certain that the new file is not in its place: without its key material it would be lost.
-        _take_back(parquet_file, before, {**existing, **key_materials})
+        _take_back(parquet_file, before, {**existing, **key_materials}, pending.folder)
         raise
     if not existing:
         return lambda: None
-    return lambda: write_key_materials(parquet_file, key_materials, like=like)
+    return lambda: write_key_materials(parquet_file, key_materials, like=like, folder=pending.folder)
 
 
 def _content(parquet_file: FileLocation) -> bytes | None:
@@ -201,11 +202,16 @@ def _content(parquet_file: FileLocation) -> bytes | None:
         return None
 
 
-def _take_back(parquet_file: FileLocation, before: bytes | None, placed: Mapping[str, KeyMaterial]) -> None:
+def _take_back(
+    parquet_file: FileLocation,
+    before: bytes | None,
+    placed: Mapping[str, KeyMaterial],
+    folder: FolderIdentity | None,
+) -> None:
     """Put back what lay beside a file whose successor is not in its place, if nobody changed it meanwhile."""
     with contextlib.suppress(KeytoolsError, OSError):
         if _content(parquet_file) == serialise_key_materials(placed):
             if before is None:
-                remove_key_materials(parquet_file)
+                remove_key_materials(parquet_file, folder)
             else:
-                write_whole(key_material_location(parquet_file), before)
+                write_whole(key_material_location(parquet_file), before, folder=folder)

@@ -10,8 +10,10 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.errors import KeyMaterialError
 from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.storage.local_files import FolderIdentity
 from parquet_keytools.storage.locations import FileLocation, key_material_location
 from parquet_keytools.storage.outputs import write_whole
+from parquet_keytools.storage.removal import remove_from_folder
 from parquet_keytools.storage.sources import read_whole
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -117,7 +119,11 @@ def read_key_material_file(parquet_file: FileLocation) -> bytes:
 
 
 def write_key_materials(
-    parquet_file: FileLocation, materials: Mapping[str, KeyMaterial], *, like: FileLocation | None = None
+    parquet_file: FileLocation,
+    materials: Mapping[str, KeyMaterial],
+    *,
+    like: FileLocation | None = None,
+    folder: FolderIdentity | None = None,
 ) -> None:
     """Write the key material of a Parquet file, whole or not at all.
 
@@ -125,15 +131,16 @@ def write_key_materials(
         parquet_file: The Parquet file.
         materials: Its key material by reference.
         like: From what a new key material file takes owner and permissions; one that is there keeps its own.
+        folder: Device and inode of the folder that the Parquet file is in; None for any.
     """
     location = key_material_location(parquet_file)
     if like is not None and location.is_file():
         like = location
-    write_whole(location, serialise_key_materials(materials), like=like)
+    write_whole(location, serialise_key_materials(materials), like=like, folder=folder)
 
 
-def remove_key_materials(parquet_file: FileLocation) -> None:
-    """Remove the key material of a Parquet file that has none any more."""
+def remove_key_materials(parquet_file: FileLocation, folder: FolderIdentity | None) -> None:
+    """Remove the key material of a Parquet file that has none any more; `folder` as in `write_key_materials`."""
     location = key_material_location(parquet_file)
     if location.info().type == pafs.FileType.File:
-        location.filesystem.delete_file(location.path)
+        remove_from_folder(location, folder)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from parquet_keytools.errors import OutputError
+
 _NOREPLACE = 1
 _EXCHANGE = 2
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
@@ -79,6 +81,7 @@ def _renameat2() -> Callable[..., int] | None:
 
 
 _ACCESS_LISTS = "system.posix_acl_"
+_HADOOP_CHECKSUMS_MAGIC = b"crc\x00"
 
 
 def may_give_attributes(file: os.stat_result, folder: os.stat_result) -> bool:
@@ -119,6 +122,21 @@ def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
     os.fchmod(new, mode)
 
 
+FolderIdentity = tuple[int, int]
+"""Device and inode: a path may lead to another folder by now."""
+
+
+def identity_of_folder(folder: int | str) -> FolderIdentity:
+    """Return device and inode of a folder, by its file descriptor or path."""
+    found = os.stat(folder)  # noqa: PTH116
+    return found.st_dev, found.st_ino
+
+
+def folder_moved(target: object) -> OutputError:
+    """Return the error for a folder that is no longer the one in which something was begun."""
+    return OutputError(f"the folder of {target} was moved or replaced meanwhile.", hint="Try again.")
+
+
 @dataclass(frozen=True)
 class Identity:
     """What one look at a file says of it, and what a rename does not change."""
@@ -132,3 +150,22 @@ class Identity:
     def of(cls, found: os.stat_result) -> Identity:
         """Return that of a file that was looked at."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def remove_hadoop_checksums(folder: int, target: str) -> None:
+    """Remove the checksums that Hadoop keeps beside a local file: Spark would refuse what takes the file's place.
+
+    Before it does so, for without checksums Hadoop reads both the old file and the new one.
+    """
+    name = f".{target}.crc"
+    with contextlib.suppress(FileNotFoundError, OSError):
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            is_hadoops = (
+                stat.S_ISREG(os.fstat(file).st_mode)
+                and os.read(file, len(_HADOOP_CHECKSUMS_MAGIC)) == _HADOOP_CHECKSUMS_MAGIC
+            )
+        finally:
+            os.close(file)
+        if is_hadoops:
+            os.unlink(name, dir_fd=folder)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
@@ -18,10 +17,14 @@ from parquet_keytools.errors import ChangedMeanwhileError, OutputError
 from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.leftovers import open_folder, remove_leftovers
 from parquet_keytools.storage.local_files import (
+    FolderIdentity,
     Identity,
     UnsupportedRenameError,
     exchange,
+    folder_moved,
+    identity_of_folder,
     may_give_attributes,
+    remove_hadoop_checksums,
     rename_new,
     take_attributes,
 )
@@ -32,7 +35,8 @@ _DESCRIPTORS = "/proc/self/fd"
 _NO_DESCRIPTORS = not (hasattr(os, "O_TMPFILE") and os.path.isdir(_DESCRIPTORS))  # noqa: PTH112 - of this system
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.ENOTDIR)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_HADOOP_CHECKSUMS_MAGIC = b"crc\x00"
+_REOPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NOT_THE_FILE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 _MOST_EXCHANGES = 10
 
 Check = Callable[[], None]
@@ -46,13 +50,21 @@ class LocalFile:
         mode: Its permissions, whatever the umask is and whatever it replaces; None for the usual ones.
         like: The file that it is another version of, from which it takes owner, mode and all attributes.
         keeps_open: Whether it stays open until it is in its place; a process may have only so many open files.
+        folder: Device and inode that its folder must have; None for any.
 
     Raises:
+        OutputError: The folder is another one.
         OSError: It cannot be created.
     """
 
     def __init__(
-        self, target: FileLocation, *, mode: int | None, like: FileLocation | None, keeps_open: bool
+        self,
+        target: FileLocation,
+        *,
+        mode: int | None,
+        like: FileLocation | None,
+        keeps_open: bool,
+        folder: FolderIdentity | None = None,
     ) -> None:
         self._target = target
         self._folder_path = str(PurePosixPath(target.path).parent)
@@ -64,12 +76,12 @@ class LocalFile:
         self._folder: int | None = open_folder(self._folder_path)
         self._file: int | None = None
         try:
-            folder = os.fstat(self._folder)
-            self._folder_identity = folder.st_dev, folder.st_ino
+            self.folder = identity_of_folder(self._folder)
+            if folder not in (None, self.folder):
+                raise folder_moved(target)
             remove_leftovers(self._folder)
             self._file = self._create(self._folder, self._permissions(self._folder), anonymous=keeps_open)
-            file = os.fstat(self._file)
-            self._identity = file.st_dev, file.st_ino
+            self._identity = _identity(os.fstat(self._file))
         except BaseException:
             self.close()
             raise
@@ -107,11 +119,11 @@ class LocalFile:
             if check is not None:
                 self._replace_checked(folder, file, check)
             elif overwrite:
-                _remove_hadoop_checksums(folder, self._name)
+                remove_hadoop_checksums(folder, self._name)
                 self._replace_any(folder, file)
             else:
                 self._appear(folder, file)
-                _remove_hadoop_checksums(folder, self._name)
+                remove_hadoop_checksums(folder, self._name)
             self._require_in_place(folder, file)
             if syncs_folder:
                 os.fsync(folder)
@@ -129,6 +141,7 @@ class LocalFile:
     def _sync(self, folder: int, file: int) -> None:
         if not self._is_synced:
             self._set_attributes(folder, file)
+            self._identity = _identity(os.fstat(file))
             os.fsync(file)
             self._is_synced = True
 
@@ -139,7 +152,7 @@ class LocalFile:
                 folder = self._folder if self._folder is not None else open_folder(self._folder_path)
                 try:
                     found = os.stat(self._temporary, dir_fd=folder, follow_symlinks=False)
-                    if (found.st_dev, found.st_ino) == self._identity:
+                    if _identity(found) == self._identity:
                         os.unlink(self._temporary, dir_fd=folder)
                 finally:
                     if folder != self._folder:
@@ -187,15 +200,16 @@ class LocalFile:
         with contextlib.ExitStack() as descriptors:
             folder = open_folder(self._folder_path)
             descriptors.callback(os.close, folder)
-            found = os.fstat(folder)
-            if (found.st_dev, found.st_ino) != self._folder_identity:
-                raise self._moved()
-            file = os.open(
-                self._temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
-            )
+            if identity_of_folder(folder) != self.folder:
+                raise folder_moved(self._target)
+            try:
+                file = os.open(self._temporary, _REOPEN, dir_fd=folder)
+            except OSError as error:
+                if error.errno not in _NOT_THE_FILE:
+                    raise
+                raise self._exchanged() from None
             descriptors.callback(os.close, file)
-            found = os.fstat(file)
-            if (found.st_dev, found.st_ino) != self._identity:
+            if _identity(os.fstat(file)) != self._identity:
                 raise self._exchanged()
             yield folder, file
 
@@ -276,7 +290,7 @@ class LocalFile:
             return
         new = os.fstat(file)
         name = self._named(folder, file, Swap(new.st_ino, found.inode, found.changed_ns))
-        _remove_hadoop_checksums(folder, self._name)
+        remove_hadoop_checksums(folder, self._name)
         try:
             exchange(folder, name, self._name)
         except FileNotFoundError:
@@ -337,25 +351,27 @@ class LocalFile:
 
     def _require_same_folder(self) -> None:
         try:
-            found = os.stat(self._folder_path)  # noqa: PTH116
+            found = identity_of_folder(self._folder_path)
         except FileNotFoundError:
-            raise self._moved() from None
-        if (found.st_dev, found.st_ino) != self._folder_identity:
-            raise self._moved()
+            raise folder_moved(self._target) from None
+        if found != self.folder:
+            raise folder_moved(self._target)
 
     def _require_in_place(self, folder: int, file: int) -> None:
         found, ours = self._look(folder, self._name), os.fstat(file)
         if found is None or (found.device, found.inode) != (ours.st_dev, ours.st_ino):
             raise self._exchanged()
 
-    def _moved(self) -> OutputError:
-        return OutputError(f"the folder of {self._target} was moved or replaced meanwhile.", hint="Try again.")
-
     def _exchanged(self) -> OutputError:
         return OutputError(
             f"what lies at {self._target} is not the file that was written.",
             hint="Another process writes there: check who may write to this folder.",
         )
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int]:
+    """Return what tells a file from one of another user, which may get the inode of one that was removed."""
+    return found.st_dev, found.st_ino, found.st_uid
 
 
 class TargetExistsError(OutputError):
@@ -370,22 +386,3 @@ def exists_already(target: FileLocation) -> TargetExistsError:
 def changed_meanwhile(target: FileLocation) -> ChangedMeanwhileError:
     """Return the error for a target that is no longer what was to be replaced."""
     return ChangedMeanwhileError(f"{target} was changed by another process meanwhile.", hint="Try again.")
-
-
-def _remove_hadoop_checksums(folder: int, target: str) -> None:
-    """Remove the checksums that Hadoop keeps beside a local file: Spark would refuse what takes the file's place.
-
-    Before it does so, for without checksums Hadoop reads both the old file and the new one.
-    """
-    name = f".{target}.crc"
-    with contextlib.suppress(FileNotFoundError, OSError):
-        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        try:
-            is_hadoops = (
-                stat.S_ISREG(os.fstat(file).st_mode)
-                and os.read(file, len(_HADOOP_CHECKSUMS_MAGIC)) == _HADOOP_CHECKSUMS_MAGIC
-            )
-        finally:
-            os.close(file)
-        if is_hadoops:
-            os.unlink(name, dir_fd=folder)

@@ -16,6 +16,7 @@ from parquet_keytools.errors import OutputError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
 from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.leftovers import open_folder, remove_object, remove_stored_leftovers
+from parquet_keytools.storage.local_files import FolderIdentity
 from parquet_keytools.storage.local_output import LocalFile, exists_already
 from parquet_keytools.storage.locations import FileLocation, fsspec_of
 from parquet_keytools.storage.sources import FileSource, open_source
@@ -110,9 +111,11 @@ class PendingOutput(Protocol):
 
     Attributes:
         target: Where it will be.
+        folder: Device and inode of its folder; None where there are none.
     """
 
     target: FileLocation
+    folder: FolderIdentity | None
 
     def open_sink(self) -> contextlib.AbstractContextManager[ByteSink]:
         """Open it for writing."""
@@ -155,6 +158,7 @@ class _LocalOutput:
 
     def __init__(self, target: FileLocation, file: LocalFile, *, overwrite: bool) -> None:
         self.target = target
+        self.folder: FolderIdentity | None = file.folder
         self._file = file
         self._overwrite = overwrite
 
@@ -191,6 +195,7 @@ class _StoredOutput:
 
     def __init__(self, target: FileLocation, *, overwrite: bool) -> None:
         self.target = target
+        self.folder: FolderIdentity | None = None
         self.location = target.sibling(temporary_name(target.name))
         self._overwrite = overwrite
         self._is_done = False
@@ -229,6 +234,7 @@ def pending_output(
     like: FileLocation | None = None,
     overwrite: bool = True,
     keeps_open: bool = True,
+    folder: FolderIdentity | None = None,
 ) -> PendingOutput:
     """Begin a file that is discarded unless it is committed.
 
@@ -240,16 +246,18 @@ def pending_output(
         overwrite: Whether it may replace a file.
         keeps_open: Whether a local file stays open until it is in its place. What stays open leaves nothing behind
             when the process is killed; a process may have only so many open files.
+        folder: Device and inode that the folder of a local file must have; None for any.
 
     Raises:
-        OutputError: The folder does not exist, the target is a folder, or is there and must not be replaced.
+        OutputError: The folder does not exist or is another one, the target is a folder, or is there and must not
+            be replaced.
     """
     _check_target(target, overwrite=overwrite)
     if not target.is_local:
         remove_stored_leftovers(target)
         return _StoredOutput(target, overwrite=overwrite)
     like = like if like is not None and like.is_local else None
-    file = LocalFile(target, mode=mode, like=like, keeps_open=keeps_open)
+    file = LocalFile(target, mode=mode, like=like, keeps_open=keeps_open, folder=folder)
     return _LocalOutput(target, file, overwrite=overwrite)
 
 
@@ -275,6 +283,7 @@ def whole_output(
     like: FileLocation | None = None,
     overwrite: bool = True,
     check: Check | None = None,
+    folder: FolderIdentity | None = None,
 ) -> Iterator[PendingOutput]:
     """Write a file so that it appears whole under its name when the block ends, or not at all.
 
@@ -284,11 +293,13 @@ def whole_output(
         like: As with `pending_output`.
         overwrite: As with `pending_output`.
         check: As with `PendingOutput.commit`.
+        folder: As with `pending_output`.
 
     Raises:
         OutputError: The folder does not exist, the target is a folder, or there is no space for it.
     """
-    with discarded_unless_done(pending_output(target, mode=mode, like=like, overwrite=overwrite)) as pending:
+    pending = pending_output(target, mode=mode, like=like, overwrite=overwrite, folder=folder)
+    with discarded_unless_done(pending):
         yield pending
         pending.commit(check)
 
@@ -341,7 +352,13 @@ def sync_folder(target: FileLocation) -> None:
                 os.close(folder)
 
 
-def write_whole(target: FileLocation, data: bytes, *, like: FileLocation | None = None) -> None:
-    """Write a small file whole or not at all."""
-    with whole_output(target, like=like) as pending, pending.open_sink() as sink:
+def write_whole(
+    target: FileLocation,
+    data: bytes,
+    *,
+    like: FileLocation | None = None,
+    folder: FolderIdentity | None = None,
+) -> None:
+    """Write a small file whole or not at all; see `whole_output`."""
+    with whole_output(target, like=like, folder=folder) as pending, pending.open_sink() as sink:
         sink.write_at(0, data)

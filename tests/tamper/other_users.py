@@ -1,0 +1,148 @@
+"""Somebody else on the machine who may write to a folder, at the worst moment of another user's command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from crash_writers import SECRET
+
+VICTIM, ATTACKER = 4242, 4343
+"""Numbers of users."""
+
+PRIVATE = "private"
+"""Folder of the victim's beside the data set, with the same names in it."""
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for place, _, found in os.walk(folder):
+        for name in found:
+            yield Path(place, name)
+
+
+def _replace(path: Path, make: Callable[[], object]) -> None:
+    """Put something in place of a file, or where nothing is; who may not do so leaves it."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        make()
+
+
+def _link_hidden(folder: Path, private: Path) -> None:
+    """Put links in place of temporary files and locks."""
+    for path in _files(folder):
+        if path.name.startswith("."):
+            _replace(path, lambda path=path: path.symlink_to(private / "secret"))  # type: ignore[misc]
+
+
+def _own_hidden(folder: Path, private: Path) -> None:
+    """Put files in place of temporary files, which all may read and write."""
+    for path in _files(folder):
+        if path.name.startswith("."):
+            _replace(path, lambda path=path: (path.write_bytes(b"PAR1"), path.chmod(0o666)))  # type: ignore[misc]
+
+
+def _link_visible(folder: Path, private: Path) -> None:
+    """Put links in place of Parquet files and key material."""
+    for path in _files(folder):
+        if not path.name.startswith("."):
+            _replace(path, lambda path=path: path.symlink_to(private / "secret"))  # type: ignore[misc]
+
+
+def _link_elsewhere(folder: Path, private: Path) -> None:
+    """Put a link to a folder with the same names in place of a folder."""
+    for inner in (entry for entry in folder.iterdir() if entry.is_dir()):
+        with contextlib.suppress(OSError):
+            inner.rename(inner.with_name("moved"))
+            inner.symlink_to(private / inner.name)
+
+
+def _plant_locks(folder: Path, private: Path) -> None:
+    """Put links and pipes where locks will be."""
+    for place in {path.parent for path in _files(folder)} | {folder}:
+        names = [".parquet-keytools.lock", *(f".parquet-keytools.{user}.lock" for user in (0, VICTIM))]
+        for number, name in enumerate(names):
+            path = place / name
+            make = os.mkfifo if number % 2 else (lambda path: Path(path).symlink_to(private / "secret"))
+            _replace(path, lambda path=path, make=make: make(path))  # type: ignore[misc]
+
+
+def _plant_state(folder: Path, private: Path) -> None:
+    """Put journals and old keys beside the files."""
+    for path in list(_files(folder)):
+        if path.name.endswith(".parquet"):
+            _replace(
+                path.with_name("._parquet_keytools_rotation.journal"),
+                lambda path=path: path.with_name("._parquet_keytools_rotation.journal").write_bytes(b"{}\n"),  # type: ignore[misc]
+            )
+            for name in (f".{path.name}.9-0.old_keys", f"_KEY_MATERIAL_FOR_{path.name}.json"):
+                other = path.with_name(name)
+                if not other.exists():
+                    with contextlib.suppress(OSError):
+                        other.symlink_to(private / "secret")
+
+
+ATTACKS: dict[str, Callable[[Path, Path], None]] = {
+    "link hidden": _link_hidden,
+    "own hidden": _own_hidden,
+    "link visible": _link_visible,
+    "link elsewhere": _link_elsewhere,
+    "plant locks": _plant_locks,
+    "plant state": _plant_state,
+}
+
+
+def sees_values(folder: Path) -> bool:
+    """Return whether there is a value in plaintext that this user may read."""
+    for path in _files(folder):
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                if SECRET in os.read(file, 1 << 20):
+                    return True
+            finally:
+                os.close(file)
+    return False
+
+
+class Attacker:
+    """A process of another user that attacks when it is asked.
+
+    Args:
+        attack: One of ATTACKS.
+        folder: Where this user may write.
+        private: A folder that is the victim's alone.
+    """
+
+    def __init__(self, attack: str, folder: Path, private: Path) -> None:
+        from_asked, self._asked = os.pipe()
+        self._answers, to_answers = os.pipe()
+        self.saw_values = False
+        if os.fork() == 0:
+            os.close(self._asked)
+            os.setgroups([])
+            os.setgid(ATTACKER)
+            os.setuid(ATTACKER)
+            os.umask(0)
+            while request := os.read(from_asked, 1):
+                if request == b"a":
+                    with contextlib.suppress(OSError):
+                        ATTACKS[attack](folder, private)
+                os.write(to_answers, b"1" if sees_values(folder) else b"0")
+            os._exit(0)
+        os.close(from_asked)
+        os.close(to_answers)
+
+    def attack(self) -> None:
+        """Have it attack, and look for values."""
+        self._ask(b"a")
+
+    def look(self) -> None:
+        """Have it look for values."""
+        self._ask(b"l")
+
+    def _ask(self, request: bytes) -> None:
+        os.write(self._asked, request)
+        self.saw_values |= os.read(self._answers, 1) == b"1"
