@@ -194,6 +194,12 @@ def folder_cases(folder: Path, files: int) -> list[Case]:
             3,
         ),
         Case(
+            f"first batch of {shape}",
+            lambda: next(iter(keytools.dataset(ours).to_batches())),
+            lambda: next(iter(pyarrow.dataset(theirs).to_batches())),
+            None,
+        ),
+        Case(
             f"open and scan {shape}",
             lambda: keytools.dataset(ours).to_table(),
             lambda: pyarrow.dataset(theirs).to_table(),

@@ -37,6 +37,8 @@ class FaultyKms(KmsClient):
         before_answer: Called in every hook before the answer; tests block in it.
         unwrap_rounds: The requests of each call of `unwrap_many` that reached the backend.
         keys_seen: Every key that was wrapped or unwrapped.
+        threads: Those that asked.
+        openers: Those of them that open the files of data sets, and not Arrow's.
     """
 
     backend = "faulty"
@@ -52,6 +54,7 @@ class FaultyKms(KmsClient):
         self.unwrap_rounds: list[int] = []
         self.keys_seen: list[bytes] = []
         self.threads: set[int] = set()
+        self.openers: set[int] = set()
 
     @classmethod
     def from_settings(cls, settings: Any, folder: Path) -> FaultyKms:
@@ -100,6 +103,8 @@ class FaultyKms(KmsClient):
 
     def _next_failure(self, master_key_id: str) -> str | None:
         self.threads.add(threading.get_ident())
+        if threading.current_thread().name.startswith("keytools-open"):
+            self.openers.add(threading.get_ident())
         self.before_answer()
         if self.failing is not None and master_key_id not in self.failing:
             return None

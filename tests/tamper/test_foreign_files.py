@@ -166,10 +166,13 @@ def test_no_reader_takes_it_and_no_file_is_written(tmp_path: Path, forgery: str,
     path = folder / "part-1.parquet"
     for beside in folder.glob("*part-1*"):
         beside.unlink()
+    kms.keys_seen.clear()
     tools.write_table(TABLE, path, table_name="forged")
+    forged = set(kms.keys_seen)
     before = digests(tmp_path)
     for name, use in USES.items():
         tools.clear_caches()
+        kms.keys_seen.clear()
         asked = kms.call_counts
         with pytest.raises(TableMismatchError) as caught:
             use(tools, path, tmp_path / "out.parquet")
@@ -181,12 +184,12 @@ def test_no_reader_takes_it_and_no_file_is_written(tmp_path: Path, forgery: str,
         assert found == [entry for entry in whole if not entry[1]] or found == whole, name
         assert found, name
         asked = kms.call_counts - asked
-        if any(column is None for _, column in expected):
-            assert not asked, f"{name}: nothing may be unwrapped"
-        else:
-            files = 3 if name in ("a folder", "dataset") else 1
-            assert not asked.keys() - {"unwrap"}, name
-            assert asked["unwrap"] <= files, f"{name}: only keys of footers"
+        assert not asked.keys() - {"unwrap"}, name
+        footers = 0 if any(column is None for _, column in expected) else 1
+        assert len(forged.intersection(kms.keys_seen)) <= footers, f"{name}: at most the key of the footer"
+        if name not in ("a folder", "dataset"):
+            # Of a folder, other files are in order.
+            assert asked["unwrap"] <= footers, f"{name}: at most the key of the footer"
         assert digests(tmp_path) == before, name
     report = tools.verify_file(path, table_name="own")
     rules = {result.rule.id for result in report.rules if result.outcome is Outcome.BROKEN}

@@ -81,10 +81,19 @@ def test_one_plaintext_file_among_many(tmp_path: Path) -> None:
     tools = keytools()
     tools.write_dataset(TABLE, tmp_path, max_rows_per_file=100, max_rows_per_group=100)
     pq.write_table(TABLE, tmp_path / "part-5.parquet")
-    with pytest.raises(NotEncryptedError, match=r"part-5\.parquet"):
+    dataset = tools.dataset(tmp_path)
+    for read in (
+        lambda: dataset.to_table(columns=["plain"]),
+        lambda: dataset.count_rows(),
+        lambda: tools.dataset(tmp_path, columns=["plain"]),
+        lambda: tools.read_table(tmp_path, columns=["plain"]),
+    ):
+        with pytest.raises(NotEncryptedError, match=r"part-5\.parquet"):
+            read()
+    tools.write_table(TABLE, tmp_path / "part-5.parquet")
+    pq.write_table(TABLE, tmp_path / "part-0.parquet")
+    with pytest.raises(NotEncryptedError, match=r"part-0\.parquet"):
         tools.dataset(tmp_path)
-    with pytest.raises(NotEncryptedError):
-        tools.read_table(tmp_path, columns=["plain"])
 
 
 @every_reader

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import pyarrow.parquet.encryption as pe
 
 from parquet_keytools.arrow.process_end import share_with_arrow
+from parquet_keytools.arrow.scan_start import called_by_arrow, is_thread_of_arrow
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, value_or_raise
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KmsClient
@@ -48,6 +49,7 @@ Guard = Callable[[str, str, bool], None]
 goes on with what a thread of Python began; raises to refuse."""
 
 
+@called_by_arrow
 class AnsweringKms(pe.KmsClient):  # type: ignore[misc]
     """Answers from keys that are at hand; asks nobody."""
 
@@ -67,11 +69,7 @@ class AnsweringKms(pe.KmsClient):  # type: ignore[misc]
 
     def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
         """Return a KEK, or a DEK with single wrapping."""
-        frame = inspect.currentframe()
-        # A thread of Python has begun with code of Python.
-        is_thread_of_arrow = frame is not None and frame.f_back is None
-        del frame
-        self._guard(wrapped_key, master_key_identifier, is_thread_of_arrow)
+        self._guard(wrapped_key, master_key_identifier, is_thread_of_arrow(inspect.currentframe()))
         answer = self._answers.get((wrapped_key, master_key_identifier))
         if answer is None:
             raise KeyNotAvailableError(

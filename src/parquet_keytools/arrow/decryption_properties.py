@@ -23,7 +23,7 @@ from parquet_keytools.storage.locations import key_material_location
 if TYPE_CHECKING:
     import pyarrow.parquet.encryption as pe
 
-_FOREVER = timedelta(days=36_500)
+FOREVER = timedelta(days=36_500)
 _NAME_COLUMNS = "Name the columns that you need: decryption_properties(path, columns=[...])."
 
 
@@ -71,7 +71,7 @@ def make_decryption_properties(
         folder.contents[name] = serialise_key_materials(opened.retriever.key_materials)
     return decryption_factory(opened, columns).file_decryption_properties(
         pe.KmsConnectionConfig(**READING_CONNECTION),
-        pe.DecryptionConfiguration(cache_lifetime=_FOREVER),
+        pe.DecryptionConfiguration(cache_lifetime=FOREVER),
         opened.location.name,
         pafs.PyFileSystem(folder),
     )

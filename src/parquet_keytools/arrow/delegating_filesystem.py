@@ -9,8 +9,10 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.process_end import share_with_arrow
+from parquet_keytools.arrow.scan_start import called_by_arrow
 
 
+@called_by_arrow
 class DelegatingHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     """Passes every call on to another file system."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
 
 import pyarrow as pa
 from pyarrow import fs as pafs
@@ -13,16 +16,29 @@ from parquet_keytools.arrow.decryption_properties import arrow_read_limits
 from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
 from parquet_keytools.arrow.process_end import share_with_arrow
 from parquet_keytools.arrow.redacted_source import RedactedFooter, RedactedSource, redacted_footer
+from parquet_keytools.arrow.scan_start import called_by_arrow, is_thread_of_arrow, wait_for_start
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.files.conversion import decrypted_buffer
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.storage.sources import ArrowSource
+from parquet_keytools.storage.sources import ArrowSource, BufferSource
 
 PART_BYTES = 8 * 1024 * 1024
 _PARTS_AT_A_TIME = 4
 
+_MOST_REDACTED = 256
+"""Files whose redacted footers are kept."""
 
+
+class FilesByPath(Protocol):
+    """Files that were opened, or are when they are asked for; a dict is one."""
+
+    def __contains__(self, path: object) -> bool: ...
+
+    def __getitem__(self, path: str) -> OpenedFile: ...
+
+
+@called_by_arrow
 class VerifiedHandler(DelegatingHandler):
     """Serves files whose footers were verified.
 
@@ -34,18 +50,18 @@ class VerifiedHandler(DelegatingHandler):
     def __init__(
         self,
         filesystem: pafs.FileSystem,
-        files: Iterable[OpenedFile],
+        files: FilesByPath,
         columns: Sequence[str] | None = None,
     ) -> None:
         """Make one.
 
         Args:
             filesystem: Where the files lie.
-            files: The files.
+            files: The files; a path that is not among them is refused.
             columns: What will be read of a file that Arrow cannot decrypt; None for all.
         """
         super().__init__(filesystem)
-        self._files = {opened.location.path: opened for opened in files}
+        self._files = files
         self._columns = columns
         self._redacted: dict[str, RedactedFooter] = {}
 
@@ -57,26 +73,44 @@ class VerifiedHandler(DelegatingHandler):
         ]
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        """Open one of the files."""
-        opened = self._files.get(path)
-        if opened is None:
+        """Open one of the files; an error may come from reading it, see `scan_start`."""
+        if is_thread_of_arrow(inspect.currentframe()):
+            return pa.PythonFile(self._open(path), mode="r")
+        try:
+            file = self._open(path)
+        except Exception as error:
+            file = _SourceFile(_Unreadable(path, error), None)
+        file.waits = True
+        return pa.PythonFile(file, mode="r")
+
+    def _open(self, path: str) -> _SourceFile:
+        if path not in self._files:
             raise ParquetFormatError(
                 "the file was not there when the data set was opened.", path=path, hint="Open it again."
             )
+        opened = self._files[path]
         file = self.filesystem.open_input_file(path)
         source: ByteSource = ArrowSource(path, file, file.size())
         if not opened.location.is_local:
             source = SourceInParts(source)
         verified = as_verified(opened, source)
-        if opened.is_encrypted and arrow_read_limits(opened):
+        if opened.is_encrypted and not self.is_left_to_arrow(opened):
             file.close()
-            return pa.BufferReader(decrypted_buffer(opened, self._columns))
+            return _SourceFile(BufferSource(path, decrypted_buffer(opened, self._columns)), None)
         if opened.denied:
             # Arrow opens a file more than once.
-            if path not in self._redacted:
-                self._redacted[path] = redacted_footer(opened, verified)
-            return _file(RedactedSource(opened, verified, self._redacted[path]), file)
-        return _file(verified, file)
+            redacted = self._redacted.get(path)
+            if redacted is None:
+                redacted = redacted_footer(opened, verified)
+                if len(self._redacted) >= _MOST_REDACTED:
+                    self._redacted.clear()
+                self._redacted[path] = redacted
+            return _SourceFile(RedactedSource(opened, verified, redacted), file)
+        return _SourceFile(verified, file)
+
+    def is_left_to_arrow(self, opened: OpenedFile) -> bool:
+        """Tell whether Arrow decrypts an encrypted file; else it gets one that is decrypted."""
+        return not arrow_read_limits(opened)
 
 
 class SourceInParts:
@@ -102,21 +136,35 @@ class SourceInParts:
             return b"".join(pool.map(lambda part: self._source.read_at(*part), parts))
 
 
-def _file(source: ByteSource, file: pa.NativeFile) -> pa.NativeFile:
-    """Return a file that has the bytes of a source.
+@dataclass(frozen=True)
+class _Unreadable:
+    """What is read of a file that could not be opened."""
 
-    Args:
-        source: Its bytes.
-        file: What the source reads from; it is closed together with the one returned.
-    """
-    return pa.PythonFile(_SourceFile(source, file), mode="r")
+    path: str
+    error: Exception
+    size_bytes: int = 1 << 16
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        raise self.error
 
 
+@called_by_arrow
 class _SourceFile(io.RawIOBase):
-    """Arrow locks it: a position belongs to one read at a time."""
+    """A file that has the bytes of a source. Arrow locks it: a position belongs to one read at a time.
 
-    def __init__(self, source: ByteSource, file: pa.NativeFile) -> None:
+    Attributes:
+        waits: Whether it was opened on a thread of Python: see `scan_start`.
+    """
+
+    def __init__(self, source: ByteSource, file: pa.NativeFile | None) -> None:
+        """Make one.
+
+        Args:
+            source: Its bytes.
+            file: What the source reads from, to be closed together with this one.
+        """
         super().__init__()
+        self.waits = False
         self._source = source
         self._file = file
         self._position = 0
@@ -141,11 +189,14 @@ class _SourceFile(io.RawIOBase):
         end = end if size < 0 else min(end, start + size)
         if end <= start:
             return b""
+        if self.waits:
+            wait_for_start(inspect.currentframe())
+            self.waits = False
         data = bytes(self._source.read_at(start, end - start))
         self._position = end
         return data
 
     def close(self) -> None:
-        if not self.closed:
+        if not self.closed and self._file is not None:
             self._file.close()
         super().close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     import pyarrow.dataset as ds
     import pyarrow.parquet as pq
     from pyspark.sql.types import StructType
+
+    from parquet_keytools.arrow.data_sets import ReadRequest
 
 
 class Tables(Configured):
@@ -153,7 +156,8 @@ class Tables(Configured):
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
         """
         # Not earlier: pyarrow's data sets import pandas, where it is installed.
-        from parquet_keytools.arrow.reading import ReadRequest, read_table
+        from parquet_keytools.arrow.data_sets import ReadRequest
+        from parquet_keytools.arrow.reading import read_table
 
         request = ReadRequest(columns, filters, table_name, aad_prefix)
         return read_table(self._keys, FileLocation.resolve(path, filesystem), request, options)
@@ -215,13 +219,18 @@ class Tables(Configured):
     ) -> ds.Dataset:
         """Return a pyarrow data set of encrypted files: projection, filters, batches.
 
-        All keys are unwrapped here, together. Columns whose keys are refused are left out of its schema where
-        the configuration says `denied_columns: hide`, or where `columns` does not name them.
+        The first file is opened here, for the schema. Others are opened when a scan comes to them, some ahead
+        of it, and then it is found what is wrong with them; those that a filter leaves out by the names of
+        folders are not opened at all.
+
+        Columns whose keys are refused are left out of its schema where the configuration says
+        `denied_columns: hide`, or where `columns` does not name them. To know these, all files that `filters`
+        leave are opened here.
 
         Args:
             folder: A path or URI of a folder, or of one file.
             columns: The columns that will be read or filtered; None means all.
-            filters: What the data will be filtered by.
+            filters: What the data will be filtered by; the scan takes a filter of its own.
             table_name: Its table; None where the configuration has only one.
             aad_prefix: The AAD prefix that every file must have.
             partitioning: As `pyarrow.dataset.dataset` takes it.
@@ -233,11 +242,23 @@ class Tables(Configured):
             NotEncryptedError: A file is not encrypted.
             KeytoolsError: Another subclass says what is wrong with a file or its keys.
         """
-        from parquet_keytools.arrow.reading import ReadRequest, open_dataset
+        from parquet_keytools.arrow.data_sets import ReadRequest
 
         request = ReadRequest(columns, filters, table_name, aad_prefix)
-        location = FileLocation.resolve(folder, filesystem)
-        return open_dataset(self._keys, location, request, partitioning, schema)
+        return self._open_dataset(FileLocation.resolve(folder, filesystem), request, partitioning, None, schema)
+
+    def _open_dataset(
+        self,
+        folder: FileLocation,
+        request: ReadRequest,
+        partitioning: Any,
+        paths: Sequence[str] | None,
+        schema: pa.Schema | None,
+    ) -> ds.Dataset:
+        from parquet_keytools.arrow.data_sets import open_dataset
+
+        reopen = partial(self._open_dataset, folder, request, partitioning)
+        return open_dataset(self._keys, folder, request, partitioning, schema, paths, reopen)
 
     # --- Spark's own writer ---
 

@@ -7,6 +7,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from parquet_keytools.config.column_policy import ChosenKey, ColumnPath, resolve_columns
@@ -205,9 +206,9 @@ class KeyService:
             rendered = [] if prefix is None else [prefix]
         return expected_aad_prefix(aad_prefix, rendered, any_file_unique=any_file_unique)
 
-    def kms_keys(self) -> KmsKeys:
-        """Return what collects the answers of the KMS for one operation."""
-        return KmsKeys(self._unwrapper, self.configuration.reading.cache_lifetime_seconds)
+    def kms_keys(self, known: Mapping[tuple[str, str], SecretBytes] | None = None) -> KmsKeys:
+        """Return what collects the answers of the KMS for one operation, which has some of the keys already."""
+        return KmsKeys(self._unwrapper, self.configuration.reading.cache_lifetime_seconds, known)
 
     def _prefixes_of_some_table(self, location: FileLocation, stored: bytes | None) -> list[str]:
         """Return the prefix of the table that a file seems to be of; where each has one, the file must, too."""
@@ -230,6 +231,7 @@ class KeyService:
         *,
         again: bool = True,
         wanted: WantedColumns = tuple,
+        kms_keys: KmsKeys | None = None,
     ) -> list[OpenedFile]:
         """Open files for reading, each only if it is what its table says; see `opened_file.open_files`.
 
@@ -239,6 +241,7 @@ class KeyService:
             aad_prefix: The AAD prefix that the caller expects, if not what the table says.
             again: Whether they are opened again where one changed meanwhile; not where the caller does so.
             wanted: Which of their columns will be read.
+            kms_keys: Collects what the KMS answers, where that is for more than this.
 
         Raises:
             ConfigurationError: There is no such table, or several to choose from.
@@ -248,10 +251,9 @@ class KeyService:
         # Of a data set the caller has said the folder: the keys of all its files are asked for together.
         about = audit.about(locations[0]) if len(locations) == 1 else contextlib.nullcontext()
         with about:
-            if not again:
-                return self._open_files(locations, table_name, aad_prefix, wanted)
+            opening = partial(self._open_files, locations, table_name, aad_prefix, wanted, kms_keys)
             # One that is replaced just now may be found with the key material of the other.
-            return read_again_if_changed(lambda: self._open_files(locations, table_name, aad_prefix, wanted))
+            return read_again_if_changed(opening) if again else opening()
 
     def _open_files(
         self,
@@ -259,10 +261,11 @@ class KeyService:
         table_name: str | None,
         aad_prefix: str | None,
         wanted: WantedColumns,
+        kms_keys: KmsKeys | None,
     ) -> list[OpenedFile]:
         return open_files(
             locations,
-            self.kms_keys(),
+            kms_keys or self.kms_keys(),
             self.data_keys,
             aad_prefix_of=lambda location, stored: self.expected_aad_prefix(
                 location, table_name, aad_prefix, stored

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -171,15 +171,36 @@ class KmsKeys:
         answers: (wrapped key, master key id as the file writes it) -> the key, or why it is unavailable.
     """
 
-    def __init__(self, unwrapper: KeyUnwrapper, cache_lifetime_seconds: float) -> None:
+    def __init__(
+        self,
+        unwrapper: KeyUnwrapper,
+        cache_lifetime_seconds: float,
+        known: Mapping[tuple[str, str], SecretBytes] | None = None,
+    ) -> None:
+        """Make one.
+
+        Args:
+            unwrapper: Asks the KMS.
+            cache_lifetime_seconds: How old a key may be that was fetched for another operation.
+            known: Keys that are at hand, as in `answers`.
+        """
         self._unwrapper = unwrapper
         self._cache_lifetime_seconds = cache_lifetime_seconds
+        self._known = known or {}
         self.answers: dict[tuple[str, str], SecretBytes | KeytoolsError] = {}
+
+    @property
+    def keys(self) -> dict[tuple[str, str], SecretBytes]:
+        """The answers that are keys."""
+        return {identity: key for identity, key in self.answers.items() if isinstance(key, SecretBytes)}
 
     def fetch(self, materials: Iterable[KeyMaterial]) -> None:
         """Ask the KMS, once, for what these key materials need and is not there yet."""
         missing = {_identity(material): material for material in materials}
         for identity in missing.keys() & self.answers.keys():
+            del missing[identity]
+        for identity in missing.keys() & self._known.keys():
+            self.answers[identity] = self._known[identity]
             del missing[identity]
         if missing:
             found = self._unwrapper.kms_keys(list(missing.values()), self._cache_lifetime_seconds)

@@ -164,7 +164,9 @@ def test_files_of_the_facade(log: Collected, tmp_path: Path) -> None:
     log.records.clear()
     tools.read_table(paths[0])
     assert log.records == [], "served from the cache"
-    tools.dataset(paths[0].parent)
+    dataset = tools.dataset(paths[0].parent)
+    assert log.records == [], "the first file is that of the cache"
+    dataset.to_table()
     assert set(log.facts("operation", "subject")) == {("unwrap", str(paths[0].parent))}
     log.records.clear()
     tools.clear_caches()

@@ -1,0 +1,116 @@
+"""A pyarrow data set whose files are opened when a scan comes to them, and what serves them to Arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+from pyarrow import fs as pafs
+
+from parquet_keytools.arrow.scan_start import called_by_arrow
+from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
+from parquet_keytools.files.files_ahead import FilesAhead
+from parquet_keytools.files.opened_file import OpenedFile
+from parquet_keytools.secret_bytes import SecretBytes
+
+
+class LazyDataset(ds.FileSystemDataset):  # type: ignore[misc]
+    """A data set whose files are opened when they are scanned, some of them ahead of the scan.
+
+    Arrow leaves out partitions by the names of folders. What is left is opened by threads of ours: Arrow waits for
+    them, and gets a file or our error. Nothing is kept here: `filter` makes another data set of the same files.
+    """
+
+    def scanner(self, columns: Any = None, filter: Any = None, **options: Any) -> ds.Scanner:
+        """Return a scanner; its files begin to be opened."""
+        self._read_ahead(filter)
+        return super().scanner(columns=columns, filter=filter, **options)
+
+    def sort_by(self, *arguments: Any, **options: Any) -> ds.InMemoryDataset:
+        """Sort; see `pyarrow.dataset.Dataset`. Here, and in joins, Arrow does not ask for a scanner."""
+        self._read_ahead(None)
+        return super().sort_by(*arguments, **options)
+
+    def join(self, *arguments: Any, **options: Any) -> ds.InMemoryDataset:
+        """Join; see `pyarrow.dataset.Dataset`."""
+        self._read_ahead(None)
+        return super().join(*arguments, **options)
+
+    def join_asof(self, *arguments: Any, **options: Any) -> ds.InMemoryDataset:
+        """Join by the nearest key; see `pyarrow.dataset.Dataset`."""
+        self._read_ahead(None)
+        return super().join_asof(*arguments, **options)
+
+    def replace_schema(self, schema: pa.Schema) -> LazyDataset:
+        """Return the same files under another schema."""
+        other = super().replace_schema(schema)
+        replaced = LazyDataset(list(other._get_fragments(None)), schema, self.format, self.filesystem)
+        expression = self._scanner_options({}).get("filter")
+        return replaced if expression is None else replaced.filter(expression)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # No key leaves the process: the files are opened again, with the keys of who unpickles.
+        paths = [fragment.path for fragment in self.get_fragments()]
+        return self.filesystem.handler.reopen, (paths, self.schema)
+
+    def _read_ahead(self, expression: Any) -> None:
+        expression = self._scanner_options({"filter": expression}).get("filter")
+        self.filesystem.handler.opened.read_ahead(fragment.path for fragment in self._get_fragments(expression))
+
+
+Reopen = Callable[[list[str], pa.Schema], ds.Dataset]
+"""Makes the data set again, of these files and with this schema; can be pickled."""
+
+
+@called_by_arrow
+class DataSetHandler(VerifiedHandler):
+    """Serves the files of a data set to Arrow, which decrypts all of them with one factory.
+
+    Attributes:
+        opened: The files.
+        reopen: Makes the data set again in another process.
+        with_properties: Paths of files that Arrow decrypts with properties of their own instead.
+    """
+
+    def __init__(
+        self,
+        filesystem: pafs.FileSystem,
+        opened: FilesAhead,
+        columns: Sequence[str] | None,
+        known: Mapping[tuple[str, str], SecretBytes],
+        reopen: Reopen,
+    ) -> None:
+        super().__init__(filesystem, opened, columns)
+        self.opened = opened
+        self.reopen = reopen
+        self.with_properties: set[str] = set()
+        self._known = known
+        self._keks: dict[bytes, SecretBytes] = {}
+
+    def is_left_to_arrow(self, opened: OpenedFile) -> bool:
+        """Tell whether Arrow decrypts a file.
+
+        Its factory for all files knows neither data keys nor external key material. And it keeps KEKs by their id
+        alone: a file with another KEK of the same id, which nobody makes by accident, is none for it.
+        """
+        if not super().is_left_to_arrow(opened):
+            return False
+        if opened.location.path in self.with_properties:
+            return True
+        if needs_properties(opened):
+            return False
+        keyed = [column.key_metadata for column in opened.footer.columns if column.path in opened.deks]
+        for key_metadata in {opened.footer.key_metadata, *keyed}:
+            material = opened.retriever.material(key_metadata)
+            if material is not None and material.kek_id is not None:
+                kek = self._known[material.kms_wrapped_key, material.master_key_id]
+                if self._keks.setdefault(material.kek_id, kek) != kek:
+                    return False
+        return True
+
+
+def needs_properties(opened: OpenedFile) -> bool:
+    """Tell whether Arrow has to be given decryption properties for just this file to decrypt it."""
+    return opened.retriever.uses_data_keys or opened.retriever.key_materials is not None
