@@ -16,6 +16,7 @@ from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import ChangedMeanwhileError, OutputError
 from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.collector import paused_collector
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, TRAILER_LENGTH
 from parquet_keytools.format.structs import FileCryptoMetaData
 from parquet_keytools.secret_bytes import SecretBytes
@@ -109,6 +110,7 @@ def footer_of(tail: bytes) -> bytes:
     return tail[:-TRAILER_LENGTH]
 
 
+@paused_collector()
 def new_tail(tail: Tail, footer: Footer, new_key_metadata: Mapping[bytes, bytes]) -> bytes:
     """Return a tail with key metadata replaced; every field that is not key metadata stays as it is.
 
@@ -168,6 +170,11 @@ def check_new_tail(
     """
     if source.size_bytes != offset + len(tail) or bytes(source.read_at(offset, len(tail))) != tail:
         raise OutputError(f"{source.path}: what was written does not read back.", hint="Check the disk.")
-    footer = read_envelope(source).open(footer_dek, aad_prefix)
-    if footer.file_aad != old.file_aad or footer.metadata != old.metadata:
+    if not _is_same_footer(read_envelope(source), footer_dek, aad_prefix, old):
         raise OutputError(f"{source.path}: the new footer is not that of the file.")
+
+
+@paused_collector()
+def _is_same_footer(envelope: FooterEnvelope, footer_dek: SecretBytes, aad_prefix: AadPrefix, old: Footer) -> bool:
+    footer = envelope.open(footer_dek, aad_prefix)
+    return footer.file_aad == old.file_aad and footer.metadata == old.metadata
