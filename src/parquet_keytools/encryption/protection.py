@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
 
 from parquet_keytools.encryption.aad import MAX_ORDINAL
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn
-from parquet_keytools.format.structs import ColumnChunk, RowGroup
+from parquet_keytools.format.structs import ColumnChunk, ColumnCryptoMetaData, EncryptionWithColumnKey, RowGroup
 
 
 class FooterMode(Enum):
@@ -107,6 +108,10 @@ def _encryption_of(chunk: ColumnChunk) -> tuple[bytes | None, bool]:
 
 
 def _column_of(leaf: LeafColumn, chunk: ColumnChunk) -> FooterColumn:
+    written = chunk.bytes_of(ColumnChunk.crypto_metadata)
+    key_metadata = None if written is None else _usual_key_metadata(written, leaf.path)
+    if key_metadata is not None:
+        return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.COLUMN_KEY, key_metadata)
     crypto = chunk.copy_of(ColumnChunk.crypto_metadata)
     if crypto is None:
         if chunk.copy_of(ColumnChunk.encrypted_column_metadata) is not None:
@@ -124,3 +129,41 @@ def _column_of(leaf: LeafColumn, chunk: ColumnChunk) -> FooterColumn:
                 raise ParquetFormatError(f"column {leaf.dotted_path!r} has the crypto metadata of another one.")
             return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.COLUMN_KEY, with_column_key.key_metadata)
     raise ParquetFormatError(f"column {leaf.dotted_path!r}: its crypto metadata is not valid (spec 5.2).")
+
+
+def _usual_key_metadata(written: bytes, path: tuple[str, ...]) -> bytes | None:
+    """Return the key metadata in crypto metadata that is written as all writers write it for a path.
+
+    None where it is written in any other way, or for another key or path: then it has to be parsed.
+    """
+    start = _usual_start(path)
+    at = len(start)
+    if not written.startswith(start) or not written.endswith(_TWO_STOPS) or len(written) < at + 4:
+        return None
+    length = written[at]
+    at += 1
+    if length > 0x7F:
+        # Of one or two bytes; longer ones are not usual.
+        if not 0 < written[at] <= 0x7F:
+            return None
+        length = length & 0x7F | written[at] << 7
+        at += 1
+    return written[at : at + length] if at + length + len(_TWO_STOPS) == len(written) else None
+
+
+_TWO_STOPS = b"\0\0"
+"""The ends of the structs that key metadata is in."""
+
+
+@functools.lru_cache(maxsize=32_768)
+def _usual_start(path: tuple[str, ...]) -> bytes:
+    """Return crypto metadata of a column with a key of its own, up to the length of its key metadata."""
+    own = EncryptionWithColumnKey()
+    own.path_in_schema = list(path)
+    own.key_metadata = b""
+    crypto = ColumnCryptoMetaData()
+    crypto.encryption_with_column_key = own
+    chunk = ColumnChunk()
+    chunk.crypto_metadata = crypto
+    written = chunk.bytes_of(ColumnChunk.crypto_metadata) or b""
+    return written.removesuffix(b"\0" + _TWO_STOPS)
