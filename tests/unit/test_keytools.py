@@ -8,6 +8,7 @@ import os
 import pickle
 import select
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -67,6 +68,14 @@ def use(tools: Keytools, folder: Path) -> int:
     assert tools.dataset(path).to_table().equals(TABLE)
     assert pq.read_table(path, decryption_properties=tools.decryption_properties(path)).equals(TABLE)
     return TABLE.num_rows
+
+
+def use_beside_another(tools: Keytools, folder: Path) -> int:
+    """Use it, and wait until two processes have, and the parent: else one may be so fast that it does all."""
+    rows, end = use(tools, folder), time.monotonic() + 60
+    while len(list(folder.glob("*.parquet"))) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    return rows
 
 
 # --- making one ---
@@ -335,7 +344,7 @@ def test_workers_of_a_pool(configuration: Path, data: Path, method: str) -> None
     tools = Keytools.from_yaml(configuration)
     use(tools, data)
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context(method)) as pool:
-        futures = [pool.submit(use, tools, data) for _ in range(4)]
+        futures = [pool.submit(use_beside_another, tools, data) for _ in range(4)]
         assert [future.result(90) for future in futures] == [100] * 4
     assert tools.read_table(data).num_rows >= 300
 
