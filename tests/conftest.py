@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,9 +49,23 @@ def parquet_test_data() -> Path:
     return folder
 
 
+# A folder that pytest makes gets a number for which it looks at those of all tests before.
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The folder of a test."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    folder = tmp_path_factory.getbasetemp() / f"{name}-{next(_numbers)}"
+    folder.mkdir(0o700)
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this user's state, where rotations have their journals: one for each test."""
-    folder = tmp_path_factory.mktemp("state")
+    folder = tmp_path_factory.getbasetemp() / "states" / str(next(_numbers))
+    folder.mkdir(0o700, parents=True)
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     return folder
