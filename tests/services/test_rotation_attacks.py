@@ -523,14 +523,14 @@ def test_what_the_command_line_says(place: Place) -> None:
     place.add_versions()
     before = tree_digest(place.folder)
     for options in ([], ["--only-master-key", "kf"], ["--from", "ka", "--to", "new"], ["--keep-old"]):
-        status, _, err = place.run("rotate", place.folder, *options)
-        assert status == 3 and f"Failed: {path}: " in err and "1 failed" in err, err
+        status, out, err = place.run("rotate", place.folder, *options)
+        assert status == 3 and f"Failed: {path}: " in err and "1 failed" in out, err
         assert "does not belong to this master key, or is damaged" in err, err
     for key in ("ka", "kb", "new"):
-        status, _, err = place.run("keys", place.folder, "--fail-if-uses", key)
-        assert status == 1 and "Nothing here needs" not in err and str(path) in err, err
-    status, _, err = place.run("rotate", place.folder, "--undo")
-    assert status == 0 and "nothing to restore" in err, err
+        status, out, err = place.run("keys", place.folder, "--fail-if-uses", key)
+        assert status == 1 and "Nothing here needs" not in out + err and str(path) in out + err, err
+    status, out, err = place.run("rotate", place.folder, "--undo")
+    assert status == 0 and "nothing to restore" in out, err
     assert tree_digest(place.folder) == before
 
 
