@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from warm_python import WarmPython
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, warm_python: WarmPython) -> Path:
     folder = tmp_path_factory.mktemp("demo")
-    scripts = folder / "bin"
-    scripts.mkdir()
-    program = scripts / "parquet-keytools"
-    program.write_text(f"#!{sys.executable}\nfrom parquet_keytools.cli import main\nmain()\n", encoding="utf-8")
-    program.chmod(0o755)
+    (folder / "bin").symlink_to(warm_python.command.parent)
     return folder
 
 
@@ -92,9 +89,13 @@ def test_a_folder_with_other_content_is_refused(tmp_path: Path, folder: Path) ->
     assert [file.name for file in other.iterdir()] == ["flights.yaml"]
 
 
-def test_a_folder_with_spaces_is_quoted(tmp_path: Path, folder: Path) -> None:
+def test_a_folder_with_spaces_is_quoted(tmp_path: Path) -> None:
+    """Here the program begins as it does for users, and has imported nothing."""
+    program = tmp_path / "parquet-keytools"
+    program.write_text(f"#!{sys.executable}\nfrom parquet_keytools.cli import main\nmain()\n", encoding="utf-8")
+    program.chmod(0o755)
     other = tmp_path / "my files"
-    done = run(folder, "bin/parquet-keytools", "demo", "--folder", str(other))
+    done = run(tmp_path, str(program), "demo", "--folder", str(other))
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if " check " in line)
     assert shlex.split(line)[2] == str(other / "flights.yaml")
