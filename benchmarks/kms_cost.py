@@ -4,7 +4,8 @@
 
 Each file has three KEKs of its own, as if each was written by another process. Theirs is pyarrow's CryptoFactory
 with a KmsClient of a few lines that calls the same SDK for one key at a time; it gets the footer and column keys
-of each file. Ours is `Keytools.dataset`, which reads and verifies all footers and has all keys then ("open"), and
+of each file. Ours is `Keytools.dataset` with all columns named, which reads and verifies all footers and has
+all keys then ("open"), and
 the unwrapping alone ("keys": key material in, DEKs out). Both run in this process, one after the other, against
 the same server in another process, behind a proxy that adds the latency. vault is a real OpenBao server; aws and
 gcp are the fakes of the tests, over HTTP and gRPC.
@@ -329,7 +330,8 @@ def report(
             assert tools.kms is not None
             sent = CountedCalls(tools.kms)
             start = time.perf_counter()
-            tools.dataset(paths[0].parent)
+            # Which columns are refused has to be known for all files then: none is left to a scan.
+            tools.dataset(paths[0].parent, columns=COLUMNS)
             seconds["open"].append(time.perf_counter() - start)
             calls["open"] = sent.number
             sent = CountedCalls(tools.kms)
