@@ -522,10 +522,13 @@ def test_what_the_command_line_says(place: Place) -> None:
     copy_with(entries, path, path)
     place.add_versions()
     before = tree_digest(place.folder)
-    for options in ([], ["--only-master-key", "kf"], ["--from", "ka", "--to", "new"], ["--keep-old"]):
+    for options in ([], ["--only-master-key", "kf"], ["--keep-old"]):
         status, out, err = place.run("rotate", place.folder, *options)
         assert status == 3 and f"Failed: {path}: " in err and "1 failed" in out, err
         assert "does not belong to this master key, or is damaged" in err, err
+    # What is moved is compared with its table, before the KMS is asked.
+    status, out, err = place.run("rotate", place.folder, "--from", "ka", "--to", "new")
+    assert status == 1 and f"Failed: {path}: this is not a file of the table" in err and "1 failed" in out, err
     for key in ("ka", "kb", "new"):
         status, out, err = place.run("keys", place.folder, "--fail-if-uses", key)
         assert status == 1 and "Nothing here needs" not in out + err and str(path) in out + err, err

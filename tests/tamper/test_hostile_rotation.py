@@ -21,7 +21,7 @@ import pytest
 from fake_spark import FakeSpark
 from rotation_case import MASTER_KEYS, TABLE, Case, external_entries, key_material_file, names, tree_digest
 
-from parquet_keytools import Keytools
+from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputError
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
 from parquet_keytools.kms.in_memory import InMemoryKms
@@ -608,3 +608,67 @@ def test_a_kept_tail_changes_nothing_but_keys(tmp_path: Path) -> None:
         assert tools.undo_rotation(path).counts == Counter({Outcome.FAILED: 1})
         planted.unlink()
     assert names(case.folder) == [path.name]
+
+
+# --- moves to master keys that others may use ---
+
+
+@every_key_material
+@every_footer
+@pytest.mark.parametrize("where", ["moves", "another KMS"])
+def test_a_file_of_another_table_is_not_moved(
+    tmp_path: Path, key_material: str, plaintext_footer: bool, where: str
+) -> None:
+    """Tables share the master key of footers, and somebody copied a file of one into the folder of the other."""
+    case = Case.make(
+        tmp_path, "in_memory", key_material=key_material, plaintext_footer=plaintext_footer, aad_prefix="logs"
+    )
+    own = case.write("own.parquet")
+    foreign = {
+        "of another prefix": case.tools(aad_prefix="customers"),
+        "under other column keys": case.tools(column_keys={"kb": ["a", "nested"], "ka": ["b"]}),
+        "under another footer key": case.tools(footer_key="kb"),
+        "with a column in plaintext": case.tools(column_keys={"ka": ["a", "nested"]}),
+    }
+    paths = [case.write(f"{name}.parquet", tools=tools) for name, tools in foreign.items()]
+    before = tree_digest(case.folder)
+    options: dict[str, Any] = (
+        {"moves": {"kf": "new"}} if where == "moves" else {"to": InMemoryKms(dict.fromkeys(MASTER_KEYS))}
+    )
+    for table_name in (None, "t"):
+        dry = case.tools().rotate(case.folder, table_name=table_name, dry_run=True, **options)
+        assert {file.path for file in dry.failures} == set(map(str, paths))
+    report = case.tools().rotate(case.folder, **options)
+    outcomes = {Path(file.path): file for file in report.files}
+    assert outcomes[own].outcome is Outcome.ROTATED
+    for path in paths:
+        assert outcomes[path].outcome is Outcome.FAILED and str(path) in str(outcomes[path].error), path
+    changed = {name for name, digest in tree_digest(case.folder).items() if before.get(name) != digest}
+    assert all("own" in name for name in changed)
+    # A run that goes on finds what is moved already.
+    again = case.tools().rotate(case.folder, **options)
+    assert {file.path for file in again.failures} == set(map(str, paths)) and not again.counts[Outcome.ROTATED]
+
+
+def test_with_several_tables_a_file_is_of_one_of_them(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory")
+    case.write("own.parquet")
+    case.write("other.parquet", tools=case.tools(column_keys={"kb": ["a", "nested"], "ka": ["b"]}))
+    foreign = case.write("foreign.parquet", tools=case.tools(column_keys={"kb": ["a", "nested", "b"]}))
+    table = {"footer_key": "kf", **case.settings}
+    document = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
+        "tables": {"t": table, "u": {**table, "column_keys": {"kb": ["a", "nested"], "ka": ["b"]}}},
+    }
+    report = Keytools(parse_configuration(document), kms=case.kms).rotate(case.folder, moves={"kf": "new"})
+    assert report.counts == Counter({Outcome.ROTATED: 2, Outcome.FAILED: 1})
+    assert [file.path for file in report.failures] == [str(foreign)]
+
+
+def test_a_new_version_opens_nothing_to_others_and_takes_every_file(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory", aad_prefix="logs")
+    case.write("own.parquet")
+    case.write("other.parquet", tools=case.tools(aad_prefix="customers", footer_key="kb"))
+    case.add_version()
+    assert case.tools().rotate(case.folder).counts == Counter({Outcome.ROTATED: 2})

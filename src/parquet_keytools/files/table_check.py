@@ -8,7 +8,7 @@ unwraps only under the very master key that was compared: who names another one 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import unquote
@@ -26,11 +26,9 @@ from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import (
     ConfigurationError,
     DecryptionError,
-    KeyMaterialError,
     TableMismatch,
     TableMismatchError,
 )
-from parquet_keytools.keys import key_material
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 
@@ -101,7 +99,14 @@ class TableCheck:
         table_name: Name of the table.
     """
 
-    def __init__(self, configuration: Configuration, table_name: str, *, ignores_case: bool = False) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        table_name: str,
+        *,
+        ignores_case: bool = False,
+        moves: Iterable[tuple[str, str]] = (),
+    ) -> None:
         """Resolve the names of keys; the KMS is asked nothing.
 
         Args:
@@ -109,6 +114,7 @@ class TableCheck:
             table_name: The table.
             ignores_case: Whether the reader of its files makes no difference between names of columns that differ
                 in the case of letters.
+            moves: Old and new master key of each move that is under way, beside those under `rotation`.
 
         Raises:
             ConfigurationError: There is no such table, or it names a key that is not declared.
@@ -123,7 +129,9 @@ class TableCheck:
         self._trusted: dict[str, frozenset[KeyReference]] = {}
         for _, name in table.key_uses():
             key = self._keys[name]
-            self._trusted[name] = also_trusted | {key} | _moved(configuration, key)
+            self._trusted[name] = (
+                also_trusted | {key} | _moved([*moved_master_key_ids(configuration), *moves], key)
+            )
         self._own = frozenset().union(*self._trusted.values())
         self._footer = self._wanted(ChosenKey("footer_key", table.footer_key))
         self._schemas: dict[tuple[ColumnPath, ...], list[_Wanted]] = {}
@@ -326,61 +334,10 @@ def seen_key(source: KeySource, key_metadata: bytes | None, column_path: ColumnP
     return None if name is None else DataKeyReference(name)
 
 
-def seen_file(
-    configuration: Configuration,
-    algorithm: str,
-    footer_key_metadata: bytes | None,
-    columns: Iterable[tuple[ColumnPath, str, bytes | None]],
-    key_materials: Mapping[str, KeyMaterial] | None = None,
-) -> SeenFile:
-    """Return what was seen of a file whose footer another program opened.
-
-    Args:
-        configuration: Says which data keys are meant where there is no key metadata.
-        algorithm: `AES_GCM_V1` or `AES_GCM_CTR_V1`.
-        footer_key_metadata: Key metadata of the footer's key.
-        columns: Path, kind (`PLAINTEXT`, `FOOTER_KEY` or `COLUMN_KEY`) and key metadata of each leaf column; none
-            where the file has no row group.
-        key_materials: What lies in the key material file, where there is one.
-
-    Raises:
-        KeyMaterialError: Key metadata is not valid, or refers to key material that is not there.
-        ValueError: There is no such algorithm or kind.
-    """
-    source = _GivenKeySource(configuration, key_materials or {})
-    found = []
-    for path, kind, key_metadata in columns:
-        if kind not in ColumnEncryption.__members__:
-            raise ValueError(f"there is no kind of encryption {kind[:32]!r}")
-        key = seen_key(source, key_metadata, path) if kind == "COLUMN_KEY" else None
-        found.append(SeenColumn(path, ColumnEncryption[kind], key))
-    return SeenFile(Algorithm(algorithm), seen_key(source, footer_key_metadata, None), found)
-
-
-@dataclass(frozen=True)
-class _GivenKeySource:
-    """A `KeySource` of key material that is there."""
-
-    configuration: Configuration
-    key_materials: Mapping[str, KeyMaterial]
-
-    def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
-        parsed = parse_key_metadata(key_metadata)
-        if not isinstance(parsed, key_material.KeyReference):
-            return parsed if isinstance(parsed, KeyMaterial) else None
-        if parsed.reference not in self.key_materials:
-            raise KeyMaterialError(f"the key material file has no {parsed.reference!r}")
-        return self.key_materials[parsed.reference]
-
-    def name_without_metadata(self, column_path: ColumnPath | None) -> str | None:
-        without = self.configuration.reading.keys_without_metadata
-        return without.footer if column_path is None else without.columns.get(".".join(column_path))
-
-
-def _moved(configuration: Configuration, key: KeyReference) -> set[KeyReference]:
+def _moved(moves: Iterable[tuple[str, str]], key: KeyReference) -> set[KeyReference]:
     """Return the keys at the other ends of moves."""
     found: set[KeyReference] = set()
-    for old, new in moved_master_key_ids(configuration):
+    for old, new in moves:
         if key == MasterKeyReference(new):
             found.add(MasterKeyReference(old))
         if key == MasterKeyReference(old):

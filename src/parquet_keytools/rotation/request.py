@@ -34,6 +34,7 @@ from parquet_keytools.rotation.report import RotationReport
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.rewrapping import MasterKeyRotation
 from parquet_keytools.rotation.rotation_plan import RotationContext, RotationPlan
+from parquet_keytools.rotation.table_membership import TableMembership
 from parquet_keytools.storage.locations import FileLocation
 
 
@@ -180,7 +181,8 @@ def rotation_context(keys: KeyService, request: RotationRequest) -> RotationCont
         rewrapper=Rewrapper(kms, new_kms, new_keks=request.new_keks, only_count=request.dry_run),
         versions=versions,
         data_keys=keys.data_keys,
-        aad_prefix_of=prefix_of(keys, request.table_name, request.aad_prefix),
+        aad_prefix_of=prefix_of(keys, request.table_name, request.aad_prefix, plan),
+        membership=TableMembership.of(keys, request.table_name, plan),
         instance=_instance_of(new_configuration) if new_kms is not kms else None,
         kms_digest=kms_digest(keys.configuration, new_configuration),
         keep_old=new_rotation_id() if keep_old else None,
@@ -276,13 +278,24 @@ def _instance_of(configuration: Configuration | None) -> KmsInstance:
     return KmsInstance(settings.instance_id, getattr(settings, "instance_url", "DEFAULT"))
 
 
-def prefix_of(keys: KeyService, table_name: str | None, aad_prefix: str | None) -> AadPrefixOf:
-    """Return what tells the AAD prefix that a file must have, given what it stores, or that it has none."""
+def prefix_of(
+    keys: KeyService, table_name: str | None, aad_prefix: str | None, plan: RotationPlan | None = None
+) -> AadPrefixOf:
+    """Return what tells the AAD prefix that a file must have, given what it stores, or that it has none.
+
+    Args:
+        keys: Of the configuration.
+        table_name: The table; None where there is only one, or where files may be of any.
+        aad_prefix: What the caller expects.
+        plan: What is done with the files; None where nothing is.
+    """
+    is_one_table = table_name is not None or len(keys.configuration.tables) == 1
+    is_strict = plan is not None and plan.opens_to_others and is_one_table
 
     def expected(location: FileLocation, stored: bytes | None) -> AadPrefix:
-        if stored is not None and aad_prefix is None:
-            # A rotation shows no data and changes no AAD; a file under another prefix, or under none, must not be
-            # left behind.
+        if stored is not None and aad_prefix is None and not is_strict:
+            # Nobody else can read it afterwards; a file under another prefix, or under none, must not be left
+            # behind.
             return None
         return keys.expected_aad_prefix(location, table_name, aad_prefix, stored)
 

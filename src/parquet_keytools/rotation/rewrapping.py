@@ -186,6 +186,7 @@ class Rewrapping:
 
     def _expect_prefix(self, work: BatchFile) -> None:
         work.aad_prefix = work.read_keys.expected_prefix(self._context.aad_prefix_of)
+        self._context.membership.check_footer(work.read_keys)
 
     def _open(self, work: BatchFile) -> None:
         """Authenticate the footer."""
@@ -200,6 +201,7 @@ class Rewrapping:
         else:
             work.footer_dek = keys.footer_dek(self._unwrapped, self._context.data_keys)
         keys.open(work.footer_dek, work.aad_prefix)
+        self._context.membership.check_columns(keys)
 
     def _prove_columns(self, work: BatchFile) -> None:
         """Prove that each DEK that is known by now is that of its column."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.keys.file_key_retriever import DataKeys
 from parquet_keytools.rotation.batch import KmsInstance
-from parquet_keytools.rotation.held_keys import AadPrefixOf
+from parquet_keytools.rotation.held_keys import AadPrefixOf, HeldKeys
 from parquet_keytools.rotation.master_key_versions import MasterKeyVersions
 from parquet_keytools.rotation.rewrapper import Rewrapper, WrappedKey
 
@@ -52,6 +53,11 @@ class RotationPlan:
     def named(self) -> frozenset[str]:
         """The master keys that it is asked for by name; empty where it is about all."""
         return frozenset(self.moves) | (self.only_master_keys or frozenset())
+
+    @property
+    def opens_to_others(self) -> bool:
+        """Whether other people may unwrap the keys from then on than before."""
+        return self.other_kms or bool(self.moves)
 
     def concerns(self, master_key_id: str) -> bool:
         """Whether keys under this master key may change at all."""
@@ -99,6 +105,18 @@ class RotationPlan:
         }
 
 
+class Membership(Protocol):
+    """What refuses files that are not of the table whose keys move; see `TableMembership`."""
+
+    def check_footer(self, keys: HeldKeys) -> None:
+        """Refuse a file by its footer's key."""
+        ...
+
+    def check_columns(self, keys: HeldKeys) -> None:
+        """Refuse a file by the keys of its columns."""
+        ...
+
+
 @dataclass(frozen=True)
 class RotationContext:
     """What all files of a run share.
@@ -109,6 +127,7 @@ class RotationContext:
         versions: Of master keys and wrapped keys.
         data_keys: The data keys that the caller manages.
         aad_prefix_of: The AAD prefixes of files.
+        membership: Refuses files that are of other tables.
         instance: What footer key material says of the KMS from now on; None leaves that as it is.
         kms_digest: What tells the KMSs from others; for the journal.
         keep_old: The id of this rotation if old key material is to be kept; else None.
@@ -120,6 +139,7 @@ class RotationContext:
     versions: MasterKeyVersions
     data_keys: DataKeys
     aad_prefix_of: AadPrefixOf
+    membership: Membership
     instance: KmsInstance | None = None
     kms_digest: str = ""
     keep_old: str | None = None

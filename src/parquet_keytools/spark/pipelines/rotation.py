@@ -37,6 +37,7 @@ from parquet_keytools.rotation.request import (
 )
 from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask, WrappedKey, unwrapped
 from parquet_keytools.rotation.rotation_plan import RotationContext, RotationPlan
+from parquet_keytools.rotation.table_membership import TableMembership
 from parquet_keytools.spark.pipelines.footer_groups import group_files
 from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
 from parquet_keytools.spark.pipelines.planned_files import (
@@ -225,10 +226,13 @@ class OpeningTask(PipelineTask):
         return TaskResult(other=found)
 
     def _open(self, keys: HeldKeys, unwrapper: Rewrapper, worker: WorkerKeys) -> None:
-        aad_prefix = keys.expected_prefix(prefix_of(worker.keys, self.table_name, self.aad_prefix))
+        aad_prefix = keys.expected_prefix(prefix_of(worker.keys, self.table_name, self.aad_prefix, self.plan))
+        membership = TableMembership.of(worker.keys, self.table_name, self.plan)
+        membership.check_footer(keys)
         held = keys.footer_key
         found = unwrapper.unwrap([] if held is None else [held.wrapped_key])
         keys.open(keys.footer_dek(found, worker.keys.data_keys), aad_prefix)
+        membership.check_columns(keys)
 
 
 @dataclass(frozen=True)
@@ -273,7 +277,8 @@ class WritingTask(PipelineTask):
             rewrapper=rewrapper,
             versions=MasterKeyVersions(kms, new_kms, self.versions),
             data_keys=worker.keys.data_keys,
-            aad_prefix_of=prefix_of(worker.keys, self.table_name, self.aad_prefix),
+            aad_prefix_of=prefix_of(worker.keys, self.table_name, self.aad_prefix, self.plan),
+            membership=TableMembership.of(worker.keys, self.table_name, self.plan),
             instance=self.instance,
             # Of this process alone: two attempts of a task must not take what the other one keeps for their own.
             keep_old=new_rotation_id() if self.keep_old else None,
