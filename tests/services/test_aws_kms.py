@@ -1095,20 +1095,24 @@ def test_who_names_master_keys_in_a_rotation_trusts_them(
     flights = pa.table({"tailnum": ["N14228"]})
     path = tmp_path / "flights.parquet"
 
-    def tools(footer_key: str) -> Keytools:
+    def tools(footer_key: str | None) -> Keytools:
+        table = {"footer_key": "footer", "key_material": key_material}
         return Keytools.from_mapping(
             {
                 "version": 1,
                 "kms": settings(url).model_dump(mode="json", exclude_none=True)
                 | {"secret_access_key": SECRET_KEY, "session_token": SESSION_TOKEN},
-                "master_keys": {"footer": footer_key},
-                "tables": {"flights": {"footer_key": "footer", "key_material": key_material}},
+                "master_keys": {"footer": footer_key or "alias/none"},
+                # A file that moves has to be of a table, if there is one.
+                "tables": {"flights": table} if footer_key is not None else {},
             }
         )
 
     with tools(old.arn) as writer:
         writer.write_table(flights, path)
-    with tools("alias/none") as rotator:
+    with tools("alias/none") as of_another_table:
+        assert not of_another_table.rotate(path, moves={old.arn: new.arn}).succeeded
+    with tools(None) as rotator:
         assert not rotator.rotate(path).succeeded
         assert rotator.rotate(path, moves={old.arn: new.arn}).succeeded
     with tools(new.arn) as reader:
