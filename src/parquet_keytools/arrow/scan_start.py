@@ -18,6 +18,8 @@ import time
 from types import CodeType, FrameType, FunctionType
 from typing import TypeVar
 
+from parquet_keytools.format.collector import paused_collector
+
 C = TypeVar("C", bound=type)
 
 _LOOK_SECONDS = 0.001
@@ -47,8 +49,18 @@ def wait_for_start(frame: FrameType | None) -> None:
         frame: Of the function that Arrow called.
     """
     if is_thread_of_arrow(frame):
-        while any(_is_inside(_stack(thread)) for thread in sys._current_frames().values()):
+        while any(_is_inside(_stack(thread)) for thread in _all_threads()):
             time.sleep(_LOOK_SECONDS)
+
+
+def _all_threads() -> list[FrameType]:
+    """Return the innermost frame of each thread.
+
+    Before Python 3.11.5 a collection in the middle of this would wait for ever: it gives away the interpreter, and
+    the list of threads stays locked (python/cpython#106883).
+    """
+    with paused_collector():
+        return list(sys._current_frames().values())
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:
