@@ -198,8 +198,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.point:
         curve, work, side, place = arguments.point
-        print(json.dumps(measure_here(curve, work, side, Path(place))))
-        return
+        print(json.dumps(measure_here(curve, work, side, Path(place))), flush=True)
+        # pyarrow's threads may still hold objects of Python, and abort the process when it ends.
+        os._exit(0)
     if arguments.folder is not None:
         tempfile.tempdir = str(arguments.folder)
     document = {curve: run(curve, arguments.largest) for curve in arguments.curves or SHAPES}
