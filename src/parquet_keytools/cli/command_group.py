@@ -75,7 +75,8 @@ def _interrupted_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, former)
+        # None is a handler that is not of Python.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if former is None else former)
 
 
 @contextlib.contextmanager

@@ -199,7 +199,12 @@ class _Work:
         for first in numbered[:1]:
             self._one(first)
         for is_small, files in groupby(numbered[1:], key=lambda entry: entry[1].size_bytes <= _SMALL_BYTES):
-            with ThreadPoolExecutor(_SMALL_FILES_AT_A_TIME if is_small else 1) as pool:
+            if not is_small:
+                # In this thread, which Ctrl-C interrupts at once; a pool would first finish the file.
+                for file in files:
+                    self._one(file)
+                continue
+            with ThreadPoolExecutor(_SMALL_FILES_AT_A_TIME) as pool:
                 for _ in pool.map(self._one, files):
                     pass
 

@@ -85,7 +85,10 @@ def is_there_already(
     info = target.info()
     if info.type != pafs.FileType.File:
         return False
-    if _changed_ns(info) >= _changed_ns(source.info()) and _same(opens_source(source), target, opens_target):
+    made, changed = info.mtime_ns, source.info().mtime_ns
+    # Where a file system keeps no times, nothing says that the source is not newer.
+    is_newer = made is not None and changed is not None and made >= changed
+    if is_newer and _same(opens_source(source), target, opens_target):
         return True
     if not overwrite:
         raise OutputError(
@@ -93,10 +96,6 @@ def is_there_already(
             hint="Remove it, or give --overwrite to replace it.",
         )
     return False
-
-
-def _changed_ns(info: pafs.FileInfo) -> int:
-    return int(info.mtime_ns or 0)
 
 
 def _same(source: Contents, target: FileLocation, opens_target: Open) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from html import escape
 
 
-class Summarised:
+class Summarised(ABC):
     """Has a short `repr`, and a table of the same facts where a notebook shows it."""
 
     __slots__ = ()
 
+    @abstractmethod
     def summary(self) -> Mapping[str, object]:
         """Return name -> value of the facts."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         facts = ", ".join(f"{name}={value!r}" for name, value in self.summary().items())

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -128,3 +129,16 @@ def test_what_the_kms_does_not_tell_is_an_error(tmp_path: Path, kms: InMemoryKms
     with pytest.raises(KeytoolsError, match="access denied"):
         tools(kms).encrypt_file(plain, target, skip_existing=True)
     assert target.read_bytes() == before
+
+
+def test_without_times_nothing_is_skipped(kms: InMemoryKms, plain: Path) -> None:
+    """Of a store that does not say when a file changed, nobody knows whether the source is newer."""
+    keytools, memory = tools(kms), fsspec.filesystem("memory")
+    memory.makedirs("/timeless", exist_ok=True)
+    options: dict[str, Any] = {"overwrite": False, "skip_existing": True, "target_filesystem": memory}
+    try:
+        assert not keytools.encrypt_file(plain, "/timeless/encrypted.parquet", **options).skipped
+        with pytest.raises(OutputError, match="is not what"):
+            keytools.encrypt_file(plain, "/timeless/encrypted.parquet", **options)
+    finally:
+        memory.rm("/timeless", recursive=True)

@@ -214,20 +214,20 @@ class OpeningTask(PipelineTask):
         assert kms is not None
         trust_master_keys(self.plan, kms, kms)
         unwrapper = worker.remembered.setdefault("unwrapper", Rewrapper(kms))
+        membership = TableMembership.of(worker.keys, self.table_name, self.plan)
         found: set[_KeyOf] = set()
         for file in piece.files:
             try:
                 keys = read_file_keys(file_at(root, file["path"]))
-                self._open(keys, unwrapper, worker)
+                self._open(keys, unwrapper, membership, worker)
                 found |= {(held.wrapped_key, held.material.double_wrapping) for held in keys.referenced}
             except (KeytoolsError, OSError):
                 # The task that writes it says what is wrong with it.
                 continue
         return TaskResult(other=found)
 
-    def _open(self, keys: HeldKeys, unwrapper: Rewrapper, worker: WorkerKeys) -> None:
+    def _open(self, keys: HeldKeys, unwrapper: Rewrapper, membership: TableMembership, worker: WorkerKeys) -> None:
         aad_prefix = keys.expected_prefix(prefix_of(worker.keys, self.table_name, self.aad_prefix, self.plan))
-        membership = TableMembership.of(worker.keys, self.table_name, self.plan)
         membership.check_footer(keys)
         held = keys.footer_key
         found = unwrapper.unwrap([] if held is None else [held.wrapped_key])
