@@ -59,21 +59,6 @@ class SeenColumn:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenFile:
-    """An encrypted file as it describes itself.
-
-    Attributes:
-        algorithm: As it states.
-        footer_key: The key of its footer; None where the file does not say which it is.
-        columns: Its leaf columns; none in a file without row groups, which does not say how they are encrypted.
-    """
-
-    algorithm: Algorithm
-    footer_key: KeyReference | None
-    columns: Sequence[SeenColumn] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class _Wanted:
     """What a table has for a column.
 
@@ -198,17 +183,6 @@ class TableCheck:
             if any(folded(pattern).startswith(f"{folded(name)}.") for pattern in patterns):
                 return key_name
         return None
-
-    def mismatches(self, seen: SeenFile) -> list[TableMismatch]:
-        """Return all in which a file is not what the table says.
-
-        Raises:
-            ConfigurationError: The table has two keys for a column of the file.
-        """
-        return [
-            *self.footer_mismatches(seen.algorithm, seen.footer_key),
-            *self.column_mismatches(seen.footer_key, seen.columns),
-        ]
 
     def footer_mismatches(self, algorithm: Algorithm, key: KeyReference | None) -> list[TableMismatch]:
         """Return what is wrong with algorithm and key of a footer; to be called before that key is asked for."""

@@ -7,7 +7,7 @@ from parquet_keytools.config.key_names import DataKeyReference, MasterKeyReferen
 from parquet_keytools.config.loader import parse_configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, TableMismatch, TableMismatchError
-from parquet_keytools.files.table_check import SeenColumn, SeenFile, TableCheck, seen_key
+from parquet_keytools.files.table_check import SeenColumn, TableCheck, seen_key
 from parquet_keytools.keys.key_material import KeyMaterial, KeyReference, parse_key_metadata
 
 GCM, CTR = Algorithm.AES_GCM_V1, Algorithm.AES_GCM_CTR_V1
@@ -39,7 +39,14 @@ def check(table=None, ignores_case=False, **document):
 
 def wrong(checked, *columns, algorithm=GCM, footer="footer"):
     key = master(footer) if isinstance(footer, str) else footer
-    return [(found.what, found.column) for found in checked.mismatches(SeenFile(algorithm, key, columns))]
+    return [(found.what, found.column) for found in mismatches(checked, algorithm, key, columns)]
+
+
+def mismatches(checked, algorithm, footer_key, columns):
+    return [
+        *checked.footer_mismatches(algorithm, footer_key),
+        *checked.column_mismatches(footer_key, columns),
+    ]
 
 
 OWN = (column("name", COLUMN_KEY, master("pii")), column("at", COLUMN_KEY, master("times")), column("n"))
@@ -212,9 +219,9 @@ def test_a_reader_that_ignores_case_finds_a_column_of_another_case():
 
 def test_the_error_says_what_and_where_and_what_to_do():
     checked = check(master_keys={"pii": ARN})
-    seen = SeenFile(CTR, master("ads"), [column("name", COLUMN_KEY, master("times")), column("at")])
+    columns = [column("name", COLUMN_KEY, master("times")), column("at")]
     with pytest.raises(TableMismatchError) as caught:
-        checked.refuse("x/a.parquet", checked.mismatches(seen))
+        checked.refuse("x/a.parquet", mismatches(checked, CTR, master("ads"), columns))
     error = caught.value
     assert (error.path, error.table) == ("x/a.parquet", "t")
     assert error.mismatches[2] == TableMismatch(
