@@ -1,11 +1,12 @@
-"""The rules that files and data sets are checked against: one table, from which the documentation is made."""
+"""The rules that files and data sets are checked against: those of the table in `rules.md`."""
 
 from __future__ import annotations
 
+import pkgutil
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-
-from parquet_keytools.conformance import rules_of_columns, rules_of_footers
 
 
 class Severity(Enum):
@@ -55,25 +56,18 @@ class Rule:
     gain: str
 
 
-def _rules(severity: Severity, scope: Scope, rows: tuple[tuple[str, str, str, str], ...]) -> tuple[Rule, ...]:
-    return tuple(Rule(rule_id, section, severity, scope, holds, gain) for rule_id, section, holds, gain in rows)
+_ROW = re.compile(r"\| `(\S+)` \((\w+)\) \| (.+?) \| (.+?) \| (.+?) \|")
 
 
-RULES: tuple[Rule, ...] = (
-    *_rules(Severity.VIOLATION, Scope.ENVELOPE, rules_of_footers.ENVELOPE_VIOLATIONS),
-    *_rules(Severity.WEAKNESS, Scope.ENVELOPE, rules_of_footers.ENVELOPE_WEAKNESSES),
-    *_rules(Severity.NOTE, Scope.ENVELOPE, rules_of_footers.ENVELOPE_NOTES),
-    *_rules(Severity.VIOLATION, Scope.FOOTER, rules_of_footers.FOOTER_VIOLATIONS),
-    *_rules(Severity.WEAKNESS, Scope.FOOTER, rules_of_footers.FOOTER_WEAKNESSES),
-    *_rules(Severity.NOTE, Scope.FOOTER, rules_of_footers.FOOTER_NOTES),
-    *_rules(Severity.VIOLATION, Scope.COLUMN, rules_of_columns.COLUMN_VIOLATIONS),
-    *_rules(Severity.WEAKNESS, Scope.COLUMN, rules_of_columns.COLUMN_WEAKNESSES),
-    *_rules(Severity.NOTE, Scope.COLUMN, rules_of_columns.COLUMN_NOTES),
-    *_rules(Severity.VIOLATION, Scope.CONFIGURATION, rules_of_columns.CONFIGURATION_VIOLATIONS),
-    *_rules(Severity.VIOLATION, Scope.DATA_SET, rules_of_columns.DATA_SET_VIOLATIONS),
-    *_rules(Severity.WEAKNESS, Scope.DATA_SET, rules_of_columns.DATA_SET_WEAKNESSES),
-    *_rules(Severity.NOTE, Scope.DATA_SET, rules_of_columns.DATA_SET_NOTES),
-)
+def _table() -> Iterator[Rule]:
+    """Read `rules.md`: a heading for each scope, and a row for each rule."""
+    text = (pkgutil.get_data(__package__, "rules.md") or b"").decode()
+    for part, scope in zip(text.split("\n## ")[1:], Scope, strict=True):
+        for rule_id, severity, section, holds, gain in _ROW.findall(part):
+            yield Rule(rule_id, section, Severity(severity), scope, holds, gain)
+
+
+RULES: tuple[Rule, ...] = tuple(_table())
 
 RULES_BY_ID = {rule.id: rule for rule in RULES}
 
