@@ -49,6 +49,16 @@ def parquet_test_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def iceberg_test_data() -> Path:
+    """The folder of the encrypted tables that other implementations of Iceberg wrote."""
+    default = REPOSITORY.parent / "shared" / "iceberg-testing"
+    folder = Path(os.environ.get("ICEBERG_TEST_DATA", default))
+    if not folder.is_dir():
+        pytest.skip(f"there are no tables of Iceberg in {folder}; set ICEBERG_TEST_DATA")
+    return folder
+
+
 # A folder that pytest makes gets a number for which it looks at those of all tests before.
 _numbers = itertools.count()
 

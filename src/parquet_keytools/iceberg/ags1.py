@@ -1,0 +1,345 @@
+"""AGS1, the encrypted stream of Iceberg: manifest lists, manifests, Avro data files and deletion vectors.
+
+A stream is `AGS1`, the block length (u32 little-endian, 1 MiB), and then blocks: nonce (12 bytes), ciphertext, tag
+(16 bytes). The AAD of a block is the AAD prefix and the block ordinal (u32 little-endian). Each block but the
+last is full, an empty stream has one empty block, and no stream ends with an empty block otherwise.
+
+Nothing in a stream shows that full blocks were cut off its end: the length of the file is compared with the one in
+its key metadata before a byte is read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import threading
+from types import TracebackType
+from typing import Protocol, Self
+
+from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
+from parquet_keytools.errors import DecryptionError, FormatLimitError, NotEncryptedError
+from parquet_keytools.format.byte_ranges import Bytes
+from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+
+MAGIC = b"AGS1"
+BLOCK_LENGTH = 1 << 20
+HEADER_LENGTH = 8
+
+_FRAMING = NONCE_LENGTH + TAG_LENGTH
+_FULL_BLOCK = BLOCK_LENGTH + _FRAMING
+_HEADER = MAGIC + struct.pack("<I", BLOCK_LENGTH)
+_MAX_BLOCKS = 1 << 32
+_BLOCKS_A_REQUEST = 8
+_PLAINTEXT_MAGICS = {b"Obj\x01": "Avro", b"PAR1": "Parquet", b"PFA1": "Puffin"}
+_pack_ordinal = struct.Struct("<I").pack
+
+
+class BinaryInput(Protocol):
+    """An open file to read from: one of Python, pyarrow, fsspec or PyIceberg."""
+
+    def seek(self, offset: int, whence: int = ..., /) -> int | None:
+        """Go to a position."""
+        ...
+
+    def tell(self) -> int:
+        """Return the position."""
+        ...
+
+    def read(self, size: int = ..., /) -> bytes:
+        """Read at most so many bytes; none at the end only."""
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
+
+
+class BinaryOutput(Protocol):
+    """An open file to write to, from its beginning."""
+
+    def write(self, data: bytes, /) -> object:
+        """Write all of the bytes."""
+        ...
+
+    def close(self) -> None:
+        """Finish the file."""
+        ...
+
+
+def encrypted_length(plaintext_length: int) -> int:
+    """Return the bytes of the stream of so many plaintext bytes."""
+    blocks = max(1, -(-plaintext_length // BLOCK_LENGTH))
+    return HEADER_LENGTH + plaintext_length + blocks * _FRAMING
+
+
+class Ags1Writer:
+    """Encrypts a stream while it is written; it holds one block in memory.
+
+    Left by an exception, it does not finish the stream: what was written is no valid file of any length.
+
+    Attributes:
+        encrypted_length: Bytes given to the file so far; all of them once it is closed.
+    """
+
+    def __init__(self, file: BinaryOutput, key_metadata: StandardKeyMetadata) -> None:
+        self._file = file
+        self._cipher = AesGcm(key_metadata.encryption_key)
+        self._aad_prefix = key_metadata.aad_prefix
+        self._block = bytearray()
+        self._ordinal = 0
+        self._closed = False
+        file.write(_HEADER)
+        self.encrypted_length = HEADER_LENGTH
+
+    @property
+    def closed(self) -> bool:
+        """Whether the stream is finished."""
+        return self._closed
+
+    def write(self, data: Bytes) -> int:
+        """Take plaintext, and return its length.
+
+        Raises:
+            ValueError: The stream is closed.
+            FormatLimitError: The stream has more blocks than AGS1 can count.
+        """
+        if self._closed:
+            raise ValueError("the stream is closed")
+        view = memoryview(data).cast("B")
+        position = 0
+        while position < len(view):
+            # A full block is written when a byte follows it: the last block of a stream is never empty.
+            if len(self._block) == BLOCK_LENGTH:
+                self._write_block()
+            taken = view[position : position + BLOCK_LENGTH - len(self._block)]
+            self._block += taken
+            position += len(taken)
+        return len(view)
+
+    def tell(self) -> int:
+        """Return the plaintext bytes written so far."""
+        return self._ordinal * BLOCK_LENGTH + len(self._block)
+
+    def flush(self) -> None:
+        """Do nothing: a block is written when it is full."""
+
+    def close(self) -> None:
+        """Write the last block, and close the file."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._write_block()
+        finally:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            self._file.close()
+
+    def _write_block(self) -> None:
+        if self._ordinal >= _MAX_BLOCKS:
+            raise FormatLimitError(f"an AGS1 stream has no more than {_MAX_BLOCKS} blocks.")
+        nonce = os.urandom(NONCE_LENGTH)
+        out = bytearray(len(self._block) + _FRAMING)
+        out[:NONCE_LENGTH] = nonce
+        aad = self._aad_prefix + _pack_ordinal(self._ordinal)
+        self._cipher.encrypt_into(nonce, self._block, aad, memoryview(out)[NONCE_LENGTH:])
+        self._file.write(bytes(out))
+        self.encrypted_length += len(out)
+        self._ordinal += 1
+        self._block.clear()
+
+
+class Ags1Reader(io.RawIOBase):
+    """Decrypts a stream by ranges: it reads and checks the blocks that a range touches, and gives out only these.
+
+    Length and header are checked at once. Any number of threads may call `read_at`. It keeps one block in memory.
+
+    Attributes:
+        path: Name of the file, for errors.
+        size_bytes: Bytes of the plaintext.
+    """
+
+    def __init__(self, file: BinaryInput, key_metadata: StandardKeyMetadata, *, path: str) -> None:
+        """Open a stream; closing the reader closes the file.
+
+        Raises:
+            DecryptionError: The file does not have the length that its key metadata has, or is not a whole stream.
+            NotEncryptedError: It is a plaintext file.
+        """
+        super().__init__()
+        self._file = file
+        self.path = path
+        self._cipher = AesGcm(key_metadata.encryption_key)
+        self._aad_prefix = key_metadata.aad_prefix
+        self._lock = threading.Lock()
+        self._position = 0
+        self._kept = (-1, b"")
+        file.seek(0, os.SEEK_END)
+        length = file.tell()
+        self._check_header(length)
+        if key_metadata.file_length is not None and length != key_metadata.file_length:
+            raise self._error(
+                f"the file has {length} bytes, and its key metadata says {key_metadata.file_length}: blocks were "
+                "cut off or added, or it is another file"
+            )
+        self._last, rest = divmod(max(0, length - HEADER_LENGTH - 1), _FULL_BLOCK)
+        self._last_length = rest + 1 - _FRAMING
+        if self._last_length < 0 or (self._last and not self._last_length):
+            raise self._error(f"it is cut within a block: {length} bytes")
+        if self._last >= _MAX_BLOCKS:
+            raise self._error(f"it has more blocks than AGS1 can count: {length} bytes")
+        self.size_bytes = self._last * BLOCK_LENGTH + self._last_length
+        if key_metadata.file_length is None:
+            self._check_end()
+
+    def _check_header(self, length: int) -> None:
+        header = self._read_file(0, min(length, HEADER_LENGTH))
+        if (kind := _PLAINTEXT_MAGICS.get(header[:4])) is not None:
+            raise NotEncryptedError(
+                f"{self.path}: it is a plaintext {kind} file, and it has the key metadata of an encrypted one.",
+                hint="Do not trust this file: somebody replaced it.",
+            )
+        if header != _HEADER:
+            raise self._error("it does not begin like an AGS1 stream with blocks of 1 MiB")
+
+    def _check_end(self) -> None:
+        """Find out without a length whether the stream is whole: only a last block is not full."""
+        if self._last_length == BLOCK_LENGTH:
+            raise self._error(
+                "its key metadata has no file_length, and its last block is full: blocks may have been cut off",
+            )
+        self._blocks(self._last, self._last)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return `length` plaintext bytes from `offset`; fewer where the stream ends before.
+
+        Raises:
+            DecryptionError: A block of the range is not authentic; then none of its bytes are returned.
+        """
+        end = min(offset + length, self.size_bytes)
+        if offset < 0 or length < 0:
+            raise ValueError("offset or length is negative")
+        if offset >= end:
+            # Of an empty stream, its one block is checked too.
+            if not self.size_bytes:
+                self._blocks(0, 0)
+            return b""
+        first, last = offset // BLOCK_LENGTH, (end - 1) // BLOCK_LENGTH
+        plaintext = self._blocks(first, last)
+        start = offset - first * BLOCK_LENGTH
+        return plaintext[start : start + end - offset]
+
+    def _blocks(self, first: int, last: int) -> bytes:
+        """Return the plaintext of some blocks."""
+        with self._lock:
+            if first == last == self._kept[0]:
+                return self._kept[1]
+            lengths = [self._last_length if n == self._last else BLOCK_LENGTH for n in range(first, last + 1)]
+            out = bytearray(sum(lengths))
+            written = memoryview(out)
+            for begin in range(first, last + 1, _BLOCKS_A_REQUEST):
+                end = min(begin + _BLOCKS_A_REQUEST, last + 1)
+                wanted = lengths[begin - first : end - first]
+                data = memoryview(
+                    self._read_file(HEADER_LENGTH + begin * _FULL_BLOCK, sum(wanted) + len(wanted) * _FRAMING)
+                )
+                for ordinal, length in enumerate(wanted, begin):
+                    self._decrypt(ordinal, data[: length + _FRAMING], written[:length])
+                    data, written = data[length + _FRAMING :], written[length:]
+            plaintext = bytes(out)
+            self._kept = (last, plaintext[len(plaintext) - lengths[-1] :])
+            return plaintext
+
+    def _decrypt(self, ordinal: int, block: memoryview, out: memoryview) -> None:
+        aad = self._aad_prefix + _pack_ordinal(ordinal)
+        authentic = True
+        try:
+            self._cipher.decrypt_into(block[:NONCE_LENGTH], block[NONCE_LENGTH:], aad, out)
+        except InvalidTag:
+            authentic = False
+        if not authentic:
+            raise self._error(
+                f"block {ordinal} is not authentic: it was changed, moved or taken from another file, or the key "
+                "metadata is that of another file"
+            )
+
+    def _read_file(self, offset: int, length: int) -> bytes:
+        self._file.seek(offset)
+        data = self._file.read(length)
+        parts = [data]
+        missing = length - len(data)
+        while missing > 0 and data:
+            data = self._file.read(missing)
+            parts.append(data)
+            missing -= len(data)
+        if missing:
+            raise self._error("it became shorter while it was read")
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _error(self, reason: str) -> DecryptionError:
+        error = DecryptionError(
+            f"{self.path}: {reason}.",
+            hint="Do not trust this file; restore it from a backup.",
+        )
+        error.path = self.path
+        return error
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position in the plaintext."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Go to a position in the plaintext, and return it."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size_bytes}.get(whence)
+        if base is None or base + offset < 0:
+            raise ValueError("no such position")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return at most `size` plaintext bytes from the position, or all that follow."""
+        if self.closed:
+            raise ValueError("the stream is closed")
+        left = max(0, self.size_bytes - self._position)
+        data = self.read_at(self._position, left if size is None or size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+    def readall(self) -> bytes:
+        """Return all that follows."""
+        return self.read()
+
+    def readinto(self, buffer: Bytes, /) -> int:  # type: ignore[override]
+        """Read into memory of the caller."""
+        view = memoryview(buffer).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Close the stream and its file."""
+        if not self.closed:
+            self._kept = (-1, b"")
+            try:
+                self._file.close()
+            finally:
+                super().close()
