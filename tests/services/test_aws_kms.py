@@ -775,6 +775,24 @@ def test_the_encryption_context_is_bound(fake: FakeKms, url: str) -> None:
     assert sent == [context] * 4 + [{}]
 
 
+def test_the_raw_form_is_the_blob_of_a_call_without_context(fake: FakeKms, url: str) -> None:
+    """So that Iceberg's `AwsKeyManagementClient`, which sends none, reads it."""
+    one = fake.add_key()
+    with AwsKms(settings(url)) as kms, AwsKms(settings(url, encryption_context={"a": "b"})) as bound:
+        blob = kms.wrap_raw(CANARY, one.arn)
+        assert base64.b64encode(blob).decode() != kms.wrap(CANARY, one.arn)
+        assert kms.unwrap(base64.b64encode(blob).decode(), one.arn) == kms.unwrap_raw(blob, one.arn) == CANARY
+        calls = len(fake.log)
+        for call in (lambda: bound.wrap_raw(CANARY, one.arn), lambda: bound.unwrap_raw(blob, one.arn)):
+            with pytest.raises(KmsConfigurationError, match="encryption_context"):
+                call()
+        assert len(fake.log) == calls
+        with pytest.raises(WrappedKeyInvalidError):
+            kms.unwrap_raw(blob[:-1], one.arn)
+    sent = [value for _, request, _ in fake.log for name, value in request.items() if name.endswith("Context")]
+    assert sent == [{}] * len(sent)
+
+
 # --- credentials ---
 
 

@@ -165,6 +165,19 @@ def test_a_wrapped_key_is_the_ciphertext_and_nothing_else(server: FakeGcpKms, km
     assert kms.wrapped_key_version(wrapped_key, "one") is None
 
 
+def test_the_raw_form_is_the_ciphertext_without_aad(server: FakeGcpKms, kms: GcpKms) -> None:
+    """So that Iceberg's `GcpKeyManagementClient`, which sends no AAD, reads it."""
+    with GcpKms(settings(server.endpoint, additional_authenticated_data=None)) as plain:
+        ciphertext = plain.wrap_raw(CANARY, "one")
+        assert plain.unwrap(base64.b64encode(ciphertext).decode(), "one") == CANARY
+        assert plain.unwrap_raw(ciphertext, "one") == CANARY
+        with pytest.raises(WrappedKeyInvalidError):
+            plain.unwrap_raw(ciphertext[:-1], "one")
+    for call in (lambda: kms.wrap_raw(CANARY, "one"), lambda: kms.unwrap_raw(ciphertext, "one")):
+        with pytest.raises(KmsConfigurationError, match="additional authenticated data"):
+            call()
+
+
 def test_a_full_name_needs_no_key_ring(server: FakeGcpKms) -> None:
     name = f"{KEY_RING}/cryptoKeys/one"
     with GcpKms(GcpSettings(endpoint=server.endpoint, insecure=True)) as kms:

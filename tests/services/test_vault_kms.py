@@ -135,6 +135,16 @@ def kms(openbao: OpenBao) -> Iterator[VaultKms]:
 # --- master keys ---
 
 
+def test_the_raw_form_is_the_text_of_the_server(kms: VaultKms, openbao: OpenBao) -> None:
+    name = openbao.create_key()
+    raw = kms.wrap_raw(KEY, name)
+    assert raw.startswith(b"vault:v1:")
+    assert kms.unwrap(raw.decode("ascii"), name) == kms.unwrap_raw(raw, name) == KEY
+    for damaged in (raw[:-2], raw.replace(b"vault", b"v\xffult"), b"keys", b""):
+        with pytest.raises(WrappedKeyInvalidError):
+            kms.unwrap_raw(damaged, name)
+
+
 def test_a_missing_key_is_never_created_even_by_a_token_that_may(openbao: OpenBao) -> None:
     with vault_kms(openbao, token=openbao.root_token) as kms:
         with pytest.raises(MasterKeyNotFoundError):

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import ClassVar, Self, TypeVar, TypeVarTuple
 
 from parquet_keytools.errors import (
+    KmsConfigurationError,
     KmsError,
     KmsResponseInvalidError,
     KmsUnavailableError,
@@ -18,6 +19,7 @@ from parquet_keytools.errors import (
     value_or_raise,
 )
 from parquet_keytools.kms.key_reports import KeyReporter
+from parquet_keytools.kms.raw_form import RawForm
 from parquet_keytools.kms.requests import (
     KEY_LENGTHS_BYTES,
     CallFacts,
@@ -27,6 +29,8 @@ from parquet_keytools.kms.requests import (
     RewrapRequest,
     UnwrapRequest,
     WrapRequest,
+    alone,
+    checked_answers,
     identity_of,
     mistake_in_key,
     mistake_in_wrapped_key,
@@ -51,7 +55,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class KmsClient(ABC):
+class KmsClient(RawForm, ABC):
     """Wraps and unwraps keys with the master keys of one KMS, from any number of threads.
 
     A backend implements the private hooks. Callers use the public methods: these check what goes in and what
@@ -145,8 +149,7 @@ class KmsClient(ABC):
     def wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
         """Wrap many keys. Returns, in the order of the requests, the wrapped key or why there is none."""
         for request in requests:
-            if len(request.key) not in KEY_LENGTHS_BYTES:
-                raise ValueError(f"a key to be wrapped has 16, 24 or 32 bytes, not {len(request.key)}")
+            request.refuse_other_lengths()
         return self._many("wrap", requests, self._wrap_many, mistake_in_wrapped_key)
 
     def unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
@@ -168,7 +171,13 @@ class KmsClient(ABC):
         """
         self._count("describe", 1)
         with self._reporter().span("describe", [master_key_id]):
-            return self._guard("describe", master_key_id, self._checked_description, master_key_id)
+            return self._guard(
+                "describe",
+                master_key_id,
+                lambda: self._call_facts("describe", master_key_id).checked_description(
+                    self._describe(master_key_id)
+                ),
+            )
 
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
         """Return the version of the master key that wrapped a key, or None where that is not known.
@@ -188,7 +197,7 @@ class KmsClient(ABC):
         """Return whether the KMS has a request for it; if not, `rewrap` unwraps, and rotations make new KEKs."""
         return True
 
-    def close(self) -> None:  # noqa: B027 - a backend without connections has nothing to close
+    def close(self) -> None:
         """Give back connections. Calls after this may fail; closing twice is fine."""
 
     def __enter__(self) -> Self:
@@ -222,7 +231,7 @@ class KmsClient(ABC):
         key = self.unwrap(request.wrapped_key, request.master_key_id)
         return self.wrap(key, request.new_master_key_id)
 
-    def _prepare(self, operation: str) -> None:  # noqa: B027 - most backends have nothing to prepare
+    def _prepare(self, operation: str) -> None:
         """Get what every key of an operation needs, such as a token; what fails here is one error for all."""
 
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
@@ -284,7 +293,7 @@ class KmsClient(ABC):
         except Exception as error:
             failure = self._translated(error, operation, master_key_id)
         # Raised outside of the handlers, which would attach the foreign exception again.
-        raise _alone(failure)
+        raise alone(failure)
 
     def _translated(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
         """Return what the backend makes of a foreign exception, or what we do if it cannot."""
@@ -300,7 +309,7 @@ class KmsClient(ABC):
         try:
             return self._guard(operation, master_key_id, call, *arguments)
         except KmsError as error:
-            return _alone(error)
+            return alone(error)
 
     def _count(self, operation: str, keys: int) -> None:
         with self._lock:
@@ -332,13 +341,23 @@ class KmsClient(ABC):
             with reporter.span(operation, [request.master_key_id for request in asked], keys=len(asked)) as span:
                 try:
                     answers = self._outcome(operation, None, self._prepared, operation, call, asked)
-                    checked = self._checked(operation, asked, answers, mistake_in)
+                    checked = checked_answers(self._call_facts, operation, asked, answers, mistake_in)
                 except BaseException as error:
                     reporter.report(operation, asked, [error] * len(asked), span)  # the KMS may have done it
                     raise
                 reporter.report(operation, asked, checked, span)
             outcomes.update(zip(distinct, checked, strict=True))
         return [outcomes[identity_of(request)] for request in requests]
+
+    def _in_raw_form(self, request: R, call: Callable[[], T], mistake_in: Callable[[object], str]) -> T:
+        operation = "wrap" if isinstance(request, WrapRequest) else "unwrap"
+
+        def answers(_: Sequence[R]) -> list[T | KmsError]:
+            if obstacle := self._raw_obstacle():
+                raise self._kms_error(KmsConfigurationError, operation, request.master_key_id, obstacle)
+            return [self._guard(operation, request.master_key_id, call)]
+
+        return value_or_raise(self._many(operation, [request], answers, mistake_in)[0])
 
     def _prepared(self, operation: str, call: Callable[[Sequence[R]], T], requests: Sequence[R]) -> T:
         self._prepare(operation)
@@ -355,45 +374,5 @@ class KmsClient(ABC):
             return None
         return self._kms_error(MasterKeyNotTrustedError, operation, master_key_id)
 
-    def _checked_description(self, master_key_id: str) -> MasterKeyDescription:
-        answer = self._describe(master_key_id)
-        if not isinstance(answer, MasterKeyDescription):
-            raise self._kms_error(KmsResponseInvalidError, "describe", master_key_id, "it describes no master key")
-        return answer
-
     def _reporter(self) -> KeyReporter:
         return KeyReporter(self.backend, self.instance_id, self.audit_log, self.telemetry_key_ids, self._principal)
-
-    def _checked(
-        self,
-        operation: str,
-        requests: Sequence[R],
-        answers: list[T | KmsError] | KmsError,
-        mistake_in: Callable[[object], str],
-    ) -> list[T | KmsError]:
-        """Return the answers of the backend, each right in form or an error."""
-        if not isinstance(answers, KmsError) and (not isinstance(answers, list) or len(answers) != len(requests)):
-            mistake = "the number of answers is not that of the requests"
-            answers = self._kms_error(KmsResponseInvalidError, operation, None, mistake)
-        if isinstance(answers, KmsError):
-            return [answers] * len(requests)
-        outcomes: list[T | KmsError] = []
-        for request, answer in zip(requests, answers, strict=True):
-            if isinstance(answer, KmsError):
-                outcomes.append(_alone(answer))
-            elif mistake := mistake_in(answer):
-                call = self._call_facts(operation, request.master_key_id)
-                outcomes.append(call.error(KmsResponseInvalidError, mistake))
-            else:
-                outcomes.append(answer)
-        return outcomes
-
-
-def _alone(error: KmsError) -> KmsError:
-    """Return an error without what hangs on it.
-
-    A foreign exception in its context would print its text, which may hold keys and tokens, in a traceback.
-    The frames of its own traceback hold keys, and an outcome may be kept for long and raised many times.
-    """
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)

@@ -1,7 +1,8 @@
 """A KMS in the memory of this process, for tests, demos and first steps.
 
 It wraps as the in-memory KMS of parquet-java's tests does: AES-GCM with the UTF-8 bytes of the master key
-identifier as AAD. A wrapped key does not say which version of the master key made it.
+identifier as AAD. A wrapped key does not say which version of the master key made it. The raw form has no AAD,
+as that of the KMS of Iceberg's tests.
 """
 
 from __future__ import annotations
@@ -180,16 +181,31 @@ class InMemoryKms(KmsClient):
     # --- hooks ---
 
     def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
+        return self._wrap_with(key, master_key_id, master_key_id.encode())
+
+    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
+        return self._unwrap_with(wrapped_key, master_key_id, master_key_id.encode())
+
+    def _raw_obstacle(self) -> str:
+        return ""
+
+    def _wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
+        return strict_base64.decode(self._wrap_with(key, master_key_id, b""))
+
+    def _unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
+        return self._unwrap_with(strict_base64.encode(wrapped_key), master_key_id, b"")
+
+    def _wrap_with(self, key: SecretBytes, master_key_id: str, aad: bytes) -> str:
         master_key = self._usable(master_key_id, "wrap")
         current = master_key.versions[-1]
         if not current.enabled:
             raise self._kms_error(MasterKeyDisabledError, "wrap", master_key_id, "its current version")
-        return wrap_key(current.key, key, master_key_id.encode())
+        return wrap_key(current.key, key, aad)
 
-    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
+    def _unwrap_with(self, wrapped_key: str, master_key_id: str, aad: bytes) -> SecretBytes:
         for version in reversed(list(self._usable(master_key_id, "unwrap").versions)):
             try:
-                key = unwrap_key(version.key, wrapped_key, master_key_id.encode())
+                key = unwrap_key(version.key, wrapped_key, aad)
             except InvalidTag:
                 continue
             if not version.enabled:

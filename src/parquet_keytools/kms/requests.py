@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,6 +25,11 @@ class WrapRequest:
 
     key: SecretBytes
     master_key_id: str
+
+    def refuse_other_lengths(self) -> None:
+        """Raise `ValueError` if the key is no AES key."""
+        if len(self.key) not in KEY_LENGTHS_BYTES:
+            raise ValueError(f"a key to be wrapped has 16, 24 or 32 bytes, not {len(self.key)}")
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,12 @@ class CallFacts:
             raise self.error(KmsResponseInvalidError, mistake)
         return key
 
+    def checked_description(self, answer: object) -> MasterKeyDescription:
+        """Return what a backend says of a master key, unless it is something else: `KmsResponseInvalidError`."""
+        if not isinstance(answer, MasterKeyDescription):
+            raise self.error(KmsResponseInvalidError, "it describes no master key")
+        return answer
+
 
 def mistake_in_key(answer: object) -> str:
     """Return why something cannot be a key that was wrapped, or nothing."""
@@ -128,3 +140,41 @@ def mistake_in_wrapped_key(text: object) -> str:
     if isinstance(text, str) and len(text) <= _MAX_WRAPPED_KEY_LENGTH and _PRINTABLE_ASCII.fullmatch(text):
         return ""
     return "the wrapped key is not a short string of printable ASCII"
+
+
+T = TypeVar("T")
+
+
+def checked_answers(
+    call_facts: Callable[[str, str | None], CallFacts],
+    operation: str,
+    requests: Sequence[R],
+    answers: list[T | KmsError] | KmsError,
+    mistake_in: Callable[[object], str],
+) -> list[T | KmsError]:
+    """Return the answers of a backend, each right in form or an error."""
+    if not isinstance(answers, KmsError) and (not isinstance(answers, list) or len(answers) != len(requests)):
+        mistake = "the number of answers is not that of the requests"
+        answers = call_facts(operation, None).error(KmsResponseInvalidError, mistake)
+    if isinstance(answers, KmsError):
+        return [answers] * len(requests)
+    outcomes: list[T | KmsError] = []
+    for request, answer in zip(requests, answers, strict=True):
+        if isinstance(answer, KmsError):
+            outcomes.append(alone(answer))
+        elif mistake := mistake_in(answer):
+            call = call_facts(operation, request.master_key_id)
+            outcomes.append(call.error(KmsResponseInvalidError, mistake))
+        else:
+            outcomes.append(answer)
+    return outcomes
+
+
+def alone(error: KmsError) -> KmsError:
+    """Return an error without what hangs on it.
+
+    A foreign exception in its context would print its text, which may hold keys and tokens, in a traceback.
+    The frames of its own traceback hold keys, and an outcome may be kept for long and raised many times.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

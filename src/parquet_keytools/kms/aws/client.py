@@ -213,6 +213,9 @@ class AwsKms(RemoteKmsClient):
             return as_asked(master_key_id, self._connection.region)
         return self._describe(master_key_id).arn
 
+    def _raw_obstacle(self) -> str:
+        return "Iceberg's own client sends no encryption_context" if self._settings.encryption_context else ""
+
     def _may_be_of_others(self, master_key_id: str) -> bool:
         # Key ids and aliases mean keys of the caller's own account.
         return master_key_id.startswith("arn:")

@@ -182,6 +182,9 @@ class GcpKms(RemoteKmsClient):
     def _identity(self, master_key_id: str) -> str:
         return crypto_key_name(master_key_id, self._key_ring)
 
+    def _raw_obstacle(self) -> str:
+        return "Iceberg's own client sends no additional authenticated data" if self._aad else ""
+
     def _may_be_of_others(self, master_key_id: str) -> bool:
         return "/" in master_key_id and not master_key_id.startswith(f"{self._key_ring}/cryptoKeys/")
 

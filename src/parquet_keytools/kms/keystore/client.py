@@ -1,7 +1,8 @@
 """A KMS client whose master keys are in a keystore file on this machine, under a passphrase.
 
 `keystore_document` describes the file. A wrapped key is `keystore:v<version>:<base64 of nonce (12 bytes),
-ciphertext, tag (16 bytes)>`; its AAD binds the master key identifier and the version.
+ciphertext, tag (16 bytes)>`; its AAD binds the master key identifier and the version. The raw form is nonce,
+ciphertext and tag without AAD, so it names no version: each is tried, the newest first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Literal, Self
 from cryptography.exceptions import InvalidTag
 from pydantic import SecretStr, model_validator
 
+from parquet_keytools import strict_base64
 from parquet_keytools.errors import MasterKeyDisabledError, WrappedKeyInvalidError
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.client import KmsClient
@@ -126,6 +128,25 @@ class KeystoreKms(KmsClient):
             return unwrap_key(master_key, parts[2], binding("wrapped key", master_key_id, version))
         except InvalidTag:
             raise self._kms_error(WrappedKeyInvalidError, "unwrap", master_key_id) from None
+
+    def _raw_obstacle(self) -> str:
+        return ""
+
+    def _wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
+        opened = self._keystore.open()
+        current = opened.master_key(master_key_id, "wrap").versions[-1].version
+        return strict_base64.decode(wrap_key(self._usable(opened, master_key_id, current, "wrap"), key, b""))
+
+    def _unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
+        opened = self._keystore.open()
+        for version in reversed(opened.master_key(master_key_id, "unwrap").versions):
+            try:
+                key = unwrap_key(opened.key(master_key_id, version), strict_base64.encode(wrapped_key), b"")
+            except InvalidTag:
+                continue
+            self._usable(opened, master_key_id, version.version, "unwrap")
+            return key
+        raise self._kms_error(WrappedKeyInvalidError, "unwrap", master_key_id)
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         master_key = self._keystore.open().master_key(master_key_id, "describe")
