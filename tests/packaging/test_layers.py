@@ -50,6 +50,8 @@ LAYERS: dict[str, set[str]] = {
     "rotation": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
     # encrypted tables of Iceberg; its keys and its streams know no Parquet
     "iceberg": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "arrow"},
+    # a read-only file system over HTTP and S3, or mounted; knows nothing of Parquet
+    "serve": {"errors", "secret_bytes"},
     # Spark's own reader and writer, and pipelines over data sets
     "spark": GROUND | {"storage", "encryption", "kms", "keys", "config", "files", "conformance", "rotation"},
     # the facade, and its parts

@@ -1,0 +1,115 @@
+"""A server of HTTP that nobody can exhaust: bounded connections, and none that waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import socketserver
+import ssl
+import threading
+from collections.abc import Callable
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+_END_SECONDS = 5.0
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+class BoundedServer(ThreadingHTTPServer):
+    """Takes connections, each in a thread of its own.
+
+    Args:
+        address: An IP address and a port; 0 takes a free one.
+        handler: Makes the handler of a connection.
+        tls: For TLS; the handshake is in the thread of the connection.
+        max_connections: At the same time; others get 503.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        handler: Callable[..., Any],
+        *,
+        tls: ssl.SSLContext | None,
+        max_connections: int,
+    ) -> None:
+        if ipaddress.ip_address(address[0]).version == 6:
+            self.address_family = socket.AF_INET6
+        self._tls = tls
+        self._max_connections = max_connections
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._lock = threading.Lock()
+        super().__init__(address, handler)
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether clients speak TLS."""
+        return self._tls is not None
+
+    def server_bind(self) -> None:
+        """Bind, without the look-up of our own name in the DNS, which can take long."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the thread of a connection, or refuse it."""
+        with self._lock:
+            if len(self._open) < self._max_connections:
+                thread = threading.Thread(
+                    target=self.process_request_thread, args=(request, client_address), daemon=True
+                )
+                self._open[request] = thread
+                thread.start()
+                return
+        if self._tls is None:
+            with contextlib.suppress(OSError):
+                request.setblocking(False)
+                request.send(_BUSY)
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve one connection."""
+        secure = None
+        try:
+            if self._tls is None:
+                super().process_request_thread(request, client_address)
+                return
+            request.settimeout(_END_SECONDS)
+            # The handshake must not keep others from connecting.
+            secure = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=True)
+            with self._lock:
+                self._open[secure] = self._open.pop(request)
+            super().process_request_thread(secure, client_address)
+        except OSError:
+            # No TLS, or given up.
+            self.close_request(secure or request)
+        finally:
+            with self._lock:
+                self._open.pop(secure or request, None)
+                self._open.pop(request, None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: the handler logs, and what is left are clients that went away."""
+
+    def end(self) -> None:
+        """Take no more connections, end those that are open, and wait for their threads."""
+        self.shutdown()
+        self.server_close()
+        with self._lock:
+            left = dict(self._open)
+        for connection in left:
+            cut_off(connection)
+        for thread in left.values():
+            thread.join(_END_SECONDS)
+
+
+def cut_off(connection: socket.socket) -> None:
+    """End a connection at once, so that no client takes what it has for all."""
+    with contextlib.suppress(OSError):
+        # Not that of SSLSocket: it drops TLS first, and what another thread then sends would go out in plaintext.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,0 +1,251 @@
+"""One connection: requests as they come, and answers, within limits of size and time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from parquet_keytools.serve.access_log import Access, write_access
+from parquet_keytools.serve.bounded_server import cut_off
+from parquet_keytools.serve.refusals import refusal_of
+from parquet_keytools.serve.requests_and_answers import (
+    RefusedRequestError,
+    ServedAnswer,
+    ServedRange,
+    ServedRequest,
+)
+from parquet_keytools.serve.served_tree import FileReader, ServedFile
+
+_IDLE_SECONDS = 60.0
+"""So long a connection waits for its next request."""
+
+_HEAD_SECONDS = 10.0
+"""So long a request takes to come, once its first byte is here; also the first one of a connection."""
+
+_SEND_SECONDS = 120.0
+"""So long a client takes for one chunk."""
+
+_CHUNK_BYTES = 1 << 20
+_MAX_HEAD_BYTES = 32 * 1024
+_MAX_LINE_BYTES = 16 * 1024
+_MOST_REMEMBERED = 10_000
+_METHODS = ("GET", "HEAD")
+
+
+class ViewConnection(BaseHTTPRequestHandler):
+    """Speaks HTTP/1.1 with one client.
+
+    Subclasses say in `route` what is answered.
+
+    Attributes:
+        protocol: Of the request: `http` or `s3`; empty until that is known.
+    """
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        """Read within limits."""
+        super().setup()
+        self._head = _HeadReader(self.connection)
+        self.rfile = self._input = io.BufferedReader(self._head)
+        self._ranges: dict[str, str] = {}
+        self._is_first = True
+
+    def route(self, request: ServedRequest) -> tuple[str, str, Callable[[], ServedAnswer]]:
+        """Return protocol, key, and what makes the answer.
+
+        Raises:
+            RefusedRequestError: There is no such thing here.
+        """
+        raise NotImplementedError
+
+    def handle_one_request(self) -> None:
+        """Read a request, and answer it."""
+        self.close_connection = True
+        try:
+            self._head.begin(_HEAD_SECONDS if self._is_first else _IDLE_SECONDS)
+            self._is_first = False
+            if not self._input.peek(1):
+                return
+            self._head.begin(_HEAD_SECONDS)
+            self.raw_requestline = self.rfile.readline(_MAX_LINE_BYTES + 1)
+            if len(self.raw_requestline) > _MAX_LINE_BYTES:
+                self.requestline = self.command = self.request_version = ""
+                self.send_error(414)
+            elif self.parse_request():
+                self._answer()
+        except (OSError, ValueError):
+            # Gone, too slow, too large, or no TLS: there is nobody to say it to.
+            self.close_connection = True
+
+    def handle_expect_100(self) -> bool:
+        """Ask for no body: who waits to send one gets the answer at once."""
+        return True
+
+    def seen_before(self, file: ServedFile) -> bool:
+        """Return whether this connection read a range of another version of a file; HEAD begins anew."""
+        if len(self._ranges) > _MOST_REMEMBERED:
+            self._ranges.clear()
+        known = self._ranges.get(file.key, file.etag)
+        self._ranges[file.key] = file.etag
+        return known != file.etag and self.command != "HEAD"
+
+    def version_string(self) -> str:
+        """Return what the server calls itself."""
+        return "parquet-keytools"
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Print nothing: each request has its record in the log of accesses."""
+
+    def _answer(self) -> None:
+        key = ""
+        self.protocol = ""
+        try:
+            request = self._request()
+            self.protocol, key, make = self.route(request)
+            answer = make()
+            if isinstance(answer.body, ServedRange) and self.command != "HEAD":
+                self._send_file(answer, answer.body)
+            else:
+                self._send(answer)
+                self._log(key, answer.status, "ok")
+        except OSError as error:
+            if isinstance(error, ConnectionError | TimeoutError):
+                raise
+            self._refuse(key, error)
+        except Exception as error:
+            self._refuse(key, error)
+
+    def _request(self) -> ServedRequest:
+        """Return the request.
+
+        Raises:
+            RefusedRequestError: It is none that we answer.
+        """
+        headers: dict[str, list[str]] = defaultdict(list)
+        for name, value in self.headers.items():
+            headers[name.lower()].append(value)
+        target = self.requestline.split()[1]
+        raw_path, _, raw_query = target.partition("?")
+        request = ServedRequest(
+            self.command, raw_path, raw_query, {name: tuple(values) for name, values in headers.items()}
+        )
+        if self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
+            raise RefusedRequestError(505, "InvalidRequest", "This version of HTTP is not spoken here.")
+        if self.command not in _METHODS:
+            self.close_connection = True
+            raise RefusedRequestError(405, "MethodNotAllowed", "This server only reads.", {"Allow": "GET, HEAD"})
+        has_body = "transfer-encoding" in headers or request.header("content-length") not in (None, "0")
+        if self.headers.defects or has_body or not target.startswith("/") or not target.isascii():
+            self.close_connection = True
+            raise RefusedRequestError(400, "InvalidRequest", "This is no valid request for a file.")
+        return request
+
+    def _send_file(self, answer: ServedAnswer, body: ServedRange) -> None:
+        sent, outcome = 0, "ok"
+        try:
+            with contextlib.ExitStack() as stack:
+                # Before the status is sent: what is wrong from the start has a status of its own.
+                reader = stack.enter_context(body.opened)
+                chunk = self._chunk(reader, body, 0)
+                try:
+                    self._send_head(answer, body.length)
+                    while True:
+                        self._send_bytes(chunk)
+                        sent += len(chunk)
+                        if sent == body.length:
+                            break
+                        chunk = self._chunk(reader, body, sent)
+                except BaseException as error:
+                    # The status has been sent: all that is left to do is to end early.
+                    outcome = type(error).__name__
+                    self.close_connection = True
+                    if not isinstance(error, Exception):
+                        raise
+                finally:
+                    self._log(body.key, answer.status, outcome, body=body, sent=sent)
+        finally:
+            if outcome != "ok":
+                cut_off(self.connection)
+
+    @staticmethod
+    def _chunk(reader: FileReader, body: ServedRange, sent: int) -> bytes:
+        length = min(_CHUNK_BYTES, body.length - sent)
+        return reader.read(body.start + sent, length)
+
+    def _refuse(self, key: str, error: Exception) -> None:
+        refusal = refusal_of(error)
+        body, kind = self.error_body(refusal)
+        if refusal.status >= 500:
+            self.close_connection = True
+        self._send(ServedAnswer(refusal.status, {**refusal.headers, "Content-Type": kind}, body))
+        self._log(key, refusal.status, type(error).__name__ if error is not refusal else refusal.code)
+
+    def error_body(self, refusal: RefusedRequestError) -> tuple[bytes, str]:
+        """Return the body of a refusal, and its type."""
+        return f"{refusal}\n".encode("utf-8", "replace"), "text/plain; charset=utf-8"
+
+    def _send(self, answer: ServedAnswer) -> None:
+        body = answer.body
+        length = body.length if isinstance(body, ServedRange) else len(body)
+        self._send_head(answer, length)
+        if isinstance(body, bytes) and self.command != "HEAD" and answer.status != 304:
+            self._send_bytes(body)
+
+    def _send_head(self, answer: ServedAnswer, length: int) -> None:
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        if answer.status != 304:
+            self.send_header("Content-Length", str(length))
+        # What is decrypted is kept by nobody on the way, and shown by no browser as something else.
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.connection.settimeout(_SEND_SECONDS)
+        self.end_headers()
+
+    def _send_bytes(self, content: bytes) -> None:
+        # The time is that of all of it, not of each part that goes out.
+        self.connection.settimeout(_SEND_SECONDS)
+        self.connection.sendall(content)
+
+    def _log(self, key: str, status: int, outcome: str, *, body: ServedRange | None = None, sent: int = 0) -> None:
+        client = f"{self.client_address[0]}:{self.client_address[1]}"
+        start, length = (body.start, body.length) if body else (None, None)
+        write_access(Access(client, self.protocol, self.command, key, start, length, sent, status, outcome))
+
+
+class _HeadReader(io.RawIOBase):
+    """Reads what a client sends, up to a time and a size."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.begin(_HEAD_SECONDS)
+
+    def begin(self, seconds: float) -> None:
+        """Allow one more request, in so many seconds."""
+        self._deadline = time.monotonic() + seconds
+        self._left = _MAX_HEAD_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0 or self._left <= 0:
+            raise TimeoutError("too slow, or too much")
+        self._connection.settimeout(seconds)
+        count = self._connection.recv_into(buffer, min(len(buffer), self._left))
+        self._left -= count
+        return count

@@ -1,0 +1,218 @@
+"""What is served: the files of one folder of an fsspec file system, by their paths below it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from parquet_keytools.errors import FileChangedError
+
+_MAX_KEY_BYTES = 1024
+"""As in S3."""
+
+_ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Neither XML nor the lines of a log can hold these."""
+
+_log = logging.getLogger("parquet_keytools.serve")
+
+
+@dataclass(frozen=True)
+class ServedFile:
+    """A file as it is now.
+
+    Attributes:
+        key: Its path below the folder that is served.
+        size_bytes: Its length.
+        modified: When it was written, in seconds since 1970; None where that is unknown.
+        etag: Without quotes; another one as soon as the file is another one, and in another run.
+    """
+
+    key: str
+    size_bytes: int
+    modified: float | None
+    etag: str
+
+
+@dataclass(frozen=True)
+class ServedEntry:
+    """An entry of a folder: its key, and whether that is a folder."""
+
+    key: str
+    is_folder: bool
+
+    @property
+    def sort_key(self) -> bytes:
+        """Place among others, as S3 orders keys: a folder stands where the keys in it do."""
+        return (self.key + "/" * self.is_folder).encode()
+
+
+class ServedTree:
+    """The files below one folder, read-only.
+
+    Args:
+        filesystem: An fsspec file system. `info` has to change whenever the file does.
+        root: The folder there.
+        local_folder: The same folder on this machine's disks, if that is where it is: links that lead out of it
+            are refused.
+        only: The key of the one file that is served; None serves all.
+    """
+
+    def __init__(
+        self, filesystem: Any, root: str, *, local_folder: Path | None = None, only: str | None = None
+    ) -> None:
+        self._filesystem = filesystem
+        self._root = root.rstrip("/")
+        self._local_folder = local_folder.resolve() if local_folder else None
+        self._only = only
+        self._run = secrets.token_bytes(16)
+
+    def find(self, key: str) -> ServedFile:
+        """Return what is known of a file.
+
+        Raises:
+            FileNotFoundError: There is none of this path, or it is one that nobody may ask for.
+            KeytoolsError: What the file system says of the file.
+        """
+        path = self._path_of(key)
+        if self._only not in (None, key) or not key:
+            raise FileNotFoundError(key)
+        facts = self._filesystem.info(path)
+        if facts["type"] != "file":
+            raise FileNotFoundError(key)
+        size = int(facts["size"])
+        version = repr((key, size, self._filesystem.ukey(path))).encode("utf-8", "surrogateescape")
+        etag = hashlib.blake2b(version, key=self._run, digest_size=20).hexdigest()
+        return ServedFile(key, size, _seconds(facts), etag)
+
+    @contextlib.contextmanager
+    def open(self, file: ServedFile) -> Iterator[FileReader]:
+        """Open a file that was found; what is read belongs to the very file that was found.
+
+        Raises:
+            FileNotFoundError: It is gone.
+            KeytoolsError: What the file system says of the file.
+        """
+        # Nothing is read ahead: each byte costs a decryption.
+        with self._filesystem.open(self._path_of(file.key), "rb", cache_type="none") as stream:
+            yield FileReader(self, file, stream)
+
+    def entries(self, folder: str) -> list[ServedEntry]:
+        """Return what a folder holds, sorted as S3 sorts keys.
+
+        Args:
+            folder: Its key; empty for the one that is served.
+
+        Raises:
+            FileNotFoundError: There is no such folder.
+        """
+        path = self._path_of(folder)
+        if self._filesystem.info(path)["type"] != "directory":
+            raise FileNotFoundError(folder)
+        found = []
+        for facts in self._filesystem.ls(path, detail=True):
+            name = str(facts["name"]).rstrip("/").rpartition("/")[2]
+            key = f"{folder}/{name}" if folder else name
+            try:
+                place = self._path_of(key)
+                # A link is listed as such, and described as what it leads to.
+                is_known = facts["type"] in ("file", "directory")
+                kind = facts["type"] if is_known else self._filesystem.info(place)["type"]
+            except FileNotFoundError:
+                _log.warning("%r is not served: a link that leads nowhere or out, or a name that is too odd", key)
+                continue
+            if kind in ("file", "directory") and self._only in (None, key):
+                found.append(ServedEntry(key, kind == "directory"))
+        return sorted(found, key=lambda entry: entry.sort_key)
+
+    def keys(self, folder: str, *, after: str = "") -> Iterator[str]:
+        """Yield the keys of all files below a folder, sorted as S3 sorts them, that come after one."""
+        return self._walk(folder, after, ())
+
+    def _walk(self, folder: str, after: str, above: tuple[Path, ...]) -> Iterator[str]:
+        place = self._local_folder / folder if self._local_folder else None
+        if place is not None:
+            place = place.resolve()
+            if place in above:
+                # A link that leads to a folder above it: everything is listed already.
+                return
+            above = (*above, place)
+        try:
+            entries = self.entries(folder)
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            if not entry.is_folder:
+                if entry.key.encode() > after.encode():
+                    yield entry.key
+            elif entry.sort_key > after.encode() or after.startswith(f"{entry.key}/"):
+                yield from self._walk(entry.key, after, above)
+
+    def _path_of(self, key: str) -> str:
+        """Return the path of a key; whatever is odd about one is no file of ours."""
+        parts = key.split("/") if key else []
+        if any(part in ("", ".", "..") for part in parts) or _ODD.search(key):
+            raise FileNotFoundError(key)
+        if len(key.encode("utf-8", "surrogatepass")) > _MAX_KEY_BYTES:
+            raise FileNotFoundError(key)
+        if self._local_folder is not None:
+            try:
+                place = (self._local_folder / key).resolve(strict=True)
+            except (OSError, RuntimeError, ValueError):
+                raise FileNotFoundError(key) from None
+            if not place.is_relative_to(self._local_folder):
+                raise FileNotFoundError(key)
+        return "/".join([self._root, *parts]) if self._root or not parts else key
+
+
+class FileReader:
+    """Reads one file for one answer.
+
+    Args:
+        tree: Where it is.
+        file: What it was when it was found.
+        stream: The opened file.
+    """
+
+    def __init__(self, tree: ServedTree, file: ServedFile, stream: Any) -> None:
+        self._tree = tree
+        self._file = file
+        self._stream = stream
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return bytes of the file.
+
+        Args:
+            start: The first one.
+            length: How many; the file must have them.
+
+        Raises:
+            FileChangedError: The file is no longer the one that was found, or is shorter.
+            KeytoolsError: They are not authentic, or a key is unavailable.
+        """
+        self._stream.seek(start)
+        parts = []
+        while length and (part := self._stream.read(length)):
+            parts.append(part)
+            length -= len(part)
+        # After reading: what was read before a change is of the file that was found.
+        if length or self._tree.find(self._file.key).etag != self._file.etag:
+            raise FileChangedError(f"{self._file.key} was replaced while it was read.")
+        return b"".join(parts)
+
+
+def _seconds(facts: dict[str, Any]) -> float | None:
+    for name in ("mtime", "modified", "LastModified", "last_modified", "created"):
+        found = facts.get(name)
+        if isinstance(found, datetime):
+            return found.timestamp()
+        if isinstance(found, int | float):
+            return float(found)
+    return None

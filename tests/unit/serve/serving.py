@@ -1,0 +1,73 @@
+"""A server over files in memory or in a folder, and a client that sends whatever it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from typing import Any
+from urllib.parse import urlsplit
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+from parquet_keytools.serve.served_tree import ServedTree
+from parquet_keytools.serve.view_server import ViewServer
+
+
+def memory_files(files: dict[str, bytes]) -> MemoryFileSystem:
+    """Return a file system of these files, shared with nobody."""
+
+    class OwnFiles(MemoryFileSystem):
+        store: dict[str, Any] = {}  # noqa: RUF012
+        pseudo_dirs = [""]  # noqa: RUF012
+        cachable = False
+
+    filesystem = OwnFiles()
+    for key, content in files.items():
+        filesystem.pipe_file(f"/root/{key}", content)
+    return filesystem
+
+
+@contextlib.contextmanager
+def served(files: dict[str, bytes] | MemoryFileSystem, **options: Any) -> Iterator[ViewServer]:
+    """Serve files of memory."""
+    filesystem = memory_files(files) if isinstance(files, dict) else files
+    with ViewServer(ServedTree(filesystem, "/root"), **options) as server:
+        yield server
+
+
+def ask(
+    server: ViewServer, key: str, method: str = "GET", headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    """Send a request below the secret path, on a connection of its own; the key goes out as it is."""
+    with contextlib.closing(connected(server)) as connection:
+        return asked(connection, server, key, method, headers)
+
+
+def connected(server: ViewServer) -> HTTPConnection:
+    """Return a connection."""
+    return HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+
+
+def asked(
+    connection: HTTPConnection,
+    server: ViewServer,
+    key: str,
+    method: str = "GET",
+    headers: dict[str, str] | None = None,
+) -> tuple[int, dict[str, str], bytes]:
+    """Send a request on a connection."""
+    connection.request(method, urlsplit(server.url).path + key, headers=headers or {})
+    response: HTTPResponse = connection.getresponse()
+    return response.status, dict(response.getheaders()), response.read()
+
+
+def said(server: ViewServer, request: bytes) -> bytes:
+    """Send bytes, and return all that comes until the server ends the connection."""
+    parts = urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+        connection.sendall(request.replace(b"HOST", parts.netloc.encode()).replace(b"PATH", parts.path.encode()))
+        with contextlib.suppress(ConnectionResetError):
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+    return b""

@@ -1,0 +1,416 @@
+"""The server over HTTP: ranges, conditions, refusals, and files that fail while they are sent."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import logging
+import os
+import re
+import socket
+import ssl
+import threading
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from unit.serve.serving import ask, asked, connected, memory_files, said, served
+
+from parquet_keytools.errors import DecryptionError, KmsAccessDeniedError, KmsUnavailableError, ParquetFormatError
+from parquet_keytools.serve import connection as connection_file
+from parquet_keytools.serve.access_log import LOGGER_NAME
+from parquet_keytools.serve.served_tree import ServedTree
+from parquet_keytools.serve.view_server import ViewServer
+
+CONTENT = os.urandom(3_000_000)
+FILES = {"2013/a.parquet": CONTENT, "empty": b"", "2013/with space & ü.parquet": b"odd"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "start", "end"),
+    [
+        ("bytes=0-0", 206, 0, 1),
+        ("bytes=5-99", 206, 5, 100),
+        ("Bytes = 5-99", 206, 5, 100),
+        ("bytes=2999999-", 206, 2_999_999, 3_000_000),
+        ("bytes=2999990-99999999999999999999999999", 206, 2_999_990, 3_000_000),
+        ("bytes=-8", 206, 2_999_992, 3_000_000),
+        ("bytes=-9999999999", 206, 0, 3_000_000),
+        # What is no range, and several: the whole file.
+        ("bytes=9-5", 200, 0, 3_000_000),
+        ("bytes=0-1,5-6", 200, 0, 3_000_000),
+        ("bytes=-", 200, 0, 3_000_000),
+        ("bytes=a-b", 200, 0, 3_000_000),
+        ("bytes=١-٢", 200, 0, 3_000_000),
+        ("pages=1-2", 200, 0, 3_000_000),
+    ],
+)
+def test_ranges(wanted: str, status: int, start: int, end: int) -> None:
+    with served(FILES) as server, contextlib.closing(connected(server)) as connection:
+        for method in ("GET", "HEAD"):
+            connection.putrequest(method, "/" + server.url.split("/", 3)[3] + "2013/a.parquet")
+            connection.putheader("Range", wanted.encode())
+            connection.endheaders()
+            response = connection.getresponse()
+            body = response.read()
+            assert response.status == status
+            assert response.headers["Content-Length"] == str(end - start)
+            expected = f"bytes {start}-{end - 1}/3000000" if status == 206 else None
+            assert response.headers["Content-Range"] == expected
+            assert body == (CONTENT[start:end] if method == "GET" else b"")
+
+
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [
+        ("2013/a.parquet", "bytes=3000000-"),
+        ("2013/a.parquet", "bytes=-0"),
+        ("empty", "bytes=0-"),
+        ("empty", "bytes=-1"),
+    ],
+)
+def test_ranges_that_a_file_does_not_have(key: str, wanted: str) -> None:
+    with served(FILES) as server:
+        status, headers, _ = ask(server, key, headers={"Range": wanted})
+        assert (status, headers["Content-Range"]) == (416, f"bytes */{len(FILES[key])}")
+
+
+def test_conditions() -> None:
+    with served(FILES) as server:
+        key = "2013/a.parquet"
+        _, headers, _ = ask(server, key, "HEAD")
+        etag, modified = headers["ETag"], headers["Last-Modified"]
+        assert etag.startswith('"') and len(etag) > 20
+        later, earlier = formatdate(4_000_000_000, usegmt=True), formatdate(0, usegmt=True)
+        for status, conditions in [
+            (200, {"If-Match": etag}),
+            (200, {"If-Match": f'"x", {etag}'}),
+            (200, {"If-Match": "*"}),
+            (412, {"If-Match": '"x"'}),
+            (412, {"If-Match": f"W/{etag}"}),
+            (412, {"If-Match": '"x"', "If-None-Match": etag}),
+            (304, {"If-None-Match": etag}),
+            (304, {"If-None-Match": f"W/{etag}"}),
+            (304, {"If-None-Match": "*"}),
+            (200, {"If-None-Match": '"x"'}),
+            (200, {"If-None-Match": '"x"', "If-Modified-Since": later}),
+            (304, {"If-Modified-Since": modified}),
+            (200, {"If-Modified-Since": earlier}),
+            (200, {"If-Modified-Since": "yesterday"}),
+            (412, {"If-Unmodified-Since": earlier}),
+            (200, {"If-Unmodified-Since": modified}),
+            (206, {"Range": "bytes=0-9", "If-Match": etag}),
+            (412, {"Range": "bytes=0-9", "If-Match": '"x"'}),
+            (206, {"Range": "bytes=0-9", "If-Range": etag}),
+            (200, {"Range": "bytes=0-9", "If-Range": f"W/{etag}"}),
+            (200, {"Range": "bytes=0-9", "If-Range": '"x"'}),
+            (200, {"Range": "bytes=0-9", "If-Range": modified}),
+        ]:
+            found, headers, body = ask(server, key, headers=conditions)
+            assert (found, headers["ETag"]) == (status, etag), conditions
+            assert body == {200: CONTENT, 206: CONTENT[:10], 304: b""}.get(status, body)
+
+
+def test_two_runs_have_different_etags_and_secrets() -> None:
+    with served(FILES) as first, served(FILES) as second:
+        assert ask(first, "empty")[1]["ETag"] != ask(second, "empty")[1]["ETag"]
+        assert first.url.split("/")[3] != second.url.split("/")[3]
+
+
+def test_a_folder_has_links_that_lead_to_its_files() -> None:
+    with served(FILES) as server:
+        assert re.findall('href="(.*?)"', ask(server, "")[2].decode()) == ["./2013/", "./empty"]
+        links = re.findall('href="./(.*?)"', ask(server, "2013/")[2].decode())
+        assert [ask(server, "2013/" + link)[2] for link in links] == [CONTENT, b"odd"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "2013/b.parquet",
+        "2013",
+        "../root/2013/a.parquet",
+        "2013/../2013/a.parquet",
+        "2013/%2e%2e/2013/a.parquet",
+        "2013%2f..%2f2013%2fa.parquet",
+        "%252e%252e/a",
+        "./2013/a.parquet",
+        "2013//a.parquet",
+        "/2013/a.parquet",
+        "2013/a.parquet%00",
+        "2013/a.parquet/",
+        "2013/%0d%0aX:%20y",
+        "2013/..%5c..%5ca",
+        "a" * 2000,
+    ],
+)
+def test_paths_that_are_no_files(key: str) -> None:
+    with served(FILES) as server:
+        status, headers, body = ask(server, key)
+        assert (status, body) == (404, b"There is no such file.\n")
+        assert "X" not in headers
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "folder outside"
+    for place in (folder / "inner", outside):
+        place.mkdir(parents=True)
+        (place / "file").write_bytes(place.name.encode())
+    (folder / "link").symlink_to(outside / "file")
+    (folder / "links").symlink_to(outside)
+    (folder / "ours").symlink_to(folder / "inner" / "file")
+    (folder / "loop").symlink_to(folder)
+    tree = ServedTree(fsspec.filesystem("file"), str(folder), local_folder=folder)
+    with ViewServer(tree) as server:
+        assert [ask(server, key)[0] for key in ("link", "links/file", "links/")] == [404] * 3
+        assert ask(server, "ours")[2] == b"inner"
+        assert b"links" not in ask(server, "")[2]
+    assert list(tree.keys("")) == ["inner/file", "ours"]
+    assert "'link' is not served" in caplog.text
+
+
+def test_one_file_alone_is_served() -> None:
+    filesystem = memory_files({"a": b"1", "b": b"2"})
+    with ViewServer(ServedTree(filesystem, "/root", only="a")) as server:
+        assert (ask(server, "a")[0], ask(server, "b")[0]) == (200, 404)
+        assert b"./b" not in ask(server, "")[2]
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /empty HTTP/1.1\r\nHost: HOST\r\n\r\n", 404),
+        (b"GET /wrong-secret/empty HTTP/1.1\r\nHost: HOST\r\n\r\n", 404),
+        (b"GET PATH HTTP/1.1\r\nHost: rebound.example\r\n\r\n", 421),
+        (b"GET PATH HTTP/1.1\r\nHost: rebound.example:80@HOST\r\n\r\n", 421),
+        (b"GET PATH HTTP/1.1\r\n\r\n", 421),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nHost: HOST\r\n\r\n", 400),
+        (b"GET PATHempty HTTP/1.1\r\nHost: HOST\r\nRange: bytes=0-\r\nRange: bytes=1-\r\n\r\n", 400),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nContent-Length: 5\r\n\r\nhello", 400),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n", 400),
+        (b"GET http://HOSTPATH HTTP/1.1\r\nHost: HOST\r\n\r\n", 400),
+        (b"GET PATH%ff HTTP/1.1\r\nHost: HOST\r\n\r\n", 400),
+        (b"GET PATH\xc3\xbc HTTP/1.1\r\nHost: HOST\r\n\r\n", 400),
+        (b"GET PATH HTTP/1.7\r\nHost: HOST\r\n\r\n", 505),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: HOST\r\n\r\n", 414),
+        *(
+            (method + b" PATHempty HTTP/1.1\r\nHost: HOST\r\nContent-Length: 1\r\n\r\nx", 405)
+            for method in (b"PUT", b"POST", b"DELETE", b"PATCH", b"OPTIONS", b"TRACE", b"CONNECT", b"get")
+        ),
+    ],
+)
+def test_requests_that_are_refused(request_bytes: bytes, status: int) -> None:
+    with served(FILES) as server:
+        # The connection is not ended by every refusal.
+        answer = said(server, request_bytes.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_http_0_9_gets_no_file() -> None:
+    with served({"a": b"the content"}) as server:
+        assert b"content" not in said(server, b"GET PATHa\r\n\r\n")
+
+
+def test_a_head_that_is_too_long_or_too_slow_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(FILES) as server:
+        assert said(server, b"GET PATH HTTP/1.1\r\n" + (b"X: " + b"y" * 1000 + b"\r\n") * 90) == b""
+        monkeypatch.setattr(connection_file, "_HEAD_SECONDS", 0.2)
+        assert said(server, b"") == b""
+        assert said(server, b"GET PATH HTTP/1.1\r\nHost") == b""
+
+
+def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_file, "_SEND_SECONDS", 0.2)
+    ended = threading.Event()
+    monkeypatch.setattr(connection_file, "write_access", lambda access: ended.set())
+    with served({"large": bytes(50_000_000)}) as server, contextlib.closing(connected(server)) as connection:
+        connection.request("GET", "/" + server.url.split("/", 3)[3] + "large")
+        assert ended.wait(30)
+        with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+            connection.getresponse().read()
+
+
+def test_connections_are_bounded_and_others_refused_at_once() -> None:
+    with served(FILES, max_connections=2) as server, contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(contextlib.closing(connected(server))) for _ in range(2))
+        assert [asked(each, server, "empty")[0] for each in (first, second)] == [200, 200]
+        assert said(server, b"").startswith(b"HTTP/1.1 503 ")
+        assert asked(first, server, "empty")[0] == 200
+
+
+def test_the_end_ends_all_connections() -> None:
+    with served(FILES) as server:
+        connection = connected(server)
+        assert asked(connection, server, "empty")[0] == 200
+        threads = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+    assert threads and not any(thread.is_alive() for thread in threads)
+    with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)):
+        connection.request("GET", "/")
+        connection.getresponse()
+    connection.close()
+    with pytest.raises(ConnectionRefusedError):
+        ask(server, "empty")
+
+
+class FailingFile:
+    """A file whose bytes fail from some place on."""
+
+    def __init__(self, stream: Any, place: int, error: Exception) -> None:
+        self._stream, self._place, self._error = stream, place, error
+
+    def __enter__(self) -> FailingFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def seek(self, place: int) -> None:
+        self._stream.seek(place)
+
+    def read(self, length: int) -> bytes:
+        if self._stream.tell() + length > self._place:
+            raise self._error
+        return self._stream.read(length)
+
+
+def failing(place: int, error: Exception) -> Any:
+    filesystem = memory_files(FILES)
+    inner = filesystem.open
+    filesystem.open = lambda *arguments, **options: FailingFile(inner(*arguments, **options), place, error)
+    return filesystem
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DecryptionError("a page is altered"),
+        KmsUnavailableError("gone", backend="x", operation="unwrap", master_key_id="k"),
+        OSError(5, "input/output error"),
+        RuntimeError("not foreseen"),
+    ],
+)
+def test_what_fails_in_the_middle_ends_the_connection(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER_NAME)
+    with served(failing(2_500_000, error)) as server:
+        for headers in ({}, {"Range": "bytes=10-"}):
+            with pytest.raises(http.client.IncompleteRead) as caught:
+                ask(server, "2013/a.parquet", headers=headers)
+            start = 10 if headers else 0
+            assert CONTENT[start:].startswith(caught.value.partial)
+            assert len(caught.value.partial) + start <= 2_500_000
+        assert ask(server, "2013/a.parquet", headers={"Range": "bytes=0-9"})[2] == CONTENT[:10]
+    assert caplog.text.count(f"outcome='{type(error).__name__}'") == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (DecryptionError("a page is altered"), 422),
+        (ParquetFormatError("no Parquet"), 422),
+        (KmsUnavailableError("gone", backend="x", operation="unwrap", master_key_id="k"), 503),
+        (KmsAccessDeniedError("no", backend="x", operation="unwrap", master_key_id="k"), 403),
+        (RuntimeError("token=s3cr3t"), 500),
+    ],
+)
+def test_what_fails_at_once_has_a_status(error: Exception, status: int) -> None:
+    with served(failing(0, error)) as server:
+        found, headers, body = ask(server, "2013/a.parquet")
+        assert found == status
+        assert "ETag" not in headers
+        assert b"s3cr3t" not in body
+
+
+def test_a_file_that_is_replaced_does_not_mix() -> None:
+    filesystem = memory_files(FILES)
+    key, path = "2013/a.parquet", "/root/2013/a.parquet"
+    with served(filesystem) as server, contextlib.closing(connected(server)) as connection:
+        _, headers, _ = asked(connection, server, key, headers={"Range": "bytes=0-9"})
+        former = headers["ETag"]
+        filesystem.pipe_file(path, bytes(3_000_000))
+        wanted = {"Range": "bytes=10-19"}
+        assert asked(connection, server, key, headers=wanted | {"If-Match": former})[0] == 412
+        # Nobody asked for a certain one; the connection still knows what it gave out before.
+        filesystem.pipe_file(path, CONTENT[::-1])
+        assert asked(connection, server, key, headers=wanted)[0] == 412
+        status, headers, body = asked(connection, server, key, headers=wanted | {"If-Range": former})
+        assert (status, body) == (200, CONTENT[::-1])
+        assert headers["ETag"] != former
+        filesystem.pipe_file(path, CONTENT)
+        assert asked(connection, server, key, "HEAD")[0] == 200
+        assert asked(connection, server, key, headers=wanted)[2] == CONTENT[10:20]
+
+
+def test_a_file_that_is_replaced_while_it_is_sent_ends_the_connection() -> None:
+    filesystem = memory_files({"a": bytes(20_000_000)})
+    with served(filesystem) as server, contextlib.closing(connected(server)) as connection:
+        # Without room to run ahead.
+        connection.connect()
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        connection.request("GET", "/" + server.url.split("/", 3)[3] + "a")
+        response = connection.getresponse()
+        filesystem.pipe_file("/root/a", b"x" * 20_000_000)
+        with pytest.raises((http.client.IncompleteRead, ConnectionResetError)) as caught:
+            response.read()
+        assert b"x" not in getattr(caught.value, "partial", b"")
+
+
+def test_each_request_is_logged_without_the_secret(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER_NAME)
+    with served(FILES) as server, contextlib.closing(connected(server)) as connection:
+        asked(connection, server, "2013/a.parquet", headers={"Range": "bytes=5-14"})
+        asked(connection, server, "other")
+    facts = [record.access for record in caplog.records]  # type: ignore[attr-defined]
+    assert [(fact["key"], fact["start"], fact["length"], fact["sent"], fact["status"]) for fact in facts] == [
+        ("2013/a.parquet", 5, 10, 10, 206),
+        ("other", None, None, 0, 404),
+    ]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert server.url.split("/")[3] not in caplog.text
+
+
+def test_tls_never_falls_back(tmp_path: Path) -> None:
+    pem = make_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem)
+    trusting = ssl.create_default_context(cafile=str(pem))
+    with served(FILES, tls=context, host_names=["localhost"]) as server:
+        port = int(server.url.split(":")[2].split("/")[0])
+        connection = http.client.HTTPSConnection("localhost", port, context=trusting, timeout=30)
+        assert server.url.startswith("https://localhost:")
+        assert asked(connection, server, "2013/a.parquet")[2] == CONTENT
+        connection.close()
+        assert said(server, b"GET PATHempty HTTP/1.1\r\nHost: HOST\r\n\r\n")[:5] != b"HTTP/"
+
+
+def make_certificate(folder: Path) -> Path:
+    """Return a file with a key and a certificate for localhost."""
+    import datetime
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    text = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ) + made.public_bytes(serialization.Encoding.PEM)
+    path = folder / "server.pem"
+    path.write_bytes(text)
+    return path

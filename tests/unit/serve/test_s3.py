@@ -1,0 +1,301 @@
+"""The server as S3: signatures as botocore makes them, listings, and what is refused."""
+
+from __future__ import annotations
+
+import http.client
+import random
+import re
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+import pytest
+from botocore.auth import S3SigV4Auth, S3SigV4QueryAuth
+from botocore.awsrequest import AWSRequest
+from botocore.config import Config
+from botocore.credentials import Credentials
+from botocore.exceptions import ClientError
+from unit.serve.serving import memory_files, served
+
+from parquet_keytools.serve.requests_and_answers import RefusedRequestError, ServedRequest
+from parquet_keytools.serve.s3_signature import KeyPair, SignatureCheck
+from parquet_keytools.serve.served_tree import ServedTree
+from parquet_keytools.serve.view_server import ViewServer
+
+FILES = {"2013/a.parquet": b"content of a", "2013/b+c d&ü'.parquet": b"content of b", "2014/x/y.parquet": b"yy"}
+
+
+def client_of(server: ViewServer, key_pair: KeyPair | None = None) -> Any:
+    pair = key_pair or server.key_pair
+    return boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=pair.access_key_id,
+        aws_secret_access_key=pair.secret.reveal().decode(),
+        region_name="eu-central-1",
+        config=Config(signature_version="s3v4", retries={"max_attempts": 1}, s3={"addressing_style": "path"}),
+    )
+
+
+def test_boto3_reads() -> None:
+    with served(FILES, with_s3=True) as server, closing(client_of(server)) as client:
+        assert [bucket["Name"] for bucket in client.list_buckets()["Buckets"]] == ["view"]
+        client.head_bucket(Bucket="view")
+        client.get_bucket_location(Bucket="view")
+        listed = client.list_objects_v2(Bucket="view")
+        assert {item["Key"]: item["Size"] for item in listed["Contents"]} == {k: len(v) for k, v in FILES.items()}
+        for item in listed["Contents"]:
+            found = client.get_object(Bucket="view", Key=item["Key"], IfMatch=item["ETag"])
+            assert (found["Body"].read(), found["ETag"]) == (FILES[item["Key"]], item["ETag"])
+            part = client.get_object(Bucket="view", Key=item["Key"], Range="bytes=-2")
+            assert part["Body"].read() == FILES[item["Key"]][-2:]
+            assert client.head_object(Bucket="view", Key=item["Key"])["ContentLength"] == len(FILES[item["Key"]])
+            url = client.generate_presigned_url("get_object", {"Bucket": "view", "Key": item["Key"]}, ExpiresIn=60)
+            with urllib.request.urlopen(url) as answer:
+                assert answer.read() == FILES[item["Key"]]
+
+
+@pytest.mark.parametrize(
+    ("ask", "status", "code"),
+    [
+        (lambda client: client.get_object(Bucket="view", Key="other"), 404, "NoSuchKey"),
+        (lambda client: client.get_object(Bucket="view", Key="../root/2013/a.parquet"), 404, "NoSuchKey"),
+        (lambda client: client.get_object(Bucket="view", Key="2013"), 404, "NoSuchKey"),
+        (lambda client: client.get_object(Bucket="other", Key="x"), 404, "NoSuchBucket"),
+        (lambda client: client.list_objects_v2(Bucket="other"), 404, "NoSuchBucket"),
+        (
+            lambda client: client.get_object(Bucket="view", Key="2013/a.parquet", IfMatch='"x"'),
+            412,
+            "PreconditionFailed",
+        ),
+        (
+            lambda client: client.get_object(Bucket="view", Key="2013/a.parquet", Range="bytes=99-"),
+            416,
+            "InvalidRange",
+        ),
+        (lambda client: client.put_object(Bucket="view", Key="x", Body=b"x"), 405, "MethodNotAllowed"),
+        (lambda client: client.delete_object(Bucket="view", Key="2013/a.parquet"), 405, "MethodNotAllowed"),
+        (lambda client: client.create_bucket(Bucket="new"), 405, "MethodNotAllowed"),
+        (lambda client: client.get_bucket_acl(Bucket="view"), 501, "NotImplemented"),
+        (lambda client: client.get_object_tagging(Bucket="view", Key="2013/a.parquet"), 501, "NotImplemented"),
+        (
+            lambda client: client.get_object(Bucket="view", Key="2013/a.parquet", ResponseContentType="text/html"),
+            501,
+            "NotImplemented",
+        ),
+        (lambda client: client.list_objects(Bucket="view"), 501, "NotImplemented"),
+        (lambda client: client.list_objects_v2(Bucket="view", ContinuationToken="?"), 400, "InvalidArgument"),
+    ],
+)
+def test_what_is_refused(ask: Callable[[Any], object], status: int, code: str) -> None:
+    with served(FILES, with_s3=True) as server, closing(client_of(server)) as client:
+        with pytest.raises(ClientError) as caught:
+            ask(client)
+        answer = caught.value.response
+        assert (answer["ResponseMetadata"]["HTTPStatusCode"], answer["Error"]["Code"]) == (status, code)
+
+
+@pytest.mark.parametrize("wrong", ["key", "secret"])
+def test_other_credentials_are_refused(wrong: str) -> None:
+    with served(FILES, with_s3=True) as server:
+        own, other = server.key_pair, KeyPair()
+        assert own is not None and own.access_key_id != other.access_key_id
+        pair = (
+            KeyPair(own.access_key_id, other.secret)
+            if wrong == "secret"
+            else KeyPair(other.access_key_id, own.secret)
+        )
+        with closing(client_of(server, pair)) as client, pytest.raises(ClientError) as caught:
+            client.list_objects_v2(Bucket="view")
+        code = {"key": "InvalidAccessKeyId", "secret": "SignatureDoesNotMatch"}[wrong]
+        assert caught.value.response["Error"]["Code"] == code
+
+
+def test_without_a_signature_nothing_is_answered() -> None:
+    with (
+        served(FILES, with_s3=True) as server,
+        closing(http.client.HTTPConnection(urlsplit(server.url).netloc)) as raw,
+    ):
+        for path in ("/", "/view", "/view/2013/a.parquet", "/view/none", "/other/x"):
+            raw.request("GET", path)
+            answer = raw.getresponse()
+            assert (answer.status, b"AccessDenied" in answer.read()) == (403, True)
+
+
+def test_s3_is_closed_unless_it_is_asked_for() -> None:
+    with served(FILES) as server, closing(http.client.HTTPConnection(urlsplit(server.url).netloc)) as raw:
+        raw.request("GET", "/view/2013/a.parquet")
+        assert raw.getresponse().status == 404
+        assert server.key_pair is None
+
+
+# --- signatures, in detail ---
+
+PAIR = KeyPair()
+URL = "http://127.0.0.1:9/view/a%20b/%C3%BC?list-type=2&prefix=a%2Fb%20c&empty="
+NOW = datetime.now(UTC)
+
+
+def signed(in_query: bool = False, **headers: str) -> ServedRequest:
+    """Return a request that botocore has signed."""
+    credentials = Credentials(PAIR.access_key_id, PAIR.secret.reveal().decode())
+    request = AWSRequest("GET", URL, headers={"Host": "127.0.0.1:9", **headers})
+    if in_query:
+        S3SigV4QueryAuth(credentials, "s3", "us-east-1", expires=600).add_auth(request)
+    else:
+        S3SigV4Auth(credentials, "s3", "us-east-1").add_auth(request)
+    url = urlsplit(request.url)
+    found = {name.lower(): (value,) for name, value in request.headers.items()}
+    return ServedRequest("GET", url.path, url.query, found)
+
+
+def changed(request: ServedRequest, **changes: Any) -> ServedRequest:
+    return ServedRequest(**{**vars(request), **changes})
+
+
+def with_header(request: ServedRequest, name: str, change: Callable[[str], str | None]) -> ServedRequest:
+    value = change(request.headers.get(name, ("",))[0])
+    others = {key: values for key, values in request.headers.items() if key != name}
+    return changed(request, headers=others if value is None else {**others, name: (value,)})
+
+
+def verdict(request: ServedRequest, now: datetime = NOW) -> str:
+    try:
+        SignatureCheck(PAIR, lambda: now).check(request)
+    except RefusedRequestError as error:
+        return error.code
+    return "ok"
+
+
+@pytest.mark.parametrize("in_query", [False, True])
+def test_what_botocore_signs_is_right(in_query: bool) -> None:
+    assert verdict(signed(in_query)) == "ok"
+    assert verdict(signed(in_query, Range="bytes=0-9", **{"x-amz-meta-a": " a   b "})) == "ok"
+
+
+@pytest.mark.parametrize("in_query", [False, True])
+def test_every_change_is_detected(in_query: bool) -> None:
+    request = signed(in_query, Range="bytes=0-9")
+    assert verdict(request) == "ok"
+    for other in [
+        changed(request, method="HEAD"),
+        changed(request, raw_path=request.raw_path + "x"),
+        changed(request, raw_path=request.raw_path.replace("/a%20b", "/./a%20b")),
+        changed(request, raw_query=request.raw_query.replace("c&", "d&", 1)),
+        changed(request, raw_query=request.raw_query + "&other=1"),
+        with_header(request, "host", lambda _: "127.0.0.1:10"),
+        with_header(request, "range", lambda _: "bytes=0-99"),
+        with_header(request, "x-amz-security-token", lambda _: "x"),
+    ]:
+        assert verdict(other) in ("SignatureDoesNotMatch", "AccessDenied"), other
+
+
+def test_every_character_of_the_authorization_counts() -> None:
+    request = signed()
+    text = request.headers["authorization"][0]
+    others = ["", "AWS4-HMAC-SHA256", "Basic eDp5", text.replace("HMAC-SHA256", "ECDSA-P256-SHA256")]
+    for place, character in enumerate(text):
+        other = {"a": "b", "0": "1", "=": ":"}.get(character, "0")
+        others.append(text[:place] + other + text[place + 1 :])
+    for other in others:
+        headers = {**request.headers, "authorization": (other,)}
+        assert verdict(changed(request, headers=headers)) != "ok", other
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x-amz-content-sha256", "STREAMING-AWS4-HMAC-SHA256-PAYLOAD"),
+        ("x-amz-content-sha256", "0" * 64),
+        ("x-amz-content-sha256", None),
+        ("x-amz-date", None),
+        ("x-amz-date", "yesterday"),
+    ],
+)
+def test_headers_that_a_signature_needs(name: str, value: str | None) -> None:
+    assert verdict(with_header(signed(), name, lambda _: value)) != "ok"
+
+
+@pytest.mark.parametrize(
+    ("in_query", "seconds", "expected"),
+    [
+        (False, 14 * 60, "ok"),
+        (False, -14 * 60, "ok"),
+        (False, 16 * 60, "RequestTimeTooSkewed"),
+        (False, -16 * 60, "RequestTimeTooSkewed"),
+        (True, 590, "ok"),
+        (True, 620, "AccessDenied"),
+        (True, -14 * 60, "ok"),
+        (True, -16 * 60, "AccessDenied"),
+    ],
+)
+def test_times(in_query: bool, seconds: int, expected: str) -> None:
+    assert verdict(signed(in_query), datetime.now(UTC) + timedelta(seconds=seconds)) == expected
+
+
+@pytest.mark.parametrize("expires", ["0", "-1", "604801", "9" * 30, "x", ""])
+def test_presigned_urls_end(expires: str) -> None:
+    request = signed(in_query=True)
+    query = re.sub("X-Amz-Expires=600", f"X-Amz-Expires={expires}", request.raw_query)
+    assert verdict(changed(request, raw_query=query)) == "AuthorizationQueryParametersError"
+
+
+def test_two_ways_of_signing_at_once_are_refused() -> None:
+    request = signed(in_query=True)
+    assert (
+        verdict(with_header(request, "authorization", lambda _: signed().headers["authorization"][0]))
+        == "InvalidArgument"
+    )
+    assert (
+        verdict(changed(request, raw_query=request.raw_query + "&X-Amz-Date=20200101T000000Z"))
+        == "InvalidArgument"
+    )
+
+
+# --- listings ---
+
+
+def reference(keys: list[str], prefix: str, delimiter: str, after: str) -> list[str]:
+    """Return what a listing has, from the definition: keys, and what they have in common, sorted by bytes."""
+    found = set()
+    for key in keys:
+        if key.startswith(prefix) and key.encode() > after.encode():
+            head, is_cut, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+            found.add(prefix + head + delimiter if is_cut else key)
+    return sorted((name for name in found if name != after), key=str.encode)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_listings_are_as_defined(seed: int) -> None:
+    chance = random.Random(seed)
+    names = ["a", "a-", "a.b", "a0", "b", "ü", "x=1", "A", "z z", "a+b", "a&b"]
+    keys = sorted(
+        {
+            "/".join(chance.choice(names) + chance.choice(["", "f"]) for _ in range(chance.randint(1, 3)))
+            for _ in range(40)
+        }
+    )
+    keys = [key for key in keys if not any(other.startswith(f"{key}/") for other in keys)]
+    tree = ServedTree(memory_files(dict.fromkeys(keys, b"x")), "/root")
+    with ViewServer(tree, with_s3=True) as server, closing(client_of(server)) as client:
+        for _ in range(8):
+            some = chance.choice(keys)
+            prefix = chance.choice(["", some[: chance.randint(0, len(some))], some + "/", "none", "../"])
+            delimiter = chance.choice(["", "/", "/", "a"])
+            after = chance.choice(["", "", chance.choice(keys), "a/"])
+            found: list[str] = []
+            options: dict[str, Any] = {"Bucket": "view", "Prefix": prefix, "Delimiter": delimiter, "MaxKeys": 3}
+            answer = client.list_objects_v2(**options, **({"StartAfter": after} if after else {}))
+            while True:
+                page = [item["Key"] for item in answer.get("Contents", [])]
+                page += [item["Prefix"] for item in answer.get("CommonPrefixes", [])]
+                assert answer["KeyCount"] == len(page) <= 3
+                found += sorted(page, key=str.encode)
+                if not answer["IsTruncated"]:
+                    break
+                answer = client.list_objects_v2(**options, ContinuationToken=answer["NextContinuationToken"])
+            assert found == reference(keys, prefix, delimiter, after), (prefix, delimiter, after)
