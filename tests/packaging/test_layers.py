@@ -54,8 +54,11 @@ LAYERS: dict[str, set[str]] = {
     "serve": {"errors", "secret_bytes"},
     # Spark's own reader and writer, and pipelines over data sets
     "spark": GROUND | {"storage", "encryption", "kms", "keys", "config", "files", "conformance", "rotation"},
+    # file systems of fsspec: encrypt what is written, decrypt what is read
+    "view": GROUND | {"format", "storage", "encryption", "keys", "config", "files"},
     # the facade, and its parts
-    "facade": GROUND | {"storage", "kms", "keys", "config", "files", "arrow", "conformance", "rotation", "spark"},
+    "facade": GROUND
+    | {"storage", "kms", "keys", "config", "files", "arrow", "conformance", "rotation", "spark", "view"},
     "keytools": GROUND | {"storage", "kms", "keys", "config", "facade"},
     # what the command line needs beyond the facade
     "configuration_check": GROUND | {"format", "storage", "encryption", "kms", "keys", "config"},
@@ -82,6 +85,7 @@ OUTSIDE: dict[str, list[str]] = {
     # package, or part of it -> the source files that may import it; the longest name decides
     "boto3": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
     "botocore": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
+    "fsspec": ["view/*.py"],
     "google": ["kms/gcp/*.py"],
     "grpc": ["kms/gcp/*.py"],
     "hvac": ["kms/vault/*.py"],
@@ -102,6 +106,7 @@ OUTSIDE: dict[str, list[str]] = {
         "spark/pipelines/*.py",
         "rotation/s3_*.py",
         "storage/*.py",
+        "view/*.py",
     ],
     "pyarrow.dataset": ["arrow/*.py"],
     "pyarrow.parquet": ["arrow/*.py", "cli/demo.py", "iceberg/*.py"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -186,8 +186,18 @@ def encrypt_pending(
     on_progress: Progress | None = None,
     *,
     threads: int = 2,
+    partition_names: Collection[str] = (),
 ) -> NewKeyMaterial:
     """Encrypt a plaintext file into a pending output; `put_in_place` takes what it returns.
+
+    Args:
+        keys: Of the configuration.
+        table_name: The table; None where it has only one.
+        source: The plaintext file.
+        pending: The output.
+        on_progress: Called with the number of bytes after each write, by any thread.
+        threads: How many threads work.
+        partition_names: Columns whose values are in the names of the file's folders.
 
     Raises:
         AlreadyEncryptedError: The file is encrypted.
@@ -198,7 +208,11 @@ def encrypt_pending(
     envelope = read_envelope(source)
     file_encryptor.refuse_encrypted(envelope)
     footer = envelope.open(None)
-    policy = keys.policy(table_name, [leaf.path for leaf in footer.leaves])
+    paths = [leaf.path for leaf in footer.leaves]
+    if partition_names:
+        with_partitions = dict.fromkeys([*paths, *((name,) for name in partition_names)])
+        keys.policy(table_name, list(with_partitions)).check_partition_columns(partition_names)
+    policy = keys.policy(table_name, paths)
     encryption, key_material = _new_file(keys, policy, pending.target)
     with pending.open_sink() as sink:
         file_encryptor.encrypt_opened(

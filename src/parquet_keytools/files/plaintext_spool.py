@@ -1,0 +1,208 @@
+"""Plaintext files that are collected before they can be encrypted: a Parquet file says at its end what it is.
+
+The first bytes stay in memory. What is more goes to a temporary file, encrypted under a key that only this process
+ever has: no plaintext touches a disk, and what is left of a killed process is worth nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import IO
+
+from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.byte_ranges import Bytes
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.failures import failing_as_output
+from parquet_keytools.storage.locations import FileLocation
+
+SEGMENT_BYTES = 1024 * 1024
+MEMORY_BYTES = 64 * 1024 * 1024
+"""What all files of one room keep in memory together, beside the segment of each that is being filled."""
+
+_KEY_BITS = 256
+_SLOT_BYTES = SEGMENT_BYTES + TAG_LENGTH
+_CACHED_SEGMENTS = 4
+"""Decrypted segments of a file: one for each thread that reads it, and one for the walk over its pages."""
+
+
+class SpoolRoom:
+    """Room for the segments of any number of plaintext files, and for any number of threads.
+
+    Args:
+        target: Where the files will be. The temporary file is on the same disk, or in the folder for temporary
+            files if that is no disk of this machine.
+        memory_bytes: How many bytes may be in memory.
+    """
+
+    def __init__(self, target: FileLocation, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._target = target
+        self._left_bytes = memory_bytes
+        self._cipher = AesGcm(SecretBytes.random(_KEY_BITS))
+        self._lock = threading.Lock()
+        self._file: IO[bytes] | None = None
+        self._slots = 0
+        self._free: list[int] = []
+        self._stored = 0
+
+    def put(self, data: bytearray) -> StoredSegment | bytearray:
+        """Keep a segment; what is returned is for `get` and `free`.
+
+        Raises:
+            StorageFailedError: There is no space for it.
+        """
+        with self._lock:
+            if len(data) <= self._left_bytes:
+                self._left_bytes -= len(data)
+                return data
+            if self._file is None:
+                with failing_as_output(self._target):
+                    self._file = tempfile.TemporaryFile(dir=_folder_of(self._target), buffering=0)  # noqa: SIM115
+            slot = self._free.pop() if self._free else self._slots
+            self._slots = max(self._slots, slot + 1)
+            self._stored += 1
+            # No two segments have the same nonce, so one that was moved within the file does not authenticate.
+            stored = StoredSegment(slot, len(data), self._stored.to_bytes(NONCE_LENGTH, "big"))
+        sealed = bytearray(len(data) + TAG_LENGTH)
+        self._cipher.encrypt_into(stored.nonce, data, b"", sealed)
+        view, offset = memoryview(sealed), slot * _SLOT_BYTES
+        with failing_as_output(self._target, only_writing=True):
+            while len(view):
+                written = os.pwrite(self._file.fileno(), view, offset)
+                view, offset = view[written:], offset + written
+        return stored
+
+    def get(self, kept: StoredSegment | bytearray) -> bytearray:
+        """Return a segment.
+
+        Raises:
+            OSError: It cannot be read.
+            InvalidTag: The temporary file was changed.
+        """
+        if isinstance(kept, bytearray):
+            return kept
+        assert self._file is not None
+        sealed = os.pread(self._file.fileno(), kept.length + TAG_LENGTH, kept.slot * _SLOT_BYTES)
+        plaintext = bytearray(kept.length)
+        self._cipher.decrypt_into(kept.nonce, sealed, b"", plaintext)
+        return plaintext
+
+    def free(self, kept: StoredSegment | bytearray) -> None:
+        """Forget a segment."""
+        with self._lock:
+            if isinstance(kept, bytearray):
+                self._left_bytes += len(kept)
+                return
+            self._free.append(kept.slot)
+            if len(self._free) == self._slots and self._file is not None:
+                self._file.truncate(0)
+                self._slots = 0
+                self._free.clear()
+
+
+class StoredSegment:
+    """A segment in the temporary file.
+
+    Attributes:
+        slot: Where it is.
+        length: Of its plaintext, in bytes.
+        nonce: What it was encrypted with.
+    """
+
+    __slots__ = ("length", "nonce", "slot")
+
+    def __init__(self, slot: int, length: int, nonce: bytes) -> None:
+        self.slot = slot
+        self.length = length
+        self.nonce = nonce
+
+
+class PlaintextSpool:
+    """A plaintext file: written in order by one thread, then read by ranges by any number of threads.
+
+    Attributes:
+        path: Name of the file that it is for, for error texts.
+        size_bytes: How much was written.
+    """
+
+    def __init__(self, room: SpoolRoom, path: str) -> None:
+        self.path = path
+        self.size_bytes = 0
+        self._room = room
+        self._segments: list[StoredSegment | bytearray] = []
+        self._filling = bytearray()
+        self._cache: OrderedDict[int, bytearray] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def write(self, data: Bytes) -> int:
+        """Append bytes; returns how many."""
+        view = memoryview(data).cast("B")
+        start = 0
+        while start < len(view):
+            taken = min(SEGMENT_BYTES - len(self._filling), len(view) - start)
+            self._filling += view[start : start + taken]
+            start += taken
+            self.size_bytes += taken
+            if len(self._filling) == SEGMENT_BYTES:
+                self._segments.append(self._room.put(self._filling))
+                self._filling = bytearray()
+        return len(view)
+
+    def read_at(self, offset: int, length: int) -> memoryview:
+        """Return a range, without a copy if it is in one segment.
+
+        Raises:
+            ParquetFormatError: It is not in the file.
+        """
+        if offset < 0 or length < 0 or offset + length > self.size_bytes:
+            raise ParquetFormatError(
+                f"bytes {offset} to {offset + length} are outside of the file of {self.size_bytes} bytes",
+                path=self.path,
+            )
+        ordinal, start = divmod(offset, SEGMENT_BYTES)
+        if start + length <= SEGMENT_BYTES:
+            return memoryview(self._segment(ordinal))[start : start + length] if length else memoryview(b"")
+        data = bytearray()
+        while len(data) < length:
+            data += memoryview(self._segment(ordinal))[start : start + length - len(data)]
+            ordinal, start = ordinal + 1, 0
+        return memoryview(data)
+
+    def _segment(self, ordinal: int) -> bytearray:
+        if ordinal == len(self._segments):
+            return self._filling
+        kept = self._segments[ordinal]
+        if isinstance(kept, bytearray):
+            return kept
+        with self._lock:
+            found = self._cache.get(ordinal)
+        if found is None:
+            found = self._room.get(kept)
+            with self._lock:
+                self._cache[ordinal] = found
+                while len(self._cache) > _CACHED_SEGMENTS:
+                    self._cache.popitem(last=False)
+        return found
+
+    def close(self) -> None:
+        """Forget everything."""
+        for kept in self._segments:
+            self._room.free(kept)
+        self._segments = []
+        self._filling = bytearray()
+        self._cache.clear()
+        self.size_bytes = 0
+
+
+def _folder_of(target: FileLocation) -> str | None:
+    """Return the folder of a file, as far as there is one already; None for that for temporary files."""
+    if not target.is_local:
+        return None
+    folder = Path(target.path).parent
+    while not folder.is_dir():
+        folder = folder.parent
+    return str(folder)

@@ -1,0 +1,189 @@
+"""A file that others write as plain Parquet, and that is encrypted when it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import Any
+
+from parquet_keytools.errors import KeytoolsError, OutputError
+from parquet_keytools.files.conversion import encrypt_pending
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
+from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
+from parquet_keytools.runtime import audit
+from parquet_keytools.storage.failures import failing_as_output
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import PendingOutput, pending_output, write_whole
+
+_log = logging.getLogger(__name__)
+
+
+class EncryptedOutput(io.RawIOBase):
+    """Takes a plain Parquet file and writes it encrypted, whole or not at all.
+
+    When it is closed, the module encryptor writes the file as its table says. It does not appear if it is closed
+    by a `with` statement that an exception ends, that of a writer on top of it included.
+    """
+
+    def __init__(
+        self,
+        keys: KeyService,
+        table_name: str,
+        target: FileLocation,
+        room: SpoolRoom,
+        *,
+        overwrite: bool = True,
+        commits_on_close: bool = True,
+    ) -> None:
+        """Make one; nothing is written yet.
+
+        Args:
+            keys: Of the configuration.
+            table_name: The table of the file.
+            target: Where it will be.
+            room: Where its plaintext is collected.
+            overwrite: Whether it may replace a file.
+            commits_on_close: Whether it takes its place when it is closed; otherwise `commit` does that.
+
+        Raises:
+            OutputError: It cannot be written there.
+        """
+        super().__init__()
+        self._keys = keys
+        self._table_name = table_name
+        self._target = target
+        self._commits_on_close = commits_on_close
+        self._spool = PlaintextSpool(room, str(target))
+        self._beginning = bytearray()
+        self._overwrite = overwrite
+        self._pending: PendingOutput | None = None
+        self._finish: Callable[[], None] | None = None
+        if target.name == "_metadata":
+            raise OutputError(
+                f"{target} is not written: it would hold the statistics of all files, and the places of their "
+                "columns before they were encrypted.",
+                hint="Write the data set without a _metadata file.",
+            )
+        if target.is_local:
+            # What cannot be written is refused now. There may be more files than a process may have open.
+            pending_output(target, overwrite=overwrite).discard()
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self._spool.size_bytes
+
+    def write(self, data: Any) -> int:
+        """Take some bytes of the plain file.
+
+        Raises:
+            OutputError: They are not those of a Parquet file; nothing will be written.
+        """
+        if self.closed:
+            raise ValueError("write to closed file")
+        view = memoryview(data).cast("B")
+        if len(self._beginning) < len(MAGIC):
+            self._beginning += view[: len(MAGIC) - len(self._beginning)]
+            if not any(magic.startswith(self._beginning) for magic in (MAGIC, MAGIC_ENCRYPTED_FOOTER)):
+                self.discard()
+                raise self._not_parquet()
+        return self._spool.write(view)
+
+    def close(self) -> None:
+        """Encrypt what was written.
+
+        Raises:
+            KeytoolsError: It is no plain Parquet file, or its table does not allow it; nothing is written then.
+        """
+        if self.closed:
+            return
+        super().close()
+        try:
+            if _is_abandoned():
+                return
+            with audit.about(self._target), failing_as_output(self._target):
+                self._pending = pending_output(self._target, overwrite=self._overwrite)
+                self._finish = self._encrypted(self._pending)
+            if self._commits_on_close:
+                self.commit()
+        finally:
+            self._spool.close()
+            if self._finish is None:
+                self.discard()
+
+    def commit(self) -> None:
+        """Put the file in its place, if it was closed and was not discarded."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            try:
+                with failing_as_output(self._target):
+                    finish()
+            finally:
+                self.discard()
+
+    def discard(self) -> None:
+        """Write nothing."""
+        pending, self._pending, self._finish = self._pending, None, None
+        if pending is not None:
+            pending.discard()
+        if not self.closed:
+            super().close()
+        self._spool.close()
+
+    def _encrypted(self, pending: PendingOutput) -> Callable[[], None]:
+        """Encrypt the file; returns what puts it in its place."""
+        if not self._spool.size_bytes:
+            if self._target.name.startswith(("_", ".")):
+                # A mark, such as _SUCCESS: there is nothing in it that would be protected.
+                return lambda: write_whole(self._target, b"")
+            raise self._not_parquet()
+        names = [part.partition("=")[0] for part in PurePosixPath(self._target.path).parts[:-1] if "=" in part]
+        new: NewKeyMaterial = encrypt_pending(
+            self._keys, self._table_name, self._spool, pending, partition_names=names
+        )
+        return lambda: put_in_place(pending, new)
+
+    def _not_parquet(self) -> OutputError:
+        return OutputError(
+            f"{self._target} is not written: this is not a whole Parquet file, and nothing else is encrypted.",
+            hint="Write files of other formats through another file system.",
+        )
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self.discard()
+        self.close()
+
+    def __del__(self) -> None:
+        # Whoever did not close it may not have written all of it.
+        if not self.closed:
+            with contextlib.suppress(KeytoolsError, OSError):
+                self.discard()
+
+
+def _is_abandoned() -> bool:
+    """Return whether an exception ends the `with` statement whose end closes the file.
+
+    pyarrow's `ParquetWriter` ends a file in this case, too: it would look whole, and lack rows.
+    """
+    error = sys.exception()
+    frame = inspect.currentframe()
+    while error is not None and frame is not None:
+        if frame.f_code.co_name == "__exit__" and any(
+            value is error or (isinstance(value, tuple) and any(item is error for item in value))
+            for value in frame.f_locals.values()
+        ):
+            _log.warning("a file is not written, because of %s", type(error).__name__)
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,235 @@
+"""The fsspec file system `keytools`: what is written through it is encrypted, and what is read is decrypted."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+import secrets
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any, Protocol
+
+import fsspec
+from pyarrow import fs as pafs
+
+from parquet_keytools.errors import OutputError
+from parquet_keytools.files.conversion import decrypted_buffer
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.plaintext_spool import SpoolRoom
+from parquet_keytools.keys.material_store import remove_key_materials
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.storage.locations import FileLocation, key_material_location
+from parquet_keytools.storage.locks import exclusive_folder
+from parquet_keytools.view.encrypted_output import EncryptedOutput
+
+
+class MakesFileSystems(Protocol):
+    """`Keytools`, as far as file systems know it."""
+
+    def filesystem(self, table_name: str | None = None, filesystem: Any = None) -> KeytoolsFileSystem:
+        """Return a file system."""
+        ...
+
+
+class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """Stands in front of another file system, whose Parquet files are encrypted.
+
+    Whoever writes a plain Parquet file through it, be it pyarrow, pandas, Polars, Dask, Ray or DuckDB, gets a file
+    that is encrypted as its table says, with keys of its own. Nothing else than Parquet can be written.
+
+    It may be pickled, as `Keytools` may.
+    """
+
+    protocol = "keytools"
+    root_marker = "/"
+    cachable = False
+
+    def __init__(
+        self, keytools: MakesFileSystems, keys: KeyService, table_name: str | None = None, filesystem: Any = None
+    ) -> None:
+        """Make one.
+
+        Args:
+            keytools: What it is of, and what is pickled with it.
+            keys: Of the configuration.
+            table_name: The table of all files; None where the configuration has only one.
+            filesystem: The `pyarrow.fs` or fsspec file system in which they lie; None for the local one.
+        """
+        super().__init__()
+        self._keytools = keytools
+        self._pickled_as = secrets.token_hex(16)
+        self._keys = keys
+        self._table_name = table_name
+        self._root = FileLocation.resolve("/", filesystem)
+        self._room: tuple[int, SpoolRoom] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self._pickled_as, self._keytools, self._table_name, self._root.filesystem)
+
+    @cached_property
+    def arrow(self) -> pafs.PyFileSystem:
+        """The same as a `pyarrow.fs` file system."""
+        return pafs.PyFileSystem(pafs.FSSpecHandler(self))
+
+    # --- Files ---------------------------------------------------------------------------------------------
+
+    def _open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        autocommit: bool = True,
+        cache_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Open a file: `rb`, or `wb` and `xb`, which encrypt when the file is closed."""
+        location = self._location(path)
+        if mode == "rb":
+            (opened,) = self._keys.open_files([location], self._table_name)
+            opened.refuse_denied(None)
+            return io.BytesIO(decrypted_buffer(opened, None))
+        if mode not in ("wb", "xb"):
+            raise OutputError(
+                f"{location} is not opened with mode {mode!r}: a Parquet file is written as a whole.",
+                hint="Use the mode 'wb'.",
+            )
+        table_name, _ = self._keys.configuration.select_table(self._table_name)
+        return EncryptedOutput(
+            self._keys,
+            table_name,
+            location,
+            self._room_for(location),
+            overwrite=mode == "wb",
+            commits_on_close=autocommit,
+        )
+
+    def _room_for(self, location: FileLocation) -> SpoolRoom:
+        """Return where plaintext is collected: one room for all files that this process writes."""
+        if self._room is None or self._room[0] != os.getpid():
+            self._room = (os.getpid(), SpoolRoom(location))
+        return self._room[1]
+
+    def _location(self, path: str) -> FileLocation:
+        text = self._strip_protocol(path)
+        return FileLocation.resolve(text if self._root.is_local else text.lstrip("/"), self._root.filesystem)
+
+    # --- Folders: as they are in the file system below -----------------------------------------------------
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        """Return what is known of a file or folder: name, size, type, created and modified."""
+        found = self._location(path).info()
+        if found.type == pafs.FileType.NotFound:
+            raise FileNotFoundError(path)
+        return _as_dict(found)
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        """Return what is in a folder, by name."""
+        location = self._location(path)
+        found = location.info()
+        if found.type == pafs.FileType.NotFound:
+            raise FileNotFoundError(path)
+        infos = [found]
+        if found.type == pafs.FileType.Directory:
+            infos = location.filesystem.get_file_info(pafs.FileSelector(location.path))
+        entries = sorted(map(_as_dict, infos), key=lambda entry: str(entry["name"]))
+        return entries if detail else [entry["name"] for entry in entries]
+
+    def created(self, path: str) -> datetime.datetime:
+        """Return when a file was made: of an encrypted file, which is replaced as a whole, its last change."""
+        return self.modified(path)
+
+    def modified(self, path: str) -> datetime.datetime:
+        """Return when a file was changed last."""
+        changed: datetime.datetime = self.info(path)["modified"]
+        return changed
+
+    def mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
+        """Create a folder."""
+        if self.exists(path):
+            raise FileExistsError(path)
+        location = self._location(path)
+        location.filesystem.create_dir(location.path, recursive=create_parents)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Create a folder and those above it."""
+        if not (exist_ok and self.isdir(path)):
+            self.mkdir(path)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty folder."""
+        if self.ls(path, detail=False):
+            raise OSError(f"the folder {path} is not empty")
+        location = self._location(path)
+        location.filesystem.delete_dir(location.path)
+
+    def rm_file(self, path: str) -> None:
+        """Remove a file, and the key material beside it."""
+        location = self._location(path)
+        with exclusive_folder(location):
+            location.filesystem.delete_file(location.path)
+            remove_key_materials(location, None)
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
+        """Remove files, or folders with what is in them."""
+        for name in reversed(self.expand_path(path, recursive=recursive, maxdepth=maxdepth)):
+            if self.isdir(name):
+                self.rmdir(name)
+            elif self.exists(name):  # Key material goes with its file.
+                self.rm_file(name)
+
+    def cp_file(self, path1: str, path2: str, **options: Any) -> None:
+        """Copy a file as it is stored: the copy has the same keys."""
+        source, target = self._moved(path1, path2)
+        source.filesystem.copy_file(source.path, target.path)
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        """Rename a file or folder as it is stored."""
+        source, target = self._moved(path1, path2)
+        source.filesystem.move(source.path, target.path)
+
+    def _moved(self, path1: str, path2: str) -> tuple[FileLocation, FileLocation]:
+        """Return both places, if the file can be read in the new one."""
+        source, target = self._location(path1), self._location(path2)
+        kind = source.info().type
+        if kind == pafs.FileType.NotFound:
+            raise FileNotFoundError(path1)
+        if kind == pafs.FileType.Directory:
+            return source, target
+        prefixes = [table.aad_prefix or "" for table in self._keys.configuration.tables.values()]
+        is_bound = source.name != target.name and any("{file_name}" in prefix for prefix in prefixes)
+        if is_bound or key_material_location(source).is_file():
+            raise OutputError(
+                f"{source} is not renamed: it is bound to its name by an AAD prefix or by key material beside it.",
+                hint="Write the file again under the other name.",
+            )
+        return source, target
+
+
+def _as_dict(info: pafs.FileInfo) -> dict[str, Any]:
+    is_folder = info.type == pafs.FileType.Directory
+    return {
+        "name": str(PurePosixPath(info.path)),
+        "size": 0 if is_folder else info.size,
+        "type": "directory" if is_folder else "file",
+        "created": info.mtime,
+        "modified": info.mtime,
+    }
+
+
+_MOST_RESTORED = 16
+_restored_before: dict[str, KeytoolsFileSystem] = {}
+_restored_lock = ForkSafeLock()
+
+
+def _restored(
+    pickled_as: str, keytools: MakesFileSystems, table_name: str | None, filesystem: Any
+) -> KeytoolsFileSystem:
+    """Return what was pickled: one for all tasks of a worker process, so that these share KEKs and connections."""
+    with _restored_lock:
+        restored = _restored_before.get(pickled_as)
+        if restored is None:
+            if len(_restored_before) >= _MOST_RESTORED:
+                del _restored_before[next(iter(_restored_before))]
+            restored = _restored_before[pickled_as] = keytools.filesystem(table_name, filesystem)
+    return restored

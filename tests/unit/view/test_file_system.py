@@ -1,0 +1,108 @@
+"""The fsspec file system: whatever is written through it is encrypted, or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from parquet_keytools import Keytools, parse_configuration
+from parquet_keytools.errors import AlreadyEncryptedError, KeytoolsError, OutputError
+
+CANARY = "canary-of-a-secret-value"
+TABLE = pa.table(
+    {"a": range(100), "b": [f"{CANARY}-{i}" for i in range(100)], "part": [i % 3 for i in range(100)]}
+)
+
+
+def tools(**settings: Any) -> Keytools:
+    table = {"footer_key": "kf", "column_keys": {"kb": ["b"]}, "unlisted_columns": "footer_key", **settings}
+    document = {"version": 1, "kms": {"type": "in_memory", "keys": ["kf", "kb"]}, "tables": {"t": table}}
+    return Keytools(parse_configuration(document))
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_frames_of_pandas_and_polars_are_encrypted(tmp_path: Path) -> None:
+    keytools = tools()
+    filesystem = keytools.filesystem()
+    TABLE.to_pandas().to_parquet(tmp_path / "one.parquet", filesystem=filesystem)
+    TABLE.to_pandas().to_parquet(str(tmp_path / "parts"), partition_cols=["part"], filesystem=filesystem)
+    with filesystem.open(str(tmp_path / "polars.parquet"), "wb") as file:
+        pl.from_arrow(TABLE).write_parquet(file)
+    for name in ("one.parquet", "polars.parquet"):
+        assert keytools.read_table(tmp_path / name).sort_by("a").to_pydict() == TABLE.to_pydict()
+    assert keytools.read_table(tmp_path / "parts").num_rows == 100
+    assert len(files_in(tmp_path)) == 5
+    for path in files_in(tmp_path):
+        assert CANARY.encode() not in path.read_bytes()
+        assert keytools.verify_file(path).conforms
+    assert pd.read_parquet(tmp_path / "one.parquet", filesystem=filesystem)["a"].sum() == sum(range(100))
+
+
+@pytest.mark.parametrize("content", [b"a,b\n1,2\n", b"P", b"PAR1", b"PAR1 and no more", b""])
+def test_nothing_but_parquet_is_written(tmp_path: Path, content: bytes) -> None:
+    with (
+        pytest.raises(KeytoolsError, match=r"x\.parquet"),
+        tools().filesystem().open(str(tmp_path / "x.parquet"), "wb") as file,
+    ):
+        file.write(content)
+    assert files_in(tmp_path) == []
+
+
+def test_an_encrypted_file_is_not_encrypted_again(tmp_path: Path) -> None:
+    keytools = tools()
+    keytools.write_table(TABLE, tmp_path / "once.parquet")
+    with pytest.raises(AlreadyEncryptedError):
+        keytools.filesystem().pipe_file(str(tmp_path / "twice.parquet"), (tmp_path / "once.parquet").read_bytes())
+    assert files_in(tmp_path) == [tmp_path / "once.parquet"]
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    filesystem = tools().filesystem()
+    path = str(tmp_path / "x.parquet")
+    with pytest.raises(ZeroDivisionError), pq.ParquetWriter(path, TABLE.schema, filesystem=filesystem) as writer:
+        writer.write_table(TABLE)
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), filesystem.open(path, "wb") as file:
+        pq.write_table(TABLE, file)
+        raise ZeroDivisionError
+    file = filesystem.open(path, "wb")
+    file.write(b"PAR1")
+    del file
+    assert files_in(tmp_path) == []
+
+
+def test_marks_are_written_and_what_tells_statistics_is_not(tmp_path: Path) -> None:
+    filesystem = tools().filesystem()
+    filesystem.touch(str(tmp_path / "_SUCCESS"))
+    assert files_in(tmp_path) == [tmp_path / "_SUCCESS"]
+    with pytest.raises(OutputError, match="statistics"):
+        filesystem.open(str(tmp_path / "_metadata"), "wb")
+
+
+def test_what_cannot_be_read_under_another_name_is_not_renamed(tmp_path: Path) -> None:
+    keytools = tools(aad_prefix="{file_name}")
+    keytools.filesystem().pipe_file(str(tmp_path / "x.parquet"), _plain())
+    with pytest.raises(OutputError, match="bound to its name"):
+        keytools.filesystem().mv(str(tmp_path / "x.parquet"), str(tmp_path / "y.parquet"))
+    assert keytools.read_table(tmp_path / "x.parquet").num_rows == 100
+    external = tools(key_material="external")
+    external.filesystem().pipe_file(str(tmp_path / "e.parquet"), _plain())
+    with pytest.raises(OutputError, match="bound to its name"):
+        external.filesystem().cp_file(str(tmp_path / "e.parquet"), str(tmp_path / "y.parquet"))
+    external.filesystem().rm(str(tmp_path / "e.parquet"))
+    assert files_in(tmp_path) == [tmp_path / "x.parquet"]
+
+
+def _plain() -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(TABLE, sink)
+    return bytes(sink.getvalue())
