@@ -26,6 +26,7 @@ from parquet_keytools.arrow.encryption_properties import has_arrow_encryption
 from parquet_keytools.arrow.lazy_dataset import DataSetHandler, LazyDataset, Reopen, needs_properties
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
 from parquet_keytools.errors import FileChangedError
+from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.files_ahead import FilesAhead, OpenMany
 from parquet_keytools.files.key_service import KeyService, read_again_if_changed
 from parquet_keytools.files.opened_file import OpenedFile
@@ -142,6 +143,7 @@ class DataSetFiles:
         self._request = request
         self._paths = [file.path for file in _dataset_files(folder)] if paths is None else list(paths)
         self._known: dict[tuple[str, str], SecretBytes] = {}
+        self._identities = FileIdentities(refuses=True)
         self._partition_names: frozenset[str] = frozenset()
         self._layout: ds.FileSystemDataset | None = None
         self.hidden: frozenset[str] = frozenset()
@@ -214,7 +216,9 @@ class DataSetFiles:
         locations = [FileLocation(self._folder.filesystem, path) for path in paths]
         request = self._request
         with audit.about(self._folder):
-            files = self._keys.open_files(locations, request.table_name, request.aad_prefix, kms_keys=kms_keys)
+            files = self._keys.open_files(
+                locations, request.table_name, request.aad_prefix, kms_keys=kms_keys, identities=self._identities
+            )
         self._known.update(kms_keys.keys)
         hides = hides_denied(self._keys)
         hint = "Name the columns that you need, or set `denied_columns: hide` under `reading`."

@@ -40,6 +40,7 @@ def decrypt_command(
     The written files are not encrypted. All keys of a file are needed.
     """
     from parquet_keytools.cli.file_work import convert_files, open_keytools, parsed_mode
+    from parquet_keytools.files.file_identities import FileIdentities
 
     permissions = parsed_mode(mode)
 
@@ -71,6 +72,7 @@ def decrypt_command(
                 aad_prefix=aad_prefix,
                 mode=permissions,
                 skip_existing=skip_existing,
+                identities=FileIdentities(refuses=True),
             ),
             overwrite=overwrite,
             skip_existing=skip_existing,

@@ -10,6 +10,7 @@ from parquet_keytools.errors import (
     KmsConfigurationError,
     KmsError,
     NoParquetFilesError,
+    ReusedKeysError,
     TableMismatchError,
 )
 
@@ -26,6 +27,8 @@ def status_of(error: Exception) -> ExitStatus:
         case KmsError():
             return ExitStatus.KMS_FAILED
         case DecryptionError() | IncompleteDataSetError() | NoParquetFilesError() | TableMismatchError():
+            return ExitStatus.NO
+        case ReusedKeysError():
             return ExitStatus.NO
         case ColumnAccessDeniedError():
             return max(map(status_of, error.causes), default=ExitStatus.NO)

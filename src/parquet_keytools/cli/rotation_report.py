@@ -12,9 +12,11 @@ import typer
 from parquet_keytools.cli.exit_status import ExitStatus
 from parquet_keytools.cli.failures import error_text, status_of
 from parquet_keytools.cli.output import answer, number_of, print_table, say, size_text
+from parquet_keytools.files.file_identities import REMEDY
 from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, RotationOutcome, RotationReport
 
 MOST_FAILURES_SHOWN = 20
+MOST_SHARED_SHOWN = 5
 
 
 def rotation_document(file: FileRotation) -> dict[str, Any]:
@@ -117,6 +119,7 @@ class RotationTally:
             "expected_kms_calls": asdict(report.expected_kms_calls) if report.dry_run else None,
             "journal": report.journal,
             "ignored_journal": report.ignored_journal,
+            "shared_keys": report.shared_keys,
             "left_behind": report.left_behind,
             "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
         }
@@ -127,6 +130,10 @@ class RotationTally:
             self._show_keys(report)
         say_failures([(file.path, file.error) for file in report.failures if file.error is not None])
         say_left_behind(report.left_behind)
+        if report.shared_keys:
+            shown = "; ".join(report.shared_keys[:MOST_SHARED_SHOWN])
+            more = "; and more" if len(report.shared_keys) > MOST_SHARED_SHOWN else ""
+            say(f"Warning: these share data keys and file unique, and readers refuse them: {shown}{more}. {REMEDY}")
         if report.journal_in_use:
             say("Another run uses the journal, so this run has none.")
         if report.no_journal:

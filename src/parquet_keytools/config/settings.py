@@ -70,6 +70,11 @@ class ReadingSettings(Settings):
         default="allow",
         description="What happens to files encrypted with AES_GCM_CTR_V1, whose page data is not authenticated.",
     )
+    reused_encryption_properties: Literal["reject", "allow"] = Field(
+        default="reject",
+        description="What happens to files of one folder that share data keys and file unique: those that pyarrow "
+        "wrote with one and the same encryption properties, and copies.",
+    )
     denied_columns: Literal["error", "hide"] = Field(
         default="error",
         description="What happens to columns whose keys the KMS refuses. Any other failure is always an error.",

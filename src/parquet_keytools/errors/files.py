@@ -120,6 +120,25 @@ _MOST_MISMATCHES = 5
 """So many are in the text of the error."""
 
 
+class ReusedKeysError(KeytoolsError):
+    """Two files share data keys and file unique: encryption properties were used twice, or one is a copy.
+
+    Attributes:
+        path: The file.
+        other_path: The one that was opened before.
+    """
+
+    def __init__(self, path: str, other_path: str, *, hint: str = "") -> None:
+        super().__init__(
+            f"{path} and {other_path} share their data keys and file unique: both were written with one and the "
+            "same encryption properties, or one is a copy of the other. Parts of one can replace parts of the "
+            "other undetected.",
+            hint=hint,
+        )
+        self.path = path
+        self.other_path = other_path
+
+
 class AlreadyEncryptedError(KeytoolsError):
     """The file to be encrypted is encrypted already."""
 

@@ -46,7 +46,8 @@ class Tables(Configured):
     ) -> pq.FileEncryptionProperties:
         """Return encryption properties for one file that pyarrow writes.
 
-        They serve one file: two files with the same properties would share DEKs and file unique.
+        They serve one file. Two files with the same properties share DEKs and file unique, and are refused in one
+        folder: write folders with `write_dataset`, not with `to_parquet(..., partition_cols=...)` of pandas.
 
         Args:
             table_name: The table in the configuration; None where it has only one.

@@ -10,6 +10,7 @@ from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.facade.configured import Configured
 from parquet_keytools.files import conversion
+from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.runtime import audit
 from parquet_keytools.storage.locations import FileLocation, PathLike
 
@@ -69,6 +70,7 @@ class WholeFiles(Configured):
         overwrite: bool = True,
         skip_existing: bool = False,
         mode: int | None = None,
+        identities: FileIdentities | None = None,
         source_filesystem: Any = None,
         target_filesystem: Any = None,
         on_progress: conversion.Progress | None = None,
@@ -86,6 +88,9 @@ class WholeFiles(Configured):
             skip_existing: Whether a target is left alone that is newer than the source and says the same of rows,
                 columns and statistics under the keys that are wanted now; the result says so.
             mode: Permissions of a local target, such as `0o640`; only its owner may read and write it by default.
+            identities: One `FileIdentities(refuses=True)` for the files of a folder that are decrypted one by
+                one: a file that shares data keys and file unique with another one is refused. Without, there is
+                a warning.
             source_filesystem: A `pyarrow.fs` or fsspec file system.
             target_filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the number of bytes after each write, by any thread.
@@ -94,6 +99,7 @@ class WholeFiles(Configured):
             NotEncryptedError: The source is not encrypted.
             ColumnAccessDeniedError: The key of a column is unavailable.
             DecryptionError: A part of the source does not authenticate.
+            ReusedKeysError: It shares data keys and file unique with another file.
             OutputError: The target is the source, or cannot be written.
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
         """
@@ -107,6 +113,7 @@ class WholeFiles(Configured):
             overwrite=overwrite,
             skip_existing=skip_existing,
             mode=mode,
+            identities=identities,
         )
 
     def rekey_file(

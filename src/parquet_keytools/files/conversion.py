@@ -15,6 +15,7 @@ from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import OutputError
 from parquet_keytools.files.counterpart import encrypted_contents, is_there_already, plaintext_contents
+from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
@@ -94,6 +95,7 @@ def decrypt_file(
     overwrite: bool = True,
     skip_existing: bool = False,
     mode: int | None = None,
+    identities: FileIdentities | None = None,
 ) -> FileResult:
     """Decrypt a file as a whole; see `Keytools.decrypt_file`."""
     refuse_same_file(source, target)
@@ -102,7 +104,7 @@ def decrypt_file(
     )
     if skip_existing and is_there_already(source, target, opens_source, plaintext_contents, overwrite=overwrite):
         return _skipped(source, target)
-    (opened,) = keys.open_files([source], table_name, aad_prefix)
+    (opened,) = keys.open_files([source], table_name, aad_prefix, identities=identities)
     opened.refuse_denied(None)
     with open_source(source) as opened_source, plaintext_output(target, mode, overwrite=overwrite) as pending:
         data = as_verified(opened, opened_source)

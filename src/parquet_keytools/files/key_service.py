@@ -30,6 +30,7 @@ from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoic
 from parquet_keytools.encryption.plaintext_footer import VisibleKeyValues
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, FileChangedError
+from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.file_opening import WantedColumns, open_files
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.files.table_check import TableCheck
@@ -137,6 +138,7 @@ class KeyService:
         without_metadata = configuration.reading.keys_without_metadata
         self.data_keys = DataKeys(configuration.data_keys, without_metadata.footer, without_metadata.columns)
         self._table_checks: dict[str, TableCheck] = {}
+        self._identities = FileIdentities(refuses=False)
 
     def clear_caches(self) -> None:
         """Forget all keys, so that the KMS is asked again."""
@@ -232,6 +234,7 @@ class KeyService:
         again: bool = True,
         wanted: WantedColumns = tuple,
         kms_keys: KmsKeys | None = None,
+        identities: FileIdentities | None = None,
     ) -> list[OpenedFile]:
         """Open files for reading, each only if it is what its table says; see `opened_file.open_files`.
 
@@ -242,10 +245,12 @@ class KeyService:
             again: Whether they are opened again where one changed meanwhile; not where the caller does so.
             wanted: Which of their columns will be read.
             kms_keys: Collects what the KMS answers, where that is for more than this.
+            identities: Compares them with other files of their folder; None with all that were opened before.
 
         Raises:
             ConfigurationError: There is no such table, or several to choose from.
             TableMismatchError: A file is not what the table says.
+            ReusedKeysError: It shares data keys and file unique with another one of its folder.
             KeytoolsError: See `opened_file.open_files`.
         """
         # Of a data set the caller has said the folder: the keys of all its files are asked for together.
@@ -253,7 +258,11 @@ class KeyService:
         with about:
             opening = partial(self._open_files, locations, table_name, aad_prefix, wanted, kms_keys)
             # One that is replaced just now may be found with the key material of the other.
-            return read_again_if_changed(opening) if again else opening()
+            files = read_again_if_changed(opening) if again else opening()
+        if self.configuration.reading.reused_encryption_properties == "reject":
+            for opened in files:
+                (identities or self._identities).compare(opened)
+        return files
 
     def _open_files(
         self,

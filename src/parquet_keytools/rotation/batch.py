@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from parquet_keytools.encryption.aad_prefix import AadPrefix
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError
@@ -110,6 +110,7 @@ class BatchFile:
         unwrapped: The keys of columns that stay, and that the KMS is asked to unwrap.
         was_finished: Whether a key stays because an earlier run of the same rotation made it.
         made: The wrapped keys that the file got.
+        shares_keys_with: See `FileRotation`.
         result: What became of the file.
         failure: Why it goes no further.
     """
@@ -123,6 +124,7 @@ class BatchFile:
     unwrapped: set[int] = field(default_factory=set)
     was_finished: bool = False
     made: list[WrappedKey] = field(default_factory=list)
+    shares_keys_with: str | None = None
     result: FileRotation | None = None
     failure: KeytoolsError | OSError | None = None
 
@@ -142,7 +144,7 @@ class BatchFile:
     def outcome(self) -> FileOutcome:
         """What became of it."""
         if self.result is not None:
-            return self.result
+            return replace(self.result, shares_keys_with=self.shares_keys_with)
         assert self.failure is not None
         return outcome_of(self.location, self.failure)
 

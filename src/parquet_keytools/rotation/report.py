@@ -12,7 +12,7 @@ from parquet_keytools.runtime.summary import Summarised
 from parquet_keytools.storage.walk import Unseen
 
 MOST_LEFT_BEHIND = 100
-"""How much of what is left behind a report names; where nothing may be listed, each file has something."""
+"""How much of what is left behind, or shared, a report names; where nothing may be listed, each file has something."""
 
 
 class RotationOutcome(Enum):
@@ -67,6 +67,7 @@ class FileRotation(Summarised):
         error: Why it failed, without traceback; None where it did not.
         old_size_bytes: Its length before it was rekeyed; 0 for all else.
         new_size_bytes: Its length since then; 0 for all else.
+        shares_keys_with: Another file of the run that has its data keys and file unique, if there is one.
     """
 
     path: str
@@ -78,6 +79,7 @@ class FileRotation(Summarised):
     error: KeytoolsError | OSError | None = None
     old_size_bytes: int = 0
     new_size_bytes: int = 0
+    shares_keys_with: str | None = None
 
     def summary(self) -> Mapping[str, object]:
         """Return the facts in short."""
@@ -144,6 +146,8 @@ class RotationReport(Summarised):
         no_journal: Why the run went without a journal that nobody asked for; empty where it had one.
         ignored_journal: Path of a journal of a former version in the data set, which is not read; None without.
         stopped_by: Why the run ended before all files were processed; None where it did not.
+        shared_keys: Files that share data keys and file unique, two in each text; for people. At most
+            `MOST_LEFT_BEHIND`.
         left_behind: What stays in a store because it could not be removed, or looked for; for people. At most
             `MOST_LEFT_BEHIND`.
     """
@@ -160,6 +164,7 @@ class RotationReport(Summarised):
     no_journal: str = ""
     ignored_journal: str | None = None
     stopped_by: KeytoolsError | None = None
+    shared_keys: list[str] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
 
     def summary(self) -> Mapping[str, object]:
@@ -192,5 +197,7 @@ class RotationReport(Summarised):
             self.counts[result.outcome] += 1
             self.bytes_written += result.bytes_written
             self.bytes_copied += result.bytes_copied
+            if result.shares_keys_with is not None and len(self.shared_keys) < MOST_LEFT_BEHIND:
+                self.shared_keys.append(f"{result.path} and {result.shares_keys_with}")
             if keep_results or result.outcome is RotationOutcome.FAILED:
                 self.files.append(result)

@@ -201,6 +201,9 @@ class Rewrapping:
         else:
             work.footer_dek = keys.footer_dek(self._unwrapped, self._context.data_keys)
         keys.open(work.footer_dek, work.aad_prefix)
+        file_unique = keys.envelope.aad_file_unique or b""
+        other = self._context.identities.other(work.location, work.footer_dek, file_unique)
+        work.shares_keys_with = None if other is None else str(other)
         self._context.membership.check_columns(keys)
 
     def _prove_columns(self, work: BatchFile) -> None:

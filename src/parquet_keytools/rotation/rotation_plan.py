@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.keys.file_key_retriever import DataKeys
 from parquet_keytools.rotation.batch import KmsInstance
 from parquet_keytools.rotation.held_keys import AadPrefixOf, HeldKeys
@@ -132,6 +133,7 @@ class RotationContext:
         kms_digest: What tells the KMSs from others; for the journal.
         keep_old: The id of this rotation if old key material is to be kept; else None.
         dry_run: Whether nothing is to be changed.
+        identities: Finds files that share data keys and file unique.
     """
 
     plan: RotationPlan
@@ -144,6 +146,7 @@ class RotationContext:
     kms_digest: str = ""
     keep_old: str | None = None
     dry_run: bool = False
+    identities: FileIdentities = field(default_factory=lambda: FileIdentities(refuses=False))
 
     def concerns(self, master_key_id: str) -> bool:
         """Whether keys under this master key may change at all, by whichever of its names a file calls it."""

@@ -1,0 +1,104 @@
+"""Which files were opened with which data key and file unique: no two files may have the same ones.
+
+They are the same where pyarrow's encryption properties served two files, and where a file is a copy of another one.
+Modules can be moved between such files, and nothing detects that (spec 4.4.1). A file unique has 8 random bytes: by
+chance two of 100,000 files share one with a probability of 1 in 3 billion, and never the data key too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import secrets
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+
+from parquet_keytools.encryption.footer import read_envelope
+from parquet_keytools.errors import KeytoolsError, ReusedKeysError
+from parquet_keytools.files.opened_file import OpenedFile
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import open_source
+
+_PACKAGE = Path(__file__).parents[1]
+
+MOST_REMEMBERED = 100_000
+"""How many files are remembered; the one that was opened first is forgotten first."""
+
+REMEDY = "Remove copies, and give the others keys of their own: `parquet-keytools rekey FOLDER --in-place`."
+
+
+class FileIdentities:
+    """Remembers the files of one folder, or all that one process opened. May be used by any number of threads.
+
+    Args:
+        refuses: Whether a file with keys of another one is refused, as in a folder; else there is a warning.
+    """
+
+    def __init__(self, *, refuses: bool) -> None:
+        self._refuses = refuses
+        # What is remembered of a data key is no hash that anybody else could make.
+        self._salt = secrets.token_bytes(16)
+        self._files: OrderedDict[bytes, FileLocation] = OrderedDict()
+        self._lock = ForkSafeLock()
+
+    def compare(self, opened: OpenedFile) -> None:
+        """Remember a file; refuse it, or warn, if it shares data key and file unique with another one.
+
+        There is no warning of a file that was moved or replaced since.
+
+        Raises:
+            ReusedKeysError: It does, and is refused.
+        """
+        if not opened.is_encrypted:
+            return
+        envelope = opened.footer.envelope
+        file_unique = envelope.aad_file_unique or b""
+        dek = opened.retriever.footer_dek(envelope.key_metadata)
+        other = self.other(opened.location, dek, file_unique)
+        if other is None or not (self._refuses or _has_file_unique(other, file_unique)):
+            return
+        error = ReusedKeysError(
+            str(opened.location),
+            str(other),
+            hint=f"{REMEDY} To read them as they are, set `reused_encryption_properties: allow` under `reading`.",
+        )
+        if self._refuses:
+            raise error
+        warnings.warn(str(error), UserWarning, stacklevel=_levels_inside())
+
+    def other(self, location: FileLocation, footer_dek: SecretBytes, file_unique: bytes) -> FileLocation | None:
+        """Remember a file; return another one that was opened before with the same data key and file unique.
+
+        One file under two names, by way of links, is no other one.
+
+        Args:
+            location: The file.
+            footer_dek: Of its footer.
+            file_unique: The random part of its AAD (spec 4.4.1).
+        """
+        digest = hashlib.sha256(self._salt + footer_dek.reveal() + file_unique).digest()[:16]
+        with self._lock:
+            found = self._files.pop(digest, None)
+            self._files[digest] = location
+            if len(self._files) > MOST_REMEMBERED:
+                self._files.popitem(last=False)
+        return None if found is None or found == location or found.is_same_file(location) else found
+
+
+def _levels_inside() -> int:
+    """Return the level of the caller's caller that is not of this package: the warning is shown there."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _has_file_unique(location: FileLocation, file_unique: bytes) -> bool:
+    try:
+        with open_source(location) as source:
+            return read_envelope(source).aad_file_unique == file_unique
+    except (KeytoolsError, OSError):
+        return False
