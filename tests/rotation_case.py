@@ -72,6 +72,8 @@ class Case:
             # The KMS is passed in; this one only says that there is one.
             "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
             "tables": {"t": {"footer_key": "kf", **self.settings, **changes}},
+            # Many files are copies of one here, which is quicker made.
+            "reading": {"reused_encryption_properties": "allow"},
         }
         return Keytools(parse_configuration(document), kms=kms or self.kms)
 

@@ -51,6 +51,7 @@ def test_defaults():
     assert ReadingSettings().model_dump() == {
         "plaintext_files": "reject",
         "ctr_files": "allow",
+        "reused_encryption_properties": "reject",
         "denied_columns": "error",
         "file_unique_lengths": "exact",
         "cache_lifetime_seconds": 600,

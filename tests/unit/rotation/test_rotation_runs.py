@@ -139,7 +139,8 @@ def test_what_was_moved_to_one_kms_is_not_finished_for_another_one(tmp_path: Pat
     def other_tools(name: str) -> Keytools:
         kms = {"type": "in_memory", "keys": list(MASTER_KEYS), "instance_id": name}
         tables = {"t": {"footer_key": "kf", **case.settings}}
-        return Keytools(parse_configuration({"version": 1, "kms": kms, "tables": tables}))
+        reading = {"reused_encryption_properties": "allow"}
+        return Keytools(parse_configuration({"version": 1, "kms": kms, "tables": tables, "reading": reading}))
 
     one, another = other_tools("one"), other_tools("another")
     with pytest.raises(CutOffError):
