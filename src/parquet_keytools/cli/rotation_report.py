@@ -133,7 +133,9 @@ class RotationTally:
         if report.shared_keys:
             shown = "; ".join(report.shared_keys[:MOST_SHARED_SHOWN])
             more = "; and more" if len(report.shared_keys) > MOST_SHARED_SHOWN else ""
-            say(f"Warning: these share data keys and file unique, and readers refuse them: {shown}{more}. {REMEDY}")
+            say(
+                f"Warning: these share data keys and file unique, and readers refuse them: {shown}{more}. {REMEDY}"
+            )
         if report.journal_in_use:
             say("Another run uses the journal, so this run has none.")
         if report.no_journal:

@@ -72,7 +72,9 @@ WAYS: dict[str, Callable[[Keytools, Path], object]] = {
 def test_a_folder_is_refused(folder: Path, way: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(ReusedKeysError, match="share their data keys and file unique.*rekey FOLDER") as caught:
+        with pytest.raises(
+            ReusedKeysError, match=r"share their data keys and file unique.*rekey FOLDER"
+        ) as caught:
             WAYS[way](Keytools.from_mapping(document()), folder)
     assert {caught.value.path, caught.value.other_path} == {str(path) for path in files_of(folder)}
 
