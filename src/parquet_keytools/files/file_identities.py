@@ -1,8 +1,8 @@
 """Which files were opened with which data key and file unique: no two files may have the same ones.
 
-They are the same where pyarrow's encryption properties served two files, and where a file is a copy of another one.
-Modules can be moved between such files, and nothing detects that (spec 4.4.1). A file unique has 8 random bytes: by
-chance two of 100,000 files share one with a probability of 1 in 3 billion, and never the data key too.
+They are the same where pyarrow's encryption properties served two files, and where a file is a copy of another.
+Modules can be moved between such files, and nothing detects that (spec 4.4.1). A file unique has 8 random bytes:
+by chance two of 100,000 files share one with a probability of 1 in 3 billion, and never the data key too.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from parquet_keytools.runtime.summary import Summarised
 from parquet_keytools.storage.walk import Unseen
 
 MOST_LEFT_BEHIND = 100
-"""How much of what is left behind, or shared, a report names; where nothing may be listed, each file has something."""
+"""How much of what is left behind, or shared, a report names; where nothing may be listed, each file has some."""
 
 
 class RotationOutcome(Enum):
