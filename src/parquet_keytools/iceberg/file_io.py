@@ -1,0 +1,321 @@
+"""A FileIO with which unmodified PyIceberg reads encrypted tables.
+
+It decrypts manifest lists, manifests, deletion vectors and Avro files as AGS1 streams, and data files by Parquet
+modular encryption. Their keys it learns on the way down: from the metadata file, the manifest list, the manifests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import pyarrow as pa
+from pyiceberg.io import PY_IO_IMPL, FileIO, InputFile, OutputFile, load_file_io
+from pyiceberg.typedef import EMPTY_DICT, Properties
+
+from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError, ParquetFormatError
+from parquet_keytools.iceberg.ags1 import Ags1Reader
+from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file
+from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
+from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in
+from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, MAX_METADATA_BYTES, parse_table_metadata
+from parquet_keytools.storage.sources import ArrowSource
+
+CONFIG_PROPERTY = "keytools.config"
+MAPPING_PROPERTY = "keytools.location-mapping"
+IO_IMPL_PROPERTY = "keytools.io-impl"
+CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
+
+_ENCRYPTED_MAGICS = (b"AGS1", b"PARE")
+_METADATA_ENDINGS = (".json", ".json.gz")
+_VERSION_HINT = "version-hint.text"
+
+_our_writer = ContextVar("our_writer", default=False)
+
+
+@contextlib.contextmanager
+def writing_allowed() -> Iterator[None]:
+    """Let this thread write files of encrypted tables: for our own writer, which encrypts them."""
+    token = _our_writer.set(True)
+    try:
+        yield
+    finally:
+        _our_writer.reset(token)
+
+
+class EncryptedFileIO(FileIO):
+    """Reads encrypted and plaintext tables, and refuses to write to encrypted ones.
+
+    Properties of the catalog or the table:
+
+    - `keytools.config`: path of the YAML configuration with the KMS; by default `PARQUET_KEYTOOLS_CONFIG`.
+    - `keytools.location-mapping`: `from=to`, several with commas: where locations that begin with `from` lie.
+    - `keytools.io-impl`: the FileIO beneath; by default the one that PyIceberg takes for the location.
+
+    It may be used from any number of threads, and pickled to worker processes; a pickle holds no key.
+    """
+
+    def __init__(self, properties: Properties = EMPTY_DICT) -> None:
+        super().__init__(properties)
+        configuration_file = properties.get(CONFIG_PROPERTY) or os.environ.get(CONFIG_VARIABLE)
+        if not configuration_file:
+            raise ConfigurationError(
+                f"EncryptedFileIO needs a configuration, and {CONFIG_PROPERTY!r} is not among the properties.",
+                hint=f'Give the catalog {{"{CONFIG_PROPERTY}": "keytools.yaml"}}, or set {CONFIG_VARIABLE}.',
+            )
+        self._known = known_tables(configuration_file)
+        self._mapping = _mapping(properties.get(MAPPING_PROPERTY, ""))
+        self._beneath: dict[str, FileIO] = {}
+        self._tables: dict[str, KnownTable] = {}
+        self._unread_metadata: list[str] = []
+
+    # --- the protocol of PyIceberg ---
+
+    def new_input(self, location: str) -> EncryptedInputFile:
+        """Return a file to read; what it needs to be decrypted is looked for when it is opened."""
+        return EncryptedInputFile(location, self)
+
+    def new_output(self, location: str) -> OutputFile:
+        """Return a file to write, of a table that is not encrypted.
+
+        Raises:
+            NotEncryptedError: It belongs to an encrypted table, and would be plaintext in it.
+        """
+        if not _our_writer.get() and self.is_guarded(location):
+            raise NotEncryptedError(
+                f"{location} belongs to an encrypted table, and PyIceberg would write it in plaintext.",
+                hint="Write through the table that `parquet_keytools.iceberg.load_table(catalog, name)` returns.",
+            )
+        return self.storage(location).new_output(self.mapped(location))
+
+    def delete(self, location: str | InputFile | OutputFile) -> None:
+        """Delete a file."""
+        text = location if isinstance(location, str) else location.location
+        self.storage(text).delete(self.mapped(text))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The FileIO of a table that was only loaded has seen no file yet: others know its metadata file.
+        metadata = list(self._tables) or self._known.metadata_locations(self.properties)
+        return _unpickled, (type(self), dict(self.properties), [*metadata, *self._unread_metadata])
+
+    # --- what lies beneath ---
+
+    def mapped(self, location: str) -> str:
+        """Return where a location really lies."""
+        for begin, replacement in self._mapping.items():
+            if location.startswith(begin):
+                return replacement + location[len(begin) :]
+        return location
+
+    def storage(self, location: str) -> FileIO:
+        """Return the FileIO that reads and writes the bytes of a location as they are."""
+        mapped = self.mapped(location)
+        scheme = mapped.partition(":")[0] if ":" in mapped else ""
+        beneath = self._beneath.get(scheme)
+        if beneath is None:
+            properties = {name: value for name, value in self.properties.items() if name != PY_IO_IMPL}
+            if io_impl := self.properties.get(IO_IMPL_PROPERTY):
+                properties[PY_IO_IMPL] = io_impl
+            beneath = self._beneath[scheme] = load_file_io(properties, mapped)
+        return beneath
+
+    def open_stored(self, location: str) -> pa.NativeFile:
+        """Open a file as it is stored."""
+        stream = self.storage(location).new_input(self.mapped(location)).open()
+        return stream if isinstance(stream, pa.NativeFile) else pa.PythonFile(stream, mode="r")
+
+    # --- what is known ---
+
+    @property
+    def tables(self) -> Mapping[str, KnownTable]:
+        """The states of encrypted tables that were used here, by location of their metadata file."""
+        return self._tables
+
+    def is_guarded(self, location: str) -> bool:
+        """Return whether a location belongs to an encrypted table, as far as anything says so."""
+        return (
+            KEY_ID_PROPERTY in self.properties
+            or bool(self._tables or self._unread_metadata)
+            or self._known.holding(location) is not None
+        )
+
+    def read_metadata(self, location: str) -> bytes:
+        """Return a metadata file, and learn what it says of the encryption of its table.
+
+        Raises:
+            KeyMaterialError: Its `encryption-keys` are not what the format says.
+        """
+        with self.open_stored(location) as file:
+            if file.size() > MAX_METADATA_BYTES:
+                raise ParquetFormatError(f"longer than {MAX_METADATA_BYTES} bytes", path=location)
+            content: bytes = file.read()
+        try:
+            encryption = parse_table_metadata(content, location)
+        except ParquetFormatError as error:
+            if type(error) is not ParquetFormatError:
+                raise
+            return content  # some other file of JSON; PyIceberg says what is wrong if it is none
+        if encryption.is_encrypted:
+            table = self._known.add(encryption)
+            self._tables[location] = table
+        return content
+
+    def _find(self, location: str) -> KnownTable | None:
+        for table in reversed(list(self._tables.values())):
+            if table.snapshot_of(location) is not None or table.file_at(location) is not None:
+                return table
+        found = self._known.with_file(location)
+        if found is not None:
+            self._tables[found.encryption.metadata_location] = found
+        return found
+
+    def expect_metadata(self, locations: list[str]) -> None:
+        """Take metadata files that are read once a file is opened that nothing else knows, the likeliest last."""
+        self._unread_metadata += locations
+
+    def _search(self, location: str) -> KnownTable | None:
+        """Read metadata files, and the rest of the tables in use: in a worker process nothing was read yet."""
+        while self._unread_metadata:
+            metadata_location = self._unread_metadata.pop()
+            # That of another table may be gone by now.
+            with contextlib.suppress(FileNotFoundError):
+                self.read_metadata(metadata_location)
+            if (found := self._find(location)) is not None:
+                return found
+        for table in list(self._tables.values()):
+            for manifest_list in table.unread(manifests=False):
+                self.read_all(manifest_list)
+                for manifest in table.unread(manifests=True):
+                    self.read_all(manifest)
+                if table.file_at(location) is not None:
+                    return table
+        return None
+
+    def read_all(self, location: str) -> bytes:
+        """Return the plaintext of a file."""
+        with self.open_plaintext(location) as stream:
+            return bytes(stream.read())
+
+    # --- reading ---
+
+    def open_plaintext(self, location: str) -> Any:
+        """Open a file as PyIceberg shall see it.
+
+        Raises:
+            NotEncryptedError: A plaintext file lies in an encrypted table.
+            KeyNotAvailableError: It is encrypted, and nothing that was read says with which key.
+            KeytoolsError: Another subclass says which link of the key chain is broken.
+        """
+        if location.endswith(_METADATA_ENDINGS):
+            return io.BytesIO(self.read_metadata(location))
+        table = self._find(location)
+        if table is None and location.endswith(_VERSION_HINT):
+            return self.open_stored(location)
+        if table is None:
+            table = self._search(location)
+        if table is None:
+            return self._open_unknown(location)
+        snapshot = table.snapshot_of(location)
+        if snapshot is not None:
+            name = f"manifest list {location} of snapshot {snapshot.snapshot_id}"
+            content = self._read_stream(location, table.list_key(snapshot), None, name)
+            table.learn(location, manifests_in(content, name))
+            return io.BytesIO(content)
+        file = table.file_at(location)
+        assert file is not None
+        if file.kind == "manifest":
+            content = self._read_stream(location, file.key_metadata(), file.length, file.name)
+            table.learn(location, files_in(content, file.name))
+            return io.BytesIO(content)
+        return self._open_data(file)
+
+    def _read_stream(
+        self, location: str, key: StandardKeyMetadata | None, listed_length: int | None, name: str
+    ) -> bytes:
+        stored = self.open_stored(location)
+        with stored:
+            if key is None:
+                self._refuse_plaintext(name)
+                return bytes(stored.read())
+            check_length(stored.size(), key, listed_length, name)
+            with Ags1Reader(stored, key, path=f"the {name}") as reader:
+                return reader.read()
+
+    def _open_data(self, file: ListedFile) -> Any:
+        key = file.key_metadata()
+        if key is None:
+            self._refuse_plaintext(file.name)
+            return self.open_stored(file.location)
+        stored = self.open_stored(file.location)
+        check_length(stored.size(), key, file.length, file.name)
+        if file.format != "PARQUET":
+            return Ags1Reader(stored, key, path=f"the {file.name}")
+        with stored:
+            source = ArrowSource(f"the {file.name}", stored, stored.size())
+            return pa.BufferReader(decrypt_data_file(source, key, file.name))
+
+    def _refuse_plaintext(self, name: str) -> None:
+        if self._known.keys.service.configuration.reading.plaintext_files == "reject":
+            raise NotEncryptedError(
+                f"the {name} has no key metadata: it is a plaintext file in an encrypted table.",
+                hint="`parquet-keytools iceberg verify` lists them all. If that is intended, set "
+                "`plaintext_files: allow` under `reading`.",
+            )
+
+    def _open_unknown(self, location: str) -> Any:
+        stored = self.open_stored(location)
+        magic = stored.read(4)
+        stored.seek(0)
+        if magic in _ENCRYPTED_MAGICS:
+            raise KeyNotAvailableError(
+                f"{location} is encrypted, and no metadata file that was read here leads to its key.",
+                hint="Where the catalog sends the metadata itself, as REST catalogs do, load the table with "
+                "`parquet_keytools.iceberg.load_table(catalog, name)`.",
+            )
+        if self.is_guarded(location):
+            self._refuse_plaintext(f"file {location}")
+        return stored
+
+
+class EncryptedInputFile(InputFile):
+    """A file of a table, opened as plaintext; its length is that of the stored file."""
+
+    def __init__(self, location: str, file_io: EncryptedFileIO) -> None:
+        super().__init__(location)
+        self._file_io = file_io
+
+    def _stored(self) -> InputFile:
+        return self._file_io.storage(self.location).new_input(self._file_io.mapped(self.location))
+
+    def __len__(self) -> int:
+        return len(self._stored())
+
+    def exists(self) -> bool:
+        """Return whether the file is there."""
+        return self._stored().exists()
+
+    def open(self, seekable: bool = True) -> Any:
+        """Open it; see `EncryptedFileIO.open_plaintext`."""
+        return self._file_io.open_plaintext(self.location)
+
+
+def _mapping(text: str) -> dict[str, str]:
+    """Return the location mapping in a property: the longest beginning comes first."""
+    pairs = [pair.split("=", 1) for pair in text.split(",") if pair]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs):
+        raise ConfigurationError(
+            f"{MAPPING_PROPERTY} is not `from=to`, several with commas between them.", hint="Write both locations."
+        )
+    return dict(sorted(((begin, to) for begin, to in pairs), key=lambda pair: -len(pair[0])))
+
+
+def _unpickled(kind: type[EncryptedFileIO], properties: dict[str, str], metadata: list[str]) -> EncryptedFileIO:
+    """Make a FileIO in a worker process, which reads the metadata files again when it needs them."""
+    file_io = kind(properties)
+    file_io.expect_metadata(metadata)
+    return file_io

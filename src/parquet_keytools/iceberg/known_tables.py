@@ -1,0 +1,154 @@
+"""What this process has learnt of encrypted tables: the key of each manifest list, manifest and file.
+
+PyIceberg makes a FileIO for reading the metadata file and another one for the table, and tells neither of the
+other. So what one learns is kept here, for all of the same configuration, by location.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from parquet_keytools.config.loader import load_configuration
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
+from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.manifests import ListedFile
+from parquet_keytools.iceberg.table_metadata import SnapshotKey, TableEncryption
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+
+_KEPT_TABLES = 128
+"""So many states of tables are kept for other FileIOs; one that a FileIO uses is kept by it as well."""
+
+
+class KnownTable:
+    """One state of an encrypted table, and the files of it that were seen so far.
+
+    Attributes:
+        encryption: What the metadata file says.
+        chain: Its keys.
+    """
+
+    def __init__(self, encryption: TableEncryption, keys: IcebergKeys) -> None:
+        self.encryption = encryption
+        self.chain = KeyChain(encryption, keys)
+        self._lists = {snapshot.manifest_list: snapshot for snapshot in encryption.snapshots}
+        self._files: dict[str, ListedFile] = {}
+        self._read: set[str] = set()
+
+    def snapshot_of(self, manifest_list: str) -> SnapshotKey | None:
+        """Return the snapshot that has a manifest list, or None."""
+        return self._lists.get(manifest_list)
+
+    def list_key(self, snapshot: SnapshotKey) -> StandardKeyMetadata | None:
+        """Return the key of a manifest list, or None where it is plaintext."""
+        if snapshot.key_id is None:
+            return None
+        return self.chain.manifest_list_key(snapshot.key_id, snapshot.snapshot_id)
+
+    def file_at(self, location: str) -> ListedFile | None:
+        """Return the manifest or data file at a location, as far as it is known."""
+        return self._files.get(location)
+
+    def learn(self, read_location: str, files: Iterable[ListedFile]) -> None:
+        """Take what a manifest list or a manifest says of its files."""
+        for file in files:
+            known = self._files.get(file.location)
+            # Once a file is known to be encrypted, nothing makes it a plaintext one.
+            if known is None or file.encoded_key is not None:
+                self._files[file.location] = file
+        self._read.add(read_location)
+
+    def unread(self, manifests: bool) -> Iterator[str]:
+        """Yield the locations of manifest lists, or of manifests known so far, that were not read yet."""
+        if manifests:
+            locations = [file.location for file in list(self._files.values()) if file.kind == "manifest"]
+        else:
+            current = self.encryption.current_snapshot_id
+            newest_first = sorted(
+                self.encryption.snapshots, key=lambda s: (s.snapshot_id == current, s.timestamp_ms), reverse=True
+            )
+            locations = [snapshot.manifest_list for snapshot in newest_first]
+        return (location for location in locations if location not in self._read)
+
+    def holds(self, location: str) -> bool:
+        """Return whether a location is in the folder of the table."""
+        return bool(self.encryption.location) and location.startswith(f"{self.encryption.location.rstrip('/')}/")
+
+
+class KnownTables:
+    """The states of encrypted tables that were read with one configuration, the newest last.
+
+    Attributes:
+        keys: Unwraps their KEKs.
+    """
+
+    def __init__(self, keys: IcebergKeys) -> None:
+        self.keys = keys
+        self._lock = ForkSafeLock()
+        self._tables: OrderedDict[str, KnownTable] = OrderedDict()
+
+    def add(self, encryption: TableEncryption) -> KnownTable:
+        """Take a state of a table. What was learnt of the very same state stays."""
+        location = encryption.metadata_location
+        with self._lock:
+            known = self._tables.pop(location, None)
+            table = (
+                known
+                if known is not None and known.encryption == encryption
+                else KnownTable(encryption, self.keys)
+            )
+            self._tables[location] = table
+            while len(self._tables) > _KEPT_TABLES:
+                self._tables.popitem(last=False)
+            return table
+
+    def with_file(self, location: str) -> KnownTable | None:
+        """Return the newest state that knows a manifest list, manifest or data file, or None."""
+        with self._lock:
+            tables = list(reversed(self._tables.values()))
+        for table in tables:
+            if table.snapshot_of(location) is not None or table.file_at(location) is not None:
+                return table
+        return None
+
+    def metadata_locations(self, properties: Mapping[str, str]) -> list[str]:
+        """Return the metadata files of tables whose properties are among these, the newest last."""
+        with self._lock:
+            tables = list(self._tables.values())
+        return [
+            table.encryption.metadata_location
+            for table in tables
+            if table.encryption.properties.items() <= properties.items()
+        ]
+
+    def holding(self, location: str) -> KnownTable | None:
+        """Return the newest state of an encrypted table in whose folder a location is, or None."""
+        with self._lock:
+            tables = list(reversed(self._tables.values()))
+        return next((table for table in tables if table.holds(location)), None)
+
+
+_of_configurations: dict[tuple[str, int, int], KnownTables] = {}
+_lock = threading.Lock()
+
+
+def known_tables(configuration_file: str) -> KnownTables:
+    """Return the one object of this process for a configuration file; a changed file is read again.
+
+    Raises:
+        ConfigurationError: The configuration has mistakes.
+        OSError: It cannot be read.
+    """
+    path = Path(configuration_file).expanduser().absolute()
+    status = path.stat()
+    identity = (str(path), status.st_mtime_ns, status.st_size)
+    with _lock:
+        tables = _of_configurations.get(identity)
+        if tables is None:
+            service = KeyService(load_configuration(path), None, time.monotonic)
+            tables = _of_configurations[identity] = KnownTables(IcebergKeys(service))
+        return tables

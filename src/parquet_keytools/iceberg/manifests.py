@@ -1,0 +1,150 @@
+"""Manifest lists and manifests: which files a table has, and the key metadata of each.
+
+They are Avro; only the fields that encryption needs are decoded, so that this costs little beside PyIceberg's own
+reading.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyiceberg.avro.file import AvroFile
+from pyiceberg.avro.reader import Reader, StructReader
+from pyiceberg.io import InputFile
+from pyiceberg.typedef import Record
+from pyiceberg.types import StructType
+
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.secret_bytes import SecretBytes
+
+_LIST_FIELDS = (500, 501, 519)
+"""Field ids: location, length and key metadata of a manifest."""
+_DATA_FILE = 2
+_MANIFEST_FIELDS = (0, 134, 100, 101, 104, 131)
+"""Status of the entry; content, location, format, length and key metadata of the file."""
+
+_DELETED = 2
+_CONTENTS = {None: "data file", 0: "data file", 1: "position delete file", 2: "equality delete file"}
+
+
+@dataclass(frozen=True)
+class ListedFile:
+    """A file as the file above it in the key chain lists it.
+
+    Attributes:
+        location: Where it lies.
+        kind: `manifest`, `data file`, `deletion vector file`, `equality delete file`, ...
+        format: `AVRO`, `PARQUET`, `PUFFIN` or `ORC`.
+        length: Its bytes, as listed.
+        is_live: Whether it is still a part of the table; an entry of a deleted file stays for a while.
+        encoded_key: Its key metadata, or None where it is plaintext.
+    """
+
+    location: str
+    kind: str
+    format: str
+    length: int
+    is_live: bool
+    encoded_key: SecretBytes | None = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"{self.kind} {self.location}"
+
+    def key_metadata(self) -> StandardKeyMetadata | None:
+        """Return its key, or None where it is plaintext.
+
+        Raises:
+            KeyMaterialError: The key metadata is not valid.
+        """
+        return (
+            None if self.encoded_key is None else StandardKeyMetadata.decode(self.encoded_key, f"the {self.name}")
+        )
+
+
+def manifests_in(content: bytes, name: str) -> list[ListedFile]:
+    """Return the manifests in a manifest list.
+
+    Args:
+        content: Its plaintext.
+        name: What errors call it.
+
+    Raises:
+        ParquetFormatError: It is no manifest list.
+    """
+    return [
+        ListedFile(path, "manifest", "AVRO", length, is_live=True, encoded_key=_secret(key))
+        for path, length, key in _records(content, _LIST_FIELDS, name)
+    ]
+
+
+def files_in(content: bytes, name: str) -> list[ListedFile]:
+    """Return the files in a manifest; arguments and errors as with `manifests_in`."""
+    files = []
+    for status, content_type, path, file_format, length, key in _records(content, _MANIFEST_FIELDS, name):
+        file_format = str(file_format).upper()
+        kind = "deletion vector file" if file_format == "PUFFIN" else _CONTENTS.get(content_type, "file")
+        files.append(ListedFile(path, kind, file_format, length, status != _DELETED, _secret(key)))
+    return files
+
+
+def _secret(key_metadata: bytes | None) -> SecretBytes | None:
+    return None if key_metadata is None else SecretBytes(key_metadata)
+
+
+class _InMemory(InputFile):
+    def __init__(self, content: bytes) -> None:
+        super().__init__("")
+        self._content = content
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def exists(self) -> bool:
+        return True
+
+    def open(self, seekable: bool = True) -> io.BytesIO:
+        return io.BytesIO(self._content)
+
+
+def _records(content: bytes, field_ids: Sequence[int], name: str) -> list[tuple[Any, ...]]:
+    """Return some fields of all records."""
+    kind = ""
+    try:
+        with AvroFile[Record](_InMemory(content)) as reader:
+            # What a read schema leaves out, PyIceberg cannot skip where it is a map or a list.
+            reader.reader = _pruned(reader.schema.as_struct(), reader.reader, field_ids)
+            return [_fields(record, field_ids) for record in reader]
+    except Exception as error:
+        # The text of a decoder's exception may quote what it decoded, and with it keys.
+        kind = type(error).__name__
+    raise ParquetFormatError(f"the {name} cannot be decoded ({kind}).", hint="Restore it from a backup.")
+
+
+def _pruned(struct: StructType, reader: Reader, field_ids: Sequence[int]) -> StructReader:
+    """Return a reader of some fields of a struct, and of the data file in it; others are skipped."""
+    if not isinstance(reader, StructReader):
+        raise ParquetFormatError("a record is no struct")
+    readers: list[tuple[int | None, Reader]] = []
+    for own, (_, field_reader) in zip(struct.fields, reader.field_readers, strict=True):
+        if own.field_id == _DATA_FILE and isinstance(own.field_type, StructType):
+            readers.append((len(field_ids), _pruned(own.field_type, field_reader, field_ids)))
+        else:
+            wanted = own.field_id in field_ids
+            readers.append((field_ids.index(own.field_id) if wanted else None, field_reader))
+    return StructReader(tuple(readers), Record, struct)
+
+
+def _fields(record: Record, field_ids: Sequence[int]) -> tuple[Any, ...]:
+    values = [record[position] if position < len(record) else None for position in range(len(field_ids) + 1)]
+    inner = values.pop()
+    if isinstance(inner, Record):
+        values = [
+            mine if mine is not None else of for mine, of in zip(values, _fields(inner, field_ids), strict=True)
+        ]
+    return tuple(values)

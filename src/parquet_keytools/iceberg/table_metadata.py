@@ -1,0 +1,206 @@
+"""What the metadata file of a table says of its encryption. Nobody authenticates this file: all of it is a claim.
+
+`encryption-keys` has entries of two kinds, in any order: KEKs, which a master key of a KMS wraps (with the
+property `KEY_TIMESTAMP`, in ms), and the key metadata of manifest lists, which a KEK encrypts. `key-id` of a
+snapshot names the latter. PyIceberg 0.12 drops both fields, so they are read here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from parquet_keytools import strict_base64
+from parquet_keytools.errors import KeyMaterialError, ParquetFormatError
+
+KEY_ID_PROPERTY = "encryption.key-id"
+KEY_LENGTH_PROPERTY = "encryption.data-key-length"
+TIMESTAMP_PROPERTY = "KEY_TIMESTAMP"
+
+MAX_METADATA_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class EncryptionKey:
+    """An entry of `encryption-keys`.
+
+    Attributes:
+        key_id: Its name in this table.
+        encrypted: The wrapped KEK, or the encrypted key metadata of a manifest list.
+        encrypted_by_id: The master key, or the KEK's `key_id`.
+        timestamp: `KEY_TIMESTAMP` of a KEK, in ms since 1970, as it is written: its bytes are an AAD.
+    """
+
+    key_id: str
+    encrypted: bytes = field(repr=False)
+    encrypted_by_id: str
+    timestamp: str | None
+
+    @property
+    def timestamp_ms(self) -> int | None:
+        """When the KEK was made; None where nothing, or no number, says it."""
+        text = self.timestamp
+        return int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 19 else None
+
+
+@dataclass(frozen=True)
+class SnapshotKey:
+    """A snapshot, its manifest list, and the entry with the key of the list.
+
+    Attributes:
+        snapshot_id: Its id.
+        manifest_list: Location of the list.
+        key_id: Of the entry; None where the list is plaintext.
+        timestamp_ms: When it was made.
+    """
+
+    snapshot_id: int
+    manifest_list: str
+    key_id: str | None
+    timestamp_ms: int
+
+
+@dataclass(frozen=True)
+class TableEncryption:
+    """How a table is encrypted, as its metadata file says.
+
+    Attributes:
+        metadata_location: The metadata file.
+        location: Where the table lies.
+        table_uuid: Its UUID, as it says.
+        properties: Its properties.
+        keys: `encryption-keys`, by `key_id`.
+        snapshots: Its snapshots, in the order of the file.
+        current_snapshot_id: None where the table is empty.
+        statistics: Locations of Puffin files with statistics of the table, and of files with those of partitions.
+    """
+
+    metadata_location: str
+    location: str
+    table_uuid: str
+    properties: Mapping[str, str]
+    keys: Mapping[str, EncryptionKey]
+    snapshots: tuple[SnapshotKey, ...]
+    current_snapshot_id: int | None
+    statistics: tuple[str, ...]
+
+    @property
+    def master_key_id(self) -> str | None:
+        """The master key for new KEKs: the property `encryption.key-id`."""
+        return self.properties.get(KEY_ID_PROPERTY)
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether anything in it says that the table is encrypted."""
+        return (
+            KEY_ID_PROPERTY in self.properties
+            or bool(self.keys)
+            or any(snapshot.key_id is not None for snapshot in self.snapshots)
+        )
+
+    @property
+    def keks(self) -> tuple[EncryptionKey, ...]:
+        """The entries that a master key wraps: those that no other entry encrypts."""
+        return tuple(entry for entry in self.keys.values() if entry.encrypted_by_id not in self.keys)
+
+    def snapshot(self, snapshot_id: int) -> SnapshotKey | None:
+        """Return a snapshot, or None where there is none of this id."""
+        return next((snapshot for snapshot in self.snapshots if snapshot.snapshot_id == snapshot_id), None)
+
+
+def parse_table_metadata(content: bytes, location: str) -> TableEncryption:
+    """Return what a metadata file says of the encryption of its table.
+
+    Args:
+        content: The file, compressed with gzip or not.
+        location: Where it lies, for errors.
+
+    Raises:
+        ParquetFormatError: It is no metadata file.
+        KeyMaterialError: Its `encryption-keys` are not what the format says.
+    """
+    if content[:2] == b"\x1f\x8b":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError):
+            _refuse(location, "it is damaged: gzip does not decompress it")
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or "format-version" not in document:
+        _refuse(location, "it is no metadata file of an Iceberg table")
+    return _Reader(location).table(document)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    location: str
+
+    def table(self, document: Mapping[str, Any]) -> TableEncryption:
+        keys: dict[str, EncryptionKey] = {}
+        for number, item in enumerate(self.items(document, "encryption-keys")):
+            entry = self.key(item, number)
+            if entry.key_id in keys:
+                raise KeyMaterialError(f"encryption-keys has {entry.key_id!r} twice", path=self.location)
+            keys[entry.key_id] = entry
+        current = document.get("current-snapshot-id")
+        properties = document.get("properties") or {}
+        if not isinstance(properties, dict):
+            _refuse(self.location, "its properties are no object")
+        statistics = [*self.items(document, "statistics"), *self.items(document, "partition-statistics")]
+        return TableEncryption(
+            metadata_location=self.location,
+            location=str(document.get("location", "")),
+            table_uuid=str(document.get("table-uuid", "")),
+            properties={str(name): str(value) for name, value in properties.items()},
+            keys=keys,
+            snapshots=tuple(map(self.snapshot, self.items(document, "snapshots"))),
+            current_snapshot_id=current if type(current) is int and current != -1 else None,
+            statistics=tuple(self.text(item, "statistics-path", "a statistics file") for item in statistics),
+        )
+
+    def key(self, item: Mapping[str, Any], number: int) -> EncryptionKey:
+        what = f"entry {number} of encryption-keys"
+        key_id = self.text(item, "key-id", what)
+        try:
+            encrypted = strict_base64.decode(self.text(item, "encrypted-key-metadata", what))
+        except ValueError:
+            encrypted = b""
+        if not encrypted:
+            raise KeyMaterialError(f"{what} ({key_id!r}): its key is not base64", path=self.location)
+        properties = item.get("properties") or {}
+        timestamp = properties.get(TIMESTAMP_PROPERTY) if isinstance(properties, dict) else None
+        if timestamp is not None and not isinstance(timestamp, str):
+            raise KeyMaterialError(f"{what} ({key_id!r}): {TIMESTAMP_PROPERTY} is no text", path=self.location)
+        return EncryptionKey(key_id, encrypted, self.text(item, "encrypted-by-id", what), timestamp)
+
+    def snapshot(self, item: Mapping[str, Any]) -> SnapshotKey:
+        snapshot_id, timestamp = item.get("snapshot-id"), item.get("timestamp-ms", 0)
+        if type(snapshot_id) is not int or type(timestamp) is not int:
+            _refuse(self.location, "a snapshot has no id")
+        key_id = item.get("key-id")
+        if key_id is not None and not isinstance(key_id, str):
+            raise KeyMaterialError(f"snapshot {snapshot_id}: its key-id is no text", path=self.location)
+        # Snapshots of version 1 may list their manifests in place of a manifest list; those are never encrypted.
+        manifest_list = item.get("manifest-list")
+        return SnapshotKey(snapshot_id, str(manifest_list or ""), key_id, timestamp)
+
+    def items(self, document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+        items = document.get(name) or []
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            _refuse(self.location, f"its {name} are no list of objects")
+        return items
+
+    def text(self, item: Mapping[str, Any], name: str, what: str) -> str:
+        value = item.get(name)
+        if not isinstance(value, str) or not value:
+            raise KeyMaterialError(f"{what} has no {name}", path=self.location)
+        return value
+
+
+def _refuse(location: str, reason: str) -> NoReturn:
+    raise ParquetFormatError(f"{reason}.", path=location, hint="Check the location; or restore it from a backup.")
