@@ -21,14 +21,13 @@ from parquet_keytools.errors import ColumnAccessDeniedError
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, read_footer_bytes
-from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileCryptoMetaData, RowGroup
-from parquet_keytools.format.thrift_compact import ThriftList, WireType
+from parquet_keytools.format.generated_chunks import generated_chunk
+from parquet_keytools.format.structs import ColumnChunk, FileCryptoMetaData, RowGroup
 
 _GAP = 1 << 20
 """Bytes around the chunks that cannot be read: Arrow reads what lies close together at once."""
 
 _CHUNK_LENGTH = 64
-_PLAIN_ENCODING = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def redacted_footer(opened: OpenedFile, source: ByteSource) -> RedactedFooter:
     @functools.cache
     def redacted_chunk(ordinal: int, num_rows: int) -> ColumnChunk:
         offset = chunks_offset + ordinal * _CHUNK_LENGTH
-        return _chunk(types[ordinal] or 0, denied[ordinal], num_rows, offset).as_read()
+        return generated_chunk(types[ordinal] or 0, denied[ordinal], num_rows, offset, _CHUNK_LENGTH).as_read()
 
     row_groups = []
     for row_group, chunks in zip(footer.row_groups, footer.chunks, strict=True):
@@ -73,21 +72,6 @@ def redacted_footer(opened: OpenedFile, source: ByteSource) -> RedactedFooter:
     tail = _tail(footer, metadata.serialise(), source)
     chunks_end = chunks_offset + len(footer.columns) * _CHUNK_LENGTH
     return RedactedFooter(range(chunks_offset, chunks_end), chunks_end + _GAP, tail)
-
-
-def _chunk(physical_type: int, path: tuple[str, ...], num_values: int, offset: int) -> ColumnChunk:
-    metadata = ColumnMetaData()
-    metadata.type = physical_type
-    metadata.struct.fields[2] = (WireType.LIST, ThriftList(WireType.I32, [_PLAIN_ENCODING]))
-    metadata.path_in_schema = list(path)
-    metadata.codec = 0
-    metadata.num_values = num_values
-    metadata.total_uncompressed_size = metadata.total_compressed_size = _CHUNK_LENGTH
-    metadata.data_page_offset = offset
-    chunk = ColumnChunk()
-    chunk.file_offset = 0
-    chunk.meta_data = metadata
-    return chunk
 
 
 def _tail(footer: Footer, serialised: bytes, source: ByteSource) -> bytes:

@@ -96,6 +96,14 @@ DataKey = Annotated[
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 AadPrefixTemplate = Annotated[str, Field(min_length=1), AfterValidator(_checked_template)]
 Version = Annotated[Literal[1], BeforeValidator(_checked_whole_number)]
+DeniedColumns = Annotated[
+    Literal["error", "hide", "null"],
+    # In YAML the word without quotes is no text.
+    BeforeValidator(
+        lambda value: "null" if value is None else value,
+        json_schema_input_type=Literal["error", "hide", "null", None],
+    ),
+]
 KeyLength = Annotated[Literal[128, 192, 256], BeforeValidator(_checked_whole_number)]
 
 

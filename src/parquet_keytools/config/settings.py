@@ -15,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 from parquet_keytools.config.document_source import DocumentSource, Redacted
 from parquet_keytools.config.field_types import (
     DataKey,
+    DeniedColumns,
     KeyName,
     Seconds,
     Settings,
@@ -75,9 +76,10 @@ class ReadingSettings(Settings):
         description="What happens to files of one folder that share data keys and file unique: those that pyarrow "
         "wrote with one and the same encryption properties, and copies.",
     )
-    denied_columns: Literal["error", "hide"] = Field(
+    denied_columns: DeniedColumns = Field(
         default="error",
-        description="What happens to columns whose keys the KMS refuses. Any other failure is always an error.",
+        description="What happens to columns whose keys the KMS refuses: reading them is an error, they are left "
+        "out, or their values are null. Any other failure is always an error.",
     )
     file_unique_lengths: Literal["exact", "any"] = Field(
         default="exact",

@@ -32,7 +32,7 @@ _BEGINNING_LENGTH = 32
 """Length field, nonce, and one block of a page."""
 
 
-class _HeaderWindow:
+class HeaderWindow:
     """The bytes around the next header, read in pieces that are large enough and not much larger."""
 
     __slots__ = ("_end", "_source", "data", "offset")
@@ -91,7 +91,7 @@ def walk_chunk(
         FormatLimitError: The output would have too many pages, or too long ones.
     """
     pages = ChunkPages(start)
-    window = _HeaderWindow(source, start, limit)
+    window = HeaderWindow(source, start, limit)
     added = (writer.page_framing if writer is not None else 0) - (reader.page_framing if reader is not None else 0)
     is_copied = reader is None and writer is None
     headers, header_ends = pages.headers, pages.header_ends
@@ -105,7 +105,7 @@ def walk_chunk(
                 facts, header = _plaintext_header(window, offset)
                 header_length = facts.length
             else:
-                facts, header, header_length = _encrypted_header(
+                facts, header, header_length = read_encrypted_header(
                     window, offset, reader, ordinal, offset == start, expects_dictionary_page
                 )
         except ParquetFormatError as error:
@@ -190,8 +190,8 @@ def read_first_page(
         ParquetFormatError: There is no such page.
         DecryptionError: The header does not authenticate.
     """
-    window = _HeaderWindow(source, start, end)
-    facts, header, length = _encrypted_header(window, start, reader, 0, True, expects_dictionary_page)
+    window = HeaderWindow(source, start, end)
+    facts, header, length = read_encrypted_header(window, start, reader, 0, True, expects_dictionary_page)
     offset = start + length
     if offset + facts.page_length > end:
         raise ParquetFormatError(f"the page at byte {start} goes on after its chunk.", path=source.path)
@@ -201,7 +201,7 @@ def read_first_page(
     return FirstPage(record, offset, window.data[position : position + beginning_length])
 
 
-def _plaintext_header(window: _HeaderWindow, offset: int) -> tuple[PageHeaderFacts, bytes]:
+def _plaintext_header(window: HeaderWindow, offset: int) -> tuple[PageHeaderFacts, bytes]:
     while True:
         try:
             position = window.cover(offset)
@@ -211,14 +211,31 @@ def _plaintext_header(window: _HeaderWindow, offset: int) -> tuple[PageHeaderFac
                 raise
 
 
-def _encrypted_header(
-    window: _HeaderWindow,
+def read_encrypted_header(
+    window: HeaderWindow,
     offset: int,
     reader: ChunkCipher,
     ordinal: int,
     is_first: bool,
     expects_dictionary_page: bool,
 ) -> tuple[PageHeaderFacts, bytes, int]:
+    """Read and decrypt the header of one page.
+
+    Args:
+        window: The chunk.
+        offset: Where the header begins.
+        reader: Decrypts it.
+        ordinal: The page ordinal, if it is no dictionary page.
+        is_first: Whether it is the first page of its chunk, which alone may be a dictionary page.
+        expects_dictionary_page: As in `walk_chunk`.
+
+    Returns:
+        What the header says, the header itself in the usual shape, and the length of its module in bytes.
+
+    Raises:
+        ParquetFormatError: There is no such header.
+        DecryptionError: It does not authenticate.
+    """
     position = window.cover(offset, LENGTH_LENGTH)
     if len(window.data) - position < LENGTH_LENGTH:
         raise ParquetFormatError("it goes on after its chunk.")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.facade.configured import Configured
 from parquet_keytools.runtime.extras import install_hint
+from parquet_keytools.storage.locations import FileLocation, PathLike
+from parquet_keytools.view.plain_files import PlainFiles
+from parquet_keytools.view.plain_input import PlainInput
 
 if TYPE_CHECKING:
     from parquet_keytools.view.file_system import KeytoolsFileSystem
@@ -32,11 +36,60 @@ class FileSystems(Configured):
         Raises:
             ConfigurationError: There is no such table, or fsspec is not installed.
         """
+        return self._make(table_name, filesystem, None)
+
+    def view(
+        self, path: PathLike | FileLocation, *, table_name: str | None = None, filesystem: Any = None
+    ) -> KeytoolsFileSystem:
+        """Return an fsspec file system in which the encrypted files of a folder are plain Parquet.
+
+        Paths in it begin at the folder; of a single file the path is empty. Give it to DuckDB
+        (`register_filesystem`), pandas, Dask or Ray; its attribute `arrow` is the same as a `pyarrow.fs` file
+        system. What engines read is decrypted range by range, each page only when it is authentic. Every guarantee
+        of `read_table` holds for each file, and columns whose keys are refused are as the configuration says under
+        `denied_columns`. What is written into it is encrypted, as with `filesystem`.
+
+        Args:
+            path: A path or URI of a folder, or of one file.
+            table_name: The table of all files; None where the configuration has only one.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            ConfigurationError: There is no such table, or fsspec is not installed.
+        """
+        return self._make(table_name, None, FileLocation.resolve(path, filesystem))
+
+    def open(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | None = None,
+        filesystem: Any = None,
+    ) -> PlainInput:
+        """Open an encrypted file as a file object with plain Parquet, to read and seek in.
+
+        Args:
+            path: A path or URI.
+            table_name: Its table; None where the configuration has only one.
+            aad_prefix: The AAD prefix that it must have; None for what the table says.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            NotEncryptedError: It is not encrypted.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys; so does reading it.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        file = PlainFiles(self._keys, table_name, aad_prefix).open(location)
+        return PlainInput(file, partial(self.open, location, table_name=table_name, aad_prefix=aad_prefix))
+
+    def _make(self, table_name: str | None, filesystem: Any, root: FileLocation | None) -> KeytoolsFileSystem:
         try:
             from parquet_keytools.view.file_system import KeytoolsFileSystem
         except ModuleNotFoundError as error:
             if error.name != "fsspec":
                 raise
             raise ConfigurationError("fsspec is not installed.", hint=install_hint("fsspec")) from None
-        self.configuration.select_table(table_name)
-        return KeytoolsFileSystem(self, self._keys, table_name, filesystem)
+        if root is None or table_name is not None or self.configuration.tables:
+            self.configuration.select_table(table_name)
+        return KeytoolsFileSystem(self, self._keys, table_name, filesystem, root)

@@ -262,19 +262,31 @@ def decrypted_buffer(opened: OpenedFile, names: Sequence[str] | None) -> pa.Buff
             opened.footer,
             opened.deks,
             columns=kept,
-            key_values={ARROW_SCHEMA_KEY: _arrow_schema(opened, {path[0] for path in kept})},
+            key_values={ARROW_SCHEMA_KEY: arrow_schema_text(opened, {path[0] for path in kept})},
         )
     return pa.py_buffer(sink.buffer)
 
 
-def _arrow_schema(opened: OpenedFile, top_level: set[str]) -> str | None:
-    """Return the schema entry of a file for some of its columns, or None where it has none that fits."""
+def arrow_schema_text(
+    opened: OpenedFile, top_level: Collection[str], nullable: Collection[str] = frozenset()
+) -> str | None:
+    """Return Arrow's schema entry of a file for some of its columns, or None where it has none that fits.
+
+    Args:
+        opened: The file.
+        top_level: Names of the top-level columns that it is for.
+        nullable: Those of them that may be null, whatever the file says.
+    """
     for entry in opened.footer.metadata.key_value_metadata or []:
         if entry.key == ARROW_SCHEMA_KEY and entry.value is not None:
             try:
                 schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(entry.value)))
             except (pa.ArrowException, ValueError):
                 return None
-            fields = [field for field in schema if field.name in top_level]
+            fields = [
+                field.with_nullable(field.nullable or field.name in nullable)
+                for field in schema
+                if field.name in top_level
+            ]
             return base64.b64encode(pa.schema(fields, schema.metadata).serialize()).decode()
     return None

@@ -163,6 +163,27 @@ def with_sizes(header: bytes, facts: PageHeaderFacts, page_length: int, crc: int
     return header[: facts.size_start] + size + field + header[facts.rest_start :]
 
 
+_PADDING_HEADER = b"\x08\xc8\x01"
+"""Field header of a binary field with the id 100, which no Parquet reader knows: all pass over it."""
+
+
+def padded_header(header: bytes, length: int) -> bytes:
+    """Return a header, as `with_sizes` returns it, that takes a length of at least five bytes more.
+
+    Args:
+        header: Ends with the end of the struct.
+        length: How many bytes it shall take.
+    """
+    room = length - len(header) - len(_PADDING_HEADER)
+    # Where the varint of the length grows by a byte, it has one more than it needs: readers take it.
+    width = 1
+    while room - width >= 1 << 7 * width:
+        width += 1
+    size = [(room - width) >> 7 * position & 0x7F | 0x80 for position in range(width)]
+    size[-1] &= 0x7F
+    return b"".join((header[:-1], _PADDING_HEADER, bytes(size), bytes(room - width), b"\x00"))
+
+
 def crc_position(facts: PageHeaderFacts, page_length: int) -> int:
     """Return where in a header from `with_sizes` the five bytes of `padded_crc` lie."""
     return facts.size_start + len(varint(page_length << 1)) + 1

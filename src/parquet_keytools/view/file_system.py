@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import datetime
-import io
 import os
 import secrets
-from functools import cached_property
-from pathlib import PurePosixPath
+from functools import cached_property, partial
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import fsspec
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import OutputError
-from parquet_keytools.files.conversion import decrypted_buffer
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.plaintext_spool import SpoolRoom
 from parquet_keytools.keys.material_store import remove_key_materials
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
-from parquet_keytools.storage.locations import FileLocation, key_material_location
+from parquet_keytools.storage.locations import FileLocation, PathLike, key_material_location
 from parquet_keytools.storage.locks import exclusive_folder
 from parquet_keytools.view.encrypted_output import EncryptedOutput
+from parquet_keytools.view.plain_files import PlainFiles
+from parquet_keytools.view.plain_input import PlainInput
 
 
 class MakesFileSystems(Protocol):
@@ -31,12 +31,20 @@ class MakesFileSystems(Protocol):
         """Return a file system."""
         ...
 
+    def view(
+        self, path: PathLike | FileLocation, *, table_name: str | None = None, filesystem: Any = None
+    ) -> KeytoolsFileSystem:
+        """Return a file system whose root is a folder, or a file."""
+        ...
+
 
 class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     """Stands in front of another file system, whose Parquet files are encrypted.
 
     Whoever writes a plain Parquet file through it, be it pyarrow, pandas, Polars, Dask, Ray or DuckDB, gets a file
     that is encrypted as its table says, with keys of its own. Nothing else than Parquet can be written.
+
+    Whoever reads an encrypted file through it sees a plain one, of the same length, decrypted as it is read.
 
     It may be pickled, as `Keytools` may.
     """
@@ -46,7 +54,12 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     cachable = False
 
     def __init__(
-        self, keytools: MakesFileSystems, keys: KeyService, table_name: str | None = None, filesystem: Any = None
+        self,
+        keytools: MakesFileSystems,
+        keys: KeyService,
+        table_name: str | None = None,
+        filesystem: Any = None,
+        root: PathLike | FileLocation | None = None,
     ) -> None:
         """Make one.
 
@@ -55,17 +68,21 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             keys: Of the configuration.
             table_name: The table of all files; None where the configuration has only one.
             filesystem: The `pyarrow.fs` or fsspec file system in which they lie; None for the local one.
+            root: The folder, or the only file, that paths begin at; None for the root of the file system.
         """
         super().__init__()
         self._keytools = keytools
         self._pickled_as = secrets.token_hex(16)
         self._keys = keys
         self._table_name = table_name
-        self._root = FileLocation.resolve("/", filesystem)
+        self._root = FileLocation.resolve("/" if root is None else root, filesystem)
+        self._is_rooted = root is not None
+        self._files = PlainFiles(keys, table_name)
         self._room: tuple[int, SpoolRoom] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._pickled_as, self._keytools, self._table_name, self._root.filesystem)
+        root = self._root if self._is_rooted else None
+        return _restored, (self._pickled_as, self._keytools, self._table_name, self._root.filesystem, root)
 
     @cached_property
     def arrow(self) -> pafs.PyFileSystem:
@@ -83,12 +100,10 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         cache_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Open a file: `rb`, or `wb` and `xb`, which encrypt when the file is closed."""
+        """Open a file: `rb`, which decrypts what is read, or `wb` and `xb`, which encrypt when it is closed."""
         location = self._location(path)
         if mode == "rb":
-            (opened,) = self._keys.open_files([location], self._table_name)
-            opened.refuse_denied(None)
-            return io.BytesIO(decrypted_buffer(opened, None))
+            return PlainInput(self._files.open(location), partial(self.open, path))
         if mode not in ("wb", "xb"):
             raise OutputError(
                 f"{location} is not opened with mode {mode!r}: a Parquet file is written as a whole.",
@@ -111,8 +126,33 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return self._room[1]
 
     def _location(self, path: str) -> FileLocation:
-        text = self._strip_protocol(path)
-        return FileLocation.resolve(text if self._root.is_local else text.lstrip("/"), self._root.filesystem)
+        text = str(self._strip_protocol(path))
+        if not self._is_rooted:
+            return FileLocation.resolve(text if self._root.is_local else text.lstrip("/"), self._root.filesystem)
+        parts = PurePosixPath(text.strip("/")).parts
+        location = self._root.child("/".join(parts)) if parts else self._root
+        if ".." in parts or "\0" in text or not self._is_within(location):
+            raise PermissionError(f"{path!r} is outside of {self._root}")
+        return location
+
+    def _is_within(self, location: FileLocation) -> bool:
+        """Return whether a file is below the root, wherever links lead."""
+        if not self._root.is_local:
+            return True
+        return Path(os.path.realpath(location.path)).is_relative_to(os.path.realpath(self._root.path))
+
+    def _as_dict(self, info: pafs.FileInfo) -> dict[str, Any]:
+        path = PurePosixPath(info.path)
+        if self._is_rooted:
+            path = path.relative_to(self._root.path)
+        is_folder = info.type == pafs.FileType.Directory
+        return {
+            "name": "" if path == PurePosixPath() else str(path),
+            "size": 0 if is_folder else info.size,
+            "type": "directory" if is_folder else "file",
+            "created": info.mtime,
+            "modified": info.mtime,
+        }
 
     # --- Folders: as they are in the file system below -----------------------------------------------------
 
@@ -121,7 +161,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         found = self._location(path).info()
         if found.type == pafs.FileType.NotFound:
             raise FileNotFoundError(path)
-        return _as_dict(found)
+        return self._as_dict(found)
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
         """Return what is in a folder, by name."""
@@ -132,7 +172,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         infos = [found]
         if found.type == pafs.FileType.Directory:
             infos = location.filesystem.get_file_info(pafs.FileSelector(location.path))
-        entries = sorted(map(_as_dict, infos), key=lambda entry: str(entry["name"]))
+        entries = sorted(map(self._as_dict, infos), key=lambda entry: str(entry["name"]))
         return entries if detail else [entry["name"] for entry in entries]
 
     def created(self, path: str) -> datetime.datetime:
@@ -206,24 +246,17 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return source, target
 
 
-def _as_dict(info: pafs.FileInfo) -> dict[str, Any]:
-    is_folder = info.type == pafs.FileType.Directory
-    return {
-        "name": str(PurePosixPath(info.path)),
-        "size": 0 if is_folder else info.size,
-        "type": "directory" if is_folder else "file",
-        "created": info.mtime,
-        "modified": info.mtime,
-    }
-
-
 _MOST_RESTORED = 16
 _restored_before: dict[str, KeytoolsFileSystem] = {}
 _restored_lock = ForkSafeLock()
 
 
 def _restored(
-    pickled_as: str, keytools: MakesFileSystems, table_name: str | None, filesystem: Any
+    pickled_as: str,
+    keytools: MakesFileSystems,
+    table_name: str | None,
+    filesystem: Any,
+    root: FileLocation | None,
 ) -> KeytoolsFileSystem:
     """Return what was pickled: one for all tasks of a worker process, so that these share KEKs and connections."""
     with _restored_lock:
@@ -231,5 +264,9 @@ def _restored(
         if restored is None:
             if len(_restored_before) >= _MOST_RESTORED:
                 del _restored_before[next(iter(_restored_before))]
-            restored = _restored_before[pickled_as] = keytools.filesystem(table_name, filesystem)
+            if root is None:
+                restored = keytools.filesystem(table_name, filesystem)
+            else:
+                restored = keytools.view(root, table_name=table_name)
+            _restored_before[pickled_as] = restored
     return restored

@@ -174,7 +174,7 @@ MISTAKES = {
         "version: 1\nreading: {denied_columns: hidden}\n",
         "reading.denied_columns",
         2,
-        ["'error' or 'hide'", "Did you mean 'hide'?"],
+        ["'error', 'hide' or 'null'", "Did you mean 'hide'?"],
     ),
     "boolean as a choice": (
         "version: 1\nreading:\n  plaintext_files: no\n",

@@ -1,0 +1,69 @@
+"""Column chunks that stand for others, whose metadata or values a reader does not get."""
+
+from __future__ import annotations
+
+from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, DataPageHeader, PageHeader
+from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift_values import varint
+
+_PLAIN, _RLE = 0, 3
+_ENCODINGS_FIELD_ID = 2
+_STATISTICS_FIELD_ID = 12
+_NULL_COUNT_FIELD_ID = 3
+
+
+def generated_chunk(
+    physical_type: int, path: tuple[str, ...], num_values: int, offset: int, length: int, *, is_null: bool = False
+) -> ColumnChunk:
+    """Return a plaintext chunk without compression.
+
+    Args:
+        physical_type: Of its column.
+        path: Of its column.
+        num_values: How many values it has, nulls included.
+        offset: Where its only page begins.
+        length: Of the page with its header, in bytes.
+        is_null: Whether all values are null.
+    """
+    metadata = ColumnMetaData()
+    metadata.type = physical_type
+    encodings = [_PLAIN, _RLE] if is_null else [_PLAIN]
+    metadata.struct.fields[_ENCODINGS_FIELD_ID] = (WireType.LIST, ThriftList(WireType.I32, encodings))
+    metadata.path_in_schema = list(path)
+    metadata.codec = 0
+    metadata.num_values = num_values
+    metadata.total_uncompressed_size = metadata.total_compressed_size = length
+    metadata.data_page_offset = offset
+    if is_null:
+        statistics = Struct({_NULL_COUNT_FIELD_ID: (WireType.I64, num_values)})
+        metadata.struct.set_entry(_STATISTICS_FIELD_ID, (WireType.STRUCT, statistics))
+    chunk = ColumnChunk()
+    chunk.file_offset = 0
+    chunk.meta_data = metadata
+    return chunk
+
+
+def null_page(num_rows: int, max_definition_level: int, max_repetition_level: int) -> bytes:
+    """Return a V1 data page of rows in each of which the outermost field is null or empty.
+
+    Args:
+        num_rows: How many.
+        max_definition_level: Of the column; at least 1.
+        max_repetition_level: Of the column.
+    """
+    levels = b"".join(_zeros(num_rows, level) for level in (max_repetition_level, max_definition_level) if level)
+    data_page = DataPageHeader()
+    data_page.num_values = num_rows
+    for field_id, encoding in ((2, _PLAIN), (3, _RLE), (4, _RLE)):
+        data_page.struct.set_entry(field_id, (WireType.I32, encoding))
+    header = PageHeader()
+    header.type = PageHeader.DATA_PAGE
+    header.uncompressed_page_size = header.compressed_page_size = len(levels)
+    header.data_page_header = data_page
+    return header.serialise() + levels
+
+
+def _zeros(count: int, max_level: int) -> bytes:
+    """Return one run of zeros, as levels lie in a V1 page: their length, and then the run."""
+    run = varint(count << 1) + bytes((max_level.bit_length() + 7) // 8) if count else b""
+    return len(run).to_bytes(4, "little") + run

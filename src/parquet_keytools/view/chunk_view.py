@@ -1,0 +1,279 @@
+"""The pages of one encrypted chunk, decrypted in place: each keeps its offset and its length (spec 5.1).
+
+An encrypted page is a module for its header and one for its data. In the view the header takes the bytes of the
+first module and of the second one's framing: it is padded by a field that no reader knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from parquet_keytools.encryption.aad import MAX_COUNT
+from parquet_keytools.encryption.chunk_pages import check_crc, decrypt_page
+from parquet_keytools.encryption.module_cipher import LENGTH_LENGTH, NO_PAGE_ORDINAL, ChunkCipher
+from parquet_keytools.encryption.page_walk import HeaderWindow, read_encrypted_header
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.file_layout import Region
+from parquet_keytools.format.pages import PageHeaderFacts, padded_header, with_sizes
+from parquet_keytools.format.structs import OffsetIndex, PageHeader
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.view.page_cache import PageCache
+
+_NEAR_BYTES = 64 * 1024
+"""Pages that begin so close to the last known one are found by the headers in between, read at once."""
+
+
+class HeldSource:
+    """A source of which a part is in memory; only what lies outside of it is read."""
+
+    def __init__(self, source: ByteSource, offset: int, data: bytes | memoryview) -> None:
+        self.path = source.path
+        self.size_bytes = source.size_bytes
+        self._source = source
+        self._start = offset
+        self._end = offset + len(data)
+        self._data = memoryview(data)
+
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        """Return bytes of the source."""
+        end = offset + length
+        start, stop = self._start, self._end
+        if start <= offset and end <= stop:
+            return self._data[offset - start : end - start]
+        if end <= start or offset >= stop:
+            return self._source.read_at(offset, length)
+        parts: list[bytes | memoryview] = []
+        if offset < start:
+            parts.append(self._source.read_at(offset, start - offset))
+        parts.append(self._data[max(offset - start, 0) : end - start])
+        if end > stop:
+            parts.append(self._source.read_at(stop, end - stop))
+        return b"".join(parts)
+
+
+class _KnownPages:
+    """Where pages of a chunk begin, as far as that is known; the last entry is where nothing is known any more."""
+
+    def __init__(self, start: int) -> None:
+        self.starts: array[int] = array("Q", [start])
+        self.ordinals: array[int] = array("i", [0])
+
+    @property
+    def frontier(self) -> int:
+        return self.starts[-1]
+
+    def add(self, page_type: int, end: int) -> None:
+        """Note what the header of the page at the frontier said."""
+        ordinal = self.ordinals[-1]
+        if page_type == PageHeader.DICTIONARY_PAGE:
+            self.ordinals[-1] = NO_PAGE_ORDINAL
+        elif page_type != PageHeader.INDEX_PAGE:
+            ordinal += 1
+        self.starts.append(end)
+        self.ordinals.append(ordinal)
+
+    def replace(self, starts: Sequence[int], end: int, *, has_dictionary_page: bool) -> None:
+        """Take the pages that an offset index names."""
+        first = NO_PAGE_ORDINAL if has_dictionary_page else 0
+        self.starts = array("Q", [*starts, end])
+        self.ordinals = array("i", range(first, first + len(starts) + 1))
+
+
+class ChunkView:
+    """The pages of an encrypted chunk, as plaintext; for any number of threads.
+
+    Pages are found one after the other, from header to header, or by the chunk's offset index, which is authentic.
+    A header that is not at its place in the chunk does not authenticate.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        region: Region,
+        reader: ChunkCipher,
+        cache: PageCache,
+        *,
+        expects_dictionary_page: bool,
+        offset_index: Callable[[], bytes | memoryview] | None,
+    ) -> None:
+        """Make one; nothing is read yet.
+
+        Args:
+            number: Of the file, in the cache.
+            region: Where its pages lie.
+            reader: Decrypts them.
+            cache: Keeps pages of which a part was read.
+            expects_dictionary_page: Whether its metadata names a dictionary page.
+            offset_index: Returns its offset index, decrypted; None where it has none.
+        """
+        assert region.length is not None
+        self._number = number
+        self._start = region.offset
+        self._end = region.offset + region.length
+        self._limit = region.limit
+        self._reader = reader
+        self._cache = cache
+        self._expects_dictionary_page = expects_dictionary_page
+        self._offset_index = offset_index
+        self._pages = _KnownPages(region.offset)
+        self._lock = ForkSafeLock()
+
+    def read_into(self, source: ByteSource, offset: int, out: memoryview) -> None:
+        """Put plaintext into `out`, from `offset` of the file on, when all pages that it is of are authentic.
+
+        Args:
+            source: The file.
+            offset: In the chunk.
+            out: As long as what is wanted, which ends in the chunk.
+
+        Raises:
+            DecryptionError: A page does not authenticate.
+            ParquetFormatError: A page is not what its header says.
+        """
+        end = offset + len(out)
+        start, stop = self._span(source, offset, end)
+        position = offset
+        page = self._cache.get((self._number, start))
+        if page is not None:
+            position = _copy(page, start, offset, out)
+            start += len(page)
+        if position >= end:
+            return
+        last = self._cache.get((self._number, self._start_of(end - 1)))
+        if last is not None:
+            last_start = self._start_of(end - 1)
+            _copy(last, last_start, offset, out)
+            end = stop = last_start
+        if start < end:
+            data = memoryview(source.read_at(start, max(stop, end) - start))
+            self._decrypt(HeldSource(source, start, data), start, end, offset, out)
+
+    def _decrypt(self, source: ByteSource, start: int, end: int, offset: int, out: memoryview) -> None:
+        """Decrypt the pages from one that begins at `start` up to the one that `end` is in."""
+        wanted_end = offset + len(out)
+        while start < end:
+            (length,) = struct.unpack("<I", source.read_at(start, min(LENGTH_LENGTH, self._limit - start)))
+            # Reads what lies behind its data only where the header itself does.
+            window = HeaderWindow(source, start, min(start + LENGTH_LENGTH + length, self._limit))
+            facts, header, header_length, ordinal = self._header(window, source.path, start)
+            stop = start + header_length + facts.page_length
+            is_whole = start >= offset and stop <= wanted_end
+            page = out[start - offset : stop - offset] if is_whole else memoryview(bytearray(stop - start))
+            module = memoryview(source.read_at(start + header_length, facts.page_length))
+            self._decrypt_page(module, facts, header, ordinal, source.path, start + header_length, page)
+            if not is_whole:
+                _copy(page, start, offset, out)
+                self._cache.put((self._number, start), page.toreadonly())
+            start = stop
+
+    def _decrypt_page(
+        self,
+        module: memoryview,
+        facts: PageHeaderFacts,
+        header: bytes,
+        ordinal: int,
+        path: str,
+        offset: int,
+        out: memoryview,
+    ) -> None:
+        length = facts.page_length - self._reader.page_framing
+        plaintext = out[len(out) - length :]
+        crc = None
+        if facts.crc is not None:
+            # It is that of the page as it is stored: all there is to detect damage with AES-CTR.
+            check_crc(module, facts.crc, path, offset)
+        decrypt_page(self._reader, module, ordinal, plaintext)
+        if facts.crc is not None:
+            crc = zlib.crc32(plaintext)
+        room = len(out) - length
+        out[:room] = padded_header(with_sizes(header, facts, length, crc), room)
+
+    # --- Where pages begin ---------------------------------------------------------------------------------
+
+    def _header(self, window: HeaderWindow, path: str, start: int) -> tuple[PageHeaderFacts, bytes, int, int]:
+        """Return facts, header, its length in the file, and the page ordinal of a page whose start is known."""
+        with self._lock:
+            pages = self._pages
+            index = bisect_right(pages.starts, start) - 1
+            ordinal = pages.ordinals[index]
+            is_start = pages.starts[index] == start
+        is_first = start == self._start
+        try:
+            if not is_start:
+                raise ParquetFormatError("the offset index names no page there.")
+            if ordinal >= MAX_COUNT:
+                raise ParquetFormatError(f"its chunk has more than {MAX_COUNT} pages.")
+            expects_dictionary_page = self._expects_dictionary_page or ordinal == NO_PAGE_ORDINAL
+            facts, header, length = read_encrypted_header(
+                window, start, self._reader, max(ordinal, 0), is_first, expects_dictionary_page
+            )
+            if start + length + facts.page_length > self._limit:
+                raise ParquetFormatError("the page goes on after its chunk.")
+            if facts.page_type == PageHeader.DICTIONARY_PAGE:
+                if not is_first:
+                    raise ParquetFormatError("a dictionary page is not the first page.")
+                ordinal = NO_PAGE_ORDINAL
+            else:
+                ordinal = max(ordinal, 0)
+        except ParquetFormatError as error:
+            raise ParquetFormatError(f"page header at byte {start}: {error}", path=path) from None
+        end = start + length + facts.page_length
+        with self._lock:
+            if self._pages.frontier == start < self._end:
+                self._pages.add(facts.page_type, end)
+            elif end not in self._pages.starts[index + 1 : index + 2]:
+                raise ParquetFormatError(f"the offset index does not have the page at byte {end}.", path=path)
+        return facts, header, length, ordinal
+
+    def _span(self, source: ByteSource, offset: int, end: int) -> tuple[int, int]:
+        """Return where the first page begins of which the range has a part, and where the last one ends.
+
+        The latter is the end of the range, where it is not known yet.
+        """
+        if self._pages.frontier + _NEAR_BYTES < offset:
+            self._take_offset_index()
+        window = HeaderWindow(source, self._start, self._limit)
+        while (start := self._pages.frontier) < min(offset, self._end):
+            self._header(window, source.path, start)
+        with self._lock:
+            starts = self._pages.starts
+            last = bisect_right(starts, end - 1)
+            return starts[bisect_right(starts, offset) - 1], starts[last] if last < len(starts) else end
+
+    def _start_of(self, offset: int) -> int:
+        """Return where the known page begins that `offset` is in."""
+        with self._lock:
+            starts = self._pages.starts
+            return starts[bisect_right(starts, offset) - 1]
+
+    def _take_offset_index(self) -> None:
+        """Learn where all pages are, if an offset index says so of each byte of the chunk."""
+        read, self._offset_index = self._offset_index, None
+        if read is None:
+            return
+        locations = OffsetIndex.read(read())[0].page_locations
+        starts = [location.offset for location in locations]
+        ends = [location.offset + location.compressed_page_size for location in locations]
+        if not starts or starts[1:] != ends[:-1] or ends[-1] != self._end or starts[0] < self._start:
+            return
+        has_dictionary_page = starts[0] > self._start
+        if has_dictionary_page:
+            starts.insert(0, self._start)
+        if all(one < other for one, other in itertools.pairwise(starts)):
+            with self._lock:
+                self._pages.replace(starts, self._end, has_dictionary_page=has_dictionary_page)
+
+
+def _copy(page: memoryview, start: int, offset: int, out: memoryview) -> int:
+    """Copy what a page has of a range; returns where the page ends."""
+    stop = start + len(page)
+    first, last = max(start, offset), min(stop, offset + len(out))
+    if first < last:
+        out[first - offset : last - offset] = page[first - start : last - start]
+    return stop

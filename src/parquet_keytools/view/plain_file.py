@@ -1,0 +1,273 @@
+"""One encrypted file as plain Parquet: the same bytes at the same offsets, decrypted as they are read.
+
+Pages keep their places (`chunk_view`), so that opening a file costs its footer, whatever its length. Indexes and
+Bloom filters keep where they begin. What no column that is shown has is zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+import weakref
+from bisect import bisect_right
+from functools import partial
+
+from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, ModuleCipher
+from parquet_keytools.errors import ColumnAccessDeniedError, ParquetFormatError
+from parquet_keytools.files.key_service import KeyService, read_again_if_changed
+from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.collector import paused_collector
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH, Region, RegionKind, arranged, regions_of
+from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import open_source
+from parquet_keytools.view.chunk_view import ChunkView, HeldSource
+from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.plain_footer import PlainTail, plain_tail
+
+_numbers = itertools.count()
+
+_INDEXES = {RegionKind.COLUMN_INDEX: ModuleType.COLUMN_INDEX, RegionKind.OFFSET_INDEX: ModuleType.OFFSET_INDEX}
+
+
+def open_plain_file(
+    keys: KeyService,
+    location: FileLocation,
+    table_name: str | None = None,
+    aad_prefix: str | None = None,
+    *,
+    cache: PageCache,
+) -> PlainFile:
+    """Open an encrypted file that is what its table says, to be read as plaintext.
+
+    What cannot be read is as the configuration says under `denied_columns`. A column that cannot be read for any
+    other reason than that the KMS refuses its key is an error, unless reading it is one anyway.
+
+    Args:
+        keys: Of the configuration.
+        location: The file.
+        table_name: Its table; None where the configuration has only one.
+        aad_prefix: The AAD prefix that it must have; None for what the table says.
+        cache: Keeps pages that were decrypted.
+
+    Raises:
+        NotEncryptedError: It is not encrypted.
+        ColumnAccessDeniedError: A column cannot be read, and the KMS did not refuse its key.
+        KeytoolsError: Another subclass says what is wrong with the file or its keys.
+    """
+    denied_columns = keys.configuration.reading.denied_columns
+
+    def opening() -> PlainFile:
+        (opened,) = keys.open_files([location], table_name, aad_prefix, again=False)
+        if denied_columns in ("hide", "null"):
+            opened.refuse_denied(None, hides_refused=True)
+        with contextlib.ExitStack() as stack:
+            source = stack.enter_context(open_source(location))
+            with naming_place(location, opened.footer.columns):
+                file = PlainFile(opened, as_verified(opened, source), denied_columns, cache)
+            # Readers come and go: the file is closed when nobody has it any more.
+            weakref.finalize(file, stack.pop_all().close)
+            return file
+
+    return read_again_if_changed(opening)
+
+
+class PlainFile:
+    """An encrypted file, as a source of plaintext Parquet; for any number of threads.
+
+    Attributes:
+        path: Its name, for error texts.
+        size_bytes: Length of the view: that of the file, unless more has to be said of refused columns than fits.
+    """
+
+    def __init__(self, opened: OpenedFile, source: ByteSource, denied_columns: str, cache: PageCache) -> None:
+        """Make one; of the file itself nothing is read yet.
+
+        Args:
+            opened: The file, opened with all columns.
+            source: Its bytes, as they were when it was opened.
+            denied_columns: See `plain_tail`.
+            cache: Keeps pages that were decrypted.
+
+        Raises:
+            ParquetFormatError: The footer does not say where the columns are.
+        """
+        self.path = str(opened.location)
+        self._opened = opened
+        self._source = source
+        self._cache = cache
+        self._number = next(_numbers)
+        self._lock = ForkSafeLock()
+        self._ciphers: dict[int, ModuleCipher | None] = {}
+        self._views: dict[int, ChunkView] = {}
+        self._regions: list[Region] = []
+        self._starts: list[int] = []
+        self._with_dictionary: set[tuple[int, int]] = set()
+        self._index_places: dict[tuple[int, int], Region] = {}
+        self._tail: PlainTail | None = None
+        self.size_bytes = source.size_bytes
+        weakref.finalize(self, cache.forget, self._number)
+        if opened.is_encrypted:
+            with paused_collector():
+                self._lay_out(denied_columns)
+
+    def _lay_out(self, denied_columns: str) -> None:
+        opened = self._opened
+        footer = opened.footer
+        all_metadata: list[list[ColumnMetaData | None]] = [[None] * len(footer.columns) for _ in footer.row_groups]
+        regions: list[Region] = []
+        for column in footer.columns:
+            if column.path in opened.denied:
+                continue
+            cipher = footer.cipher_of(column, opened.deks.get(column.path))
+            self._ciphers[column.ordinal] = cipher
+            is_hidden = denied_columns in ("hide", "null") and column.path[0] in opened.denied_top_level
+            for row_group_ordinal, chunks in enumerate(footer.chunks):
+                metadata = footer.chunk_metadata(row_group_ordinal, column, cipher)
+                all_metadata[row_group_ordinal][column.ordinal] = metadata
+                if metadata.dictionary_page_offset:
+                    self._with_dictionary.add((row_group_ordinal, column.ordinal))
+                if not is_hidden:
+                    regions += regions_of(chunks[column.ordinal], metadata, row_group_ordinal, column.ordinal)
+        try:
+            arranged_regions = arranged(regions, footer.envelope.footer_offset, footer.metadata.created_by)
+        except ParquetFormatError as error:
+            raise ParquetFormatError(str(error), path=self.path) from None
+        self._regions = [region for region in arranged_regions if region.length != 0]
+        self._starts = [region.offset for region in self._regions]
+        for region in self._regions:
+            if region.kind is RegionKind.OFFSET_INDEX:
+                self._index_places[region.row_group_ordinal, region.column_ordinal] = region
+        self._tail = plain_tail(opened, all_metadata, denied_columns)
+        self.size_bytes = self._tail.size_bytes
+
+    # --- Reading -------------------------------------------------------------------------------------------
+
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        """Return exactly `length` bytes from `offset`.
+
+        Raises:
+            ParquetFormatError: They are not in the file, or a page is not what its header says.
+            DecryptionError: A page does not authenticate: nothing of it is returned.
+            ColumnAccessDeniedError: They are of a column whose key is refused.
+            OSError: The file cannot be read.
+        """
+        out = memoryview(bytearray(length))
+        self.read_into(offset, out)
+        return out.toreadonly()
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Put bytes from `offset` on into `out`, which is all zeros; see `read_at`."""
+        end = offset + len(out)
+        if offset < 0 or end > self.size_bytes:
+            raise ParquetFormatError(
+                f"bytes {offset} to {end} are outside of the file of {self.size_bytes} bytes", path=self.path
+            )
+        tail = self._tail
+        if tail is None:
+            out[:] = self._source.read_at(offset, len(out))
+            return
+        if refused := tail.refused_in(offset, end):
+            denied = self._opened.denied
+            raise ColumnAccessDeniedError(
+                [".".join(path) for path in refused],
+                [denied[path] for path in refused],
+                hint="Read other columns, or set `denied_columns: hide` under `reading`.",
+            )
+        if offset < MAGIC_LENGTH:
+            out[: MAGIC_LENGTH - offset] = MAGIC[offset:end]
+        body_end = min(end, tail.offset)
+        if offset < body_end:
+            with naming_place(self._opened.location, self._opened.footer.columns):
+                self._read_body(offset, out[: body_end - offset])
+        if end > tail.offset:
+            start = max(offset, tail.offset)
+            out[start - offset :] = tail.data[start - tail.offset : end - tail.offset]
+
+    def _read_body(self, offset: int, out: memoryview) -> None:
+        end = offset + len(out)
+        first = max(bisect_right(self._starts, offset) - 1, 0)
+        touched = []
+        for position in range(first, len(self._regions)):
+            region = self._regions[position]
+            if region.offset >= end:
+                break
+            if _end_of(region) > offset:
+                touched.append(position)
+        source = self._source
+        if len(touched) > 1:
+            # Readers ask for neighbouring chunks at once, and storage is asked as often as they ask.
+            start = max(offset, self._regions[touched[0]].offset)
+            stop = min(end, _end_of(self._regions[touched[-1]]))
+            source = HeldSource(source, start, source.read_at(start, stop - start))
+        for position in touched:
+            region = self._regions[position]
+            start, stop = max(offset, region.offset), min(end, _end_of(region))
+            self._read_region(position, region, source, start, out[start - offset : stop - offset])
+
+    def _read_region(
+        self, position: int, region: Region, source: ByteSource, offset: int, out: memoryview
+    ) -> None:
+        if self._ciphers[region.column_ordinal] is None:
+            out[:] = source.read_at(offset, len(out))
+        elif region.kind is RegionKind.PAGES:
+            self._chunk_view(position, region).read_into(source, offset, out)
+        else:
+            data = self._decrypted(region, source)[offset - region.offset :][: len(out)]
+            out[: len(data)] = data
+
+    def _chunk_view(self, position: int, region: Region) -> ChunkView:
+        with self._lock:
+            view = self._views.get(position)
+            if view is None:
+                place = region.row_group_ordinal, region.column_ordinal
+                index = self._index_places.get(place)
+                view = self._views[position] = ChunkView(
+                    self._number,
+                    region,
+                    self._reader(region),
+                    self._cache,
+                    expects_dictionary_page=place in self._with_dictionary,
+                    offset_index=None if index is None else partial(self._decrypted, index, self._source),
+                )
+            return view
+
+    def _reader(self, region: Region) -> ChunkCipher:
+        cipher = self._ciphers[region.column_ordinal]
+        assert cipher is not None
+        footer = self._opened.footer
+        return ChunkCipher(cipher, footer.algorithm, region.row_group_ordinal, region.column_ordinal)
+
+    def _decrypted(self, region: Region, source: ByteSource) -> memoryview:
+        """Return an index or a Bloom filter in plaintext."""
+        key = (self._number, region.offset)
+        found = self._cache.get(key)
+        if found is None:
+            stored = memoryview(source.read_at(region.offset, _end_of(region) - region.offset))
+            reader = self._reader(region)
+            if region.kind is RegionKind.BLOOM_FILTER:
+                found = memoryview(_bloom_filter(reader, stored))
+            else:
+                found = memoryview(reader.decrypt(stored, _INDEXES[region.kind]))
+            self._cache.put(key, found)
+        return found
+
+
+def _end_of(region: Region) -> int:
+    return region.limit if region.length is None else region.offset + region.length
+
+
+def _bloom_filter(reader: ChunkCipher, stored: memoryview) -> bytes:
+    """Return a Bloom filter in plaintext: its header, and right behind it the bitset."""
+    place = reader.place(ModuleType.BLOOM_FILTER_HEADER)
+    if len(stored) < LENGTH_LENGTH:
+        raise place.error(f"{len(stored)} bytes are too few for a module.")
+    (length,) = struct.unpack_from("<I", stored)
+    header = reader.decrypt(stored[: LENGTH_LENGTH + length], ModuleType.BLOOM_FILTER_HEADER)
+    num_bytes = BloomFilterHeader.read(header)[0].num_bytes
+    bitset = stored[LENGTH_LENGTH + length :][: max(num_bytes, 0) + GCM_FRAMING]
+    return header + reader.decrypt(bitset, ModuleType.BLOOM_FILTER_BITSET)

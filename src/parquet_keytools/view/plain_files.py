@@ -1,0 +1,94 @@
+"""Views that were opened, kept for the next reader of the same files."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from pyarrow import fs as pafs
+
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.plain_file import PlainFile, open_plain_file
+
+_MOST_KEPT = 128
+"""How many files are kept; each has a file open, and its footer in memory."""
+
+_CLOCK_STEP_SECONDS = 2
+"""Object stores say to the second when an object was written: within that, another may say the same."""
+
+Version = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    file: PlainFile
+    version: Version
+    opened_at: float
+
+
+class PlainFiles:
+    """Opens views of the files of a table; for any number of threads.
+
+    An engine opens a file several times for one query. It gets the same view, unless the file was replaced, or the
+    keys were fetched longer ago than keys are kept for reading.
+    """
+
+    def __init__(self, keys: KeyService, table_name: str | None, aad_prefix: str | None = None) -> None:
+        """Make one.
+
+        Args:
+            keys: Of the configuration.
+            table_name: The table of all files; None where the configuration has only one.
+            aad_prefix: The AAD prefix that each file must have; None for what the table says.
+        """
+        self._keys = keys
+        self._table_name = table_name
+        self._aad_prefix = aad_prefix
+        self._cache = PageCache()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._lock = ForkSafeLock()
+
+    def open(self, location: FileLocation) -> PlainFile:
+        """Return the view of a file.
+
+        Raises:
+            FileNotFoundError: There is none.
+            KeytoolsError: As `open_plain_file`.
+        """
+        version = _version(location)
+        with self._lock:
+            kept = self._kept.get(location.path)
+            if kept is not None and version is not None and kept.version == version and self._is_fresh(kept):
+                self._kept.move_to_end(location.path)
+                return kept.file
+        opened_at = time.monotonic()
+        file = open_plain_file(self._keys, location, self._table_name, self._aad_prefix, cache=self._cache)
+        # One that is replaced meanwhile has another version now.
+        if version is not None and version == _version(location):
+            with self._lock:
+                self._kept[location.path] = _Kept(file, version, opened_at)
+                while len(self._kept) > _MOST_KEPT:
+                    self._kept.popitem(last=False)
+        return file
+
+    def _is_fresh(self, kept: _Kept) -> bool:
+        return time.monotonic() - kept.opened_at < self._keys.configuration.reading.cache_lifetime_seconds
+
+
+def _version(location: FileLocation) -> Version | None:
+    """Return what changes when a file is replaced; None where that cannot be known."""
+    if location.is_local:
+        # A file that is open keeps its inode.
+        found = os.stat(location.path)  # noqa: PTH116 (a path of pyarrow)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    info = location.info()
+    if info.type != pafs.FileType.File:
+        raise FileNotFoundError(str(location))
+    if info.mtime_ns is None or time.time() - info.mtime_ns / 1e9 < _CLOCK_STEP_SECONDS:
+        return None
+    return info.size, info.mtime_ns
