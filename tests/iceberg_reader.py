@@ -108,12 +108,15 @@ class Warehouse:
     def entries(self, metadata: dict[str, Any], snapshot_id: int) -> Iterator[dict[str, Any]]:
         """Yield the manifest entry of each file of a snapshot."""
         for manifest in self.manifests(metadata, snapshot_id):
-            data = self.read(manifest["manifest_path"])
-            assert len(data) == manifest["manifest_length"]
-            for entry in fastavro.reader(io.BytesIO(open_stream(manifest["key_metadata"], data))):
-                assert isinstance(entry, dict)
+            for entry in self.entries_of(manifest):
                 if entry["status"] != 2:
                     yield entry
+
+    def entries_of(self, manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield all entries of a manifest, those of deleted files included."""
+        data = self.read(manifest["manifest_path"])
+        assert len(data) == manifest["manifest_length"]
+        yield from fastavro.reader(io.BytesIO(open_stream(manifest["key_metadata"], data)))  # type: ignore[misc]
 
     def table(self, metadata: dict[str, Any], snapshot_id: int) -> pa.Table:
         """Return the rows of a snapshot."""

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parquet_keytools.iceberg.file_io import EncryptedFileIO
-    from parquet_keytools.iceberg.loading import load_table
+    from parquet_keytools.iceberg.loading import create_table, load_table
 
 _HOMES = {
+    "create_table": "parquet_keytools.iceberg.loading",
     "EncryptedFileIO": "parquet_keytools.iceberg.file_io",
     "load_table": "parquet_keytools.iceberg.loading",
 }
 
-__all__ = ["EncryptedFileIO", "load_table"]
+__all__ = ["EncryptedFileIO", "create_table", "load_table"]
 
 
 def __getattr__(name: str) -> Any:

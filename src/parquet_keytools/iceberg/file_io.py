@@ -20,6 +20,7 @@ from pyiceberg.typedef import EMPTY_DICT, Properties
 from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.iceberg.ags1 import Ags1Reader
 from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file
+from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
 from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in
@@ -135,6 +136,11 @@ class EncryptedFileIO(FileIO):
     def tables(self) -> Mapping[str, KnownTable]:
         """The states of encrypted tables that were used here, by location of their metadata file."""
         return self._tables
+
+    @property
+    def keys(self) -> IcebergKeys:
+        """What unwraps the KEKs of tables."""
+        return self._known.keys
 
     def is_guarded(self, location: str) -> bool:
         """Return whether a location belongs to an encrypted table, as far as anything says so."""

@@ -1,20 +1,31 @@
-"""Tables of a catalog with their keys, whether or not the catalog reads the metadata file itself."""
+"""Encrypted tables of a catalog: loaded with their keys, or made."""
 
 from __future__ import annotations
 
+import pyarrow as pa
 from pyiceberg.catalog import Catalog
-from pyiceberg.table import Table
-from pyiceberg.typedef import Identifier
+from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table, TableProperties
+from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
+from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
+from parquet_keytools.encryption.aes import KEY_LENGTHS_BITS
 from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing
+from parquet_keytools.iceberg.encrypted_table import EncryptedTable, refuse_encryption_properties
 from parquet_keytools.iceberg.file_io import EncryptedFileIO
+from parquet_keytools.iceberg.key_entries import wrap_kek
+from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, KEY_LENGTH_PROPERTY
+from parquet_keytools.iceberg.written_files import StoredFileIO
+from parquet_keytools.secret_bytes import SecretBytes
 
 
 def load_table(catalog: Catalog, identifier: str | Identifier) -> Table:
     """Load a table, and learn its keys from its metadata file.
 
     PyIceberg reads this file itself with most catalogs. A REST catalog sends its content, of which PyIceberg keeps
-    no keys; so the file is read here.
+    no keys; so the file is read here. A table that is encrypted is an `EncryptedTable`, which can be written.
 
     Args:
         catalog: Any catalog of PyIceberg whose `py-io-impl` is `parquet_keytools.iceberg.EncryptedFileIO`.
@@ -32,4 +43,68 @@ def load_table(catalog: Catalog, identifier: str | Identifier) -> Table:
         )
     if table.metadata_location not in table.io.tables:
         table.io.read_metadata(table.metadata_location)
+    return EncryptedTable(table) if table.metadata_location in table.io.tables else table
+
+
+def create_table(
+    catalog: Catalog,
+    identifier: str | Identifier,
+    schema: Schema | pa.Schema,
+    *,
+    encryption_key: str,
+    data_key_length_bits: int = 128,
+    location: str | None = None,
+    partition_spec: PartitionSpec = UNPARTITIONED_PARTITION_SPEC,
+    sort_order: SortOrder = UNSORTED_SORT_ORDER,
+    properties: Properties = EMPTY_DICT,
+) -> EncryptedTable:
+    """Make a new encrypted table, of format version 3.
+
+    Args:
+        catalog: Any catalog of PyIceberg whose `py-io-impl` is `parquet_keytools.iceberg.EncryptedFileIO`.
+        identifier: Name of the table.
+        schema: Its columns.
+        encryption_key: The master key: its name in the configuration, or its identifier in the KMS. The table has
+            the identifier, so that other engines find the key.
+        data_key_length_bits: Length of KEKs and DEKs: 128, 192 or 256.
+        location: Where it lies; by default below the warehouse.
+        partition_spec: How it is partitioned.
+        sort_order: How rows are sorted.
+        properties: Its other properties.
+
+    Raises:
+        ConfigurationError: The catalog has another FileIO, or the length is no length of an AES key.
+        KmsError: The KMS does not wrap keys with the master key; no table was made then.
+    """
+    if data_key_length_bits not in KEY_LENGTHS_BITS:
+        raise ConfigurationError(f"a key of {data_key_length_bits} bits is no AES key: 128, 192 or 256 bits.")
+    refuse_encryption_properties(properties)
+    reader = EncryptedFileIO(catalog.properties)
+    configuration = reader.keys.service.configuration
+    master_key_id = configuration.master_keys.get(encryption_key, encryption_key)
+    # Whether the KMS has this key, and lets it be used, is found out before there is a table.
+    wrap_kek(reader.keys, SecretBytes.random(data_key_length_bits), master_key_id)
+    committing(catalog, StoredFileIO(reader), KeyChanges()).create_table(
+        identifier,
+        schema,
+        location,
+        partition_spec,
+        sort_order,
+        {
+            # The names of data files would show the values that rows are partitioned by.
+            **(_HIDDEN_PARTITIONS if not partition_spec.is_unpartitioned() else {}),
+            **properties,
+            TableProperties.FORMAT_VERSION: "3",
+            KEY_ID_PROPERTY: master_key_id,
+            KEY_LENGTH_PROPERTY: str(data_key_length_bits // 8),
+        },
+    )
+    table = load_table(catalog, identifier)
+    assert isinstance(table, EncryptedTable)
     return table
+
+
+_HIDDEN_PARTITIONS = {
+    TableProperties.OBJECT_STORE_ENABLED: "true",
+    TableProperties.WRITE_OBJECT_STORE_PARTITIONED_PATHS: "false",
+}

@@ -1,0 +1,230 @@
+"""Commits whose metadata file keeps `encryption-keys` and the `key-id` of snapshots, which PyIceberg 0.12 drops.
+
+PyIceberg is not changed for other tables: a commit goes through a copy of the catalog, of a class of its own.
+Catalogs that write the metadata file themselves write it as the file before plus what changed, so that any field
+which PyIceberg does not know survives. A REST catalog gets `add-encryption-key` updates, and writes the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyiceberg.catalog import Catalog
+from pyiceberg.catalog.rest import RestCatalog
+from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.io import FileIO
+from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
+from pyiceberg.typedef import IcebergBaseModel
+
+from parquet_keytools.errors import KeytoolsError, OutputError
+from parquet_keytools.iceberg.key_entries import as_json
+from parquet_keytools.iceberg.table_metadata import EncryptionKey
+
+_KEYS, _KEY_ID = "encryption-keys", "key-id"
+
+
+@dataclass(frozen=True)
+class KeyChanges:
+    """What a commit changes of the keys of a table.
+
+    Attributes:
+        added: Entries that are new; those that the table has already are not added again.
+        snapshot_keys: Snapshot id -> `key-id` of its manifest list key.
+        replaced: Entries that are expected, and what they become; of the same `key-id`.
+    """
+
+    added: Sequence[EncryptionKey] = ()
+    snapshot_keys: dict[int, str] = field(default_factory=dict)
+    replaced: Sequence[tuple[EncryptionKey, EncryptionKey]] = ()
+
+    def apply(self, document: dict[str, Any]) -> None:
+        """Change a metadata file.
+
+        Raises:
+            CommitFailedException: An entry that is to be replaced is not there any more.
+        """
+        entries = list(document.get(_KEYS) or [])
+        for old, new in self.replaced:
+            ((old_entry,), (new_entry,)) = as_json([old]), as_json([new])
+            places = [
+                n
+                for n, entry in enumerate(entries)
+                if all(entry.get(name) == value for name, value in old_entry.items())
+            ]
+            if not places:
+                raise CommitFailedException(f"the KEK {old.key_id!r} was changed by another commit")
+            entries[places[0]] = {**entries[places[0]], **new_entry}
+        known = {entry.get(_KEY_ID) for entry in entries}
+        entries += [entry for entry in as_json(self.added) if entry[_KEY_ID] not in known]
+        if entries:
+            document[_KEYS] = entries
+        for snapshot in document.get("snapshots") or []:
+            key_id = self.snapshot_keys.get(snapshot["snapshot-id"])
+            if key_id is not None:
+                snapshot[_KEY_ID] = key_id
+
+    def apply_to_request(self, request: dict[str, Any]) -> None:
+        """Change the request of a commit to a REST catalog."""
+        updates: list[dict[str, Any]] = []
+        for old, new in self.replaced:
+            updates.append({"action": "remove-encryption-key", _KEY_ID: old.key_id})
+            updates.append({"action": "add-encryption-key", "encryption-key": as_json([new])[0]})
+        updates += [{"action": "add-encryption-key", "encryption-key": entry} for entry in as_json(self.added)]
+        for update in request["updates"]:
+            if update.get("action") == "add-snapshot":
+                key_id = self.snapshot_keys.get(update["snapshot"]["snapshot-id"])
+                if key_id is not None:
+                    update["snapshot"][_KEY_ID] = key_id
+        # Keys first: the snapshots name them.
+        request["updates"] = updates + request["updates"]
+
+
+def committing(catalog: Catalog, storage: FileIO, changes: KeyChanges) -> Catalog:
+    """Return a copy of a catalog for one commit, or for the creation of one table.
+
+    Args:
+        catalog: The catalog of the table.
+        storage: Reads and writes metadata files.
+        changes: What the commit changes of the keys.
+    """
+    bases = (_RestCommit,) if isinstance(catalog, RestCatalog) else (_FileCommit,)
+    copied = copy.copy(catalog)
+    # Its methods are looked up in the class: the copy gets a class that has ours before those of the catalog.
+    copied.__class__ = type(f"Encrypted{type(catalog).__name__}", (*bases, type(catalog)), {})
+    copied.__dict__["_keytools_commit"] = _Commit(storage, changes)
+    if isinstance(copied, _RestCommit):
+        copied.intercept()
+    return copied
+
+
+@dataclass
+class _Commit:
+    storage: FileIO
+    changes: KeyChanges
+    written: list[str] = field(default_factory=list)
+
+
+class _FileCommit(Catalog):
+    """A catalog that writes metadata files itself: SQL, Hive, Glue, DynamoDB."""
+
+    _keytools_commit: _Commit
+
+    def _load_file_io(self, properties: Any = None, location: str | None = None) -> FileIO:
+        return self._keytools_commit.storage
+
+    def _write_metadata(self, metadata: TableMetadata, io: FileIO, metadata_path: str) -> None:
+        commit = self._keytools_commit
+        document = dumped(metadata)
+        if metadata.metadata_log:
+            with commit.storage.new_input(metadata.metadata_log[-1].metadata_file).open() as file:
+                before = json.loads(file.read())
+            document = merged(before, document)
+        commit.changes.apply(document)
+        commit.written.append(metadata_path)
+        failure = ""
+        try:
+            with commit.storage.new_output(metadata_path).create() as stream:
+                stream.write(json.dumps(document).encode())
+        except Exception as error:
+            failure = type(error).__name__
+            cause = error
+        if failure:
+            self._remove_written()
+            raise OutputError(f"{metadata_path}: the metadata file could not be written ({failure}).") from cause
+
+    def commit_table(self, table: Any, requirements: Any, updates: Any) -> Any:
+        try:
+            response = super().commit_table(table, requirements, updates)  # type: ignore[safe-super]
+        except CommitFailedException:
+            self._remove_written()
+            raise
+        except KeytoolsError:
+            raise
+        except Exception as error:
+            if not self._has_refused(table, error):
+                raise
+            self._remove_written()
+            raise OutputError(f"the catalog did not take the commit ({type(error).__name__}).") from error
+        # PyIceberg's tables do this after a commit, where the table's properties ask for it.
+        with contextlib.suppress(Exception):
+            self._delete_old_metadata(self._keytools_commit.storage, table.metadata, response.metadata)
+        return response
+
+    def _has_refused(self, table: Any, error: Exception) -> bool:
+        """Return whether it is certain that a commit failed: a database rolled it back, and has another file."""
+        if not hasattr(self, "engine") or getattr(error, "connection_invalidated", False):
+            return False
+        try:
+            current = self.load_table(table.name())
+        except Exception:
+            return False
+        return current.metadata_location not in self._keytools_commit.written
+
+    def _remove_written(self) -> None:
+        """Remove the metadata file of this commit: the catalog refers to another one."""
+        commit = self._keytools_commit
+        for location in commit.written:
+            with contextlib.suppress(Exception):
+                commit.storage.delete(location)
+        commit.written.clear()
+
+
+class _RestCommit(RestCatalog):
+    """A catalog that gets updates over HTTP."""
+
+    _keytools_commit: _Commit
+
+    def intercept(self) -> None:
+        """Let requests of this copy pass through `_Session`."""
+        self._session = _Session(self._session, self._keytools_commit.changes)  # type: ignore[assignment]
+
+
+class _Session:
+    """The HTTP session of a catalog, which adds to a commit what PyIceberg's models cannot hold."""
+
+    def __init__(self, session: Any, changes: KeyChanges) -> None:
+        self._session = session
+        self._changes = changes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def post(self, url: str, data: bytes | None = None, **named: Any) -> Any:
+        """Send a request; one with updates is that of a commit."""
+        request = json.loads(data) if data is not None else None
+        if isinstance(request, dict) and "updates" in request:
+            self._changes.apply_to_request(request)
+            data = json.dumps(request).encode()
+        return self._session.post(url, data=data, **named)
+
+
+def dumped(metadata: TableMetadata) -> dict[str, Any]:
+    """Return what PyIceberg would write; its model of version 3 refuses to be written, for what it would drop."""
+    document: dict[str, Any] = json.loads(IcebergBaseModel.model_dump_json(metadata))
+    document.setdefault("next-row-id", 0)
+    return document
+
+
+def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return a metadata file with what changed, and with all else as it was.
+
+    Args:
+        before: The file before, as it is.
+        after: The file that is wanted, as PyIceberg would write it.
+    """
+    known = dumped(TableMetadataUtil.parse_obj(copy.deepcopy(before)))
+    result = {name: value for name, value in before.items() if name in after or name not in known}
+    for name, value in after.items():
+        if name in known and known[name] == value:
+            continue
+        if isinstance(value, list) and isinstance(before.get(name), list) and isinstance(known.get(name), list):
+            # An element that did not change is taken from the file before, with the fields that PyIceberg drops.
+            pairs = list(zip(known[name], before[name], strict=False))
+            value = [next((raw for seen, raw in pairs if seen == element), element) for element in value]
+        result[name] = value
+    return result

@@ -1,0 +1,257 @@
+"""A table of PyIceberg that writes encrypted: append, overwrite, delete; and its commits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from pyiceberg.exceptions import CommitFailedException, ValidationException
+from pyiceberg.table import Table, TableProperties, Transaction
+from pyiceberg.table.locations import LocationProvider
+from pyiceberg.table.refs import MAIN_BRANCH
+from pyiceberg.table.update import AddSnapshotUpdate, SetPropertiesUpdate, TableRequirement, TableUpdate
+from pyiceberg.typedef import EMPTY_DICT, Properties
+
+from parquet_keytools.errors import ConfigurationError, KeytoolsError, NotEncryptedError
+from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing
+from parquet_keytools.iceberg.file_io import EncryptedFileIO
+from parquet_keytools.iceberg.key_entries import NewKeys, key_length_bits, master_key_of, rewrapped
+from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.known_tables import KnownTable
+from parquet_keytools.iceberg.snapshot_producers import EncryptedUpdateSnapshot
+from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, EncryptionKey
+from parquet_keytools.iceberg.written_files import WritingFileIO
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE = {TableProperties.COMMIT_NUM_RETRIES: "30", TableProperties.COMMIT_MAX_RETRY_WAIT_MS: "1000"}
+"""Where the table does not say it: PyIceberg's 4 retries are few for several writers."""
+
+
+class EncryptedTable(Table):
+    """An encrypted table, with all that PyIceberg's tables do; what it writes is encrypted.
+
+    A commit that conflicts with another one is repeated. A commit that fails leaves the table as it was, and
+    removes the files that were written for it; where its outcome is unknown, they stay.
+    """
+
+    io: WritingFileIO
+
+    def __init__(self, table: Table) -> None:
+        """Take a table that was loaded with `EncryptedFileIO`, whose metadata file was read.
+
+        Raises:
+            ConfigurationError: Its property `encryption.data-key-length` is not valid.
+        """
+        assert isinstance(table.io, EncryptedFileIO)
+        known = table.io.tables[table.metadata_location]
+        super().__init__(
+            table.name(),
+            table.metadata,
+            table.metadata_location,
+            WritingFileIO(table.io, key_length_bits(known.encryption)),
+            table.catalog,
+            table.config,
+        )
+        self.snapshot_keys: dict[int, tuple[EncryptionKey, ...]] = {}
+        self._new_keys = NewKeys(table.io.keys)
+
+    def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
+        """Take the key of a manifest list, for the commit of its snapshot; a later one replaces it."""
+        known = self.known()
+        self.snapshot_keys[snapshot_id] = self._new_keys.entries_for(known.encryption, known.chain, key_metadata)
+
+    def transaction(self) -> EncryptedTransaction:
+        """Return a transaction, which commits several changes as one.
+
+        Raises:
+            NotEncryptedError: The table has no master key.
+            KeyMaterialError: Its KEKs are under another master key than its property names.
+        """
+        master_key_of(self.known().encryption)
+        return EncryptedTransaction(self)
+
+    def refresh(self) -> Table:
+        """Load the current state of the table."""
+        fresh = self.catalog.load_table(self.name())
+        self._check_uuid(self.metadata, fresh.metadata)
+        assert isinstance(fresh.io, EncryptedFileIO)
+        self._take(fresh)
+        return self
+
+    def _take(self, fresh: Table) -> None:
+        reader = fresh.io
+        assert isinstance(reader, EncryptedFileIO)
+        if fresh.metadata_location not in reader.tables:
+            reader.read_metadata(fresh.metadata_location)
+        self.io.reader = reader
+        self.metadata = fresh.metadata
+        self.metadata_location = fresh.metadata_location
+        self.config = fresh.config
+
+    def known(self) -> KnownTable:
+        """Return what the metadata file says of the keys.
+
+        Raises:
+            NotEncryptedError: It says that the table is not encrypted any more.
+        """
+        reader = self.io.reader
+        if self.metadata_location not in reader.tables:
+            reader.read_metadata(self.metadata_location)
+        known = reader.tables.get(self.metadata_location)
+        if known is None:
+            raise NotEncryptedError(
+                f"{self.metadata_location}: the table was encrypted, and its metadata file has no keys any more.",
+                hint="A writer that does not know encryption may have made this file; use the one before it.",
+            )
+        return known
+
+    def commit_keys(self, changes: KeyChanges, updates: Any, requirements: Any) -> None:
+        """Commit updates, and what they change of the keys.
+
+        Raises:
+            CommitFailedException: Another commit was first.
+            OutputError: The catalog did not take it, or its metadata file could not be written.
+        """
+        catalog = committing(self.catalog, self.io.storage, changes)
+        response = catalog.commit_table(self, requirements, updates)
+        self._check_uuid(self.metadata, response.metadata)
+        self.metadata, self.metadata_location = response.metadata, response.metadata_location
+
+    def rotate(self) -> int:
+        """Re-wrap the KEKs under the current version of their master key, as one commit; return how many they are.
+
+        No file is written again, and `encryption.key-id` stays what it is.
+
+        Raises:
+            CommitFailedException: Other commits changed the KEKs, again and again.
+            KmsError: The KMS does not wrap or unwrap a KEK; the table is as it was.
+        """
+        for attempt in range(_ROTATION_ATTEMPTS):
+            known = self.known()
+            master_key_id = master_key_of(known.encryption)
+            replaced = [(kek, rewrapped(self.io.reader.keys, known.chain, kek)) for kek in known.encryption.keks]
+            if not replaced:
+                return 0
+            # The property stays the same: a commit without an update would be none.
+            same = SetPropertiesUpdate(updates={KEY_ID_PROPERTY: master_key_id})
+            try:
+                self.commit_keys(KeyChanges(replaced=replaced), (same,), ())
+            except CommitFailedException:
+                if attempt == _ROTATION_ATTEMPTS - 1:
+                    raise
+                self.refresh()
+                continue
+            return len(replaced)
+        raise AssertionError
+
+    def _do_commit(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
+        snapshots = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
+        # A snapshot without a key of ours is refused here: its files would be plaintext.
+        added = {entry.key_id: entry for snapshot in snapshots for entry in self.snapshot_keys[snapshot]}
+        key_ids = {snapshot: self.snapshot_keys[snapshot][-1].key_id for snapshot in snapshots}
+        self.commit_keys(KeyChanges(list(added.values()), key_ids), updates, requirements)
+
+
+_ROTATION_ATTEMPTS = 10
+
+
+class EncryptedTransaction(Transaction):
+    """Changes of an encrypted table that are committed as one."""
+
+    _table: EncryptedTable
+
+    def update_snapshot(
+        self, snapshot_properties: dict[str, str] = EMPTY_DICT, branch: str | None = MAIN_BRANCH
+    ) -> EncryptedUpdateSnapshot:
+        """Return what makes a snapshot."""
+        return EncryptedUpdateSnapshot(
+            self, io=self._table.io, branch=branch, snapshot_properties=snapshot_properties
+        )
+
+    def location_provider(self) -> LocationProvider:
+        """Return what names new files."""
+        return self._table.location_provider()
+
+    def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
+        """Take the key of the manifest list of a snapshot of this transaction."""
+        self._table.add_snapshot_key(snapshot_id, key_metadata)
+
+    def set_properties(self, properties: Properties = EMPTY_DICT, **kwargs: Any) -> Transaction:
+        """Set properties of the table; those of its encryption never change."""
+        refuse_encryption_properties({**properties, **kwargs})
+        return super().set_properties(properties, **kwargs)
+
+    def remove_properties(self, *removals: str) -> Transaction:
+        """Remove properties of the table; those of its encryption never change."""
+        refuse_encryption_properties(removals)
+        return super().remove_properties(*removals)
+
+    def __exit__(
+        self,
+        exctype: type[BaseException] | None,
+        excinst: BaseException | None,
+        exctb: TracebackType | None,
+    ) -> None:
+        if exctype is not None:
+            self._remove_files()
+        super().__exit__(exctype, excinst, exctb)
+
+    def commit_transaction(self) -> Table:
+        """Commit, and repeat it where another commit was first.
+
+        Raises:
+            CommitFailedException: Others were first, again and again.
+            ValidationException: What another commit did conflicts with this one.
+            OutputError: The commit failed otherwise; the table is as it was.
+        """
+        table = self._table
+        snapshots = [producer.snapshot_id for producer in self._snapshot_producers]
+        own = table.metadata
+        # PyIceberg takes the number of retries from the properties, once; refreshing the table undoes this.
+        patient = own.model_copy(update={"properties": {**_PATIENCE, **own.properties}})
+        table.metadata = patient
+        try:
+            super().commit_transaction()
+        except (CommitFailedException, ValidationException, KeytoolsError):
+            self._remove_files()
+            raise
+        except Exception:
+            if not self._has_landed(snapshots):
+                # The outcome is unknown: a table that refers to these files would be damaged without them.
+                raise
+        finally:
+            if table.metadata is patient:
+                table.metadata = own
+        table.io.keep_begun()
+        return table
+
+    def _has_landed(self, snapshots: list[int]) -> bool:
+        """Return whether the table has the snapshots of this transaction, although an error says otherwise."""
+        with contextlib.suppress(Exception):
+            self._table.refresh()
+            return bool(snapshots) and all(
+                self._table.metadata.snapshot_by_id(snapshot) is not None for snapshot in snapshots
+            )
+        return False
+
+    def _remove_files(self) -> None:
+        for location in self._table.io.take_begun():
+            try:
+                self._table.io.delete(location)
+            except FileNotFoundError:
+                pass
+            except Exception:
+                _log.warning("a file of a commit that failed could not be removed: %s", location)
+
+
+def refuse_encryption_properties(names: Iterable[str]) -> None:
+    """Raise `ConfigurationError` if properties that a caller sets are among those of the encryption."""
+    if changed := sorted(name for name in names if name.startswith("encryption.")):
+        raise ConfigurationError(
+            f"the table property {changed[0]} never changes in the life of a table.",
+            hint="Copy the rows into a new table with another master key.",
+        )

@@ -1,0 +1,271 @@
+"""A FileIO of PyIceberg that encrypts what it writes: no manifest and no data file is stored in plaintext."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow as pa
+from pyiceberg.io import FileIO, InputFile, OutputFile, OutputStream
+
+from parquet_keytools.encryption.file_encryption import FileEncryption
+from parquet_keytools.encryption.file_encryptor import encrypt_source
+from parquet_keytools.errors import NotEncryptedError, OutputError
+from parquet_keytools.format.byte_ranges import Bytes
+from parquet_keytools.iceberg.ags1 import Ags1Reader, Ags1Writer
+from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file
+from parquet_keytools.iceberg.file_io import EncryptedFileIO
+from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.storage.sources import BufferSource
+
+
+class StoredFileIO(FileIO):
+    """Reads and writes files of a table as they are stored: metadata files in plaintext, and ciphertext."""
+
+    def __init__(self, reader: EncryptedFileIO) -> None:
+        super().__init__(reader.properties)
+        self._reader = reader
+
+    def new_input(self, location: str) -> InputFile:
+        """Return a file to read."""
+        return self._reader.storage(location).new_input(self._reader.mapped(location))
+
+    def new_output(self, location: str) -> OutputFile:
+        """Return a file to write."""
+        return self._reader.storage(location).new_output(self._reader.mapped(location))
+
+    def delete(self, location: str | InputFile | OutputFile) -> None:
+        """Delete a file."""
+        self._reader.delete(location)
+
+
+class WritingFileIO(FileIO):
+    """Reads like another FileIO, and encrypts what it writes: `.avro` as AGS1, `.parquet` as Parquet.
+
+    Attributes:
+        reader: Decrypts what was written elsewhere; a table that is refreshed sets it.
+        storage: Takes the encrypted bytes.
+    """
+
+    def __init__(self, reader: EncryptedFileIO, length_bits: int) -> None:
+        super().__init__(reader.properties)
+        self.reader = reader
+        self.storage = StoredFileIO(reader)
+        self._length_bits = length_bits
+        self._written: dict[str, StandardKeyMetadata] = {}
+        self._begun: dict[str, None] = {}
+
+    def new_input(self, location: str) -> InputFile:
+        """Return a file to read, decrypted."""
+        key_metadata = self._written.get(location)
+        if key_metadata is None:
+            return self.reader.new_input(location)
+        return _WrittenInput(location, self.storage.new_input(location), key_metadata)
+
+    def new_output(self, location: str) -> OutputFile:
+        """Return a file to write, which encrypts.
+
+        Raises:
+            OutputError: The file is of no kind that can be encrypted.
+        """
+        if not location.endswith((".avro", ".parquet")):
+            raise OutputError(
+                f"{location}: a file of this kind would be written in plaintext into an encrypted table.",
+                hint="Write data files in Parquet; statistics files are not supported.",
+            )
+        self._begun[location] = None
+        return _EncryptedOutput(
+            location, self.storage.new_output(location), self._length_bits, self._written.__setitem__
+        )
+
+    def delete(self, location: str | InputFile | OutputFile) -> None:
+        """Delete a file."""
+        self.storage.delete(location)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process reads only, and learns the keys again: a pickle holds none.
+        return _reading, (self.reader,)
+
+    def key_metadata(self, location: str) -> StandardKeyMetadata:
+        """Return the key metadata of a file that was written here.
+
+        Raises:
+            NotEncryptedError: It was not.
+        """
+        metadata = self._written.get(location)
+        if metadata is None:
+            raise NotEncryptedError(
+                f"{location}: the file was not written by this table, and would be a plaintext file in "
+                "an encrypted table.",
+                hint="Read the file, and append its rows.",
+            )
+        return metadata
+
+    def take_begun(self) -> Iterator[str]:
+        """Yield, once, each location that was begun to be written, whether or not it was finished."""
+        while self._begun:
+            yield self._begun.popitem()[0]
+
+    def keep_begun(self) -> None:
+        """Forget what was begun: it belongs to the table now."""
+        self._begun.clear()
+
+
+def _reading(reader: EncryptedFileIO) -> EncryptedFileIO:
+    return reader
+
+
+class _WrittenInput(InputFile):
+    """A file that was written here, decrypted; its length is that of the stored file."""
+
+    def __init__(self, location: str, file: InputFile, key_metadata: StandardKeyMetadata) -> None:
+        super().__init__(location)
+        self._file = file
+        self._key_metadata = key_metadata
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def exists(self) -> bool:
+        return self._file.exists()
+
+    def open(self, seekable: bool = True) -> Any:
+        stored = self._file.open()
+        if self.location.endswith(".avro"):
+            return Ags1Reader(stored, self._key_metadata, path=self.location)
+        with stored:
+            source = BufferSource(self.location, stored.read())
+            check_length(source.size_bytes, self._key_metadata, None, f"data file {self.location}")
+            return pa.BufferReader(decrypt_data_file(source, self._key_metadata, f"data file {self.location}"))
+
+
+class _EncryptedOutput(OutputFile):
+    """A file that is written once, with a key of its own."""
+
+    def __init__(
+        self,
+        location: str,
+        file: OutputFile,
+        length_bits: int,
+        finished: Callable[[str, StandardKeyMetadata], None],
+    ) -> None:
+        super().__init__(location)
+        self._file = file
+        self._length_bits = length_bits
+        self._finished = finished
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def exists(self) -> bool:
+        return self._file.exists()
+
+    def to_input_file(self) -> InputFile:
+        return self._file.to_input_file()
+
+    def create(self, overwrite: bool = False) -> OutputStream:
+        # A key for each stream: an output that is created twice never encrypts two files under one key.
+        metadata = StandardKeyMetadata.fresh(self._length_bits)
+        stream = self._file.create(overwrite=overwrite)
+
+        def finished(length: int) -> None:
+            self._finished(self.location, replace(metadata, file_length=length))
+
+        if self.location.endswith(".avro"):
+            return _Ags1Output(stream, metadata, finished)
+        return _ParquetOutput(self.location, stream, metadata, finished)
+
+
+class _Ags1Output:
+    """An AGS1 stream that says how long it became."""
+
+    def __init__(
+        self, stream: OutputStream, metadata: StandardKeyMetadata, finished: Callable[[int], None]
+    ) -> None:
+        self._writer = Ags1Writer(stream, metadata)
+        self._finished = finished
+        self.write = self._writer.write
+        self.tell = self._writer.tell
+
+    def close(self) -> None:
+        if not self._writer.closed:
+            self._writer.close()
+            self._finished(self._writer.encrypted_length)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._writer.__exit__(kind, error, traceback)
+
+
+class _ParquetOutput(io.BytesIO):
+    """Takes a plaintext file of Parquet in memory, and writes it encrypted when it is closed."""
+
+    def __init__(
+        self,
+        location: str,
+        stream: OutputStream,
+        metadata: StandardKeyMetadata,
+        finished: Callable[[int], None],
+    ) -> None:
+        super().__init__()
+        self._location = location
+        self._stream = stream
+        self._metadata = metadata
+        self._finished = finished
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        plaintext = self.getvalue()
+        super().close()
+        encryption = FileEncryption(
+            self._metadata.encryption_key, aad_prefix=self._metadata.aad_prefix, store_aad_prefix=False
+        )
+        sink = _StreamSink(self._stream)
+        try:
+            # A file that a failure left without its end is no Parquet: nothing of it is written.
+            encrypt_source(BufferSource(self._location, plaintext), sink, encryption)
+        finally:
+            self._stream.close()
+        self._finished(sink.length)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self.closed:
+            super().close()
+            self._stream.close()
+
+    def __del__(self) -> None:
+        # io.BytesIO would call `close`, and what nobody closed is not complete.
+        pass
+
+
+class _StreamSink:
+    """A file of the module encryptor that is written from its beginning to its end."""
+
+    takes_any_order = False
+
+    def __init__(self, stream: OutputStream) -> None:
+        self._stream = stream
+        self.length = 0
+
+    def reserve(self, length: int) -> None:
+        pass
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        assert offset == self.length
+        self._stream.write(bytes(data))
+        self.length += len(data)

@@ -1,0 +1,575 @@
+"""Encrypted tables that are written here: read by us, and by a reader that shares no code with ours."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import shutil
+import threading
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import sqlalchemy.orm
+from iceberg_case import Killed, Lake, rows, storage_that
+from iceberg_reader import Warehouse, key_metadata
+from pyiceberg.exceptions import CommitFailedException, TableAlreadyExistsError
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import LongType, NestedField, StringType
+from soak import SOAK, sample
+
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KeyMaterialError,
+    KeytoolsError,
+    KmsError,
+    NotEncryptedError,
+    OutputError,
+)
+from parquet_keytools.iceberg import create_table, load_table
+from parquet_keytools.iceberg.catalog_commits import KeyChanges, merged
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    return Lake(tmp_path)
+
+
+# --- what is written ---
+
+
+def test_append_overwrite_and_delete_are_read_by_us_and_by_others(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 100))
+    table.append(rows(100, 200))
+    table.delete("id < 10")
+    table.overwrite(rows(500, 505), "id >= 150")
+    expected = [*range(10, 150), *range(500, 505)]
+    assert lake.ids() == lake.outside_ids() == expected
+    assert sorted(table.scan().to_arrow()["id"].to_pylist()) == expected
+    metadata = lake.metadata()
+    first = metadata["snapshots"][0]["snapshot-id"]
+    assert len(lake.outsider.table(metadata, first)) == len(table.scan(snapshot_id=first).to_arrow()) == 100
+    table.overwrite(rows(7, 9))
+    assert lake.ids() == lake.outside_ids() == [7, 8]
+    table.delete()
+    assert lake.ids() == lake.outside_ids() == []
+    lake.assert_no_plaintext()
+
+
+@pytest.mark.parametrize("bits", [128, 192, 256])
+def test_keys_have_the_length_of_the_table_and_each_file_has_its_own(lake: Lake, bits: int) -> None:
+    table = lake.create(data_key_length_bits=bits)
+    assert table.properties["encryption.data-key-length"] == str(bits // 8)
+    table.append(rows(0, 5))
+    table.append(rows(5, 9))
+    assert lake.outside_ids() == list(range(9))
+    metadata, found = lake.metadata(), []
+    snapshot = metadata["current-snapshot-id"]
+    for manifest in lake.outsider.manifests(metadata, snapshot):
+        found.append(key_metadata(manifest["key_metadata"]))
+    for entry in lake.outsider.entries(metadata, snapshot):
+        found.append(key_metadata(entry["data_file"]["key_metadata"]))
+    assert len(found) == 4
+    assert all(len(key) * 8 == bits and len(prefix) == 16 and length for key, prefix, length in found)
+    assert len({key for key, _, _ in found}) == len({prefix for _, prefix, _ in found}) == 4
+
+
+def test_the_chain_in_the_metadata_file_is_that_of_icebergs_own_writers(lake: Lake) -> None:
+    table = lake.create()
+    for n in range(3):
+        table.append(rows(n, n + 1))
+    metadata = lake.metadata()
+    assert metadata["format-version"] == 3
+    kek, *lists = metadata["encryption-keys"]
+    assert kek["encrypted-by-id"] == metadata["properties"]["encryption.key-id"] == "keyA"
+    assert abs(int(kek["properties"]["KEY_TIMESTAMP"]) - time.time() * 1000) < 600_000
+    assert [entry["encrypted-by-id"] for entry in lists] == [kek["key-id"]] * 3
+    assert not any("properties" in entry for entry in lists)
+    assert [s["key-id"] for s in metadata["snapshots"]] == [entry["key-id"] for entry in lists]
+    # The table has the identifier of the master key in the KMS, not its name here.
+    assert "pii" not in json.dumps(metadata["properties"])
+
+
+def test_row_ids_are_assigned_and_kept(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 100))
+    table.append(pa.concat_tables([rows(100, 150)]))
+    table.append(rows(1000, 1010))
+
+    def row_ids() -> dict[int, int]:
+        """First row id of each live file, by its number of records."""
+        metadata, found = lake.metadata(), {}
+        for manifest in lake.outsider.manifests(metadata, metadata["current-snapshot-id"]):
+            following = manifest["first_row_id"]
+            for entry in lake.outsider.entries_of(manifest):
+                file = entry["data_file"]
+                first = file["first_row_id"]
+                if first is None:
+                    first, following = following, following + file["record_count"]
+                if entry["status"] != 2:
+                    found[file["record_count"]] = first
+        return found
+
+    assert row_ids() == {100: 0, 50: 100, 10: 150}
+    assert lake.metadata()["next-row-id"] == 160
+    with table.transaction() as transaction:
+        transaction.set_properties(
+            {"commit.manifest-merge.enabled": "true", "commit.manifest.min-count-to-merge": "2"}
+        )
+    table.append(rows(2000, 2003))
+    # One manifest now: its files keep their row ids.
+    kept = row_ids()
+    assert {count: kept[count] for count in (100, 50, 10)} == {100: 0, 50: 100, 10: 150}
+    assert kept[3] >= 160
+    table.delete("id >= 1000 and id < 2000")
+    assert {count: first for count, first in row_ids().items() if count != 3} == {100: 0, 50: 100}
+    assert lake.metadata()["next-row-id"] == table.metadata.next_row_id
+    assert lake.outside_ids() == [*range(150), 2000, 2001, 2002]
+
+
+def test_sizes_offsets_and_bounds_are_those_of_the_encrypted_file(lake: Lake) -> None:
+    table = lake.create(properties={"write.parquet.row-group-limit": "40"})
+    table.append(rows(0, 100))
+    metadata = lake.metadata()
+    (entry,) = lake.outsider.entries(metadata, metadata["current-snapshot-id"])
+    file = entry["data_file"]
+    data = lake.outsider.read(file["file_path"])
+    key, prefix, _ = key_metadata(file["key_metadata"])
+    properties = pq.encryption.create_decryption_properties(footer_key=key, aad_prefix=prefix)
+    found = pq.ParquetFile(pa.BufferReader(data), decryption_properties=properties).metadata
+    offsets = [found.row_group(n).column(0).dictionary_page_offset for n in range(3)]
+    sizes = [sum(found.row_group(n).column(c).total_compressed_size for n in range(3)) for c in range(2)]
+    assert file["split_offsets"] == offsets
+    assert [item["value"] for item in file["column_sizes"]] == sizes
+    assert file["file_size_in_bytes"] == len(data)
+    assert {item["key"]: item["value"] for item in file["lower_bounds"]}[1] == bytes(8)
+    # The prefix is not stored, and no key metadata of Parquet is.
+    assert prefix not in data
+    assert data[:4] == b"PARE"
+
+
+def test_values_of_each_type_come_back(lake: Lake) -> None:
+    table = pa.table(
+        {
+            "id": pa.array([1, 2], pa.int64()),
+            "d": pa.array([Decimal("1.50"), None], pa.decimal128(9, 2)),
+            "t": pa.array([datetime.datetime(2026, 1, 1), None], pa.timestamp("us")),
+            "b": pa.array([b"x", None], pa.binary()),
+            "l": pa.array([[1, None], None], pa.list_(pa.int32())),
+            "s": pa.array([{"a": "x"}, None], pa.struct([("a", pa.string())])),
+        }
+    )
+    lake.create(table.schema).append(table)
+    assert lake.load().scan().to_arrow().to_pylist() == table.to_pylist()
+    metadata = lake.metadata()
+    assert lake.outsider.table(metadata, metadata["current-snapshot-id"]).to_pylist() == table.to_pylist()
+
+
+def test_partitions_are_written_and_names_of_files_do_not_show_them(lake: Lake) -> None:
+    schema = Schema(NestedField(1, "id", LongType()), NestedField(2, "name", StringType()))
+    spec = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "name"))
+    table = create_table(lake.catalog(), "db.people", schema, encryption_key="pii", partition_spec=spec)
+    table.append(rows(0, 4))
+    table.append(rows(0, 4))
+    assert lake.outside_ids() == sorted([0, 1, 2, 3] * 2)
+    name = rows(2, 3)["name"][0].as_py()
+    assert lake.load().scan(row_filter=f"name == '{name}'").to_arrow()["id"].to_pylist() == [2, 2]
+    table.dynamic_partition_overwrite(rows(2, 3))
+    assert lake.ids() == lake.outside_ids() == [0, 0, 1, 1, 2, 3, 3]
+    lake.assert_no_plaintext()
+
+
+def test_a_transaction_with_several_changes_is_one_commit(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 10))
+    before = len(list(lake.table_folder.glob("metadata/*.metadata.json")))
+    with table.transaction() as transaction:
+        transaction.append(rows(10, 20))
+        transaction.delete("id < 5")
+        with transaction.update_schema() as update:
+            update.add_column("note", StringType())
+    assert len(list(lake.table_folder.glob("metadata/*.metadata.json"))) == before + 1
+    assert lake.ids() == lake.outside_ids() == list(range(5, 20))
+    assert "note" in lake.load().scan().to_arrow().column_names
+
+
+def test_a_reader_of_batches_is_appended(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 50).to_reader(max_chunksize=7))
+    assert lake.ids() == lake.outside_ids() == list(range(50))
+
+
+def test_a_new_kek_is_the_only_call_for_any_number_of_files(lake: Lake) -> None:
+    table = lake.create()
+    kms = table.io.reader.keys.service.kms
+    assert kms is not None
+    before = sum(kms.call_counts.values())
+    table.append(rows(0, 3))
+    table.append(rows(3, 6))
+    table.append(rows(6, 9))
+    after = sum(kms.call_counts.values())
+    # One wraps it; one unwraps it when it is first found in the metadata file.
+    assert after - before <= 2
+
+
+# --- tables of others ---
+
+
+@pytest.mark.parametrize("name", ["people_128", "kek_rotated", "evolved"])
+def test_tables_of_iceberg_java_are_continued(iceberg_test_data: Path, lake: Lake, name: str) -> None:
+    shutil.copytree(iceberg_test_data / "warehouse" / name, lake.warehouse / name)
+    expected = json.loads((iceberg_test_data / "expected" / f"{name}.json").read_text())
+    mapping = {"keytools.location-mapping": f"file:/warehouse=file://{lake.warehouse}"}
+    catalog = lake.catalog(**mapping)
+    catalog.register_table(f"db.{name}", expected["metadata"])
+    table = lake.load(f"db.{name}", **mapping)
+    before_rows = table.scan().to_arrow()
+    before = json.loads(Warehouse(lake.warehouse).read(expected["metadata"]))
+    table.append(before_rows.slice(0, 3))
+    after = json.loads(Warehouse(lake.warehouse).read(table.metadata_location))
+    # All that the file had is there still, with fields that PyIceberg does not know.
+    assert after["encryption-keys"][:-1] == before["encryption-keys"]
+    assert after["snapshots"][:-1] == before["snapshots"]
+    assert set(before) <= set(after)
+    keks = [entry for entry in before["encryption-keys"] if "properties" in entry]
+    newest = max(keks, key=lambda entry: int(entry["properties"]["KEY_TIMESTAMP"]))
+    assert after["encryption-keys"][-1]["encrypted-by-id"] == newest["key-id"]
+    outsider = Warehouse(lake.warehouse)
+    entries = list(outsider.entries(after, after["current-snapshot-id"]))
+    assert sum(entry["data_file"]["record_count"] for entry in entries) == len(before_rows) + 3
+    (added,) = [e["data_file"] for e in entries if e["snapshot_id"] == after["current-snapshot-id"]]
+    key, prefix, _ = key_metadata(added["key_metadata"])
+    properties = pq.encryption.create_decryption_properties(footer_key=key, aad_prefix=prefix)
+    read = pq.read_table(pa.BufferReader(outsider.read(added["file_path"])), decryption_properties=properties)
+    assert read["id"].to_pylist() == before_rows["id"].to_pylist()[:3]
+    assert len(lake.load(f"db.{name}", **mapping).scan().to_arrow()) == len(before_rows) + 3
+    assert after["next-row-id"] == before["next-row-id"] + 3
+
+
+def test_a_metadata_file_keeps_what_pyiceberg_does_not_know(lake: Lake) -> None:
+    lake.create().append(rows(0, 3))
+    before = lake.metadata()
+    before["from-the-future"] = {"a": 1}
+    before["snapshots"][0]["more"] = "x"
+    (newest,) = lake.table_folder.glob("metadata/00001-*.json")
+    newest.write_text(json.dumps(before))
+    table = lake.load()
+    table.append(rows(3, 5))
+    after = lake.metadata()
+    assert after["from-the-future"] == {"a": 1}
+    assert after["snapshots"][0] == before["snapshots"][0]
+    assert len(after["snapshots"]) == 2
+    assert merged(before, {**{k: v for k, v in before.items() if k != "refs"}}).keys() == before.keys() - {"refs"}
+
+
+# --- what is refused ---
+
+
+def test_nothing_is_written_into_a_table_that_lost_its_master_key(lake: Lake) -> None:
+    lake.create().append(rows(0, 3))
+    (newest,) = lake.table_folder.glob("metadata/00001-*.json")
+    metadata = json.loads(newest.read_text())
+    del metadata["properties"]["encryption.key-id"]
+    newest.write_text(json.dumps(metadata))
+    table = lake.load()
+    files = lake.files()
+    with pytest.raises(NotEncryptedError, match=r"no property encryption\.key-id"):
+        table.append(rows(3, 6))
+    metadata["properties"]["encryption.key-id"] = "keyB"
+    newest.write_text(json.dumps(metadata))
+    with pytest.raises(KeyMaterialError, match="is 'keyB', and KEKs of the table are under 'keyA'"):
+        lake.load().append(rows(3, 6))
+    metadata["properties"] |= {"encryption.key-id": "keyA", "encryption.data-key-length": "8"}
+    newest.write_text(json.dumps(metadata))
+    with pytest.raises(ConfigurationError, match="not the length of an AES key"):
+        lake.load()
+    assert lake.files() == files
+
+
+def test_files_of_others_are_not_added(lake: Lake, tmp_path: Path) -> None:
+    table = lake.create()
+    pq.write_table(rows(0, 3), tmp_path / "x.parquet")
+    with pytest.raises(NotEncryptedError, match="a plaintext file in an encrypted table"):
+        table.add_files([f"file://{tmp_path}/x.parquet"])
+    assert lake.load().scan().to_arrow().num_rows == 0
+
+
+def test_properties_of_the_encryption_never_change(lake: Lake) -> None:
+    table = lake.create()
+    for change in (
+        lambda t: t.set_properties({"encryption.key-id": "keyB"}),
+        lambda t: t.remove_properties("encryption.key-id"),
+        lambda t: t.set_properties(**{"encryption.data-key-length": "32"}),
+    ):
+        with pytest.raises(ConfigurationError, match="never changes"), table.transaction() as transaction:
+            change(transaction)
+    assert lake.load().properties["encryption.key-id"] == "keyA"
+    with pytest.raises(ConfigurationError, match="never changes"):
+        create_table(
+            lake.catalog(),
+            "db.x",
+            rows(0, 1).schema,
+            encryption_key="pii",
+            properties={"encryption.key-id": "keyB"},
+        )
+
+
+def test_no_table_is_made_where_the_kms_does_not_have_the_key(lake: Lake) -> None:
+    with pytest.raises(KmsError):
+        create_table(lake.catalog(), "db.x", rows(0, 1).schema, encryption_key="nobody")
+    with pytest.raises(ConfigurationError, match="100 bits"):
+        create_table(lake.catalog(), "db.x", rows(0, 1).schema, encryption_key="pii", data_key_length_bits=100)
+    assert lake.catalog().list_tables("db") == []
+    lake.create()
+    with pytest.raises(TableAlreadyExistsError):
+        lake.create()
+
+
+def test_a_plaintext_table_stays_one(lake: Lake) -> None:
+    lake.catalog().create_table("db.plain", rows(0, 1).schema).append(rows(0, 3))
+    table = load_table(lake.catalog(), "db.plain")
+    table.append(rows(3, 6))
+    assert len(table.scan().to_arrow()) == 6
+
+
+# --- failures, kills, other writers ---
+
+
+def _steps_of_an_append(lake: Lake) -> list[str]:
+    with storage_that(lambda n, name: None) as steps:
+        lake.load().append(rows(50, 60))
+    return steps
+
+
+def test_a_failure_at_each_step_leaves_the_table_as_it_was_and_no_file(lake: Lake) -> None:
+    lake.create().append(rows(0, 10))
+    steps = _steps_of_an_append(lake)
+    assert {"create .parquet", "create .avro", "create .json", "write .json"} <= set(steps)
+    ids, files = lake.ids(), lake.files()
+    for point in sample(range(len(steps)), 2, 1):
+
+        def fail(n: int, name: str, point: int = point) -> None:
+            if n == point:
+                raise OSError(28, "No space left on device")
+
+        with storage_that(fail), pytest.raises((OSError, OutputError)):
+            lake.load().append(rows(100, 110))
+        assert lake.files() == files, steps[point]
+        assert lake.ids() == ids
+    table = lake.load()
+    table.append(rows(100, 110))
+    assert lake.ids() == lake.outside_ids() == ids + list(range(100, 110))
+
+
+def test_a_kill_at_each_step_loses_nothing_and_leaks_nothing(lake: Lake) -> None:
+    lake.create().append(rows(0, 10))
+    steps = _steps_of_an_append(lake)
+    ids = lake.ids()
+    for point in sample(range(len(steps)), 2, 0):
+
+        def die(n: int, name: str, point: int = point) -> None:
+            # Whatever follows the end of a process is not done either.
+            if n >= point:
+                raise Killed
+
+        with storage_that(die), pytest.raises((Killed, KeytoolsError)):
+            lake.load().append(rows(100, 110))
+        assert lake.ids() == ids == lake.outside_ids_of(lake.load().metadata_location)
+        lake.assert_no_plaintext()
+    lake.load().append(rows(100, 103))
+    assert lake.ids() == [*ids, 100, 101, 102]
+
+
+def test_a_database_that_refuses_leaves_no_file_and_one_that_lost_the_answer_keeps_them(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 3))
+    files = lake.files()
+    commit = sqlalchemy.orm.Session.commit
+
+    def refuse(self: Any) -> None:
+        raise sqlalchemy.exc.OperationalError("update", {}, Exception("disk I/O error"))
+
+    with (
+        mock.patch.object(sqlalchemy.orm.Session, "commit", refuse),
+        pytest.raises(OutputError, match="did not take"),
+    ):
+        table.append(rows(3, 6))
+    assert lake.files() == files
+
+    def commit_and_fail(self: Any) -> None:
+        commit(self)
+        raise sqlalchemy.exc.OperationalError("update", {}, Exception("connection reset"))
+
+    table = lake.load()
+    with mock.patch.object(sqlalchemy.orm.Session, "commit", commit_and_fail):
+        table.append(rows(3, 6))
+    assert lake.ids() == lake.outside_ids() == list(range(6))
+    table.append(rows(6, 7))
+    assert lake.ids() == list(range(7))
+
+
+def test_a_commit_that_always_comes_second_fails_and_leaves_no_file(lake: Lake) -> None:
+    table = lake.create(properties={"commit.retry.num-retries": "1", "commit.retry.min-wait-ms": "0"})
+    table.append(rows(0, 3))
+    slow = lake.load()
+    # The metadata file is the last to be written: another writer is quicker each time.
+    quick = iter(range(10, 20))
+
+    def act(n: int, name: str) -> None:
+        if name == "create .json" and not busy:
+            busy.append(True)
+            lake.load().append(rows(number := next(quick), number + 1))
+            busy.clear()
+
+    busy: list[bool] = []
+    with storage_that(act), pytest.raises(CommitFailedException):
+        slow.append(rows(100, 103))
+    assert lake.ids() == lake.outside_ids() == [0, 1, 2, 10, 11]
+    metadata = lake.metadata()
+    named = {lake.table_folder / "metadata" / Path(m["metadata-file"]).name for m in metadata["metadata-log"]}
+    assert len(named) == 3
+    # Four files for each of three appends, and the first metadata file.
+    assert len(lake.files()) == 3 * 4 + 1
+
+
+def test_a_conflicting_overwrite_fails_and_appends_do_not(lake: Lake) -> None:
+    lake.create().append(rows(0, 10))
+    slow = lake.load()
+    lake.load().delete("id < 5")
+    with pytest.raises(Exception, match=r"(?i)found|conflict|missing|deleted"):
+        slow.overwrite(rows(100, 101), "id < 7")
+    slow = lake.load()
+    lake.load().append(rows(20, 22))
+    slow.append(rows(30, 32))
+    assert lake.ids() == lake.outside_ids() == [5, 6, 7, 8, 9, 20, 21, 30, 31]
+
+
+def test_writers_and_readers_at_once_lose_nothing(lake: Lake) -> None:
+    lake.create()
+    written: list[int] = []
+    failures: list[BaseException] = []
+    stop = threading.Event()
+    deadline = time.monotonic() + 60
+
+    def write(number: int) -> None:
+        table = lake.load()
+        turn = 0
+        while (turn < 3) if not SOAK else (time.monotonic() < deadline):
+            first = number * 1_000_000 + turn * 10
+            table.append(rows(first, first + 2))
+            written.extend((first, first + 1))
+            turn += 1
+
+    def read() -> None:
+        seen: set[int] = set()
+        while not stop.is_set():
+            found = lake.load().scan().to_arrow()["id"].to_pylist()
+            assert len(found) == len(set(found)) and seen <= set(found)
+            seen = set(found)
+
+    def kept(work: Any, *arguments: int) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:
+            failures.append(error)
+
+    writers = [threading.Thread(target=kept, args=(write, n)) for n in range(4)]
+    readers = [threading.Thread(target=kept, args=(read,)) for _ in range(4)]
+    for thread in writers + readers:
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    for thread in readers:
+        thread.join()
+    assert failures == []
+    assert lake.ids() == lake.outside_ids() == sorted(written)
+    # One metadata file, manifest list, manifest and data file for each append, and the first metadata file.
+    assert len(lake.files()) == 4 * (len(written) // 2) + 1
+    # Only those commits made KEKs that found none.
+    assert sum("properties" in entry for entry in lake.metadata()["encryption-keys"]) == 1
+    lake.assert_no_plaintext()
+
+
+# --- rotation ---
+
+
+def test_rotation_wraps_keks_again_and_changes_nothing_else(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 5))
+    before, files = lake.metadata(), lake.files()
+    new_version = "ISEhISEhISEhISEhISEhIQ=="
+    lake.keys["keyA"].append(new_version)
+    lake.configure()
+    table = lake.load()
+    assert table.rotate() == 1
+    after = lake.metadata()
+    assert len(lake.files() - files) == 1
+    (old, *old_rest), (new, *new_rest) = before["encryption-keys"], after["encryption-keys"]
+    assert old["encrypted-key-metadata"] != new["encrypted-key-metadata"]
+    assert {**old, "encrypted-key-metadata": ""} == {**new, "encrypted-key-metadata": ""}
+    assert old_rest == new_rest
+    assert after["properties"] == before["properties"] and after["snapshots"] == before["snapshots"]
+    # Without the old version of the master key all is read, and written.
+    lake.keys["keyA"] = [new_version]
+    lake.configure()
+    lake.load().append(rows(5, 7))
+    assert lake.ids() == list(range(7))
+    outsider = Warehouse(lake.warehouse, f"file://{lake.warehouse}", {"keyA": base64.b64decode(new_version)})
+    metadata = lake.metadata()
+    assert len(outsider.table(metadata, metadata["current-snapshot-id"])) == 7
+
+
+def test_rotation_and_appends_at_once_both_stay(lake: Lake) -> None:
+    lake.create().append(rows(0, 5))
+    lake.keys["keyA"].append("ISEhISEhISEhISEhISEhIQ==")
+    lake.configure()
+    rotating, appending = lake.load(), lake.load()
+    rotating.rotate()
+    appending.append(rows(5, 7))
+    rotating.append(rows(7, 9))
+    late = lake.load()
+    appending.rotate()
+    assert late.rotate() == 1
+    assert lake.ids() == list(range(9))
+    assert len(lake.metadata()["encryption-keys"]) == 4
+
+
+def test_rotation_of_a_kek_that_another_commit_changed_starts_again(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 5))
+    (kek,) = table.known().encryption.keks
+    stale = KeyChanges(replaced=[(kek, kek)])
+    document = lake.metadata()
+    stale.apply(document)
+    document["encryption-keys"][0]["encrypted-key-metadata"] = "AAAA"
+    with pytest.raises(CommitFailedException, match="changed by another commit"):
+        stale.apply(document)
+
+
+def test_a_rotation_that_fails_changes_nothing(lake: Lake) -> None:
+    lake.create().append(rows(0, 5))
+    files = lake.files()
+
+    def fail(n: int, name: str) -> None:
+        if name == "write .json":
+            raise OSError(28, "No space left on device")
+
+    with storage_that(fail), pytest.raises(OutputError, match="could not be written"):
+        lake.load().rotate()
+    assert lake.files() == files and lake.ids() == list(range(5))
+
+
+def test_a_table_without_rows_has_no_keks(lake: Lake) -> None:
+    files = lake.create() and lake.files()
+    assert lake.load().rotate() == 0
+    assert lake.files() == files
