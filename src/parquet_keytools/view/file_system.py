@@ -87,7 +87,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     @cached_property
     def arrow(self) -> pafs.PyFileSystem:
         """The same as a `pyarrow.fs` file system."""
-        return pafs.PyFileSystem(pafs.FSSpecHandler(self))
+        return pafs.PyFileSystem(_RootedHandler(self) if self._is_rooted else pafs.FSSpecHandler(self))
 
     # --- Files ---------------------------------------------------------------------------------------------
 
@@ -244,6 +244,14 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 hint="Write the file again under the other name.",
             )
         return source, target
+
+
+class _RootedHandler(pafs.FSSpecHandler):  # type: ignore[misc]
+    """Takes "/" and "." for the root, too: pyarrow would find no files there, for their names begin otherwise."""
+
+    def normalize_path(self, path: str) -> str:
+        """Return a path as `ls` names it."""
+        return "/".join(PurePosixPath(path.strip("/")).parts)
 
 
 _MOST_RESTORED = 16

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import polars as pl
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
@@ -100,6 +101,16 @@ def test_what_cannot_be_read_under_another_name_is_not_renamed(tmp_path: Path) -
         external.filesystem().cp_file(str(tmp_path / "e.parquet"), str(tmp_path / "y.parquet"))
     external.filesystem().rm(str(tmp_path / "e.parquet"))
     assert files_in(tmp_path) == [tmp_path / "x.parquet"]
+
+
+@pytest.mark.parametrize("root", ["/", "", "."])
+def test_a_data_set_of_a_view_begins_at_its_root(tmp_path: Path, root: str) -> None:
+    keytools = tools()
+    keytools.write_table(TABLE, tmp_path / "part=1/one.parquet")
+    view = keytools.view(tmp_path).arrow
+    data_set = ds.dataset(root, filesystem=view, format="parquet")
+    assert data_set.files == ["part=1/one.parquet"]
+    assert data_set.to_table().equals(TABLE)
 
 
 def _plain() -> bytes:
