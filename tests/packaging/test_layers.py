@@ -30,8 +30,8 @@ LAYERS: dict[str, set[str]] = {
     "telemetry": {"runtime"},
     # bytes of a Parquet file; knows no keys and no ciphers
     "format": {"errors"},
-    # files and folders on any file system
-    "storage": {"errors", "format"},
+    # files and folders on any file system; says which packages an address needs
+    "storage": {"errors", "format", "runtime"},
     # ciphers; knows no KMS, and meets `keys` only at the protocol KeyRetriever
     "encryption": {"errors", "secret_bytes", "format"},
     # KMS clients; knows no Parquet
@@ -85,7 +85,7 @@ OUTSIDE: dict[str, list[str]] = {
     # package, or part of it -> the source files that may import it; the longest name decides
     "boto3": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
     "botocore": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
-    "fsspec": ["view/*.py"],
+    "fsspec": ["storage/locations.py", "view/*.py"],
     "google": ["kms/gcp/*.py"],
     "grpc": ["kms/gcp/*.py"],
     "hvac": ["kms/vault/*.py"],

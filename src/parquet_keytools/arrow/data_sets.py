@@ -24,6 +24,7 @@ from parquet_keytools.arrow.decryption_properties import (
 from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
 from parquet_keytools.arrow.encryption_properties import has_arrow_encryption
 from parquet_keytools.arrow.lazy_dataset import DataSetHandler, LazyDataset, Reopen, needs_properties
+from parquet_keytools.arrow.read_options import ReadOptions
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
 from parquet_keytools.errors import FileChangedError
 from parquet_keytools.files.file_identities import FileIdentities
@@ -82,7 +83,7 @@ def hides_denied(keys: KeyService) -> bool:
 
 
 def _dataset_files(folder: FileLocation) -> list[FileLocation]:
-    """Return the files of a data set, by path. What is missing there would be rows that nobody misses.
+    """Return the files of a data set, in order. What is missing there would be rows that nobody misses.
 
     Raises:
         FileNotFoundError: There is nothing of that name.
@@ -108,7 +109,8 @@ def _dataset_files(folder: FileLocation) -> list[FileLocation]:
     if others:
         shown = ", ".join(others[:_MOST_SHOWN]) + (" and more" if len(others) > _MOST_SHOWN else "")
         _log.warning("skipped, because these are not Parquet files: %s", shown)
-    return sorted(files, key=lambda file: file.path)
+    # Files that are named one by one keep the order in which they were.
+    return files if folder.only else sorted(files, key=lambda file: file.path)
 
 
 def _not_reopened(paths: list[str], schema: pa.Schema) -> ds.Dataset:
@@ -119,6 +121,7 @@ class DataSetFiles:
     """The files of a folder on their way to be a data set.
 
     Attributes:
+        paths: The files, in their order.
         opened: The files, opened when they are asked for.
         hidden: Names of top-level columns that are left out, once that is known.
     """
@@ -128,6 +131,7 @@ class DataSetFiles:
         keys: KeyService,
         folder: FileLocation,
         request: ReadRequest,
+        options: ReadOptions,
         paths: Sequence[str] | None = None,
     ) -> None:
         """List the files.
@@ -136,18 +140,20 @@ class DataSetFiles:
             keys: Of the configuration.
             folder: Where they lie.
             request: What will be read.
+            options: How pyarrow shall read them.
             paths: The files, where that is known.
         """
         self._keys = keys
         self._folder = folder
         self._request = request
-        self._paths = [file.path for file in _dataset_files(folder)] if paths is None else list(paths)
+        self._options = options
+        self.paths = [file.path for file in _dataset_files(folder)] if paths is None else list(paths)
         self._known: dict[tuple[str, str], SecretBytes] = {}
         self._identities = FileIdentities(refuses=True)
         self._partition_names: frozenset[str] = frozenset()
         self._layout: ds.FileSystemDataset | None = None
         self.hidden: frozenset[str] = frozenset()
-        self.opened = FilesAhead(self._paths, self._batch)
+        self.opened = FilesAhead(self.paths, self._batch)
 
     def dataset(
         self,
@@ -169,14 +175,14 @@ class DataSetFiles:
             knows_denied: Whether it must be known before a scan which columns cannot be read.
             reopen: Makes it again in another process.
         """
-        keys, request, paths = self._keys, self._request, self._paths
+        keys, request, paths = self._keys, self._request, self.paths
         (first,) = self.opened.hold(paths[:1])
         handler = DataSetHandler(
             self._folder.filesystem, self.opened, request.decrypted_columns, self._known, reopen
         )
         filesystem = pafs.PyFileSystem(handler)
-        shared = _shared_format(self._known)
-        formats = _formats([first], handler)
+        shared = _shared_format(self._known, self._options)
+        formats = _formats([first], handler, self._options)
         first_format = formats.get(paths[0], shared)
         file_schema = first_format.make_fragment(paths[0], filesystem).physical_schema
         options = _factory_options(self._folder, partitioning)
@@ -188,7 +194,7 @@ class DataSetFiles:
         held = [first]
         if knows_denied or needs_properties(first):
             held = self.opened.hold([paths[0], *_paths_left(self._layout, schema, request.filters)])
-            formats = _formats(held, handler)
+            formats = _formats(held, handler, self._options)
         found = self._layout.partitioning
         self._partition_names = frozenset(() if found is None else found.schema.names)
         self._check_folders(frozenset[str]().union(*(_encrypted_columns(opened) for opened in held)))
@@ -251,6 +257,7 @@ def open_dataset(
     keys: KeyService,
     folder: FileLocation,
     request: ReadRequest,
+    options: ReadOptions,
     partitioning: Any,
     schema: pa.Schema | None,
     paths: Sequence[str] | None,
@@ -262,6 +269,7 @@ def open_dataset(
         keys: Of the configuration.
         folder: The folder, or one file.
         request: What will be read.
+        options: How pyarrow shall read them.
         partitioning: As `pyarrow.dataset.dataset` takes it.
         schema: Of the data set; None for that of its first file.
         paths: The files; None for all that are there.
@@ -271,10 +279,11 @@ def open_dataset(
         ColumnAccessDeniedError: A column of the data set cannot be read.
         DecryptionError: The name of a folder gives values to a column that is under a key.
     """
+    folder = options.mapped(folder)
     knows_denied = request.columns is not None or hides_denied(keys)
 
     def make() -> ds.Dataset:
-        files = DataSetFiles(keys, folder, request, paths)
+        files = DataSetFiles(keys, folder, request, options, paths)
         return files.dataset(partitioning, schema, knows_denied=knows_denied, reopen=reopen)
 
     # While the schema is read; a reader of a file that is replaced later gets an error.
@@ -292,10 +301,10 @@ def _paths_left(layout: ds.FileSystemDataset, schema: pa.Schema, filters: Filter
         yield fragment.path
 
 
-def _shared_format(known: Mapping[tuple[str, str], SecretBytes]) -> ds.ParquetFileFormat:
+def _shared_format(known: Mapping[tuple[str, str], SecretBytes], options: ReadOptions) -> ds.ParquetFileFormat:
     """Return the format of all files whose keys are wrapped by the KMS: its factory answers from known keys."""
     if not has_arrow_encryption():
-        return ds.ParquetFileFormat()
+        return options.file_format()
     from parquet_keytools.arrow.arrow_kms import READING_CONNECTION, AnsweringKms, pe
 
     kms = AnsweringKms(known)
@@ -304,9 +313,7 @@ def _shared_format(known: Mapping[tuple[str, str], SecretBytes]) -> ds.ParquetFi
         pe.KmsConnectionConfig(**READING_CONNECTION),
         pe.DecryptionConfiguration(cache_lifetime=FOREVER),
     )
-    return ds.ParquetFileFormat(
-        default_fragment_scan_options=ds.ParquetFragmentScanOptions(decryption_config=configuration)
-    )
+    return options.file_format(decryption_config=configuration)
 
 
 def _encrypted_columns(opened: OpenedFile) -> frozenset[str]:
@@ -330,15 +337,15 @@ class _StubHandler(DelegatingHandler):
         return pa.BufferReader(self._content)
 
 
-def _formats(held: Sequence[OpenedFile], handler: DataSetHandler) -> dict[str, ds.ParquetFileFormat]:
+def _formats(
+    held: Sequence[OpenedFile], handler: DataSetHandler, options: ReadOptions
+) -> dict[str, ds.ParquetFileFormat]:
     """Return formats with decryption properties for the files that need their own, by path; tell the handler."""
     formats = {}
     for opened in held:
         if opened.is_encrypted and needs_properties(opened) and not arrow_read_limits(opened):
             properties = make_decryption_properties(opened, columns=[])
-            formats[opened.location.path] = ds.ParquetFileFormat(
-                default_fragment_scan_options=ds.ParquetFragmentScanOptions(decryption_properties=properties)
-            )
+            formats[opened.location.path] = options.file_format(decryption_properties=properties)
     handler.with_properties.update(formats)
     return formats
 
@@ -348,7 +355,11 @@ def _factory_options(folder: FileLocation, partitioning: Any) -> ds.FileSystemFa
         partitioning = ds.partitioning(flavor=partitioning)
     elif isinstance(partitioning, (list, tuple)):
         partitioning = ds.partitioning(field_names=list(partitioning))
-    options = ds.FileSystemFactoryOptions(partition_base_dir=folder.path)
+    # Of files that are named one by one, all `name=value` in their paths counts, as pyarrow has it.
+    named_by_parts = bool(folder.only) and (
+        isinstance(partitioning, ds.HivePartitioning) or getattr(partitioning, "type_name", "") == "hive"
+    )
+    options = ds.FileSystemFactoryOptions(partition_base_dir="" if named_by_parts else folder.path)
     if isinstance(partitioning, ds.PartitioningFactory):
         options.partitioning_factory = partitioning
     elif partitioning is not None:

@@ -154,10 +154,23 @@ def _columns_read(opened: OpenedFile, arguments: Mapping[str, Any]) -> Sequence[
         return columns
     texts = [entry.value for entry in opened.footer.metadata.key_value_metadata or [] if entry.key == "pandas"]
     try:
-        index = json.loads(texts[0] or "")["index_columns"] if texts else []
-        return [*columns, *(name for name in index if isinstance(name, str))]
+        return [*columns, *pandas_index({b"pandas": (texts[0] or "").encode()} if texts else None)]
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def pandas_index(metadata: Mapping[bytes, bytes] | None) -> list[str]:
+    """Return the columns of the index of a DataFrame that was written.
+
+    Args:
+        metadata: Of its schema.
+
+    Raises:
+        ValueError, TypeError, KeyError: What it says of pandas is not what pandas writes.
+    """
+    if not metadata or b"pandas" not in metadata:
+        return []
+    return [name for name in json.loads(metadata[b"pandas"])["index_columns"] if isinstance(name, str)]
 
 
 Filters = Any

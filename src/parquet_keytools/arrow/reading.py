@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,8 +14,10 @@ from parquet_keytools.arrow.data_sets import DataSetFiles, ReadRequest, hides_de
 from parquet_keytools.arrow.decryption_properties import (
     arrow_read_limits,
     make_decryption_properties,
+    pandas_index,
     refuse_denied_filter,
 )
+from parquet_keytools.arrow.read_options import ReadOptions, with_extensions
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
 from parquet_keytools.files.conversion import decrypted_buffer
 from parquet_keytools.files.key_service import KeyService, read_again_if_changed
@@ -25,34 +27,33 @@ from parquet_keytools.storage.locations import FileLocation
 _log = logging.getLogger(__name__)
 
 
-def read_table(
-    keys: KeyService, location: FileLocation, request: ReadRequest, options: Mapping[str, Any]
-) -> pa.Table:
+def read_table(keys: KeyService, location: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:
     """Read a file, or a folder as a data set; see `Keytools.read_table`.
 
     Args:
         keys: Of the configuration.
         location: The file or folder.
         request: What is read.
-        options: Further arguments of `pyarrow.parquet.read_table`.
+        options: Of pyarrow.
 
     Raises:
         ColumnAccessDeniedError: A column that is asked for, or that a filter looks at, cannot be read.
         DecryptionError: A part of the file does not authenticate.
     """
+    location = options.mapped(location)
 
     def read() -> pa.Table:
-        if location.info().type == pafs.FileType.Directory:
-            return _read_folder(keys, location, request, dict(options))
+        if location.only or location.is_folder():
+            return _read_folder(keys, location, request, options)
         # With `use_pandas_metadata` pyarrow reads the columns of the index, too.
-        wanted = tuple if options.get("use_pandas_metadata") else request.wanted
+        wanted = tuple if options.table.get("use_pandas_metadata") else request.wanted
         (opened,) = keys.open_files([location], request.table_name, request.aad_prefix, again=False, wanted=wanted)
         return _read_file(keys, opened, request, options)
 
     return read_again_if_changed(read)
 
 
-def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, options: Mapping[str, Any]) -> pa.Table:
+def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, options: ReadOptions) -> pa.Table:
     columns = request.columns
     refuse_denied_filter(opened, request.filters)
     if hides_denied(keys) and opened.denied:
@@ -73,7 +74,7 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
             columns=None if columns is None else list(columns),
             filters=request.filters,
             decryption_properties=properties,
-            **options,
+            **options.for_file(),
         )
     except OSError:
         # pyarrow does not say which module failed. Going over them again does, if one is damaged.
@@ -82,19 +83,23 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
         raise
 
 
-def _read_folder(
-    keys: KeyService, folder: FileLocation, request: ReadRequest, options: dict[str, Any]
-) -> pa.Table:
-    partitioning, schema = options.pop("partitioning", "hive"), options.pop("schema", None)
-    if options:
-        raise TypeError(f"not taken for a folder: {', '.join(options)}")
+def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:
+    partitioning, schema = options.table.get("partitioning", "hive"), options.table.get("schema")
+    of_files = with_extensions(options)
     # What is not asked for is not read: other columns may be refused.
-    files = DataSetFiles(keys, folder, request)
+    files = DataSetFiles(keys, folder, request, of_files)
     dataset = files.dataset(partitioning, schema, knows_denied=hides_denied(keys))
+    if request.columns is not None and options.table.get("use_pandas_metadata"):
+        index = set(pandas_index(dataset.schema.metadata)) - set(request.columns)
+        if index:
+            request = replace(request, columns=[*request.columns, *sorted(index)])
+            files = DataSetFiles(keys, folder, request, of_files, files.paths)
+            dataset = files.dataset(partitioning, schema, knows_denied=hides_denied(keys))
     expression = None if request.filters is None else pq.filters_to_expression(request.filters)
     names = None if request.columns is None else [name for name in request.columns if name not in files.hidden]
     try:
-        return dataset.to_table(columns=names, filter=expression)
+        threads = options.table.get("use_threads", True)
+        return dataset.to_table(columns=names, filter=expression, use_threads=threads)
     except OSError as error:
         if error.errno is not None:
             raise  # The operating system's own.

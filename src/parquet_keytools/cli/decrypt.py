@@ -15,7 +15,7 @@ from parquet_keytools.cli.options import (
     ModeOption,
     OverwriteOption,
     SkipExistingOption,
-    SourceArgument,
+    SourcesArgument,
     TableOption,
     TargetArgument,
 )
@@ -24,7 +24,7 @@ SalvageOption = Annotated[bool, typer.Option("--salvage", help="Write the intact
 
 
 def decrypt_command(
-    source: SourceArgument,
+    sources: SourcesArgument,
     target: TargetArgument,
     config: ConfigOption,
     table: TableOption = None,
@@ -53,7 +53,7 @@ def decrypt_command(
 
             salvage_files(
                 keytools,
-                source,
+                sources,
                 target,
                 table=table,
                 aad_prefix=aad_prefix,
@@ -63,7 +63,7 @@ def decrypt_command(
             )
             return
         convert_files(
-            source,
+            sources,
             target,
             "decrypted",
             partial(

@@ -10,14 +10,14 @@ from parquet_keytools.cli.options import (
     JsonOption,
     OverwriteOption,
     SkipExistingOption,
-    SourceArgument,
+    SourcesArgument,
     TableOption,
     TargetArgument,
 )
 
 
 def encrypt_command(
-    source: SourceArgument,
+    sources: SourcesArgument,
     target: TargetArgument,
     config: ConfigOption,
     table: TableOption = None,
@@ -35,7 +35,7 @@ def encrypt_command(
     with open_keytools(config) as keytools:
         table_name, _ = keytools.configuration.select_table(table)
         convert_files(
-            source,
+            sources,
             target,
             "encrypted",
             partial(keytools.encrypt_file, table_name=table_name, skip_existing=skip_existing),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -17,7 +17,7 @@ import typer
 
 from parquet_keytools.cli.exit_status import ExitStatus
 from parquet_keytools.cli.failures import error_text, status_of
-from parquet_keytools.cli.file_argument import location_of
+from parquet_keytools.cli.file_argument import location_of, locations_of
 from parquet_keytools.cli.output import answer, number_of, print_json, say, size_text
 from parquet_keytools.cli.progress import ByteProgress, progress_bar
 from parquet_keytools.errors import ConfigurationError, KeytoolsError
@@ -101,7 +101,7 @@ def parsed_mode(text: str | None) -> int | None:
 
 
 def convert_files(
-    source: str,
+    sources: Sequence[str],
     target: str,
     participle: str,
     convert: Convert,
@@ -117,7 +117,7 @@ def convert_files(
     for a mistake in the configuration: then all would.
 
     Args:
-        source: A path or URI.
+        sources: Paths, URIs or globs.
         target: A path or URI.
         participle: What was done to a file, such as `encrypted`.
         convert: Does it to one file.
@@ -132,7 +132,7 @@ def convert_files(
     """
     started = time.monotonic()
     may_be_there = overwrite or skip_existing
-    plan = plan_files(location_of(source, "SRC"), location_of(target, "DST"), overwrite=may_be_there)
+    plan = plan_files(locations_of(sources, "SRC"), location_of(target, "DST"), overwrite=may_be_there)
     check(plan.paths_in_folder)
     with progress_bar(plan.size_bytes) as progress:
         work = _Work(plan, convert, progress, overwrite=overwrite)

@@ -14,7 +14,7 @@ from parquet_keytools.cli.options import (
     AadPrefixOption,
     IgnorePassedOverOption,
     JsonOption,
-    PathArgument,
+    PathsArgument,
     TableOption,
 )
 
@@ -38,7 +38,7 @@ FailIfUsesOption = Annotated[
 
 
 def keys_command(
-    path: PathArgument,
+    paths: PathsArgument,
     config: OptionalConfigOption = None,
     table: TableOption = None,
     aad_prefix: AadPrefixOption = None,
@@ -52,14 +52,14 @@ def keys_command(
     column keys inside encrypted footers are not visible, and versions are unknown.
     """
     from parquet_keytools.cli.exit_status import ExitStatus
-    from parquet_keytools.cli.file_argument import location_of
+    from parquet_keytools.cli.file_argument import locations_of
     from parquet_keytools.cli.keys_report import KeysTally, key_uses_document, wanted_key
     from parquet_keytools.cli.output import FilesDocument
     from parquet_keytools.cli.progress import file_counter
     from parquet_keytools.keytools import Keytools
     from parquet_keytools.rotation.master_key_versions import same_master_key
 
-    location = location_of(path, "PATH")
+    location = locations_of(paths, "PATH")
     with Keytools.from_mapping({"version": 1}) if config is None else Keytools.from_yaml(config) as keytools:
         if table is not None:
             keytools.configuration.select_table(table)
@@ -78,8 +78,10 @@ def keys_command(
                         tally.add(file)
                         if as_json:
                             document.add(key_uses_document(file))
-            except FileNotFoundError:
-                raise FileNotFoundError(errno.ENOENT, "no such file or folder", path) from None
+            except FileNotFoundError as error:
+                if len(paths) > 1:
+                    raise
+                raise FileNotFoundError(errno.ENOENT, "no such file or folder", paths[0]) from error
             document.end(tally.document())
     tally.tell()
     if not (tally.nothing_is_used and tally.is_complete):

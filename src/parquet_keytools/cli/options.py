@@ -38,7 +38,13 @@ SourceArgument = Annotated[
 TargetArgument = Annotated[
     str, typer.Argument(metavar="DST", help="File or folder to be written, or its URI. A folder mirrors SRC.")
 ]
-PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or folder, or its URI.")]
+SourcesArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="SRC", help="Files, folders or globs, or their URIs, such as s3://bucket/folder."),
+]
+PathsArgument = Annotated[
+    list[str], typer.Argument(metavar="PATH", help="Files, folders or globs, or their URIs.")
+]
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 """The environment variable that stands for --config."""
 

@@ -114,7 +114,7 @@ def rekey_command(
         wanted = to_table or (table if to_config is None else None)
         new_table_name, _ = new_keytools.configuration.select_table(wanted)
         convert_files(
-            source,
+            [source],
             target,
             "rekeyed",
             partial(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parquet_keytools.cli.failures import error_text
-from parquet_keytools.cli.file_argument import location_of
+from parquet_keytools.cli.file_argument import locations_of
 from parquet_keytools.cli.output import FilesDocument, answer, size_text
 from parquet_keytools.cli.progress import file_counter, progress_bar
 from parquet_keytools.cli.rotation_report import (
@@ -37,7 +37,7 @@ def rekey_in_place(keytools: Keytools, source: str, options: dict[str, Any], *, 
         KeytoolsError: The one file failed, or there is no such table.
     """
     started = time.monotonic()
-    location = location_of(source, "SRC")
+    location = locations_of([source], "SRC")
     with FilesDocument(wanted=as_json) as document, contextlib.ExitStack() as stack:
         on_progress: Callable[[int], None] | None = None
         count: Callable[[object], None] = _nothing

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.options import AadPrefixOption, ConfigOption, JsonOption, PathArgument, TableOption
+from parquet_keytools.cli.options import AadPrefixOption, ConfigOption, JsonOption, PathsArgument, TableOption
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
@@ -61,7 +61,7 @@ JournalOption = Annotated[
 
 
 def rotate_command(
-    path: PathArgument,
+    paths: PathsArgument,
     config: ConfigOption,
     table: TableOption = None,
     from_keys: FromOption = None,
@@ -99,10 +99,12 @@ def rotate_command(
     if dry_run:
         _refuse("--dry-run", {"--keep-old": keep_old is True, "--journal": journal is not None})
 
-    from parquet_keytools.cli.file_argument import location_of
+    from parquet_keytools.cli.file_argument import location_of, locations_of
     from parquet_keytools.cli.file_work import open_keytools
 
-    location = location_of(path, "PATH")
+    if (undo or drop_old) and len(paths) > 1:
+        raise typer.BadParameter("name one file or folder.", param_hint="--undo" if undo else "--drop-old")
+    location = location_of(paths[0], "PATH") if undo or drop_old else locations_of(paths, "PATH")
     with contextlib.ExitStack() as stack:
         keytools = stack.enter_context(open_keytools(config))
         if table is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -17,7 +18,7 @@ from parquet_keytools.storage.printable import printable
 
 def salvage_files(
     keytools: Keytools,
-    source: str,
+    sources: Sequence[str],
     target: str,
     *,
     table: str | None,
@@ -41,7 +42,7 @@ def salvage_files(
         return result
 
     try:
-        convert_files(source, target, "salvaged", convert, overwrite=overwrite, as_json=as_json)
+        convert_files(sources, target, "salvaged", convert, overwrite=overwrite, as_json=as_json)
     finally:
         for result in results:
             _say_missing(result)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from parquet_keytools.cli.options import CONFIG_VARIABLE, AadPrefixOption, JsonOption, PathArgument, TableOption
+from parquet_keytools.cli.options import CONFIG_VARIABLE, AadPrefixOption, JsonOption, PathsArgument, TableOption
 
 OptionalConfigOption = Annotated[
     Path | None,
@@ -29,7 +29,7 @@ PartsOption = Annotated[
 
 
 def verify_command(
-    path: PathArgument,
+    paths: PathsArgument,
     config: OptionalConfigOption = None,
     table: TableOption = None,
     aad_prefix: AadPrefixOption = None,
@@ -43,7 +43,7 @@ def verify_command(
     only if everything that was asked for was checked and conforms.
     """
     from parquet_keytools.cli.exit_status import ExitStatus
-    from parquet_keytools.cli.file_argument import location_of
+    from parquet_keytools.cli.file_argument import locations_of
     from parquet_keytools.cli.output import print_json
     from parquet_keytools.cli.progress import file_counter
     from parquet_keytools.cli.verify_report import say_data_set, say_file
@@ -53,12 +53,12 @@ def verify_command(
 
     if table is not None and config is None:
         raise typer.BadParameter("--table needs --config.")
-    location = location_of(path, "PATH")
+    location = locations_of(paths, "PATH")
     kind = location.info().type.name
     if parts is not None and kind == "File":
         raise typer.BadParameter("parts are files of a folder, and PATH is one file.")
     if kind == "NotFound":
-        raise FileNotFoundError(errno.ENOENT, "no such file or folder", path)
+        raise FileNotFoundError(errno.ENOENT, "no such file or folder", paths[0])
     with contextlib.ExitStack() as stack:
         verify_folder = partial(verification.verify_folder, None)
         verify_file = partial(verification.verify_file, None)

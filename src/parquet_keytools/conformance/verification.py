@@ -183,7 +183,7 @@ def folder_report(
 
 
 def _name_in(folder: FileLocation, file: FileLocation) -> str:
-    return str(PurePosixPath(file.path).relative_to(folder.path))
+    return file.path_within(folder)
 
 
 def _surroundings(folder: FileLocation, left_out: Sequence[LeftOut]) -> Surroundings:

@@ -17,7 +17,7 @@ from parquet_keytools.facade.configured import Configured
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.runtime import audit
-from parquet_keytools.storage.locations import FileLocation, PathLike
+from parquet_keytools.storage.locations import FileLocation, PathLike, PathOrPaths
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from parquet_keytools.arrow.data_sets import ReadRequest
+    from parquet_keytools.arrow.read_options import ReadOptions
 
 
 class Tables(Configured):
@@ -131,7 +132,7 @@ class Tables(Configured):
 
     def read_table(
         self,
-        path: PathLike,
+        path: PathOrPaths,
         *,
         columns: Sequence[str] | None = None,
         filters: Filters = None,
@@ -140,28 +141,33 @@ class Tables(Configured):
         filesystem: Any = None,
         **options: Any,
     ) -> pa.Table:
-        """Read an encrypted Parquet file, or a folder of them.
+        """Read an encrypted Parquet file, a folder of them, or several.
 
         Args:
-            path: A path or URI.
+            path: A path or URI of a file or folder, a glob such as `data/year=*/*.parquet`, or a list of these.
             columns: Names of columns; None reads all.
             filters: As `pyarrow.parquet.read_table` takes them.
             table_name: Its table, whose AAD prefix it must have; None where the configuration has only one.
             aad_prefix: The AAD prefix that it must have.
             filesystem: A `pyarrow.fs` or fsspec file system.
-            options: Further arguments of `pyarrow.parquet.read_table`.
+            options: Further arguments of `pyarrow.parquet.read_table`, the same for files and folders, such as
+                `use_threads`, `pre_buffer`, `memory_map`, `read_dictionary` or `coerce_int96_timestamp_unit`.
 
         Raises:
             ColumnAccessDeniedError: The keys of columns that are asked for are unavailable.
             NotEncryptedError: The file is not encrypted.
+            ReusedKeysError: Two files share data keys and file unique.
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
+            TypeError: There is no such option.
         """
         # Not earlier: pyarrow's data sets import pandas, where it is installed.
         from parquet_keytools.arrow.data_sets import ReadRequest
+        from parquet_keytools.arrow.read_options import ReadOptions
         from parquet_keytools.arrow.reading import read_table
 
+        read_options = ReadOptions.parse(options, method="read_table")
         request = ReadRequest(columns, filters, table_name, aad_prefix)
-        return read_table(self._keys, FileLocation.resolve(path, filesystem), request, options)
+        return read_table(self._keys, FileLocation.resolve_all(path, filesystem), request, read_options)
 
     # --- data sets ---
 
@@ -208,7 +214,7 @@ class Tables(Configured):
 
     def dataset(
         self,
-        folder: PathLike,
+        folder: PathOrPaths,
         *,
         columns: Sequence[str] | None = None,
         filters: Filters = None,
@@ -217,6 +223,7 @@ class Tables(Configured):
         partitioning: Any = "hive",
         filesystem: Any = None,
         schema: pa.Schema | None = None,
+        **options: Any,
     ) -> ds.Dataset:
         """Return a pyarrow data set of encrypted files: projection, filters, batches.
 
@@ -229,7 +236,7 @@ class Tables(Configured):
         leave are opened here.
 
         Args:
-            folder: A path or URI of a folder, or of one file.
+            folder: A path or URI of a folder or file, a glob such as `data/year=*/*.parquet`, or a list of these.
             columns: The columns that will be read or filtered; None means all.
             filters: What the data will be filtered by; the scan takes a filter of its own.
             table_name: Its table; None where the configuration has only one.
@@ -237,29 +244,36 @@ class Tables(Configured):
             partitioning: As `pyarrow.dataset.dataset` takes it.
             filesystem: A `pyarrow.fs` or fsspec file system.
             schema: Of the data set; that of its first file if not given.
+            options: How pyarrow reads files, as with `read_table`: `pre_buffer`, `memory_map`, `read_dictionary`
+                and others. `use_threads` is one of the scan.
 
         Raises:
             ColumnAccessDeniedError: The keys of columns that are asked for are unavailable.
             NotEncryptedError: A file is not encrypted.
             KeytoolsError: Another subclass says what is wrong with a file or its keys.
+            TypeError: There is no such option.
         """
         from parquet_keytools.arrow.data_sets import ReadRequest
+        from parquet_keytools.arrow.read_options import ReadOptions
 
+        read_options = ReadOptions.parse(options, method="dataset")
         request = ReadRequest(columns, filters, table_name, aad_prefix)
-        return self._open_dataset(FileLocation.resolve(folder, filesystem), request, partitioning, None, schema)
+        location = FileLocation.resolve_all(folder, filesystem)
+        return self._open_dataset(location, request, read_options, partitioning, None, schema)
 
     def _open_dataset(
         self,
         folder: FileLocation,
         request: ReadRequest,
+        options: ReadOptions,
         partitioning: Any,
         paths: Sequence[str] | None,
         schema: pa.Schema | None,
     ) -> ds.Dataset:
         from parquet_keytools.arrow.data_sets import open_dataset
 
-        reopen = partial(self._open_dataset, folder, request, partitioning)
-        return open_dataset(self._keys, folder, request, partitioning, schema, paths, reopen)
+        reopen = partial(self._open_dataset, folder, request, options, partitioning)
+        return open_dataset(self._keys, folder, request, options, partitioning, schema, paths, reopen)
 
     # --- Spark's own writer ---
 

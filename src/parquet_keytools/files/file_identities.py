@@ -16,7 +16,7 @@ from pathlib import Path
 
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import KeytoolsError, ReusedKeysError
-from parquet_keytools.files.opened_file import OpenedFile
+from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
@@ -47,7 +47,8 @@ class FileIdentities:
     def compare(self, opened: OpenedFile) -> None:
         """Remember a file; refuse it, or warn, if it shares data key and file unique with another one.
 
-        There is no warning of a file that was moved or replaced since.
+        There is no warning of a file that was moved or replaced since, nor of the same bytes elsewhere, as in a
+        backup: there is nothing to be exchanged.
 
         Raises:
             ReusedKeysError: It does, and is refused.
@@ -58,7 +59,7 @@ class FileIdentities:
         file_unique = envelope.aad_file_unique or b""
         dek = opened.retriever.footer_dek(envelope.key_metadata)
         other = self.other(opened.location, dek, file_unique)
-        if other is None or not (self._refuses or _has_file_unique(other, file_unique)):
+        if other is None or not (self._refuses or _differs(other, opened)):
             return
         error = ReusedKeysError(
             str(opened.location),
@@ -96,9 +97,12 @@ def _levels_inside() -> int:
     return level
 
 
-def _has_file_unique(location: FileLocation, file_unique: bytes) -> bool:
+def _differs(location: FileLocation, opened: OpenedFile) -> bool:
+    """Tell whether another file is there that has the file unique of the one that was opened, and other data."""
     try:
         with open_source(location) as source:
-            return read_envelope(source).aad_file_unique == file_unique
+            envelope = read_envelope(source)
     except (KeytoolsError, OSError):
         return False
+    is_copy = VerifiedTail.of(envelope) == opened.tail
+    return not is_copy and envelope.aad_file_unique == opened.footer.envelope.aad_file_unique

@@ -98,7 +98,7 @@ def _plan_folder(source: FileLocation, target: FileLocation, overwrite: bool) ->
     check_target_folder(source, target, overwrite=overwrite)
     found = sorted(data_set(source, into_passed_over=True), key=lambda entry: entry.location.path)
     parquet_files = [entry for entry in found if isinstance(entry, ParquetFile)]
-    paths = [str(PurePosixPath(file.location.path).relative_to(source.path)) for file in parquet_files]
+    paths = [file.location.path_within(source) for file in parquet_files]
     files = tuple(
         PlannedFile(file.location, target.child(path), file.size_bytes, path)
         for file, path in zip(parquet_files, paths, strict=True)
@@ -124,7 +124,8 @@ def check_target_folder(source: FileLocation, target: FileLocation, *, overwrite
     Raises:
         OutputError: It is the source or in it, or no folder, or holds files and may not.
     """
-    if target.filesystem == source.filesystem:
+    # What is named one by one may lie beside it.
+    if target.filesystem == source.filesystem and not source.only:
         ours, theirs = PurePosixPath(_real_path(target)), PurePosixPath(_real_path(source))
         if ours == theirs:
             raise OutputError(f"{target} is the source itself.", hint="Choose another folder for the output.")
@@ -134,7 +135,8 @@ def check_target_folder(source: FileLocation, target: FileLocation, *, overwrite
     if found.type == pafs.FileType.NotFound:
         return
     if found.type != pafs.FileType.Directory:
-        raise OutputError(f"{target} is a file, and the source is a folder.", hint="Name a folder.")
+        what = "s are several" if source.only else " is a folder"
+        raise OutputError(f"{target} is a file, and the source{what}.", hint="Name a folder.")
     if not overwrite and _has_files(target):
         raise OutputError(
             f"the folder {target} is not empty.",

@@ -154,7 +154,7 @@ def _open_journal(
         return None
     refuse_inside(request.journal, path)
     parameters = {
-        "path": str(path),
+        "path": str(path) if not path.only else [path.path, *path.only],
         "rekey": True,
         "table": request.table_name,
         "to_table": request.new_table_name,

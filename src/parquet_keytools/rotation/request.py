@@ -107,7 +107,7 @@ def _open_journal(
         report.no_journal = f"{journal_folder()} lies in the data set itself"
         return None
     parameters = {
-        "path": str(path),
+        "path": str(path) if not path.only else [path.path, *path.only],
         **context.plan.parameters(),
         "keep_old": context.keep_old is not None,
         "kms": context.kms_digest,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,9 +13,16 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
+from parquet_keytools.runtime.extras import install_hint
+from parquet_keytools.storage.addresses import is_url, shown_url
+
 PathLike = str | os.PathLike[str]
 
+PathOrPaths = PathLike | Sequence[PathLike]
+"""A file, a folder, a glob such as `data/year=*/*.parquet`, or a list of these."""
+
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_GLOB = re.compile(r"[*?[]")
 
 
 @dataclass(frozen=True)
@@ -23,10 +32,12 @@ class FileLocation:
     Attributes:
         filesystem: Where it lies.
         path: Its path there.
+        only: Paths within this folder, or globs: nothing else in it is meant. Empty for all of it, and for a file.
     """
 
     filesystem: pafs.FileSystem
     path: str
+    only: tuple[str, ...] = ()
 
     @classmethod
     def resolve(cls, path: PathLike | FileLocation, filesystem: Any = None) -> FileLocation:
@@ -35,10 +46,18 @@ class FileLocation:
         Args:
             path: A path, a URI such as `s3://bucket/key` (then without `filesystem`), or a location.
             filesystem: A `pyarrow.fs` or fsspec file system; None is the local one.
+
+        Raises:
+            ValueError: It is a URI that neither pyarrow nor fsspec opens.
         """
         if isinstance(path, FileLocation):
             return path
         text = os.fspath(path)
+        if filesystem is None and is_url(text):
+            # Only now: what it imports takes time.
+            from parquet_keytools.storage.http_files import HttpHandler
+
+            return cls(pafs.PyFileSystem(HttpHandler()), text)
         if filesystem is None and _URI.match(text):
             return _of_uri(text)
         if filesystem is None:
@@ -58,6 +77,56 @@ class FileLocation:
             text = str(Path(text).expanduser().absolute())
         return cls(filesystem, filesystem.normalize_path(text))
 
+    @classmethod
+    def resolve_all(cls, paths: PathOrPaths | FileLocation, filesystem: Any = None) -> FileLocation:
+        """Find a file or a folder, or what a glob or a list of files, folders and globs names.
+
+        A name that is there is no glob, whatever it looks like. `*` and `?` stand for parts of one name, `**` for
+        any number of folders.
+
+        Args:
+            paths: Paths or URIs, all on one file system.
+            filesystem: As with `resolve`.
+
+        Returns:
+            The one file or folder; or the folder that all lie in, with what is meant in `only`.
+
+        Raises:
+            TypeError: It is neither a path nor a list of paths.
+            ValueError: The list is empty, or its paths lie on several file systems; or as with `resolve`.
+        """
+        if isinstance(paths, (str, os.PathLike, FileLocation)):
+            return cls.resolve(paths, filesystem)._as_glob()
+        found = [cls.resolve(path, filesystem)._as_glob() for path in paths]
+        if not found:
+            raise ValueError("the list of files is empty")
+        if any(location.filesystem != found[0].filesystem for location in found):
+            raise ValueError("the files of a list lie on one file system")
+        names = [f"{location.path}/{name}" for location in found for name in location.only] + [
+            location.path for location in found if not location.only
+        ]
+        folders = [name.partition("?")[0].split("/")[:-1] for name in names]
+        # That of all is that of the first and the last; of names, not of characters.
+        ends = zip(min(folders), max(folders), strict=False)
+        common = [name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends)]
+        # Of an address, scheme and host alone are no folder.
+        folder = "" if is_url(names[0]) and len(common) < 3 else "/".join(common)
+        if not folder and names[0].startswith("/"):
+            folder = "/"
+        skipped = len(folder) + 1 if folder not in ("", "/") else len(folder)
+        return cls(found[0].filesystem, folder, tuple(dict.fromkeys(name[skipped:] for name in names)))
+
+    def _as_glob(self) -> FileLocation:
+        """Return the folder that a glob begins with, and the rest of it, if this is a glob."""
+        if self.only or is_url(self.path) or not _GLOB.search(self.path):
+            return self
+        if self.info().type != pafs.FileType.NotFound:
+            return self
+        parts = self.path.split("/")
+        first = next(number for number, part in enumerate(parts) if _GLOB.search(part))
+        folder = "/".join(parts[:first]) or ("/" if self.path.startswith("/") else "")
+        return FileLocation(self.filesystem, folder, ("/".join(parts[first:]),))
+
     @property
     def is_local(self) -> bool:
         """Whether the operating system can open it."""
@@ -71,18 +140,35 @@ class FileLocation:
     @property
     def name(self) -> str:
         """The last part of the path."""
-        return PurePosixPath(self.path).name
+        return (
+            self.path.partition("?")[0].rpartition("/")[2] if is_url(self.path) else PurePosixPath(self.path).name
+        )
 
     def sibling(self, name: str) -> FileLocation:
         """Return the location of `name` in the same folder."""
+        if is_url(self.path):
+            address, _, query = self.path.partition("?")
+            return FileLocation(self.filesystem, f"{address.rpartition('/')[0]}/{name}{query and '?'}{query}")
         return FileLocation(self.filesystem, str(PurePosixPath(self.path).with_name(name)))
 
     def child(self, name: str) -> FileLocation:
         """Return the location of `name` in this folder."""
         return FileLocation(self.filesystem, str(PurePosixPath(self.path) / name))
 
+    def below(self, path: str) -> FileLocation:
+        """Return the location of a path within this folder, or of an address, which lies in none."""
+        return FileLocation(self.filesystem, f"{self.path.rstrip('/')}/{path}" if self.path else path)
+
+    def path_within(self, folder: FileLocation) -> str:
+        """Return the path of a file from a folder on; without what an address is signed with."""
+        path = self.path.partition("?")[0] if is_url(self.path) else self.path
+        return path[len(folder.path) :].lstrip("/")
+
     def info(self) -> pafs.FileInfo:
         """Return what the file system says of it."""
+        if self.only and (not self.path or is_url(self.path)):
+            # Nobody lists it, or has to.
+            return pafs.FileInfo(self.path, pafs.FileType.Directory)
         return self.filesystem.get_file_info(self.path)
 
     def is_file(self) -> bool:
@@ -103,17 +189,37 @@ class FileLocation:
         return self.filesystem == other.filesystem and self.path == other.path
 
     def __str__(self) -> str:
-        return self.path if self.is_local else f"{self.filesystem.type_name}:{self.path}"
+        if is_url(self.path):
+            return shown_url(self.path)
+        place = self.path if self.is_local else f"{self.filesystem.type_name}:{self.path}"
+        more = f" and {len(self.only) - 1} more" if len(self.only) > 1 else ""
+        return f"{place.rstrip('/')}/{self.only[0]}{more}" if self.only else place
 
 
 def _of_uri(uri: str) -> FileLocation:
     try:
         filesystem, path = pafs.FileSystem.from_uri(uri)
     except pa.ArrowInvalid:
-        # pyarrow quotes the URI, which may hold credentials.
-        scheme = uri.partition(":")[0]
-        raise ValueError(f"pyarrow does not open this URI of the scheme {scheme!r}") from None
+        return _of_fsspec_uri(uri)
     return FileLocation(filesystem, path)
+
+
+def _of_fsspec_uri(uri: str) -> FileLocation:
+    # What pyarrow and fsspec say quotes the URI, which may hold credentials.
+    scheme = uri.partition(":")[0]
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise ValueError(
+            f"pyarrow does not open URIs of the scheme {scheme!r}, and fsspec is missing. {install_hint('fsspec')}"
+        ) from None
+    try:
+        filesystem, path = url_to_fs(uri)
+    except ImportError as error:
+        raise ValueError(f"fsspec lacks a package for URIs of the scheme {scheme!r}: {error}") from None
+    except Exception:
+        raise ValueError(f"neither pyarrow nor fsspec opens this URI of the scheme {scheme!r}") from None
+    return FileLocation.resolve(path, filesystem)
 
 
 def fsspec_of(filesystem: pafs.FileSystem) -> Any:

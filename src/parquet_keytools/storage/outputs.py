@@ -14,6 +14,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.errors import OutputError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
+from parquet_keytools.storage.addresses import is_url
 from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.leftovers import open_folder, remove_object, remove_stored_leftovers
 from parquet_keytools.storage.local_files import FolderIdentity
@@ -252,6 +253,8 @@ def pending_output(
         OutputError: The folder does not exist or is another one, the target is a folder, or is there and must not
             be replaced.
     """
+    if is_url(target.path):
+        raise OutputError(f"{target} is on a web server, and these are only read.", hint="Write to another place.")
     _check_target(target, overwrite=overwrite)
     if not target.is_local:
         remove_stored_leftovers(target)

@@ -18,6 +18,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from functools import partial
 
 from pyarrow import fs as pafs
@@ -109,7 +110,7 @@ def data_set(path: FileLocation, *, into_passed_over: bool = False) -> Iterator[
     """Yield what a file is, or what lies in a folder: the files of a data set, by path.
 
     Args:
-        path: A file or a folder.
+        path: A file or a folder, or what `FileLocation.resolve_all` made of a glob or a list.
         into_passed_over: Whether folders that are passed over are looked into too; all in them is left out.
 
     Raises:
@@ -117,6 +118,9 @@ def data_set(path: FileLocation, *, into_passed_over: bool = False) -> Iterator[
         ParquetFormatError: It is neither a file nor a folder.
         NoParquetFilesError: The folder has no Parquet files, and all in it was looked into. Raised at the end.
     """
+    if path.only:
+        yield from _chosen(path, into_passed_over=into_passed_over)
+        return
     info = path.info()
     if info.type == pafs.FileType.NotFound:
         raise FileNotFoundError(f"there is no file or folder {path}")
@@ -131,6 +135,53 @@ def data_set(path: FileLocation, *, into_passed_over: bool = False) -> Iterator[
         yield entry
     if is_empty:
         raise NoParquetFilesError(path=str(path))
+
+
+def _chosen(folder: FileLocation, *, into_passed_over: bool) -> Iterator[Entry]:
+    """Yield what paths and globs in a folder name, each once."""
+    seen: set[str] = set()
+    for name in folder.only:
+        place = FileLocation.resolve_all(folder.below(name))
+        for entry in _matching(place) if place.only else data_set(place, into_passed_over=into_passed_over):
+            if entry.location.path not in seen:
+                seen.add(entry.location.path)
+                yield entry
+
+
+def _matching(glob: FileLocation) -> Iterator[Entry]:
+    """Yield what a glob names, and what could not be looked into and may hide some of it.
+
+    Raises:
+        FileNotFoundError: There is no folder that it begins with.
+        NoParquetFilesError: It names no Parquet files.
+    """
+    pattern = glob.only[0].split("/")
+    if not glob.is_folder():
+        raise FileNotFoundError(f"nothing matches {glob}")
+    skipped = len(glob.path.rstrip("/")) + 1 if glob.path else 0
+    is_empty = True
+    for entry in walk(FileLocation(glob.filesystem, glob.path)):
+        parts = entry.location.path[skipped:].split("/")
+        if _matches(parts, pattern) or (isinstance(entry, Unseen) and _may_lead_to(parts, pattern)):
+            is_empty &= isinstance(entry, LeftOut)
+            yield entry
+    if is_empty:
+        raise NoParquetFilesError("no Parquet file has such a name.", path=str(glob))
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Tell whether a glob names a path, or a folder that it lies in."""
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_matches(parts[number:], pattern[1:]) for number in range(len(parts)))
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def _may_lead_to(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not parts or not pattern or pattern[0] == "**":
+        return True
+    return fnmatchcase(parts[0], pattern[0]) and _may_lead_to(parts[1:], pattern[1:])
 
 
 def walk(folder: FileLocation, *, into_passed_over: bool = False) -> Iterator[Entry]:

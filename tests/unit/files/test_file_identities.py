@@ -155,6 +155,16 @@ def test_a_file_that_was_moved_shares_its_keys_with_nobody(tmp_path: Path) -> No
         assert tools.read_table(tmp_path / "a.parquet").num_rows == 10
 
 
+def test_a_backup_of_a_file_is_no_reason_to_warn(tmp_path: Path) -> None:
+    tools = Keytools.from_mapping(document())
+    tools.write_table(FRAME, tmp_path / "a.parquet")
+    shutil.copy(tmp_path / "a.parquet", tmp_path / "backup.parquet")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("a", "backup"):
+            assert tools.read_table(tmp_path / f"{name}.parquet").num_rows == 10
+
+
 def test_two_writes_with_the_same_properties_share_them(tmp_path: Path) -> None:
     tools = Keytools.from_mapping(document())
     (tmp_path / "two").mkdir()

@@ -1,0 +1,176 @@
+"""Files of web servers, read by ranges: `https://host/file.parquet`. Nothing is listed or written there."""
+
+from __future__ import annotations
+
+import errno
+import io
+import re
+import urllib.error
+import urllib.request
+from http.client import HTTPException, HTTPMessage
+from typing import IO, Any, Never
+
+import pyarrow as pa
+from pyarrow import fs as pafs
+
+from parquet_keytools.storage.addresses import shown_url
+
+_TIMEOUT_SECONDS = 60
+_CONTENT_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
+_MAX_WHOLE_BYTES = 1 << 30
+"""Longer files are read by ranges only."""
+
+
+def _error(number: int, text: str, url: str) -> OSError:
+    """Return an error with the address in its text: Arrow drops the name of a file."""
+    return OSError(number, f"{shown_url(url)}: {text}")
+
+
+class HttpHandler(pafs.FileSystemHandler):  # type: ignore[misc]
+    """Serves files of web servers; their paths are whole addresses."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HttpHandler)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(HttpHandler)
+
+    def get_type_name(self) -> str:
+        """Return its name."""
+        return "http"
+
+    def normalize_path(self, path: str) -> str:
+        """Return an address as it is."""
+        return path
+
+    def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
+        """Return what servers say of some files."""
+        infos = []
+        for path in paths:
+            try:
+                infos.append(pafs.FileInfo(path, pafs.FileType.File, size=_Ranges(path).size_bytes))
+            except FileNotFoundError:
+                infos.append(pafs.FileInfo(path, pafs.FileType.NotFound))
+        return infos
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        """Open a file for reading by ranges."""
+        return pa.PythonFile(_RangeFile(_Ranges(path)), mode="r")
+
+    def open_input_stream(self, path: str) -> pa.NativeFile:
+        """Open a file for reading in order."""
+        return self.open_input_file(path)
+
+    def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
+        """Refuse: a web server lists nothing."""
+        raise _error(errno.ENOTSUP, "a web server lists no folders: name its files", selector.base_dir)
+
+    def _refuse(self, *_: Any) -> Never:
+        raise OSError(errno.EROFS, "files of web servers are only read")
+
+    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
+    move = copy_file = open_output_stream = open_append_stream = _refuse
+
+
+class _Ranges:
+    """A file on a web server; of a server that sends no ranges, all of it in memory.
+
+    Attributes:
+        size_bytes: Its length.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._whole: bytes | None = None
+        # Servers that sign addresses sign them for GET, and not for HEAD.
+        with _opened(url, 0, 0) as answer:
+            found = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+            if answer.status == 206 and found:
+                self.size_bytes = int(found[1])
+                return
+            self._whole = _read(url, answer, _MAX_WHOLE_BYTES + 1)
+        if len(self._whole) > _MAX_WHOLE_BYTES:
+            raise _error(errno.ENOTSUP, "the server sends no ranges of this long file", url)
+        self.size_bytes = len(self._whole)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return a range, less of it at the end of the file."""
+        length = min(length, self.size_bytes - offset)
+        if length <= 0:
+            return b""
+        if self._whole is not None:
+            return self._whole[offset : offset + length]
+        with _opened(self._url, offset, offset + length - 1) as answer:
+            if answer.status != 206:
+                raise _error(errno.EIO, "the server sends no range any more", self._url)
+            return _read(self._url, answer, length)
+
+
+class _SaferRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> urllib.request.Request | None:
+        """Follow to another address, unless that drops the protection of the transport."""
+        if req.full_url.lower().startswith("https:") and not newurl.lower().startswith("https:"):
+            raise _error(errno.EPERM, "the server redirects to an address without TLS", req.full_url)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _opened(url: str, first: int, last: int) -> Any:
+    # Its scheme was looked at: see `is_url`.
+    request = urllib.request.Request(  # noqa: S310
+        url, headers={"Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
+    )
+    try:
+        return urllib.request.build_opener(_SaferRedirects).open(request, timeout=_TIMEOUT_SECONDS)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416:
+            raise _error(errno.EIO, "the file is empty, or became shorter", url) from None
+        number = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 410: errno.ENOENT}.get(error.code)
+        raise _error(number or errno.EIO, f"the server answers with HTTP status {error.code}", url) from None
+    except urllib.error.URLError as error:
+        raise _error(errno.EIO, f"the server could not be reached: {error.reason}", url) from None
+    except (HTTPException, ValueError) as error:
+        # Its text may quote the address.
+        raise _error(errno.EIO, f"the server could not be asked ({type(error).__name__})", url) from None
+
+
+def _read(url: str, answer: Any, length: int) -> bytes:
+    try:
+        data: bytes = answer.read(length)
+    except HTTPException:
+        raise _error(errno.EIO, "the server closed the connection early", url) from None
+    return data
+
+
+class _RangeFile(io.RawIOBase):
+    """A file of which Arrow reads ranges, one at a time."""
+
+    def __init__(self, ranges: _Ranges) -> None:
+        super().__init__()
+        self._ranges = ranges
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._ranges.size_bytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = self._ranges.size_bytes - self._position
+        data = self._ranges.read_at(self._position, left if size is None or size < 0 else size)
+        self._position += len(data)
+        return data
