@@ -194,7 +194,7 @@ class ArrowEncryptor:
     ) -> tuple[pe.CryptoFactory, pq.FileEncryptionProperties, MaterialFolder]:
         limits = arrow_limits(policy)
         if limits:
-            raise UnsupportedByArrowError(limits, hint="Keytools.write_table can.")
+            raise UnsupportedByArrowError(limits, hint="Keytools.writer and Keytools.filesystem can.")
         folder = MaterialFolder()
         # One at a time: Arrow holds a lock of its own while it calls back, and threads that miss its cache
         # together would each wrap a KEK.

@@ -18,13 +18,13 @@ from parquet_keytools.arrow.process_end import share_with_arrow
 from parquet_keytools.errors import OutputError
 from parquet_keytools.files.conversion import encrypt_pending
 from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
 from parquet_keytools.files.replacement import NewKeyMaterial, put_all_in_place
 from parquet_keytools.storage.local_files import FolderIdentity, identity_of_folder
 from parquet_keytools.storage.locations import FileLocation, key_material_location
 from parquet_keytools.storage.locks import exclusive_folder
 from parquet_keytools.storage.outputs import PendingOutput, pending_output
 from parquet_keytools.storage.removal import remove_beneath
-from parquet_keytools.storage.sources import BufferSource
 from parquet_keytools.storage.walk import all_files, names_passed_over
 
 
@@ -55,6 +55,7 @@ class PendingHandler(DelegatingHandler):
         self._state = threading.Condition()
         self._encrypting = 0
         self._discarded = False
+        self._room = SpoolRoom(folder.child("file"))
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
         """Open the temporary file for a file."""
@@ -67,16 +68,18 @@ class PendingHandler(DelegatingHandler):
             self._pending.append(pending)
             if self._keys is None:
                 return pending.open_stream()
-        return pa.PythonFile(_EncryptedOnClose(functools.partial(self._complete, self._keys, pending)), mode="w")
+        spool = PlaintextSpool(self._room, str(pending.target))
+        return pa.PythonFile(
+            _EncryptedOnClose(spool, functools.partial(self._complete, self._keys, pending)), mode="w"
+        )
 
-    def _complete(self, keys: KeyService, pending: PendingOutput, content: bytearray) -> None:
+    def _complete(self, keys: KeyService, pending: PendingOutput, source: PlaintextSpool) -> None:
         """Encrypt a file whose plaintext is complete."""
         with self._state:
             if self._discarded:
                 return
             self._encrypting += 1
         try:
-            source = BufferSource(str(pending.target), content)
             key_material = encrypt_pending(keys, self._table_name, source, pending)
             self._key_materials[pending.target.path] = key_material
         finally:
@@ -170,11 +173,11 @@ class PendingHandler(DelegatingHandler):
 
 
 class _EncryptedOnClose(io.RawIOBase):
-    """Collects a plaintext file in memory, where alone it ever is, and encrypts it when it is closed."""
+    """Collects a plaintext file, which is encrypted when it is closed."""
 
-    def __init__(self, complete: Callable[[bytearray], None]) -> None:
+    def __init__(self, spool: PlaintextSpool, complete: Callable[[PlaintextSpool], None]) -> None:
         super().__init__()
-        self._buffer = bytearray()
+        self._spool = spool
         self._complete = complete
         share_with_arrow(self)
 
@@ -182,14 +185,15 @@ class _EncryptedOnClose(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        self._buffer += data
-        return len(data)
+        return self._spool.write(data)
 
     def tell(self) -> int:
-        return len(self._buffer)
+        return self._spool.size_bytes
 
     def close(self) -> None:
         if not self.closed:
             super().close()
-            self._complete(self._buffer)
-            self._buffer = bytearray()
+            try:
+                self._complete(self._spool)
+            finally:
+                self._spool.close()

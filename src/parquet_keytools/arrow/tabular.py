@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
+
+_STREAM_ROWS = 1024 * 1024
+_STREAM_BYTES = 128 * 1024 * 1024
+"""How many bytes of a stream make a row group: what is held in memory at a time."""
 
 _TAKEN = (
     "a pyarrow Table, RecordBatch, RecordBatchReader, Dataset or Scanner, a list of tables or batches, or "
@@ -13,8 +17,8 @@ _TAKEN = (
 )
 
 
-def as_table(data: Any) -> pa.Table:
-    """Return data as a table in memory.
+def as_stream(data: Any) -> pa.Table | pa.RecordBatchReader:
+    """Return data as a table, or as a stream of batches that are made as they are taken.
 
     Args:
         data: A table, or what `as_dataset_source` takes.
@@ -23,13 +27,43 @@ def as_table(data: Any) -> pa.Table:
         TypeError: It is nothing that Arrow takes.
     """
     source = as_dataset_source(data)
-    if isinstance(source, pa.Table):
+    if isinstance(source, (pa.Table, pa.RecordBatchReader)):
         return source
     if isinstance(source, pa.RecordBatch):
         return pa.Table.from_batches([source])
-    if isinstance(source, pa.RecordBatchReader):
-        return source.read_all()
-    return pa.concat_tables(map(as_table, source)) if isinstance(source, list) else source.to_table()
+    if isinstance(source, list):
+        return pa.concat_tables(map(as_stream, source))
+    return source.scanner().to_reader()
+
+
+def row_groups_of(source: pa.Table | pa.RecordBatchReader, row_group_rows: int | None) -> Iterator[pa.Table]:
+    """Yield the data of a few row groups at a time: batches of a stream may be small.
+
+    Args:
+        source: A table, which comes as it is, or a stream.
+        row_group_rows: How many rows a row group has at most; None for as many as pyarrow's, or as `_STREAM_BYTES`
+            of data have.
+    """
+    if isinstance(source, pa.Table):
+        yield source
+        return
+    batches: list[pa.RecordBatch] = []
+    rows = size_bytes = 0
+    is_empty = True
+    for batch in source:
+        if batch.num_rows == 0:
+            continue
+        is_empty = False
+        batches.append(batch)
+        rows, size_bytes = rows + batch.num_rows, size_bytes + batch.nbytes
+        if rows >= (row_group_rows or _STREAM_ROWS) or (row_group_rows is None and size_bytes >= _STREAM_BYTES):
+            full = pa.Table.from_batches(batches)
+            wanted = row_group_rows or rows
+            yield full.slice(0, rows // wanted * wanted)
+            batches = full.slice(rows // wanted * wanted).to_batches()
+            rows, size_bytes = rows % wanted, sum(rest.nbytes for rest in batches)
+    if batches or is_empty:
+        yield pa.Table.from_batches(batches, source.schema)
 
 
 def as_dataset_source(data: Any) -> Any:

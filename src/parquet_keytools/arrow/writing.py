@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.encryption_properties import (
@@ -17,42 +15,23 @@ from parquet_keytools.arrow.encryption_properties import (
     arrow_limits,
     encryption_configuration,
 )
+from parquet_keytools.arrow.file_writer import (
+    MAX_ROW_GROUP_ROWS,
+    EncryptedParquetWriter,
+    WriteResult,
+    because,
+)
 from parquet_keytools.arrow.output_filesystem import PendingHandler
-from parquet_keytools.arrow.tabular import as_dataset_source, as_table
-from parquet_keytools.files.conversion import encrypt_pending
-from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
+from parquet_keytools.arrow.tabular import as_dataset_source, as_stream, row_groups_of
 from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.outputs import discarded_unless_done, pending_output
-from parquet_keytools.storage.sources import BufferSource
 from parquet_keytools.storage.walk import all_files
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class WriteResult:
-    """What was written.
-
-    Attributes:
-        path: The file, or the folder of the data set.
-        engine: What encrypted it.
-        reasons: Why pyarrow could not, a phrase each; empty where it did.
-        files: How many files were written.
-        rows: How many rows.
-        size_bytes: Length of all files together.
-    """
-
-    path: str
-    engine: Literal["pyarrow", "module encryptor"]
-    reasons: tuple[str, ...]
-    files: int
-    rows: int
-    size_bytes: int
 
 
 def write_table(
@@ -63,33 +42,14 @@ def write_table(
     options: Mapping[str, Any],
 ) -> WriteResult:
     """Write one file, whole or not at all; see `Keytools.write_table`."""
-    if "encryption_properties" in options:
-        raise TypeError("write_table makes the encryption properties itself")
-    if "metadata_collector" in options:
-        raise TypeError("metadata_collector is not supported: it would reveal statistics of encrypted columns")
-    table = as_table(data)
-    policy = encryptor.keys.policy(table_name, arrow_leaf_paths(table.schema, options))
-    reasons = arrow_limits(policy, options)
-    if policy.table.key_material == "external" and target.info().type != pafs.FileType.NotFound:
-        # Two files cannot be replaced at once; the module encryptor writes key material that fits both the
-        # old and the new Parquet file.
-        reasons.append("its external key material cannot replace that of a file that is there")
-    with discarded_unless_done(pending_output(target)) as pending:
-        if reasons:
-            buffer = pa.BufferOutputStream()
-            pq.write_table(table, buffer, **options)
-            source = BufferSource(str(target), buffer.getvalue())
-            new = encrypt_pending(encryptor.keys, policy.table_name, source, pending)
-        else:
-            encryption = encryptor.encryption(policy, target.name)
-            with pending.open_stream() as stream:
-                pq.write_table(table, stream, encryption_properties=encryption.properties, **options)
-            new = NewKeyMaterial(target, encryption.key_materials)
-        put_in_place(pending, new)
-    engine: Literal["pyarrow", "module encryptor"] = "module encryptor" if reasons else "pyarrow"
-    result = WriteResult(str(target), engine, tuple(reasons), 1, table.num_rows, target.info().size)
-    _log.info("%s was encrypted by %s%s", target, result.engine, _because(reasons))
-    return result
+    source = as_stream(data)
+    row_group_size = options.get("row_group_size")
+    options = {name: value for name, value in options.items() if name != "row_group_size"}
+    with EncryptedParquetWriter(encryptor, target, source.schema, table_name, options) as writer:
+        for table in row_groups_of(source, row_group_size):
+            writer.write_table(table, row_group_size)
+    assert writer.result is not None
+    return writer.result
 
 
 def write_dataset(
@@ -141,7 +101,7 @@ def write_dataset(
         file_options = file_format.make_write_options(encryption_config=config, **write_options)
         handler = PendingHandler(folder, None, policy.table_name)
     _log.info(
-        "%s is encrypted by %s%s", folder, "the module encryptor" if reasons else "pyarrow", _because(reasons)
+        "%s is encrypted by %s%s", folder, "the module encryptor" if reasons else "pyarrow", because(reasons)
     )
     if folder.is_local:
         # Arrow would take a folder with nothing but what a killed process left for one that has files.
@@ -158,6 +118,7 @@ def write_dataset(
                 file_options=file_options,
                 partitioning=partitioning,
                 file_visitor=lambda written: rows.append(written.metadata.num_rows),
+                **_row_group_options(schema, options),
                 **options,
             )
             files = handler.commit()
@@ -174,6 +135,30 @@ def write_dataset(
     )
 
 
+_ROW_GROUP_BYTES = 64 * 1024 * 1024
+_VARIABLE_BYTES = 32
+"""What a value without a fixed width is taken to have."""
+
+
+def _row_group_options(schema: pa.Schema, options: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many rows a row group should have: otherwise each batch, however small, would make one."""
+    if "min_rows_per_group" in options:
+        return {}
+    row_bytes = sum(_bytes_of(field.type) for field in schema)
+    limits = [options.get(name) for name in ("max_rows_per_group", "max_rows_per_file")]
+    most = min([MAX_ROW_GROUP_ROWS, *(limit for limit in limits if limit)])
+    return {"min_rows_per_group": min(most, max(_ROW_GROUP_BYTES // max(row_bytes, 1), 1024))}
+
+
+def _bytes_of(kind: pa.DataType) -> int:
+    if kind.num_fields:
+        return sum(_bytes_of(kind.field(position).type) for position in range(kind.num_fields))
+    try:
+        return max(int(kind.bit_width) // 8, 1)
+    except ValueError:
+        return _VARIABLE_BYTES
+
+
 def _partitioning(
     partitioning: Any, flavor: str | None, schema: pa.Schema
 ) -> tuple[ds.Partitioning | None, frozenset[str]]:
@@ -186,7 +171,3 @@ def _partitioning(
         fields = pa.schema([schema.field(name) for name in partitioning])
         partitioning = ds.partitioning(fields, flavor=flavor or "hive")
     return partitioning, frozenset(partitioning.schema.names)
-
-
-def _because(reasons: list[str]) -> str:
-    return f", because pyarrow does not support this: {'; '.join(reasons)}" if reasons else ""

@@ -11,7 +11,7 @@ from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES, FOOTER_PLA
 from parquet_keytools.encryption.aes import NONCE_LENGTH
 from parquet_keytools.encryption.file_rewriter import ChunkRewrite
 from parquet_keytools.encryption.footer import Footer
-from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS, ModuleCipher
+from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS, ChunkCipher, ModuleCipher
 from parquet_keytools.encryption.plaintext_footer import PlaintextFooterMaker, VisibleKeyValues
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError
@@ -143,6 +143,13 @@ class OutputKeys:
             cipher = ModuleCipher(dek, encryption.file_aad, invocation_limit=encryption.invocation_limit)
             self._ciphers[dek.reveal()] = cipher
         return cipher
+
+    def writer_of(self, row_group_ordinal: int, column_ordinal: int) -> ChunkCipher | None:
+        """Return what encrypts a chunk; None where it stays plaintext."""
+        cipher = self.column_ciphers[column_ordinal]
+        if cipher is None:
+            return None
+        return ChunkCipher(cipher, self.encryption.algorithm, row_group_ordinal, column_ordinal)
 
     def protect(self, chunk: ChunkRewrite, path: tuple[str, ...], column_ordinal: int) -> None:
         """Set in a chunk of the output how it is encrypted, and its metadata where that belongs (spec 5.3)."""

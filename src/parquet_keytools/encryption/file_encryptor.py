@@ -10,7 +10,6 @@ from parquet_keytools.encryption.file_decryptor import Deks, column_deks, open_c
 from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
 from parquet_keytools.encryption.file_rewriter import rewrite_file
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, KeyRetriever, open_footer, read_envelope
-from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import AlreadyEncryptedError, FormatLimitError, NotEncryptedError
@@ -145,14 +144,7 @@ def _encrypt(
         )
     check_stated_algorithm(source, footer, deks)
     keys = OutputKeys(encryption, encryption.keys_of(footer.leaves))
-
-    def writer_of(row_group_ordinal: int, column_ordinal: int) -> ChunkCipher | None:
-        cipher = keys.column_ciphers[column_ordinal]
-        if cipher is None:
-            return None
-        return ChunkCipher(cipher, encryption.algorithm, row_group_ordinal, column_ordinal)
-
-    row_groups = open_chunks(footer, deks, writer_of)
+    row_groups = open_chunks(footer, deks, keys.writer_of)
 
     def make_footer(new_row_groups: list[RowGroup]) -> bytes:
         for (_, chunks), row_group in zip(row_groups, new_row_groups, strict=True):

@@ -305,7 +305,7 @@ def rewrite_file(
         parts: list[Part] = [BytesPart(MAGIC_LENGTH, lambda: magic)]
         offset = MAGIC_LENGTH
         memory = PagesMemory()
-        regions = _in_order(source, row_groups, footer_offset, created_by)
+        regions = in_order(source, row_groups, footer_offset, created_by)
         read_ahead = ReadAhead(source, (region for region, _ in regions))
         for region, chunk in regions:
             try:
@@ -314,14 +314,14 @@ def rewrite_file(
                 raise _with_path(error, source.path) from None
             parts.append(part)
             offset += part.length
-        footer = make_footer([_new_row_group(ordinal, *row_group) for ordinal, row_group in enumerate(row_groups)])
+        footer = make_footer([new_row_group(ordinal, *row_group) for ordinal, row_group in enumerate(row_groups)])
     trailer = footer + struct.pack("<I", len(footer)) + magic
     parts.append(BytesPart(len(trailer), lambda: trailer))
     sink.reserve(offset + len(trailer))
     write_parts(parts, sink, threads=threads, on_progress=on_progress)
 
 
-def _in_order(
+def in_order(
     source: ByteSource, row_groups: Sequence[RowGroupRewrite], footer_offset: int, created_by: str | None
 ) -> list[tuple[Region, ChunkRewrite]]:
     """Return all regions in the order of the source, but offset indexes after the pages that they are about."""
@@ -345,7 +345,7 @@ def _in_order(
     return result + early
 
 
-def _new_row_group(ordinal: int, row_group: RowGroup, chunks: Sequence[ChunkRewrite]) -> RowGroup:
+def new_row_group(ordinal: int, row_group: RowGroup, chunks: Sequence[ChunkRewrite]) -> RowGroup:
     """Return a row group for the output; readers split files by the offsets and sizes that it states."""
     new = row_group.shallow_copy()
     new.columns = [chunk.new_chunk for chunk in chunks]

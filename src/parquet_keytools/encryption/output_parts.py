@@ -115,6 +115,7 @@ def write_parts(
     parts: Iterable[Part],
     sink: ByteSink,
     *,
+    offset: int = 0,
     threads: int = 2,
     on_progress: Callable[[int], None] | None = None,
 ) -> None:
@@ -123,6 +124,7 @@ def write_parts(
     Args:
         parts: In the order in which they lie in the file.
         sink: Where they go; its space is reserved.
+        offset: Where the first one lies.
         threads: How many threads work; the calling one is among them.
         on_progress: Called with the number of bytes after each write, by any of the threads.
 
@@ -130,7 +132,7 @@ def write_parts(
         KeytoolsError: A part cannot be made. What was written so far is worth nothing then.
         OSError: The sink cannot be written.
     """
-    work = _Work(_batches(parts), sink, on_progress)
+    work = _Work(_batches(parts, offset), sink, on_progress)
     helpers = [
         threading.Thread(target=work.run, name=f"parquet-keytools-{number}", daemon=True)
         for number in range(1, threads if sink.takes_any_order else 1)
@@ -148,8 +150,8 @@ def write_parts(
     work.raise_failure()
 
 
-def _batches(parts: Iterable[Part]) -> Iterator[Batch]:
-    offset = length = 0
+def _batches(parts: Iterable[Part], offset: int) -> Iterator[Batch]:
+    length = 0
     batch: list[OutputPiece] = []
     for part in parts:
         for piece in part.pieces():

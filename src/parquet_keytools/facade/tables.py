@@ -11,6 +11,7 @@ import pyarrow as pa
 from parquet_keytools.arrow import writing
 from parquet_keytools.arrow.decryption_properties import Filters, make_decryption_properties
 from parquet_keytools.arrow.encryption_properties import ArrowEncryptor
+from parquet_keytools.arrow.file_writer import EncryptedParquetWriter, WriteResult
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.facade.configured import Configured
@@ -48,7 +49,8 @@ class Tables(Configured):
         """Return encryption properties for one file that pyarrow writes.
 
         They serve one file. Two files with the same properties share DEKs and file unique, and are refused in one
-        folder: write folders with `write_dataset`, not with `to_parquet(..., partition_cols=...)` of pandas.
+        folder: for a folder, as `DataFrame.to_parquet` of pandas writes it with `partition_cols`, use `filesystem`
+        or `write_dataset`, and for many row groups `writer`.
 
         Args:
             table_name: The table in the configuration; None where it has only one.
@@ -58,7 +60,7 @@ class Tables(Configured):
 
         Raises:
             ConfigurationError: The table's columns do not fit the schema.
-            UnsupportedByArrowError: pyarrow cannot do what the table asks for; `write_table` can.
+            UnsupportedByArrowError: pyarrow cannot do what the table asks for; `writer` and `filesystem` can.
             OutputError: External key material would make the file that is there unreadable.
             KmsError: A key cannot be wrapped.
         """
@@ -107,7 +109,7 @@ class Tables(Configured):
         table_name: str | None = None,
         filesystem: Any = None,
         **options: Any,
-    ) -> writing.WriteResult:
+    ) -> WriteResult:
         """Write data as an encrypted Parquet file, with everything that its configuration asks for.
 
         The file appears whole under its name or not at all. pyarrow encrypts it where it can do what the table
@@ -129,6 +131,38 @@ class Tables(Configured):
         location = FileLocation.resolve(path, filesystem)
         with audit.about(location):
             return writing.write_table(self._arrow_encryptor, data, location, table_name, options)
+
+    def writer(
+        self,
+        path: PathLike,
+        schema: pa.Schema,
+        *,
+        table_name: str | None = None,
+        filesystem: Any = None,
+        **options: Any,
+    ) -> EncryptedParquetWriter:
+        """Return a writer of one encrypted file, with the methods of `pyarrow.parquet.ParquetWriter`.
+
+        It works for every table: row groups that pyarrow cannot encrypt go through the module encryptor one by
+        one, so that no more than one is in memory. The file appears whole when the writer is closed; after an
+        exception there is none.
+
+        `with keytools.writer("flights.parquet", schema) as writer: writer.write_table(table)`
+
+        Args:
+            path: A path, or a URI such as `s3://bucket/key.parquet`.
+            schema: Of the data.
+            table_name: The table in the configuration; None where it has only one.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            options: Further arguments of `pyarrow.parquet.ParquetWriter`, such as `compression`.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema.
+            KmsError: A key cannot be wrapped; nothing is written.
+            OutputError: The file cannot be written there.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        return EncryptedParquetWriter(self._arrow_encryptor, location, schema, table_name, options)
 
     def read_table(
         self,
@@ -182,7 +216,7 @@ class Tables(Configured):
         filesystem: Any = None,
         write_options: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> writing.WriteResult:
+    ) -> WriteResult:
         """Write a data set of encrypted files; they appear when all are complete.
 
         Args:

@@ -151,7 +151,7 @@ def rekey_file(
         data = as_verified(opened, opened_source)
         policy = new_keys.policy(new_table_name, [leaf.path for leaf in opened.footer.leaves])
         with discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending:
-            encryption, key_material = _new_file(new_keys, policy, target)
+            encryption, key_material = new_file_encryption(new_keys, policy, target)
             with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
                 file_encryptor.encrypt_opened(
                     data, sink, opened.footer, opened.deks, encryption, on_progress=on_progress
@@ -215,7 +215,7 @@ def encrypt_pending(
         with_partitions = dict.fromkeys([*paths, *((name,) for name in partition_names)])
         keys.policy(table_name, list(with_partitions)).check_partition_columns(partition_names)
     policy = keys.policy(table_name, paths)
-    encryption, key_material = _new_file(keys, policy, pending.target)
+    encryption, key_material = new_file_encryption(keys, policy, pending.target)
     with pending.open_sink() as sink:
         file_encryptor.encrypt_opened(
             source, sink, footer, {}, encryption, threads=threads, on_progress=on_progress
@@ -223,10 +223,14 @@ def encrypt_pending(
     return key_material
 
 
-def _new_file(
+def new_file_encryption(
     keys: KeyService, policy: TablePolicy, target: FileLocation
 ) -> tuple[FileEncryption, NewKeyMaterial]:
-    """Make the keys of a file that is to be written."""
+    """Make the keys of a file that is to be written, and what lies beside it.
+
+    Raises:
+        KmsError: A key cannot be wrapped.
+    """
     replaces = policy.table.key_material == "external" and bool(existing_key_materials(target))
     new = keys.new_file_keys(policy, target, new_reference_suffix() if replaces else "")
     return new.encryption, NewKeyMaterial(target, new.key_materials)

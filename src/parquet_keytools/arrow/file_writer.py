@@ -1,0 +1,323 @@
+"""One encrypted file written table by table, for every policy."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs as pafs
+
+from parquet_keytools.arrow.encryption_properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
+from parquet_keytools.encryption.streamed_file import StreamedFile
+from parquet_keytools.errors import OutputError
+from parquet_keytools.files.conversion import new_file_encryption
+from parquet_keytools.files.key_service import TablePolicy
+from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
+from parquet_keytools.runtime import audit
+from parquet_keytools.storage.failures import failing_as_output
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import PendingOutput, pending_output
+from parquet_keytools.storage.sources import BufferSource
+
+_log = logging.getLogger(__name__)
+
+MAX_ROW_GROUP_ROWS = 1024 * 1024
+"""How many rows a row group has at most, unless the caller names another number; the same as pyarrow."""
+
+_OURS = {
+    "encryption_properties": "the encryption properties are made here",
+    "metadata_collector": "it would reveal statistics of encrypted columns",
+    "filesystem": "the file system is an argument of its own",
+}
+
+Engine = Literal["pyarrow", "module encryptor"]
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """What was written.
+
+    Attributes:
+        path: The file, or the folder of the data set.
+        engine: What encrypted it.
+        reasons: Why pyarrow could not, a phrase each; empty where it did.
+        files: How many files were written.
+        rows: How many rows.
+        size_bytes: Length of all files together.
+    """
+
+    path: str
+    engine: Engine
+    reasons: tuple[str, ...]
+    files: int
+    rows: int
+    size_bytes: int
+
+
+class EncryptedParquetWriter:
+    """Writes one encrypted file, row group by row group; `Keytools.writer` makes it.
+
+    It has the methods of `pyarrow.parquet.ParquetWriter`. The file appears under its name when it is closed. It
+    does not appear if a method, or the block of a `with` statement, raises an exception, or if nobody closes it.
+
+    Attributes:
+        schema: What it takes.
+        result: What was written; None until it is closed.
+    """
+
+    def __init__(
+        self,
+        encryptor: ArrowEncryptor,
+        target: FileLocation,
+        schema: pa.Schema,
+        table_name: str | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Begin a file; see `Keytools.writer`."""
+        for name in _OURS.keys() & options.keys():
+            raise TypeError(f"{name} is not supported: {_OURS[name]}")
+        policy = encryptor.keys.policy(table_name, arrow_leaf_paths(schema, options))
+        reasons = arrow_limits(policy, options)
+        if policy.table.key_material == "external" and target.info().type != pafs.FileType.NotFound:
+            # Two files cannot be replaced at once; the module encryptor writes key material that fits both the
+            # old and the new Parquet file.
+            reasons.append("its external key material cannot replace that of a file that is there")
+        self.result: WriteResult | None = None
+        self._target = target
+        self._reasons = tuple(reasons)
+        self._rows = 0
+        self._pending = pending_output(target)
+        self._discard = weakref.finalize(self, self._pending.discard)
+        make = _ByModuleEncryptor if reasons else _ByArrow
+        try:
+            with audit.about(target), failing_as_output(target):
+                self._file: _File = make(encryptor, policy, self._pending, schema, options)
+        except BaseException:
+            self._discard()
+            raise
+        self.schema: pa.Schema = self._file.schema
+
+    def write(self, table_or_batch: pa.Table | pa.RecordBatch, row_group_size: int | None = None) -> None:
+        """Write a table or a batch, as row groups of their own.
+
+        Args:
+            table_or_batch: The data, with the schema of the file.
+            row_group_size: How many rows a row group has at most.
+
+        Raises:
+            ValueError: It has another schema, or the file is closed.
+            OutputError: The storage takes no more.
+        """
+        if isinstance(table_or_batch, pa.RecordBatch):
+            table_or_batch = pa.Table.from_batches([table_or_batch])
+        self.write_table(table_or_batch, row_group_size)
+
+    def write_batch(self, batch: pa.RecordBatch, row_group_size: int | None = None) -> None:
+        """Write a batch; see `write`."""
+        self.write_table(pa.Table.from_batches([batch]), row_group_size)
+
+    def write_table(self, table: pa.Table, row_group_size: int | None = None) -> None:
+        """Write a table; see `write`."""
+        with self._all_or_nothing():
+            self._file.write(table, row_group_size)
+        self._rows += table.num_rows
+
+    def add_key_value_metadata(self, key_value_metadata: Mapping[Any, Any]) -> None:
+        """Add key-value metadata to the footer."""
+        with self._all_or_nothing():
+            self._file.add_key_value_metadata(key_value_metadata)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more can be written."""
+        return bool(self._discard.alive)
+
+    def close(self) -> WriteResult | None:
+        """Finish the file, and put it in its place.
+
+        Returns:
+            What was written; None if the file was discarded before.
+
+        Raises:
+            OutputError: It cannot be written there; nothing is there then, or what was there before.
+            KeytoolsError: Its footer would hold what the table refuses to show.
+        """
+        if self.is_open:
+            with self._all_or_nothing():
+                put_in_place(self._pending, self._file.finish())
+            self._discard()
+            engine: Engine = "module encryptor" if self._reasons else "pyarrow"
+            size = self._target.info().size
+            self.result = WriteResult(str(self._target), engine, self._reasons, 1, self._rows, size)
+            _log.info("%s was encrypted by %s%s", self._target, engine, because(self._reasons))
+        return self.result
+
+    def discard(self) -> None:
+        """Write nothing, and close; does nothing after `close`."""
+        if self.is_open:
+            self._file.abandon()
+            self._discard()
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        if not self.is_open:
+            raise ValueError(f"{self._target} is closed")
+        try:
+            with audit.about(self._target), failing_as_output(self._target):
+                yield
+        except BaseException:
+            self.discard()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def because(reasons: Sequence[str]) -> str:
+    """Return why pyarrow did not encrypt, for the log."""
+    return f", because pyarrow does not support this: {'; '.join(reasons)}" if reasons else ""
+
+
+class _File(Protocol):
+    """A file that is being written in one of the two ways."""
+
+    schema: pa.Schema
+
+    def write(self, table: pa.Table, row_group_size: int | None) -> None: ...
+
+    def add_key_value_metadata(self, entries: Mapping[Any, Any]) -> None: ...
+
+    def finish(self) -> NewKeyMaterial:
+        """Write the footer, and close the pending output; returns what `put_in_place` takes."""
+        ...
+
+    def abandon(self) -> None:
+        """Close the pending output."""
+        ...
+
+
+class _ByArrow:
+    """pyarrow encrypts."""
+
+    def __init__(
+        self,
+        encryptor: ArrowEncryptor,
+        policy: TablePolicy,
+        pending: PendingOutput,
+        schema: pa.Schema,
+        options: Mapping[str, Any],
+    ) -> None:
+        encryption = encryptor.encryption(policy, pending.target.name)
+        self._new = NewKeyMaterial(pending.target, encryption.key_materials)
+        self._stream = pending.open_stream()
+        try:
+            self._writer = pq.ParquetWriter(
+                self._stream, schema, encryption_properties=encryption.properties, **options
+            )
+        except BaseException:
+            self._stream.close()
+            raise
+        self.schema = self._writer.schema
+
+    def write(self, table: pa.Table, row_group_size: int | None) -> None:
+        self._writer.write_table(table, row_group_size)
+
+    def add_key_value_metadata(self, entries: Mapping[Any, Any]) -> None:
+        self._writer.add_key_value_metadata(entries)
+
+    def finish(self) -> NewKeyMaterial:
+        self._writer.close()
+        self._stream.close()
+        return self._new
+
+    def abandon(self) -> None:
+        # Whatever is there is thrown away.
+        for close in (self._writer.close, self._stream.close):
+            with contextlib.suppress(pa.ArrowException, OSError, ValueError):
+                close()
+
+
+class _ByModuleEncryptor:
+    """pyarrow writes each row group as a plain file in memory, where alone it ever is."""
+
+    def __init__(
+        self,
+        encryptor: ArrowEncryptor,
+        policy: TablePolicy,
+        pending: PendingOutput,
+        schema: pa.Schema,
+        options: Mapping[str, Any],
+    ) -> None:
+        encryption, self._new = new_file_encryption(encryptor.keys, policy, pending.target)
+        self._path = str(pending.target)
+        self._whole_schema = schema
+        self._options = options
+        # The schema and key-value metadata are in the footer alone.
+        self._plain_schema = schema.remove_metadata()
+        self._plain_options = {**options, "store_schema": False}
+        self._entries: dict[Any, Any] = {}
+        template = self._template()
+        self._opened = contextlib.ExitStack()
+        try:
+            sink = self._opened.enter_context(pending.open_sink())
+            self._file = StreamedFile(sink, encryption, template)
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def _template(self) -> BufferSource:
+        def write_nothing(writer: pq.ParquetWriter) -> None:
+            self.schema = writer.schema
+            if self._entries:
+                writer.add_key_value_metadata(self._entries)
+
+        return self._in_memory(self._whole_schema, self._options, write_nothing)
+
+    def _in_memory(
+        self, schema: pa.Schema, options: Mapping[str, Any], write: Callable[[pq.ParquetWriter], None]
+    ) -> BufferSource:
+        buffer = pa.BufferOutputStream()
+        with pq.ParquetWriter(buffer, schema, **options) as writer:
+            write(writer)
+        return BufferSource(self._path, buffer.getvalue())
+
+    def write(self, table: pa.Table, row_group_size: int | None) -> None:
+        size = min(table.num_rows, MAX_ROW_GROUP_ROWS) if row_group_size is None else row_group_size
+        if size < 1 and table.num_rows:
+            raise ValueError("a row group has one row at least")
+        for start in range(0, max(table.num_rows, 1), max(size, 1)):
+            part = table.slice(start, size)
+            self._file.append(
+                self._in_memory(
+                    self._plain_schema,
+                    self._plain_options,
+                    lambda writer, part=part: writer.write_table(part, max(part.num_rows, 1)),  # type: ignore[misc]
+                )
+            )
+
+    def add_key_value_metadata(self, entries: Mapping[Any, Any]) -> None:
+        self._entries.update(entries)
+
+    def finish(self) -> NewKeyMaterial:
+        with self._opened:
+            self._file.finish(self._template())
+        return self._new
+
+    def abandon(self) -> None:
+        with contextlib.suppress(OSError, OutputError):
+            self._opened.close()
