@@ -21,6 +21,7 @@ OPTIONAL = [
     "opentelemetry",
     "pandas",
     "polars",
+    "pyiceberg",
     "pyspark",
     "pytest",
     "requests",
@@ -29,6 +30,7 @@ OPTIONAL = [
 """Packages that some part may use, and nobody has to have."""
 
 WITH_EXTRAS = [
+    "iceberg/*.py",
     "kms/aws/*.py",
     "kms/gcp/*.py",
     "kms/vault/*.py",

@@ -13,6 +13,7 @@ from parquet_keytools.cli import (
     decrypt,
     demo,
     encrypt,
+    iceberg,
     inspect,
     keys,
     keystore,
@@ -67,6 +68,7 @@ app.command("inspect")(inspect.inspect_command)
 app.command("verify")(verify.verify_command)
 app.add_typer(keystore.app, name="keystore")
 app.add_typer(spark.app, name="spark")
+app.add_typer(iceberg.app, name="iceberg")
 
 
 def main() -> None:

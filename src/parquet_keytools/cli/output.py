@@ -18,7 +18,7 @@ _STYLES = re.compile(r"(\x1b\[(?:0|1|3[1-7])m)")
 
 _json_wanted = ContextVar("json_wanted", default=False)
 
-_WIDTH_WITHOUT_TERMINAL = 160
+WIDTH_WITHOUT_TERMINAL = 160
 """In columns; what is longer is broken, never cut."""
 
 
@@ -116,7 +116,7 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     for row in rows:
         table.add_row(*(Text(without_controls(cell or "")) for cell in row))
     console = Console(stderr=_json_wanted.get())
-    console.print(table, width=None if console.is_terminal else _WIDTH_WITHOUT_TERMINAL)
+    console.print(table, width=None if console.is_terminal else WIDTH_WITHOUT_TERMINAL)
 
 
 def number_of(number: int, noun: str) -> str:

@@ -17,6 +17,7 @@ from parquet_keytools.errors import (
     NotEncryptedError,
 )
 from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.iceberg.ags1 import Ags1Reader
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.outputs import BufferSink
@@ -58,6 +59,24 @@ def check_length(length: int, key: StandardKeyMetadata, listed_length: int | Non
                 f"the {name} has {length} bytes, and {source} says {expected}: it is another file, or was cut.",
                 hint="Do not trust this file; restore it from a backup.",
             )
+
+
+def read_stream(stored: pa.NativeFile, key: StandardKeyMetadata, listed_length: int | None, name: str) -> bytes:
+    """Return the plaintext of an AGS1 stream.
+
+    Args:
+        stored: The file; the reader closes it.
+        key: Its key metadata.
+        listed_length: Its bytes, as the file above it lists them.
+        name: What errors call it.
+
+    Raises:
+        DecryptionError: It has another length, or a block of it does not authenticate.
+        NotEncryptedError: It is plaintext.
+    """
+    check_length(stored.size(), key, listed_length, name)
+    with Ags1Reader(stored, key, path=f"the {name}") as reader:
+        return reader.read()
 
 
 def decrypt_data_file(source: ByteSource, key: StandardKeyMetadata, name: str) -> pa.Buffer:

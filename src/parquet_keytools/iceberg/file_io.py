@@ -19,7 +19,7 @@ from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.iceberg.ags1 import Ags1Reader
-from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file
+from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file, read_stream
 from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
@@ -70,7 +70,7 @@ class EncryptedFileIO(FileIO):
                 hint=f'Give the catalog {{"{CONFIG_PROPERTY}": "keytools.yaml"}}, or set {CONFIG_VARIABLE}.',
             )
         self._known = known_tables(configuration_file)
-        self._mapping = _mapping(properties.get(MAPPING_PROPERTY, ""))
+        self._mapping = properties.get(MAPPING_PROPERTY, "")
         self._beneath: dict[str, FileIO] = {}
         self._tables: dict[str, KnownTable] = {}
         self._unread_metadata: list[str] = []
@@ -108,10 +108,7 @@ class EncryptedFileIO(FileIO):
 
     def mapped(self, location: str) -> str:
         """Return where a location really lies."""
-        for begin, replacement in self._mapping.items():
-            if location.startswith(begin):
-                return replacement + location[len(begin) :]
-        return location
+        return mapped_location(location, self._mapping)
 
     def storage(self, location: str) -> FileIO:
         """Return the FileIO that reads and writes the bytes of a location as they are."""
@@ -248,9 +245,7 @@ class EncryptedFileIO(FileIO):
             if key is None:
                 self._refuse_plaintext(name)
                 return bytes(stored.read())
-            check_length(stored.size(), key, listed_length, name)
-            with Ags1Reader(stored, key, path=f"the {name}") as reader:
-                return reader.read()
+            return read_stream(stored, key, listed_length, name)
 
     def _open_data(self, file: ListedFile) -> Any:
         key = file.key_metadata()
@@ -310,14 +305,25 @@ class EncryptedInputFile(InputFile):
         return self._file_io.open_plaintext(self.location)
 
 
-def _mapping(text: str) -> dict[str, str]:
-    """Return the location mapping in a property: the longest beginning comes first."""
-    pairs = [pair.split("=", 1) for pair in text.split(",") if pair]
+def mapped_location(location: str, mapping: str) -> str:
+    """Return where a location lies, by the property `keytools.location-mapping`; the longest `from` decides.
+
+    Raises:
+        ConfigurationError: The property is not valid.
+    """
+    if not mapping:
+        return location
+    pairs = [pair.split("=", 1) for pair in mapping.split(",")]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise ConfigurationError(
             f"{MAPPING_PROPERTY} is not `from=to`, several with commas between them.", hint="Write both locations."
         )
-    return dict(sorted(((begin, to) for begin, to in pairs), key=lambda pair: -len(pair[0])))
+    begin, replacement = max(
+        ((begin, to) for begin, to in pairs if location.startswith(begin)),
+        key=lambda pair: len(pair[0]),
+        default=("", ""),
+    )
+    return replacement + location[len(begin) :]
 
 
 def _unpickled(kind: type[EncryptedFileIO], properties: dict[str, str], metadata: list[str]) -> EncryptedFileIO:

@@ -1,0 +1,225 @@
+"""The key chain of an Iceberg table, for people and for programs."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from parquet_keytools.cli.output import (
+    WIDTH_WITHOUT_TERMINAL,
+    answer,
+    number_of,
+    print_table,
+    size_text,
+    without_controls,
+)
+
+if TYPE_CHECKING:
+    from parquet_keytools.iceberg.table_audit import ChainLink, KekReport, TableReport
+    from parquet_keytools.iceberg.table_metadata import TableEncryption
+
+_MOST_CHILDREN = 50
+
+
+def table_document(report: TableReport) -> dict[str, Any]:
+    """Return a report for programs."""
+    encryption = report.encryption
+    return {
+        "metadata": encryption.metadata_location,
+        "location": encryption.location,
+        "table_uuid": encryption.table_uuid,
+        "is_encrypted": encryption.is_encrypted,
+        "master_key_id": encryption.master_key_id,
+        "master_key_ids": report.master_key_ids,
+        "keks": [
+            {
+                "key_id": kek.key_id,
+                "master_key_id": kek.master_key_id,
+                "age_days": kek.age_days,
+                "is_due": kek.is_due,
+                "manifest_lists": kek.manifest_lists,
+                "problems": kek.problems,
+            }
+            for kek in report.keks
+        ],
+        "unneeded_keys": report.unneeded_keys,
+        "snapshots": [
+            {
+                "snapshot_id": snapshot.snapshot_id,
+                "key_id": snapshot.key_id,
+                "manifest_list": snapshot.manifest_list,
+            }
+            for snapshot in encryption.snapshots
+        ],
+        "files": [
+            {
+                "location": link.location,
+                "kind": link.kind,
+                "length": link.length,
+                "is_encrypted": link.is_encrypted,
+                "snapshot_ids": link.snapshot_ids,
+                "lists": [child.location for child in link.children],
+                "problems": link.problems,
+            }
+            for link in (*report.links.values(), *report.statistics)
+        ],
+        "plaintext_files": report.plaintext_files if encryption.is_encrypted else [],
+        "findings": [{"link": link, "problem": problem} for link, problem in report.findings],
+    }
+
+
+def table_keys_document(encryption: TableEncryption) -> dict[str, Any]:
+    """Return for programs what `keys` shows."""
+    keks = {kek.key_id: kek for kek in encryption.keks}
+    return {
+        "metadata": encryption.metadata_location,
+        "master_key_id": encryption.master_key_id,
+        "master_key_ids": sorted({kek.encrypted_by_id for kek in keks.values()}),
+        "keks": [
+            {
+                "key_id": kek.key_id,
+                "master_key_id": kek.encrypted_by_id,
+                "timestamp_ms": kek.timestamp_ms,
+                "snapshot_ids": _snapshots_under(encryption, kek.key_id),
+            }
+            for kek in keks.values()
+        ],
+        "unneeded_keys": _unneeded(encryption),
+    }
+
+
+def _snapshots_under(encryption: TableEncryption, kek_id: str) -> list[int]:
+    return [
+        snapshot.snapshot_id
+        for snapshot in encryption.snapshots
+        if (entry := encryption.keys.get(snapshot.key_id or "")) is not None and entry.encrypted_by_id == kek_id
+    ]
+
+
+def _unneeded(encryption: TableEncryption) -> list[str]:
+    needed = {snapshot.key_id for snapshot in encryption.snapshots}
+    needed |= {entry.encrypted_by_id for entry in encryption.keys.values() if entry.key_id in needed}
+    return [key_id for key_id in encryption.keys if key_id not in needed]
+
+
+def print_keys(encryption: TableEncryption) -> None:
+    """Print the master keys and KEKs that a table depends on."""
+    import datetime
+
+    def made(timestamp_ms: int | None) -> str:
+        if timestamp_ms is None or not 0 <= timestamp_ms < 253_402_300_800_000:
+            return "unknown"
+        return f"{datetime.datetime.fromtimestamp(timestamp_ms / 1000, datetime.UTC):%Y-%m-%d}"
+
+    if not encryption.is_encrypted:
+        answer(f"{encryption.metadata_location}: the table is not encrypted.")
+        return
+    print_table(
+        f"KEKs of {encryption.metadata_location}",
+        ["Master key", "KEK", "Made", "Snapshots"],
+        [
+            [k.encrypted_by_id, k.key_id, made(k.timestamp_ms), str(len(_snapshots_under(encryption, k.key_id)))]
+            for k in encryption.keks
+        ],
+    )
+    answer(f"New KEKs are wrapped by the master key {encryption.master_key_id!r}.")
+    if unneeded := _unneeded(encryption):
+        answer(f"No snapshot needs {number_of(len(unneeded), 'key')}: {', '.join(unneeded)}")
+
+
+def print_tree(report: TableReport) -> None:
+    """Print the key chain as a tree."""
+    from rich.console import Console
+    from rich.text import Text
+    from rich.tree import Tree
+
+    encryption = report.encryption
+
+    def line(text: str, style: str = "") -> Text:
+        return Text(without_controls(text), style=style, overflow="fold")
+
+    root = Tree(line(encryption.metadata_location, "bold"))
+
+    def add(parent: Tree, text: str, problems: list[str]) -> Tree:
+        branch = parent.add(line(text, "red" if problems else ""))
+        for problem in problems:
+            branch.add(line(problem, "red"))
+        return branch
+
+    shown: set[str] = set()
+
+    def add_link(parent: Tree, link: ChainLink) -> None:
+        size = "" if link.length is None else f", {size_text(link.length)}"
+        state = "" if link.is_encrypted or not encryption.is_encrypted else ", PLAINTEXT"
+        shared = f", shared by {len(link.snapshot_ids)} snapshots" if link.is_shared else ""
+        branch = add(parent, f"{link.kind} {link.location}{size}{state}{shared}", link.problems)
+        if link.location in shown and link.children:
+            branch.add("as above")
+            return
+        shown.add(link.location)
+        for child in link.children[:_MOST_CHILDREN]:
+            add_link(branch, child)
+        if len(link.children) > _MOST_CHILDREN:
+            branch.add(f"and {len(link.children) - _MOST_CHILDREN:,} more")
+
+    for master_key_id in report.master_key_ids:
+        is_current = " (for new KEKs)" if master_key_id == encryption.master_key_id else ""
+        master = add(root, f"master key {master_key_id}{is_current}", [])
+        for kek in report.keks:
+            if kek.master_key_id == master_key_id:
+                branch = add(master, _kek_text(kek), kek.problems)
+                _add_lists(report, kek.key_id, branch, add, add_link)
+    loose = [link for link in report.lists if not _kek_of(report, link)]
+    if loose:
+        branch = add(root, "without a KEK", [])
+        for link in loose:
+            add_link(add(branch, f"snapshot {link.snapshot_ids[0]}", []), link)
+    for link in report.statistics:
+        add_link(root, link)
+    console = Console(file=sys.stdout)
+    console.print(root, width=None if console.is_terminal else WIDTH_WITHOUT_TERMINAL)
+
+
+def _add_lists(report: TableReport, kek_id: str, branch: Any, add: Any, add_link: Any) -> None:
+    for link in report.lists:
+        if _kek_of(report, link) == kek_id:
+            add_link(add(branch, f"snapshot {link.snapshot_ids[0]}", []), link)
+
+
+def _kek_of(report: TableReport, link: ChainLink) -> str | None:
+    encryption = report.encryption
+    snapshot = encryption.snapshot(link.snapshot_ids[0])
+    entry = encryption.keys.get(snapshot.key_id or "") if snapshot is not None else None
+    return entry.encrypted_by_id if entry is not None and entry.encrypted_by_id in encryption.keys else None
+
+
+def _kek_text(kek: KekReport) -> str:
+    age = "of unknown age" if kek.age_days is None else f"{number_of(kek.age_days, 'day')} old"
+    due = ", due: the next writer makes a new one" if kek.is_due else ""
+    return f"KEK {kek.key_id}, {age}{due}, {number_of(kek.manifest_lists, 'manifest list')}"
+
+
+def print_findings(report: TableReport) -> None:
+    """Print what is wrong, and a summary."""
+    encryption = report.encryption
+    for link, problem in report.findings:
+        answer(f"{typer.style('problem', fg='red')}: {link}: {problem}")
+    if report.unneeded_keys:
+        answer(
+            f"No snapshot needs {number_of(len(report.unneeded_keys), 'key')}: {', '.join(report.unneeded_keys)}"
+        )
+    shared = sum(link.is_shared for link in report.links.values())
+    files = number_of(len(report.links) + len(report.statistics), "file")
+    snapshots = number_of(len(encryption.snapshots), "snapshot")
+    answer(f"{snapshots}, {files}, {shared:,} of them shared by snapshots; master keys: {_names(report)}.")
+    if not encryption.is_encrypted:
+        answer("The table is not encrypted.")
+    else:
+        problems = len(report.findings)
+        answer("Nothing is wrong." if not problems else f"{number_of(problems, 'problem')}.")
+
+
+def _names(report: TableReport) -> str:
+    return ", ".join(report.master_key_ids) or "none"

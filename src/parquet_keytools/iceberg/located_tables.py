@@ -1,0 +1,80 @@
+"""Tables found by their metadata file, or by their name in a catalog of PyIceberg; nothing is decrypted yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from pyiceberg.catalog import load_catalog
+from pyiceberg.io import PY_IO_IMPL, FileIO, load_file_io
+from pyiceberg.typedef import EMPTY_DICT
+
+from parquet_keytools.config.loader import load_configuration, parse_configuration
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, MAPPING_PROPERTY, mapped_location
+from parquet_keytools.iceberg.table_metadata import TableEncryption, parse_table_metadata
+
+
+@dataclass(frozen=True)
+class LocatedTable:
+    """A table, and how its files are opened.
+
+    Attributes:
+        encryption: What its metadata file says.
+        service: The configuration and its KMS; an empty configuration where none was given.
+        file_io: Opens files as they are stored.
+        mapping: The property of this name.
+    """
+
+    encryption: TableEncryption
+    service: KeyService
+    file_io: FileIO
+    mapping: str
+
+    def open_stored(self, location: str) -> pa.NativeFile:
+        """Open a file as it is stored."""
+        return _open(self.file_io, location, self.mapping)
+
+
+def located_table(
+    table: str,
+    config: Path | None = None,
+    catalog_name: str | None = None,
+    properties: Mapping[str, str] = EMPTY_DICT,
+) -> LocatedTable:
+    """Find a table, and read its metadata file.
+
+    Args:
+        table: Location of the metadata file, or the name of the table in the catalog.
+        config: The configuration; without one no key can be unwrapped.
+        catalog_name: A catalog that PyIceberg knows.
+        properties: For the catalog, and for its FileIO.
+
+    Raises:
+        KeytoolsError: The configuration or the metadata file is wrong.
+        OSError: A file cannot be read.
+    """
+    given = dict(properties)
+    configuration = load_configuration(config) if config is not None else parse_configuration({"version": 1})
+    service = KeyService(configuration, None, time.monotonic)
+    if catalog_name is not None:
+        if config is not None:
+            given.setdefault(CONFIG_PROPERTY, str(config))
+        loaded = load_catalog(catalog_name, **given).load_table(table)
+        table, given = loaded.metadata_location, {**loaded.io.properties, **given}
+    elif "://" not in table and not table.startswith("file:"):
+        table = str(Path(table).expanduser().absolute())
+    beneath = {name: value for name, value in given.items() if name != PY_IO_IMPL}
+    mapping = given.get(MAPPING_PROPERTY, "")
+    file_io = load_file_io(beneath, mapped_location(table, mapping))
+    with _open(file_io, table, mapping) as file:
+        encryption = parse_table_metadata(file.read(), table)
+    return LocatedTable(encryption, service, file_io, mapping)
+
+
+def _open(file_io: FileIO, location: str, mapping: str) -> pa.NativeFile:
+    stream = file_io.new_input(mapped_location(location, mapping)).open()
+    return stream if isinstance(stream, pa.NativeFile) else pa.PythonFile(stream, mode="r")

@@ -1,0 +1,308 @@
+"""The key chain of a table, link by link: which keys it depends on, and what is wrong with it.
+
+Nothing stops at the first finding. What a broken link leads to is not reached, and the report says so by the link.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from parquet_keytools.errors import KeytoolsError, KmsError, WrappedKeyInvalidError
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.iceberg.ags1 import MAGIC
+from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file, read_stream
+from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
+from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in
+from parquet_keytools.iceberg.table_metadata import SnapshotKey, TableEncryption
+from parquet_keytools.storage.sources import ArrowSource
+
+_MS_A_DAY = 86_400_000
+_KEK_LIFETIME_DAYS = 730
+_PARQUET = "PARQUET"
+_ENCRYPTED = (MAGIC, b"PARE")
+
+OpenStored = Callable[[str], pa.NativeFile]
+
+
+@dataclass
+class ChainLink:
+    """A file of the table.
+
+    Attributes:
+        location: Where it lies.
+        kind: `manifest list`, `manifest`, `data file`, ...
+        length: Its bytes, as listed; None where nothing lists them.
+        is_encrypted: Whether it has a key; a file that has one and is plaintext is a problem.
+        problems: What is wrong with it.
+        snapshot_ids: The snapshots that have it.
+        children: The files that it lists.
+    """
+
+    location: str
+    kind: str
+    length: int | None
+    is_encrypted: bool
+    problems: list[str] = field(default_factory=list)
+    snapshot_ids: list[int] = field(default_factory=list)
+    children: list[ChainLink] = field(default_factory=list)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several snapshots have it."""
+        return len(self.snapshot_ids) > 1
+
+
+@dataclass
+class KekReport:
+    """A KEK of a table.
+
+    Attributes:
+        key_id: Its name in the table.
+        master_key_id: What wraps it.
+        age_days: Its age, or None where it has no valid `KEY_TIMESTAMP`.
+        is_due: Whether writers make a new one, for it is 730 days old.
+        manifest_lists: How many keys of manifest lists it encrypts.
+        problems: What is wrong with it.
+    """
+
+    key_id: str
+    master_key_id: str
+    age_days: int | None
+    is_due: bool
+    manifest_lists: int
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
+class TableReport:
+    """What was found out about a table.
+
+    Attributes:
+        encryption: What its metadata file says.
+        keks: Its KEKs.
+        lists: The manifest lists of its snapshots, in their order.
+        statistics: Files with statistics, of the table and of its partitions.
+        problems: What is wrong with the metadata file itself.
+        unneeded_keys: Entries of `encryption-keys` that no snapshot needs.
+        links: All files, each once.
+        kms_failed: Whether the KMS could not be reached or refused: then it is the reason of other problems too.
+    """
+
+    encryption: TableEncryption
+    keks: list[KekReport] = field(default_factory=list)
+    lists: list[ChainLink] = field(default_factory=list)
+    statistics: list[ChainLink] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unneeded_keys: list[str] = field(default_factory=list)
+    links: dict[str, ChainLink] = field(default_factory=dict)
+    kms_failed: bool = False
+
+    @property
+    def findings(self) -> list[tuple[str, str]]:
+        """All problems: the link, and what is wrong with it."""
+        return [
+            *((f"metadata file {self.encryption.metadata_location}", problem) for problem in self.problems),
+            *((f"KEK {kek.key_id!r}", problem) for kek in self.keks for problem in kek.problems),
+            *(
+                (f"{link.kind} {link.location}", problem)
+                for link in (*self.links.values(), *self.statistics)
+                for problem in link.problems
+            ),
+        ]
+
+    @property
+    def plaintext_files(self) -> list[str]:
+        """Locations of the plaintext files in this encrypted table."""
+        return [link.location for link in (*self.links.values(), *self.statistics) if not link.is_encrypted]
+
+    @property
+    def master_key_ids(self) -> list[str]:
+        """The master keys that the table depends on, and the one for new KEKs."""
+        ids = [self.encryption.master_key_id, *(kek.master_key_id for kek in self.keks)]
+        return list(dict.fromkeys(id_ for id_ in ids if id_ is not None))
+
+
+class TableAudit:
+    """Walks down the key chain.
+
+    Args:
+        encryption: What the metadata file says.
+        service: The configuration and its KMS.
+        open_stored: Opens a file as it is stored.
+        with_data: Whether every file is decrypted, or only manifest lists and manifests.
+    """
+
+    def __init__(
+        self, encryption: TableEncryption, service: KeyService, open_stored: OpenStored, *, with_data: bool
+    ) -> None:
+        self._chain = KeyChain(encryption, IcebergKeys(service))
+        self._open_stored = open_stored
+        self._with_data = with_data
+        self._report = TableReport(encryption)
+        self._fingerprint_key = secrets.token_bytes(32)
+        self._fingerprints: dict[bytes, str] = {}
+
+    def run(self) -> TableReport:
+        """Return what was found."""
+        encryption = self._report.encryption
+        self._add_keks()
+        for snapshot in encryption.snapshots:
+            self._report.lists.append(self._list_of(snapshot))
+        for location in encryption.statistics:
+            self._add_statistics(location)
+        if encryption.is_encrypted and encryption.master_key_id is None:
+            self._report.problems.append(
+                "the property encryption.key-id is missing: writers would make plaintext files"
+            )
+        if encryption.is_encrypted:
+            for link in (*self._report.links.values(), *self._report.statistics):
+                if not link.is_encrypted:
+                    link.problems.insert(0, "it is a plaintext file in an encrypted table")
+        return self._report
+
+    # --- keys ---
+
+    def _add_keks(self) -> None:
+        encryption = self._report.encryption
+        needed = {snapshot.key_id for snapshot in encryption.snapshots}
+        uses = Counter(entry.encrypted_by_id for entry in encryption.keys.values())
+        now_ms = time.time() * 1000
+        for entry in encryption.keks:
+            if entry.timestamp is None and not uses[entry.key_id] and entry.key_id in needed:
+                continue  # the key of a manifest list whose KEK is missing: its snapshot says so
+            made = entry.timestamp_ms
+            age = None if made is None else int((now_ms - made) // _MS_A_DAY)
+            is_due = age is not None and age >= _KEK_LIFETIME_DAYS
+            kek = KekReport(entry.key_id, entry.encrypted_by_id, age, is_due, uses[entry.key_id])
+            if made is None:
+                kek.problems.append("it has no valid KEY_TIMESTAMP")
+            try:
+                self._chain.kek(entry.key_id)
+            except KeytoolsError as error:
+                kek.problems.append(str(error))
+                if isinstance(error, KmsError) and not isinstance(error, WrappedKeyInvalidError):
+                    self._report.kms_failed = True
+            self._report.keks.append(kek)
+            if not any(
+                used.encrypted_by_id == entry.key_id and used.key_id in needed for used in encryption.keys.values()
+            ):
+                self._report.unneeded_keys.append(entry.key_id)
+        self._report.unneeded_keys += [
+            entry.key_id
+            for entry in encryption.keys.values()
+            if entry.encrypted_by_id in encryption.keys and entry.key_id not in needed
+        ]
+
+    # --- files ---
+
+    def _list_of(self, snapshot: SnapshotKey) -> ChainLink:
+        link = ChainLink(snapshot.manifest_list, "manifest list", None, snapshot.key_id is not None)
+        link.snapshot_ids.append(snapshot.snapshot_id)
+        if (known := self._report.links.get(link.location)) is not None:
+            known.problems.append(f"the snapshot {snapshot.snapshot_id} has the same manifest list as another one")
+        self._report.links[link.location] = link
+        name = f"manifest list {snapshot.manifest_list} of snapshot {snapshot.snapshot_id}"
+        try:
+            key = None
+            if snapshot.key_id is not None:
+                key = self._chain.manifest_list_key(snapshot.key_id, snapshot.snapshot_id)
+            self._note_key(link, key)
+            manifests = manifests_in(self._content(link, key, name), name)
+        except (KeytoolsError, OSError) as error:
+            link.problems.append(_text_of(error))
+            return link
+        link.children = [self._manifest(file, snapshot.snapshot_id) for file in manifests]
+        return link
+
+    def _manifest(self, file: ListedFile, snapshot_id: int) -> ChainLink:
+        known = self._report.links.get(file.location)
+        link = known or self._new_link(file)
+        if known is None:
+            try:
+                key = file.key_metadata()
+                self._note_key(link, key)
+                files = files_in(self._content(link, key, file.name), file.name)
+            except (KeytoolsError, OSError) as error:
+                link.problems.append(_text_of(error))
+                files = []
+            # An entry of a deleted file is history: the file itself may be gone.
+            link.children = [self._data_file(child) for child in files if child.is_live]
+        for each in (link, *link.children):
+            if snapshot_id not in each.snapshot_ids:
+                each.snapshot_ids.append(snapshot_id)
+        return link
+
+    def _data_file(self, file: ListedFile) -> ChainLink:
+        link = self._report.links.get(file.location)
+        if link is not None:
+            return link
+        link = self._new_link(file)
+        try:
+            key = file.key_metadata()
+            self._note_key(link, key)
+            if key is not None and self._with_data:
+                self._read_data(file, key)
+            elif key is not None:
+                with self._open_stored(file.location) as stored:
+                    check_length(stored.size(), key, file.length, file.name)
+        except (KeytoolsError, OSError) as error:
+            link.problems.append(_text_of(error))
+        return link
+
+    def _read_data(self, file: ListedFile, key: StandardKeyMetadata) -> None:
+        with self._open_stored(file.location) as stored:
+            if file.format != _PARQUET:
+                read_stream(stored, key, file.length, file.name)
+                return
+            check_length(stored.size(), key, file.length, file.name)
+            decrypt_data_file(ArrowSource(f"the {file.name}", stored, stored.size()), key, file.name)
+
+    def _new_link(self, file: ListedFile) -> ChainLink:
+        link = ChainLink(file.location, file.kind, file.length, file.encoded_key is not None)
+        self._report.links[file.location] = link
+        return link
+
+    def _content(self, link: ChainLink, key: StandardKeyMetadata | None, name: str) -> bytes:
+        with self._open_stored(link.location) as stored:
+            if key is None:
+                return bytes(stored.read())
+            if key.file_length is None:
+                link.problems.append("its key metadata has no file_length, so blocks cut off its end go unseen")
+            link.length = stored.size()
+            return read_stream(stored, key, None, name)
+
+    def _note_key(self, link: ChainLink, key: StandardKeyMetadata | None) -> None:
+        """Report a DEK that two files share: one nonce would be used twice some day."""
+        if key is None:
+            return
+        if not key.aad_prefix:
+            link.problems.append(
+                "its key metadata has no AAD prefix: another file under its key would be accepted"
+            )
+        fingerprint = hashlib.blake2b(key.encryption_key.reveal(), key=self._fingerprint_key).digest()
+        other = self._fingerprints.setdefault(fingerprint, link.location)
+        if other != link.location:
+            link.problems.append(f"it has the same data key as {other}")
+
+    def _add_statistics(self, location: str) -> None:
+        link = ChainLink(location, "statistics file", None, is_encrypted=False)
+        try:
+            with self._open_stored(location) as stored:
+                # The format gives statistics no key: what begins like a stream is at least no plaintext.
+                link.is_encrypted = stored.read(len(MAGIC)) in _ENCRYPTED
+                link.length = stored.size()
+        except (KeytoolsError, OSError) as error:
+            link.problems.append(_text_of(error))
+        self._report.statistics.append(link)
+
+
+def _text_of(error: Exception) -> str:
+    return f"it cannot be read: {error}" if isinstance(error, OSError) else str(error)
