@@ -17,8 +17,10 @@ from parquet_keytools.cli import (
     inspect,
     keys,
     keystore,
+    mount,
     rekey,
     rotate,
+    serve,
     spark,
     verify,
 )
@@ -66,6 +68,8 @@ app.command("rotate")(rotate.rotate_command)
 app.command("keys")(keys.keys_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("verify")(verify.verify_command)
+app.command("serve", short_help="Serve files as plain Parquet over HTTP and S3.")(serve.serve_command)
+app.command("mount", short_help="Mount files as a folder of plain Parquet files.")(mount.mount_command)
 app.add_typer(keystore.app, name="keystore")
 app.add_typer(spark.app, name="spark")
 app.add_typer(iceberg.app, name="iceberg")

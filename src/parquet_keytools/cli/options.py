@@ -45,6 +45,7 @@ SourcesArgument = Annotated[
 PathsArgument = Annotated[
     list[str], typer.Argument(metavar="PATH", help="Files, folders or globs, or their URIs.")
 ]
+ViewedArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or folder, or its URI.")]
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 """The environment variable that stands for --config."""
 

@@ -104,7 +104,7 @@ class S3Front:
             if is_folder:
                 folders.append(f"<CommonPrefixes><Prefix>{text(key)}</Prefix></CommonPrefixes>")
                 continue
-            file = self._tree.find(key)
+            file = self._tree.find_listed(key)
             modified = datetime.fromtimestamp(file.modified or 0, UTC).isoformat(timespec="milliseconds")
             parts.append(
                 f"<Contents><Key>{text(key)}</Key><LastModified>{modified[:-6]}Z</LastModified>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import re
 import secrets
 from collections.abc import Iterator
@@ -13,10 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from parquet_keytools.errors import FileChangedError
+from parquet_keytools.errors import FileChangedError, KeytoolsError, KmsError
 
 _MAX_KEY_BYTES = 1024
 """As in S3."""
+
+_TAIL_BYTES = 1 << 16
+"""So much of the end of a file is part of its ETag: there a Parquet file says which columns it has."""
 
 _ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 """Neither XML nor the lines of a log can hold these."""
@@ -87,10 +91,32 @@ class ServedTree:
         facts = self._filesystem.info(path)
         if facts["type"] != "file":
             raise FileNotFoundError(key)
-        size = int(facts["size"])
-        version = repr((key, size, self._filesystem.ukey(path))).encode("utf-8", "surrogateescape")
-        etag = hashlib.blake2b(version, key=self._run, digest_size=20).hexdigest()
-        return ServedFile(key, size, _seconds(facts), etag)
+        # What is served may have another length than the file, and other bytes than it had with other rights.
+        with self._opened(path) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - _TAIL_BYTES))
+            tail = stream.read(_TAIL_BYTES)
+        version = hashlib.blake2b(tail, key=self._run, digest_size=20)
+        version.update(
+            repr((key, size, self._filesystem.ukey(path), self._stat(key))).encode(errors="surrogatepass")
+        )
+        return ServedFile(key, size, _seconds(facts), version.hexdigest())
+
+    def find_listed(self, key: str) -> ServedFile:
+        """Return what is known of a file of a listing, also of one that cannot be served.
+
+        Raises:
+            FileNotFoundError: It is gone.
+            KmsError: The KMS failed: nothing can be said of the file now.
+        """
+        try:
+            return self.find(key)
+        except KmsError:
+            raise
+        except KeytoolsError:
+            # No file of ours, or a damaged one. Who reads it gets the error; those beside it are not its victims.
+            facts = self._filesystem.info(self._path_of(key))
+            return ServedFile(key, int(facts["size"]), _seconds(facts), secrets.token_hex(20))
 
     @contextlib.contextmanager
     def open(self, file: ServedFile) -> Iterator[FileReader]:
@@ -100,9 +126,15 @@ class ServedTree:
             FileNotFoundError: It is gone.
             KeytoolsError: What the file system says of the file.
         """
-        # Nothing is read ahead: each byte costs a decryption.
-        with self._filesystem.open(self._path_of(file.key), "rb", cache_type="none") as stream:
+        with self._opened(self._path_of(file.key)) as stream:
             yield FileReader(self, file, stream)
+
+    def is_folder(self, key: str) -> bool:
+        """Whether there is a folder of this key."""
+        try:
+            return bool(self._filesystem.info(self._path_of(key))["type"] == "directory")
+        except FileNotFoundError:
+            return False
 
     def entries(self, folder: str) -> list[ServedEntry]:
         """Return what a folder holds, sorted as S3 sorts keys.
@@ -114,7 +146,7 @@ class ServedTree:
             FileNotFoundError: There is no such folder.
         """
         path = self._path_of(folder)
-        if self._filesystem.info(path)["type"] != "directory":
+        if not self.is_folder(folder):
             raise FileNotFoundError(folder)
         found = []
         for facts in self._filesystem.ls(path, detail=True):
@@ -154,6 +186,17 @@ class ServedTree:
                     yield entry.key
             elif entry.sort_key > after.encode() or after.startswith(f"{entry.key}/"):
                 yield from self._walk(entry.key, after, above)
+
+    def _opened(self, path: str) -> Any:
+        # Nothing is read ahead: each byte costs a decryption.
+        return self._filesystem.open(path, "rb", cache_type="none")
+
+    def _stat(self, key: str) -> tuple[int, ...]:
+        """Return what changes with a file of this machine, whatever its times are set to."""
+        if self._local_folder is None:
+            return ()
+        found = (self._local_folder / key).stat()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
     def _path_of(self, key: str) -> str:
         """Return the path of a key; whatever is odd about one is no file of ours."""

@@ -257,7 +257,7 @@ def test_the_end_ends_all_connections() -> None:
 
 
 class FailingFile:
-    """A file whose bytes fail from some place on."""
+    """A file of which one byte cannot be read."""
 
     def __init__(self, stream: Any, place: int, error: Exception) -> None:
         self._stream, self._place, self._error = stream, place, error
@@ -268,11 +268,11 @@ class FailingFile:
     def __exit__(self, *_: object) -> None:
         self._stream.close()
 
-    def seek(self, place: int) -> None:
-        self._stream.seek(place)
+    def seek(self, place: int, whence: int = 0) -> int:
+        return self._stream.seek(place, whence)
 
     def read(self, length: int) -> bytes:
-        if self._stream.tell() + length > self._place:
+        if self._stream.tell() <= self._place < self._stream.tell() + length:
             raise self._error
         return self._stream.read(length)
 

@@ -1,0 +1,190 @@
+"""`parquet-keytools serve`."""
+
+# Nothing slow is imported here: `--help` has to answer at once.
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from parquet_keytools.cli.options import ConfigOption, JsonOption, TableOption, ViewedArgument
+
+if TYPE_CHECKING:
+    import ssl
+
+    from parquet_keytools.serve.view_server import ViewServer
+
+PortOption = Annotated[
+    int, typer.Option("--port", metavar="N", min=0, max=65535, help="The port; 0 is a free one.")
+]
+S3Option = Annotated[
+    bool, typer.Option("--s3", help="Answer as S3, too, with credentials that are made for this run.")
+]
+AddressOption = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        metavar="IP",
+        help="Where to listen. Any other than a loopback address lets other machines connect: whoever has the URL "
+        "or the credentials then reads decrypted columns from there. It needs TLS.",
+    ),
+]
+CertificateOption = Annotated[
+    Path | None, typer.Option("--tls-certificate", metavar="FILE", help="PEM file with the certificate chain.")
+]
+TlsKeyOption = Annotated[
+    Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM file with its key, without a passphrase.")
+]
+HostNameOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--host-name",
+        metavar="NAME",
+        help="What clients call this server, as its certificate does. May be repeated; the first is in the URL.",
+    ),
+]
+AccessLogOption = Annotated[
+    Path | None,
+    typer.Option("--access-log", metavar="FILE", help="Append a line of JSON for each request: what was served."),
+]
+
+
+def serve_command(
+    path: ViewedArgument,
+    config: ConfigOption,
+    table: TableOption = None,
+    port: PortOption = 0,
+    s3: S3Option = False,
+    address: AddressOption = "127.0.0.1",
+    tls_certificate: CertificateOption = None,
+    tls_key: TlsKeyOption = None,
+    host_name: HostNameOption = None,
+    access_log: AccessLogOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve encrypted files as plain Parquet over HTTP, and with --s3 as S3, until Ctrl-C.
+
+    Files are decrypted range by range as they are read, with the columns that you may have; nothing can be
+    written. The URL and the credentials are random and for this run; whoever has them reads what you may read.
+    """
+    from parquet_keytools.cli.file_work import open_keytools
+    from parquet_keytools.cli.output import say
+    from parquet_keytools.cli.viewed_tree import viewed_tree
+    from parquet_keytools.serve.view_server import ViewServer
+
+    names = host_name or []
+    tls = _tls(address, tls_certificate, tls_key, names)
+    with contextlib.ExitStack() as stack:
+        keytools = stack.enter_context(open_keytools(config))
+        tree, first = viewed_tree(keytools, path, table)
+        stack.enter_context(_logging_to(access_log))
+        server = ViewServer(tree, address=address, port=port, tls=tls, host_names=names, with_s3=s3)
+        try:
+            with server:
+                _introduce(server, first, as_json=as_json)
+                _wait()
+        except KeyboardInterrupt:
+            # Ctrl-C or SIGTERM: there is no other end.
+            say("Stopped.")
+
+
+def _wait() -> None:
+    import threading
+
+    threading.Event().wait()
+
+
+def _tls(address: str, certificate: Path | None, key: Path | None, names: list[str]) -> ssl.SSLContext | None:
+    import ipaddress
+    import ssl
+
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        raise typer.BadParameter("not an IP address.", param_hint="--address") from None
+    if (certificate is None) != (key is None):
+        raise typer.BadParameter("--tls-certificate and --tls-key go together.")
+    if ip.is_unspecified and not names:
+        raise typer.BadParameter("say with --host-name what clients call this server.", param_hint="--address")
+    if certificate is None or key is None:
+        if not ip.is_loopback:
+            raise typer.BadParameter(
+                "other machines can connect there, and would get decrypted data without encryption; give "
+                "--tls-certificate and --tls-key.",
+                param_hint="--address",
+            )
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    for file in (certificate, key):
+        file.open("rb").close()
+    try:
+        # A passphrase is not asked for: that would wait for a terminal.
+        context.load_cert_chain(certificate, key, password="")
+    except ssl.SSLError as error:
+        raise typer.BadParameter(
+            f"these are no certificate and key that fit together, or the key has a passphrase ({error.reason}).",
+            param_hint="--tls-certificate",
+        ) from None
+    return context
+
+
+@contextlib.contextmanager
+def _logging_to(file: Path | None) -> Iterator[None]:
+    from parquet_keytools.serve.access_log import LOGGER_NAME, AccessFormatter
+
+    logger = logging.getLogger(LOGGER_NAME)
+    handler: logging.Handler = _Refusals(logging.WARNING)
+    if file is not None:
+        # What was read by whom is for its owner alone.
+        file.touch(mode=0o600, exist_ok=True)
+        handler = logging.FileHandler(file, encoding="utf-8")
+        handler.setFormatter(AccessFormatter())
+    former = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = former
+        handler.close()
+
+
+class _Refusals(logging.Handler):
+    """Prints what was refused."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from parquet_keytools.cli.output import say
+
+        say(f"Refused: {record.getMessage()}")
+
+
+def _introduce(server: ViewServer, first: str, *, as_json: bool) -> None:
+    from parquet_keytools.cli.output import answer, print_json
+    from parquet_keytools.serve.engine_lines import http_lines, s3_lines
+    from parquet_keytools.serve.s3_front import BUCKET
+
+    pair = server.key_pair
+    if as_json:
+        s3 = pair and {
+            "endpoint": server.endpoint,
+            "bucket": BUCKET,
+            "access_key_id": pair.access_key_id,
+            "secret_access_key": pair.secret.reveal().decode(),
+        }
+        print_json({"url": server.url, "s3": s3})
+    answer("Serving until Ctrl-C. Whoever has this URL, or the credentials, reads what you may read.\n")
+    answer(f"URL         {server.url}")
+    for engine, line in http_lines(server.url, first).items():
+        answer(f"{engine:<11} {line}")
+    if pair is not None:
+        answer(f"\nS3          {server.endpoint}/{BUCKET}")
+        answer(f"key ID      {pair.access_key_id}\nsecret      {pair.secret.reveal().decode()}")
+        for engine, line in s3_lines(server.endpoint, pair).items():
+            answer(f"{engine:<11} {line}")

@@ -1,0 +1,223 @@
+"""`serve` and `mount`: what they print, refuse, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from unit.cli.conftest import CONFIGURATION, PROGRAM
+
+from parquet_keytools import Keytools
+from parquet_keytools.serve import fuse_mount
+
+TABLE = pa.table({"id": list(range(1_000)), "name": [f"person {number}" for number in range(1_000)]})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "people.yaml"
+    path.touch(mode=0o600)
+    path.write_text(CONFIGURATION)
+    (tmp_path / "people").mkdir()
+    Keytools.from_yaml(path).write_table(TABLE, tmp_path / "people" / "a.parquet")
+    return path
+
+
+@contextlib.contextmanager
+def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+    """Run `serve --json` until the block ends, and return what it prints."""
+    command = [*PROGRAM, "serve", *map(str, arguments), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        lines = iter(process.stdout.readline, b"")
+        text = b""
+        for line in lines:
+            text += line
+            if line == b"}\n":
+                break
+        yield process, json.loads(text)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_a_signal_comes(config: Path, tmp_path: Path, sent: signal.Signals) -> None:
+    log = tmp_path / "access.jsonl"
+    arguments = (tmp_path / "people", "--config", config, "--s3", "--access-log", log)
+    with serving(*arguments) as (process, facts):
+        with urllib.request.urlopen(facts["url"] + "a.parquet") as answer:
+            assert pq.read_table(pa.BufferReader(answer.read())).equals(TABLE)
+        assert set(facts["s3"]) == {"endpoint", "bucket", "access_key_id", "secret_access_key"}
+        process.send_signal(sent)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert errors.endswith(b"Stopped.\n") and b"Traceback" not in errors
+    (line,) = [json.loads(line) for line in log.read_text().splitlines()]
+    assert (line["key"], line["status"], line["outcome"]) == ("a.parquet", 200, "ok")
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert facts["s3"]["secret_access_key"] not in log.read_text()
+
+
+def test_lines_to_paste(config: Path, tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("parquet_keytools.cli.serve._wait", stop)
+    done = run("serve", tmp_path / "people", "--config", config, "--s3")
+    assert done.exit_code == 0
+    (url,) = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("URL ")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("DuckDB", "Polars", "ClickHouse"))]
+    assert len(lines) == 6
+    assert f"select * from '{url}a.parquet';" in lines[0]
+    assert done.stdout.startswith("Serving until Ctrl-C. Whoever has this URL")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["--address", "0.0.0.0"], 2, "say with --host-name"),
+        (["--address", "192.0.2.1"], 2, "would get decrypted data without encryption"),
+        (["--address", "0.0.0.0", "--host-name", "x"], 2, "would get decrypted data without encryption"),
+        (["--address", "localhost"], 2, "not an IP address"),
+        (["--tls-key", "key.pem"], 2, "go together"),
+        (["--tls-key", "key.pem", "--tls-certificate", "none.pem"], 2, "none.pem: No such file"),
+        (["--tls-key", "people.yaml", "--tls-certificate", "people.yaml"], 2, "no certificate and key"),
+        (["--port", "65536"], 2, "65535"),
+        (["--table", "other"], 2, "other"),
+    ],
+)
+def test_what_is_refused(
+    config: Path,
+    tmp_path: Path,
+    run,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    status: int,
+    text: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("serve", "people", "--config", config, *arguments)
+    assert done.exit_code == status
+    assert text in " ".join(done.stderr.split())
+
+
+def test_nothing_to_serve(config: Path, tmp_path: Path, run) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no such file or folder" in run("serve", tmp_path / "none", "--config", config).stderr
+    done = run("serve", tmp_path / "empty", "--config", config)
+    assert (done.exit_code, "no Parquet files" in done.stderr) == (1, True)
+
+
+def test_one_file_is_served_without_those_beside_it(config: Path, tmp_path: Path) -> None:
+    Keytools.from_yaml(config).write_table(TABLE, tmp_path / "people" / "b.parquet")
+    with serving(tmp_path / "people" / "b.parquet", "--config", config) as (_, facts):
+        with urllib.request.urlopen(facts["url"]) as answer:
+            assert b"b.parquet" in (names := answer.read()) and b"a.parquet" not in names
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(facts["url"] + "a.parquet")
+
+
+# --- mount ---
+
+
+def can_mount() -> bool:
+    """Whether libfuse is here, and a device that we may open."""
+    try:
+        import mfusepy  # noqa: F401
+
+        os.close(os.open("/dev/fuse", os.O_RDWR))
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def test_mount_shows_plain_files_or_says_what_is_missing(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    command = [*PROGRAM, "mount", str(tmp_path / "people"), str(folder), "--config", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    if not first:
+        _, errors = process.communicate(timeout=30)
+        assert (process.returncode, can_mount()) == (2, False), errors
+        assert errors.startswith("Error: ") and "Traceback" not in errors
+        return
+    try:
+        assert first == f"Mounted at {folder} until Ctrl-C or umount.\n"
+        assert pq.read_table(folder / "a.parquet").equals(TABLE)
+        assert [entry.name for entry in folder.iterdir()] == ["a.parquet"]
+        with pytest.raises(OSError, match="Read-only file system"):
+            (folder / "b.parquet").write_bytes(b"")
+        assert not (folder / "none").exists()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    assert not folder.is_mount()
+
+
+def test_without_libfuse_there_is_one_clear_error(
+    config: Path, tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mounted").mkdir()
+    arguments = ("mount", tmp_path / "people", tmp_path / "mounted", "--config", config)
+    monkeypatch.setitem(sys.modules, "mfusepy", None)
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Error: mfusepy is not installed. Install")
+    # As mfusepy does where it finds no library.
+    (tmp_path / "mfusepy.py").write_text("raise OSError('Unable to find libfuse')\n")
+    monkeypatch.delitem(sys.modules, "mfusepy")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Error: libfuse is not installed. On Debian")
+
+
+def test_a_folder_that_is_not_empty_is_not_mounted_over(config: Path, tmp_path: Path, run) -> None:
+    done = run("mount", tmp_path / "people", tmp_path / "people", "--config", config)
+    assert (done.exit_code, "not empty" in done.stderr) == (2, True)
+
+
+def test_what_the_kernel_is_answered(config: Path, tmp_path: Path) -> None:
+    from parquet_keytools.serve.served_tree import ServedTree
+
+    keytools = Keytools.from_yaml(config)
+    whole = keytools.open(tmp_path / "people" / "a.parquet").read()
+    tree = ServedTree(keytools.view(tmp_path / "people"), "", local_folder=tmp_path / "people")
+    mounted = fuse_mount.MountedTree(tree, lambda: None)
+    assert mounted.getattr("/")["st_mode"] == stat.S_IFDIR | 0o500
+    facts = mounted.getattr("/a.parquet")
+    assert (facts["st_mode"], facts["st_size"]) == (stat.S_IFREG | 0o400, len(whole))
+    with pytest.raises(OSError, match="No such file"):
+        mounted.getattr("/../people.yaml")
+    with pytest.raises(OSError, match="Read-only"):
+        mounted.open("/a.parquet", os.O_RDWR)
+    handle = mounted.open("/a.parquet", os.O_RDONLY)
+    assert mounted.read("/a.parquet", 50, 10, handle) == whole[10:60]
+    assert mounted.read("/a.parquet", 50, len(whole) - 5, handle) == whole[-5:]
+    assert mounted.read("/a.parquet", 50, len(whole) + 5, handle) == b""
+    content = bytearray((tmp_path / "people" / "a.parquet").read_bytes())
+    content[100] ^= 1
+    (tmp_path / "people" / "a.parquet").write_bytes(content)
+    with pytest.raises(OSError, match="Input/output error"):
+        mounted.read("/a.parquet", 500, 0, handle)
+    mounted.release("/a.parquet", handle)

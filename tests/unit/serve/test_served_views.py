@@ -1,0 +1,187 @@
+"""Encrypted files, served as plain Parquet: what goes out is authentic, and nothing of refused columns."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from soak import how_many
+from unit.serve.serving import ask, asked, connected
+from view_case import ViewCase
+
+from parquet_keytools import Keytools
+from parquet_keytools.serve.served_tree import ServedTree
+from parquet_keytools.serve.view_server import ViewServer
+
+SECRETS = [f"Person No. {os.urandom(9).hex()}" for _ in range(3_000)]
+TABLE = pa.table(
+    {
+        "id": list(range(30_000)),
+        "place": [{"city": f"city {row % 10}", "zip": row} for row in range(30_000)],
+        "name": SECRETS * 10,
+    }
+)
+OPTIONS = {
+    "row_group_size": 5_000,
+    "data_page_size": 20_000,
+    "write_page_index": True,
+    "use_dictionary": ["name"],
+    "compression": "none",
+}
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> ViewCase:
+    made = ViewCase(tmp_path, {"column_keys": {"secret": ["name"]}, "unlisted_columns": "footer_key"})
+    sink = io.BytesIO()
+    pq.write_table(TABLE, sink, **OPTIONS)
+    (tmp_path / "data").mkdir()
+    plain = tmp_path / "plain.parquet"
+    plain.write_bytes(sink.getvalue())
+    made.keytools().encrypt_file(plain, tmp_path / "data" / "x.parquet")
+    return made
+
+
+def server_of(keytools: Keytools, folder: Path, **options: bool) -> ViewServer:
+    return ViewServer(ServedTree(keytools.view(folder), "", local_folder=folder), **options)
+
+
+def test_every_range_is_the_slice_of_the_whole(case: ViewCase) -> None:
+    whole = case.keytools().open(case.folder / "data" / "x.parquet").read()
+    assert pq.read_table(io.BytesIO(whole)).equals(TABLE)
+
+    def wrong(server: ViewServer, seed: int) -> list[tuple[int, int]]:
+        chance = random.Random(seed)
+        found = []
+        with contextlib.closing(connected(server)) as connection:
+            for _ in range(how_many(640, 100_000) // 64):
+                start = chance.randrange(len(whole))
+                end = min(len(whole), start + chance.choice([1, 10, 1_000, 100_000]))
+                headers = {"Range": f"bytes={start}-{end - 1}"}
+                status, _, body = asked(connection, server, "x.parquet", headers=headers)
+                if (status, body) != (206, whole[start:end]):
+                    found.append((start, end))
+        return found
+
+    with server_of(case.keytools(), case.folder / "data") as server, ThreadPoolExecutor(64) as pool:
+        assert ask(server, "x.parquet")[2] == whole
+        assert [bad for found in pool.map(wrong, [server] * 64, range(64)) for bad in found] == []
+        scan = pl.scan_parquet(server.url + "x.parquet")
+        assert scan.filter(pl.col("id") < 10).select("name").collect()["name"].to_list() == SECRETS[:10]
+
+
+@pytest.mark.parametrize("denied_columns", ["error", "hide", "null"])
+def test_nothing_of_a_refused_column_is_served(case: ViewCase, denied_columns: str) -> None:
+    case.kms.deny("secret")
+    served = []
+    with server_of(case.keytools(denied_columns=denied_columns), case.folder / "data", with_s3=True) as server:
+        _, headers, _ = ask(server, "x.parquet", "HEAD")
+        size = int(headers["Content-Length"])
+        statuses = set()
+        for start in range(0, size, 50_000):
+            headers = {"Range": f"bytes={start}-{start + 49_999}"}
+            status, found, body = ask(server, "x.parquet", headers=headers)
+            statuses.add(status)
+            served.append(repr(found).encode() + body)
+        status, _, whole = ask(server, "x.parquet")
+        columns = {"error": ["id", "place"], "hide": None, "null": None}[denied_columns]
+        assert status == 200 and statuses <= {206, 403}
+        table = pq.read_table(io.BytesIO(whole), columns=columns)
+        assert table.column_names == ["id", "place", "name"][: 3 if denied_columns == "null" else 2]
+        assert table.select(["id", "place"]).equals(TABLE.select(["id", "place"]))
+        scan = pl.scan_parquet(server.url + "x.parquet")
+        if denied_columns == "null":
+            assert scan.select(pl.col("name").null_count()).collect().item() == len(TABLE)
+        else:
+            with pytest.raises(
+                (pl.exceptions.PolarsError, PermissionError), match="name" if denied_columns == "hide" else "403"
+            ):
+                scan.select("name").collect()
+        served.append(whole)
+        served.append(ask(server, "")[2])
+    everything = b"".join(served)
+    assert b"Person No." not in everything
+
+
+def test_an_altered_page_ends_the_answer(case: ViewCase) -> None:
+    path = case.folder / "data" / "x.parquet"
+    whole = case.keytools().open(path).read()
+    content = bytearray(path.read_bytes())
+    place = 1_200_000
+    assert place < len(content) - 200_000
+    content[place] ^= 1
+    path.write_bytes(content)
+    with server_of(case.keytools(), path.parent) as server:
+        with pytest.raises(http.client.IncompleteRead) as caught:
+            ask(server, "x.parquet")
+        got = caught.value.partial
+        assert 0 < len(got) <= place and whole.startswith(got)
+        status, _, body = ask(server, "x.parquet", headers={"Range": f"bytes={place}-{place}"})
+        assert status == 422 and b"x.parquet" in body
+        after = place + 100_000
+        assert (
+            ask(server, "x.parquet", headers={"Range": f"bytes={after}-{after + 9}"})[2]
+            == whole[after : after + 10]
+        )
+
+
+def test_a_kms_that_goes_away(case: ViewCase) -> None:
+    keytools = case.keytools()
+    with server_of(keytools, case.folder / "data") as server:
+        assert ask(server, "x.parquet", headers={"Range": "bytes=0-3"})[2] == b"PAR1"
+        keytools.clear_caches()
+        case.kms.deny("footer")
+        (case.folder / "data" / "x.parquet").touch()
+        status, _, body = ask(server, "x.parquet", headers={"Range": "bytes=0-3"})
+        assert (status, b"PAR1" in body) == (403, False)
+
+
+def test_a_replaced_file_has_another_etag_whatever_its_times(case: ViewCase) -> None:
+    path = case.folder / "data" / "x.parquet"
+    with server_of(case.keytools(), path.parent) as server:
+        former = ask(server, "x.parquet", "HEAD")[1]["ETag"]
+        times = path.stat()
+        case.keytools().encrypt_file(case.folder / "plain.parquet", path, overwrite=True)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert path.stat().st_size == times.st_size
+        status, headers, _ = ask(server, "x.parquet", headers={"If-Match": former, "Range": "bytes=0-3"})
+        assert status == 412 and headers["ETag"] != former
+
+
+def test_rights_that_change_change_the_etag(case: ViewCase) -> None:
+    with server_of(case.keytools(denied_columns="hide", cache_lifetime_seconds=0), case.folder / "data") as server:
+        former = ask(server, "x.parquet", "HEAD")[1]["ETag"]
+        case.kms.deny("secret")
+        status, headers, _ = ask(server, "x.parquet", headers={"If-Match": former, "Range": "bytes=0-3"})
+        assert (status, headers["ETag"] != former) == (412, True)
+
+
+@pytest.mark.parametrize("content", [b"my thoughts", b"PAR1 no parquet PAR1"])
+def test_what_is_no_encrypted_file_is_listed_and_not_served(case: ViewCase, content: bytes) -> None:
+    folder = case.folder / "data"
+    (folder / "notes.txt").write_bytes(content)
+    pq.write_table(TABLE.select(["name"]), folder / "plaintext.parquet")
+    with server_of(case.keytools(), folder, with_s3=True) as server:
+        for name in ("notes.txt", "plaintext.parquet"):
+            status, _, body = ask(server, name)
+            assert (status, content in body or b"Person" in body) == (422, False)
+        scan = pl.scan_parquet(
+            "s3://view/x*.parquet",
+            storage_options={
+                "aws_endpoint_url": server.endpoint,
+                "aws_access_key_id": server.key_pair.access_key_id,
+                "aws_secret_access_key": server.key_pair.secret.reveal().decode(),
+                "aws_region": "us-east-1",
+                "aws_allow_http": "true",
+            },
+        )
+        assert scan.select(pl.len()).collect().item() == 30_000
