@@ -137,6 +137,9 @@ class _FileCommit(Catalog):
             self._remove_written()
             raise OutputError(f"{metadata_path}: the metadata file could not be written ({failure}).") from cause
 
+    # The name by which Glue's catalog calls it for managed storage.
+    _write_metadata_no_exist_check = _write_metadata
+
     def commit_table(self, table: Any, requirements: Any, updates: Any) -> Any:
         try:
             response = super().commit_table(table, requirements, updates)  # type: ignore[safe-super]

@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import Any
 
 from pyiceberg.exceptions import CommitFailedException, ValidationException
-from pyiceberg.table import Table, TableProperties, Transaction
+from pyiceberg.table import DataScan, Table, TableProperties, Transaction
 from pyiceberg.table.locations import LocationProvider
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.update import AddSnapshotUpdate, SetPropertiesUpdate, TableRequirement, TableUpdate
 from pyiceberg.typedef import EMPTY_DICT, Properties
 
-from parquet_keytools.errors import ConfigurationError, KeytoolsError, NotEncryptedError
+from parquet_keytools.errors import ConfigurationError, KeyMaterialError, KeytoolsError, NotEncryptedError
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing
 from parquet_keytools.iceberg.file_io import EncryptedFileIO
 from parquet_keytools.iceberg.key_entries import NewKeys, key_length_bits, master_key_of, rewrapped
@@ -23,7 +23,7 @@ from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable
 from parquet_keytools.iceberg.snapshot_producers import EncryptedUpdateSnapshot
 from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, EncryptionKey
-from parquet_keytools.iceberg.written_files import WritingFileIO
+from parquet_keytools.iceberg.written_files import StoredFileIO, WritingFileIO
 
 _log = logging.getLogger(__name__)
 
@@ -38,31 +38,18 @@ class EncryptedTable(Table):
     removes the files that were written for it; where its outcome is unknown, they stay.
     """
 
-    io: WritingFileIO
-
     def __init__(self, table: Table) -> None:
-        """Take a table that was loaded with `EncryptedFileIO`, whose metadata file was read.
-
-        Raises:
-            ConfigurationError: Its property `encryption.data-key-length` is not valid.
-        """
-        assert isinstance(table.io, EncryptedFileIO)
-        known = table.io.tables[table.metadata_location]
+        """Take a table that was loaded with `EncryptedFileIO`, whose metadata file was read."""
         super().__init__(
-            table.name(),
-            table.metadata,
-            table.metadata_location,
-            WritingFileIO(table.io, key_length_bits(known.encryption)),
-            table.catalog,
-            table.config,
+            table.name(), table.metadata, table.metadata_location, table.io, table.catalog, table.config
         )
-        self.snapshot_keys: dict[int, tuple[EncryptionKey, ...]] = {}
-        self._new_keys = NewKeys(table.io.keys)
+        self._new_keys = NewKeys(self.reader.keys)
 
-    def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
-        """Take the key of a manifest list, for the commit of its snapshot; a later one replaces it."""
-        known = self.known()
-        self.snapshot_keys[snapshot_id] = self._new_keys.entries_for(known.encryption, known.chain, key_metadata)
+    @property
+    def reader(self) -> EncryptedFileIO:
+        """What decrypts the files of the table."""
+        assert isinstance(self.io, EncryptedFileIO)
+        return self.io
 
     def transaction(self) -> EncryptedTransaction:
         """Return a transaction, which commits several changes as one.
@@ -70,24 +57,20 @@ class EncryptedTable(Table):
         Raises:
             NotEncryptedError: The table has no master key.
             KeyMaterialError: Its KEKs are under another master key than its property names.
+            ConfigurationError: Its property `encryption.data-key-length` is not valid.
         """
-        master_key_of(self.known().encryption)
         return EncryptedTransaction(self)
 
     def refresh(self) -> Table:
         """Load the current state of the table."""
         fresh = self.catalog.load_table(self.name())
         self._check_uuid(self.metadata, fresh.metadata)
-        assert isinstance(fresh.io, EncryptedFileIO)
-        self._take(fresh)
+        self.take(fresh)
         return self
 
-    def _take(self, fresh: Table) -> None:
-        reader = fresh.io
-        assert isinstance(reader, EncryptedFileIO)
-        if fresh.metadata_location not in reader.tables:
-            reader.read_metadata(fresh.metadata_location)
-        self.io.reader = reader
+    def take(self, fresh: Table) -> None:
+        """Become another state of the same table."""
+        self.io = fresh.io
         self.metadata = fresh.metadata
         self.metadata_location = fresh.metadata_location
         self.config = fresh.config
@@ -98,10 +81,9 @@ class EncryptedTable(Table):
         Raises:
             NotEncryptedError: It says that the table is not encrypted any more.
         """
-        reader = self.io.reader
-        if self.metadata_location not in reader.tables:
-            reader.read_metadata(self.metadata_location)
-        known = reader.tables.get(self.metadata_location)
+        if self.metadata_location not in self.reader.tables:
+            self.reader.read_metadata(self.metadata_location)
+        known = self.reader.tables.get(self.metadata_location)
         if known is None:
             raise NotEncryptedError(
                 f"{self.metadata_location}: the table was encrypted, and its metadata file has no keys any more.",
@@ -109,17 +91,17 @@ class EncryptedTable(Table):
             )
         return known
 
-    def commit_keys(self, changes: KeyChanges, updates: Any, requirements: Any) -> None:
-        """Commit updates, and what they change of the keys.
+    def scan(self, *arguments: Any, **named: Any) -> DataScan:
+        """Return a scan, as PyIceberg's tables do."""
+        # After a commit, the keys of its snapshots are read from the metadata file.
+        self.known()
+        return super().scan(*arguments, **named)
 
-        Raises:
-            CommitFailedException: Another commit was first.
-            OutputError: The catalog did not take it, or its metadata file could not be written.
-        """
-        catalog = committing(self.catalog, self.io.storage, changes)
-        response = catalog.commit_table(self, requirements, updates)
-        self._check_uuid(self.metadata, response.metadata)
-        self.metadata, self.metadata_location = response.metadata, response.metadata_location
+    def working_copy(self) -> WorkingTable:
+        """Return a copy for one transaction; errors are those of `transaction`."""
+        encryption = self.known().encryption
+        master_key_of(encryption)
+        return WorkingTable(self, WritingFileIO(self.reader, key_length_bits(encryption)), self._new_keys)
 
     def rotate(self) -> int:
         """Re-wrap the KEKs under the current version of their master key, as one commit; return how many they are.
@@ -133,7 +115,7 @@ class EncryptedTable(Table):
         for attempt in range(_ROTATION_ATTEMPTS):
             known = self.known()
             master_key_id = master_key_of(known.encryption)
-            replaced = [(kek, rewrapped(self.io.reader.keys, known.chain, kek)) for kek in known.encryption.keks]
+            replaced = [(kek, rewrapped(self.reader.keys, known.chain, kek)) for kek in known.encryption.keks]
             if not replaced:
                 return 0
             # The property stays the same: a commit without an update would be none.
@@ -148,11 +130,74 @@ class EncryptedTable(Table):
             return len(replaced)
         raise AssertionError
 
+    def commit_keys(
+        self, changes: KeyChanges, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]
+    ) -> None:
+        """Commit updates, and what they change of the keys.
+
+        Raises:
+            CommitFailedException: Another commit was first.
+            OutputError: The catalog did not take it, or its metadata file could not be written.
+            KeyMaterialError: The catalog took the commit, and lost keys of it.
+        """
+        catalog = committing(self.catalog, StoredFileIO(self.reader), changes)
+        response = catalog.commit_table(self, requirements, updates)
+        self._check_uuid(self.metadata, response.metadata)
+        self.metadata, self.metadata_location = response.metadata, response.metadata_location
+        encryption = self.known().encryption
+        for snapshot_id, key_id in changes.snapshot_keys.items():
+            snapshot = encryption.snapshot(snapshot_id)
+            if key_id not in encryption.keys or (snapshot is not None and snapshot.key_id != key_id):
+                raise KeyMaterialError(
+                    f"the catalog took snapshot {snapshot_id}, and dropped its key: nobody can read it.",
+                    path=self.metadata_location,
+                    hint="This catalog does not support encrypted tables. Roll the table back by one snapshot, "
+                    "and write it through another catalog.",
+                )
+
+    def _do_commit(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
+        if any(isinstance(update, AddSnapshotUpdate) for update in updates):
+            raise NotEncryptedError(
+                "a snapshot would be added whose manifests have no keys.",
+                hint="Use `table.transaction()`, `append`, `overwrite` or `delete` of this table.",
+            )
+        self.commit_keys(KeyChanges(), updates, requirements)
+
+
+class WorkingTable(EncryptedTable):
+    """A table within one transaction: it writes, and collects the keys of what it writes."""
+
+    io: WritingFileIO
+
+    def __init__(self, table: EncryptedTable, io: WritingFileIO, new_keys: NewKeys) -> None:
+        super().__init__(table)
+        self.io = io
+        self._new_keys = new_keys
+        self._snapshot_keys: dict[int, tuple[EncryptionKey, ...]] = {}
+
+    @property
+    def reader(self) -> EncryptedFileIO:
+        """What decrypts the files that were written elsewhere."""
+        return self.io.reader if isinstance(self.io, WritingFileIO) else super().reader
+
+    def take(self, fresh: Table) -> None:
+        """Become another state of the same table; what was written stays known."""
+        io = self.io
+        super().take(fresh)
+        assert isinstance(fresh.io, EncryptedFileIO)
+        io.reader = fresh.io
+        self.io = io
+
+    def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
+        """Take the key of a manifest list, for the commit of its snapshot; a later one replaces it."""
+        known = self.known()
+        self._snapshot_keys[snapshot_id] = self._new_keys.entries_for(known.encryption, known.chain, key_metadata)
+
     def _do_commit(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
         snapshots = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
-        # A snapshot without a key of ours is refused here: its files would be plaintext.
-        added = {entry.key_id: entry for snapshot in snapshots for entry in self.snapshot_keys[snapshot]}
-        key_ids = {snapshot: self.snapshot_keys[snapshot][-1].key_id for snapshot in snapshots}
+        keys = {snapshot: self._snapshot_keys[snapshot] for snapshot in snapshots}
+        added = {entry.key_id: entry for entries in keys.values() for entry in entries}
+        key_ids = {snapshot: entries[-1].key_id for snapshot, entries in keys.items()}
         self.commit_keys(KeyChanges(list(added.values()), key_ids), updates, requirements)
 
 
@@ -162,7 +207,11 @@ _ROTATION_ATTEMPTS = 10
 class EncryptedTransaction(Transaction):
     """Changes of an encrypted table that are committed as one."""
 
-    _table: EncryptedTable
+    _table: WorkingTable
+
+    def __init__(self, table: EncryptedTable) -> None:
+        super().__init__(table.working_copy())
+        self._original = table
 
     def update_snapshot(
         self, snapshot_properties: dict[str, str] = EMPTY_DICT, branch: str | None = MAIN_BRANCH
@@ -208,7 +257,7 @@ class EncryptedTransaction(Transaction):
             ValidationException: What another commit did conflicts with this one.
             OutputError: The commit failed otherwise; the table is as it was.
         """
-        table = self._table
+        table, original = self._table, self._original
         snapshots = [producer.snapshot_id for producer in self._snapshot_producers]
         own = table.metadata
         # PyIceberg takes the number of retries from the properties, once; refreshing the table undoes this.
@@ -216,8 +265,13 @@ class EncryptedTransaction(Transaction):
         table.metadata = patient
         try:
             super().commit_transaction()
-        except (CommitFailedException, ValidationException, KeytoolsError):
+        except (CommitFailedException, ValidationException):
             self._remove_files()
+            raise
+        except KeytoolsError:
+            # Nothing was committed, but where a catalog lost keys.
+            if not self._has_landed(snapshots):
+                self._remove_files()
             raise
         except Exception:
             if not self._has_landed(snapshots):
@@ -227,7 +281,9 @@ class EncryptedTransaction(Transaction):
             if table.metadata is patient:
                 table.metadata = own
         table.io.keep_begun()
-        return table
+        original.metadata, original.metadata_location = table.metadata, table.metadata_location
+        original.io = table.reader
+        return original
 
     def _has_landed(self, snapshots: list[int]) -> bool:
         """Return whether the table has the snapshots of this transaction, although an error says otherwise."""

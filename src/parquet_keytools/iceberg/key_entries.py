@@ -9,7 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from parquet_keytools import strict_base64
-from parquet_keytools.errors import ConfigurationError, KeyMaterialError, KeyNotAvailableError, NotEncryptedError
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KeyMaterialError,
+    KeyNotAvailableError,
+    KmsResponseInvalidError,
+    NotEncryptedError,
+)
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.table_metadata import (
@@ -132,8 +138,23 @@ def wrap_kek(keys: IcebergKeys, kek: SecretBytes, master_key_id: str) -> bytes:
 
 
 def rewrapped(keys: IcebergKeys, chain: KeyChain, entry: EncryptionKey) -> EncryptionKey:
-    """Return the entry of a KEK, wrapped under the current version of its master key; the KEK stays the same."""
-    return replace(entry, encrypted=wrap_kek(keys, chain.kek(entry.key_id), entry.encrypted_by_id))
+    """Return the entry of a KEK, wrapped under the current version of its master key; the KEK stays the same.
+
+    Raises:
+        KmsResponseInvalidError: What the KMS returned does not unwrap to the KEK.
+        KmsError: The KMS does not wrap or unwrap it.
+    """
+    kek = chain.kek(entry.key_id)
+    wrapped = wrap_kek(keys, kek, entry.encrypted_by_id)
+    # The old wrapped key leaves the metadata file: all data of the table would go with it.
+    if keys.kek(wrapped, entry.encrypted_by_id) != kek:
+        raise KmsResponseInvalidError(
+            "the wrapped KEK does not unwrap to the KEK",
+            backend=keys.service.configuration.kms.type if keys.service.configuration.kms else "",
+            operation="wrap",
+            master_key_id=entry.encrypted_by_id,
+        )
+    return replace(entry, encrypted=wrapped)
 
 
 def as_json(entries: Iterable[EncryptionKey]) -> list[dict[str, Any]]:

@@ -22,6 +22,8 @@ from iceberg_reader import Warehouse, key_metadata
 from pyiceberg.exceptions import CommitFailedException, TableAlreadyExistsError
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
+from pyiceberg.table import Transaction
+from pyiceberg.table.update import AddSnapshotUpdate
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 from soak import SOAK, sample
@@ -210,7 +212,7 @@ def test_a_reader_of_batches_is_appended(lake: Lake) -> None:
 
 def test_a_new_kek_is_the_only_call_for_any_number_of_files(lake: Lake) -> None:
     table = lake.create()
-    kms = table.io.reader.keys.service.kms
+    kms = table.reader.keys.service.kms
     assert kms is not None
     before = sum(kms.call_counts.values())
     table.append(rows(0, 3))
@@ -291,7 +293,7 @@ def test_nothing_is_written_into_a_table_that_lost_its_master_key(lake: Lake) ->
     metadata["properties"] |= {"encryption.key-id": "keyA", "encryption.data-key-length": "8"}
     newest.write_text(json.dumps(metadata))
     with pytest.raises(ConfigurationError, match="not the length of an AES key"):
-        lake.load()
+        lake.load().append(rows(3, 6))
     assert lake.files() == files
 
 
@@ -567,6 +569,40 @@ def test_a_rotation_that_fails_changes_nothing(lake: Lake) -> None:
     with storage_that(fail), pytest.raises(OutputError, match="could not be written"):
         lake.load().rotate()
     assert lake.files() == files and lake.ids() == list(range(5))
+
+
+def test_transactions_of_one_table_at_once_do_not_touch_each_others_files(lake: Lake) -> None:
+    table = lake.create()
+    first, second = table.transaction(), table.transaction()
+    first.append(rows(0, 5))
+    second.append(rows(5, 9))
+    with pytest.raises(RuntimeError), second:
+        raise RuntimeError
+    with first:
+        pass
+    assert lake.ids() == lake.outside_ids() == list(range(5))
+    # The first metadata file, and four files of the commit.
+    assert len(lake.files()) == 5
+
+
+def test_pyicebergs_own_transaction_writes_nothing(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 2))
+    files = lake.files()
+    with pytest.raises((NotEncryptedError, ValueError)):
+        Transaction(table).append(rows(2, 4))
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    with pytest.raises(NotEncryptedError, match="have no keys"):
+        table._do_commit((AddSnapshotUpdate(snapshot=snapshot),), ())
+    assert lake.files() == files
+    # What is no snapshot keeps the keys.
+    with table.update_schema() as update:
+        update.add_column("note", StringType())
+    with table.transaction() as transaction:
+        transaction.set_properties(owner="us")
+    assert lake.metadata()["properties"]["owner"] == "us"
+    assert lake.ids() == lake.outside_ids() == [0, 1]
 
 
 def test_a_table_without_rows_has_no_keks(lake: Lake) -> None:
