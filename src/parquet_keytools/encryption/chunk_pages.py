@@ -6,7 +6,6 @@ nothing twice, build no object that is not needed, and take random bytes for man
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from array import array
@@ -164,7 +163,7 @@ def encrypt_pages(
     header_ends = pages.header_ends
     header_base = header_start = header_ends[first - 1] if first else 0
     headers = bytes(memoryview(pages.headers)[header_base : header_ends[last - 1]])
-    nonces = os.urandom(2 * NONCE_LENGTH * len(plaintexts))
+    nonces = writer.cipher.nonces(2 * len(plaintexts))
     aads_of, write_framing, framing = writer.page_aads, _write_framing, writer.page_framing
     page_jobs: list[_Job] = []
     header_jobs: list[_Job] = []

@@ -17,7 +17,7 @@ from parquet_keytools.encryption.read_ahead import ReadAhead
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.collector import paused_collector
-from parquet_keytools.format.file_layout import MAGIC_LENGTH, Region, RegionKind, arranged, regions_of
+from parquet_keytools.format.file_layout import MAGIC_LENGTH, ChunkPlaces, Region, RegionKind, arranged, regions_of
 from parquet_keytools.format.pages import move_pages
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnChunk, ColumnMetaData, RowGroup
 
@@ -60,6 +60,7 @@ class ChunkRewrite:
         writer: Encrypts them; None for plaintext output.
         new_chunk: For the output's footer; what says how it is encrypted is still to be set.
         new_metadata: For the output.
+        places: What the metadata says of where the chunk lies.
         start: Where its pages begin in the output; None until they are laid out.
     """
 
@@ -69,6 +70,7 @@ class ChunkRewrite:
     writer: ChunkCipher | None
     new_chunk: ColumnChunk = field(init=False)
     new_metadata: ColumnMetaData = field(init=False)
+    places: ChunkPlaces = field(init=False)
     start: int | None = None
     _find_pages: Callable[[], ChunkPages] | None = None
 
@@ -89,7 +91,7 @@ class ChunkRewrite:
         if region.kind is RegionKind.BLOOM_FILTER:
             part = self._lay_out_bloom_filter(source, region)
             self.new_metadata.bloom_filter_offset = offset
-            if self.writer is not None or self.metadata.bloom_filter_length is not None:
+            if self.writer is not None or self.places.bloom_filter_length is not None:
                 self.new_metadata.bloom_filter_length = part.length
             return part
         if region.kind is RegionKind.OFFSET_INDEX:
@@ -126,12 +128,12 @@ class ChunkRewrite:
             limit=region.limit,
             reader=self.reader,
             writer=self.writer,
-            expects_dictionary_page=bool(self.metadata.dictionary_page_offset),
+            expects_dictionary_page=bool(self.places.dictionary_page_offset),
         )
 
     def _move(self, pages: ChunkPages, lengths: list[int], region: Region, offset: int, length: int) -> None:
         """Set all offsets and sizes that depend on where the pages are."""
-        old, new = self.metadata, self.new_metadata
+        old, new = self.places, self.new_metadata
         new.total_compressed_size = length
         data_page, dictionary_page = old.data_page_offset, old.dictionary_page_offset
         has_dictionary_page = pages.has_dictionary_page
@@ -329,7 +331,8 @@ def in_order(
     try:
         for row_group_ordinal, (_, row_group_chunks) in enumerate(row_groups):
             for column_ordinal, chunk in enumerate(row_group_chunks):
-                regions += regions_of(chunk.chunk, chunk.metadata, row_group_ordinal, column_ordinal)
+                chunk.places = ChunkPlaces.of(chunk.metadata)
+                regions += regions_of(chunk.chunk, chunk.metadata, row_group_ordinal, column_ordinal, chunk.places)
         ordered = arranged(regions, footer_offset, created_by)
     except ParquetFormatError as error:
         raise _with_path(error, source.path) from None

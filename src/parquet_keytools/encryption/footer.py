@@ -286,7 +286,7 @@ class Footer:
         module = chunk.encrypted_column_metadata
         metadata: ColumnMetaData | None
         if cipher is None or module is None:
-            metadata = chunk.meta_data
+            metadata = chunk.copy_of(ColumnChunk.meta_data)
             if column.encryption is ColumnEncryption.COLUMN_KEY or (
                 column.encryption is ColumnEncryption.FOOTER_KEY and self.mode is not FooterMode.ENCRYPTED_FOOTER
             ):

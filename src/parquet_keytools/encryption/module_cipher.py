@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from collections.abc import Callable
 
 from parquet_keytools.encryption.aad import MAX_ORDINAL, ModulePlace, ModuleType, module_aad
@@ -34,6 +35,50 @@ _PARQUET_JAVA_HINT = (
 )
 
 
+_MOST_NONCES = 1_024
+
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class _Nonces:
+    """Nonces of one key, taken from the system many at once: a call for each takes longer than a small page."""
+
+    __slots__ = ("_fork", "_lock", "_next", "_position", "_taken")
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 16
+        self._position = 0
+        self._taken = b""
+        self._fork = _forks
+
+    def take(self, count: int) -> bytes:
+        """Return the bytes of nonces that nobody else gets."""
+        if self._fork != _forks:
+            # What was left when this process was forked, its parent uses too; and the lock may be shut.
+            self._begin()
+        with self._lock:
+            start = self._position
+            end = self._position = start + NONCE_LENGTH * count
+            if end > len(self._taken):
+                self._taken = os.urandom(NONCE_LENGTH * (count + self._next))
+                self._next = min(2 * self._next, _MOST_NONCES)
+                start, end = 0, NONCE_LENGTH * count
+                self._position = end
+            return self._taken[start:end]
+
+
 class ModuleCipher:
     """Encrypts and decrypts the modules of one file under one DEK, and counts how many it encrypts.
 
@@ -48,6 +93,11 @@ class ModuleCipher:
         self.gcm = AesGcm(dek)
         self._invocation_limit = min(invocation_limit, MAX_INVOCATIONS)
         self._invocations = 0
+        self._nonces = _Nonces()
+
+    def nonces(self, count: int) -> bytes:
+        """Return the bytes of fresh nonces; for any number of threads."""
+        return self._nonces.take(count)
 
     def ctr(self) -> AesCtr:
         """Return AES-CTR under the same key, for the thread that asks."""
@@ -83,7 +133,7 @@ class ModuleCipher:
         if length - LENGTH_LENGTH > MAX_MODULE_LENGTH:
             raise FormatLimitError(f"{place.module_type.title}: {length} bytes are too long for a module.")
         aad = place.aad(self.file_aad)
-        nonce = os.urandom(NONCE_LENGTH)
+        nonce = self._nonces.take(1)
         out = bytearray(length)
         struct.pack_into("<I12s", out, 0, length - LENGTH_LENGTH, nonce)
         self.gcm.encrypt_into(nonce, plaintext, aad, memoryview(out)[16:])

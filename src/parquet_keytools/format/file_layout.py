@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Self
 
 from parquet_keytools.errors import DraftFormatError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
@@ -238,8 +238,53 @@ class Region(NamedTuple):
     next_offset: int = 0
 
 
+class ChunkPlaces(NamedTuple):
+    """What column metadata says of where a chunk lies; offsets are from the start of the file, all in bytes."""
+
+    data_page_offset: int
+    dictionary_page_offset: int | None
+    index_page_offset: int | None
+    total_compressed_size: int
+    bloom_filter_offset: int | None
+    bloom_filter_length: int | None
+
+    @classmethod
+    def of(cls, metadata: ColumnMetaData) -> Self:
+        """Return the places in a chunk's metadata.
+
+        Raises:
+            ParquetFormatError: It lacks one that is required.
+        """
+        data, dictionary, index, length, bloom_filter, bloom_filter_length = metadata.struct.numbers(_PLACES)
+        if data is None or length is None:
+            # One of them says what is missing.
+            data, length = metadata.data_page_offset, metadata.total_compressed_size
+        return cls(data, dictionary, index, length, bloom_filter, bloom_filter_length)
+
+
+_PLACES = (
+    (ColumnMetaData.data_page_offset.field_id, WireType.I64),
+    (ColumnMetaData.dictionary_page_offset.field_id, WireType.I64),
+    (ColumnMetaData.index_page_offset.field_id, WireType.I64),
+    (ColumnMetaData.total_compressed_size.field_id, WireType.I64),
+    (ColumnMetaData.bloom_filter_offset.field_id, WireType.I64),
+    (ColumnMetaData.bloom_filter_length.field_id, WireType.I32),
+)
+
+_INDEX_PLACES = (
+    (ColumnChunk.column_index_offset.field_id, WireType.I64),
+    (ColumnChunk.column_index_length.field_id, WireType.I32),
+    (ColumnChunk.offset_index_offset.field_id, WireType.I64),
+    (ColumnChunk.offset_index_length.field_id, WireType.I32),
+)
+
+
 def regions_of(
-    chunk: ColumnChunk, metadata: ColumnMetaData, row_group_ordinal: int, column_ordinal: int
+    chunk: ColumnChunk,
+    metadata: ColumnMetaData,
+    row_group_ordinal: int,
+    column_ordinal: int,
+    places: ChunkPlaces | None = None,
 ) -> list[Region]:
     """Return the regions of a chunk.
 
@@ -248,6 +293,7 @@ def regions_of(
         metadata: Its full metadata, decrypted where it was encrypted.
         row_group_ordinal: Of its row group.
         column_ordinal: Of its column.
+        places: Those in the metadata, where they are known.
 
     Raises:
         ParquetFormatError: A length is negative or missing, or the data lies in another file.
@@ -259,26 +305,28 @@ def regions_of(
             hint="Use the data files themselves.",
         )
     ordinals = (row_group_ordinal, column_ordinal)
+    if places is None:
+        places = ChunkPlaces.of(metadata)
+    data_page, dictionary_page, index_page, length, bloom_filter, bloom_filter_length = places
     # Writers leave 0 where there is no such page.
-    offsets = (metadata.data_page_offset, metadata.dictionary_page_offset, metadata.index_page_offset)
-    start = min((offset for offset in offsets if offset), default=0)
-    regions = [Region(RegionKind.PAGES, *ordinals, start, metadata.total_compressed_size)]
-    for kind, offset in (
-        (RegionKind.BLOOM_FILTER, metadata.bloom_filter_offset),
-        (RegionKind.COLUMN_INDEX, chunk.column_index_offset),
-        (RegionKind.OFFSET_INDEX, chunk.offset_index_offset),
+    start = data_page
+    for page in (dictionary_page, index_page):
+        if page and (page < start or not start):
+            start = page
+    regions = [Region(RegionKind.PAGES, *ordinals, start, length)]
+    column_index, column_index_length, offset_index, offset_index_length = chunk.struct.numbers(_INDEX_PLACES)
+    for kind, offset, index_length in (
+        (RegionKind.BLOOM_FILTER, bloom_filter, bloom_filter_length),
+        (RegionKind.COLUMN_INDEX, column_index, column_index_length),
+        (RegionKind.OFFSET_INDEX, offset_index, offset_index_length),
     ):
         if offset is None:
             continue
-        if kind is RegionKind.BLOOM_FILTER:
-            length = metadata.bloom_filter_length
-        else:
-            length = chunk.column_index_length if kind is RegionKind.COLUMN_INDEX else chunk.offset_index_length
-        if length is None and kind is not RegionKind.BLOOM_FILTER:
+        if index_length is None and kind is not RegionKind.BLOOM_FILTER:
             if _LENGTH_FIELD_IDS[kind] in chunk.struct.fields:
                 continue  # A length of another type: nobody can read the index.
             raise ParquetFormatError(f"the {kind.name.lower().replace('_', ' ')} has no length.")
-        regions.append(Region(kind, *ordinals, offset, length))
+        regions.append(Region(kind, *ordinals, offset, index_length))
     return regions
 
 
@@ -313,7 +361,7 @@ def arranged(regions: Iterable[Region], footer_offset: int, created_by: str | No
             limit = next_offset
         else:
             limit = min(next_offset, end + (tolerance if region.kind is RegionKind.PAGES else 0))
-        result.append(Region(*region[:5], limit, next_offset))
+        result.append(Region._make((*region[:5], limit, next_offset)))
         next_offset = region.offset
     result.reverse()
     return result

@@ -6,11 +6,14 @@ bytes: compared, copied and written as they are.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.thrift_compact import ThriftReader
-from parquet_keytools.format.thrift_skim import Skimmer, Spans, skimmer_of
+from parquet_keytools.format.thrift_grammar import COLUMN_GROUPS
+from parquet_keytools.format.thrift_skim import Skimmer, Span, Spans, skimmer_of
 from parquet_keytools.format.thrift_values import (
     INTEGER_BITS,
     Struct,
@@ -22,7 +25,7 @@ from parquet_keytools.format.thrift_values import (
 
 _I32, _I64 = WireType.I32, WireType.I64
 
-_UNREAD_BYTES = 1_000
+_UNREAD_BYTES = 1_500
 """About what the places of the fields of a struct take."""
 
 
@@ -38,13 +41,16 @@ class UnreadStruct(Struct):
     Fields that are set are kept apart, and the rest is written as it is.
     """
 
-    __slots__ = ("_changes", "_data", "_end", "_spans", "_start")
+    __slots__ = ("_changes", "_column", "_data", "_end", "_spans", "_start")
 
-    def __init__(self, data: bytes, start: int, end: int, spans: Spans | None) -> None:
+    def __init__(
+        self, data: bytes, start: int, end: int, spans: Spans | None, column: re.Match[bytes] | None = None
+    ) -> None:
         self._data: bytes | None = data
         self._start = start
         self._end = end
         self._spans = spans
+        self._column = column
         self._changes = _NOTHING
 
     def as_bytes(self) -> bytes | None:
@@ -59,7 +65,8 @@ class UnreadStruct(Struct):
         data = self._data
         if data is None:
             return super().copy()
-        copied = UnreadStruct(data, self._start, self._end, self._places(data))
+        spans = self._spans if self._column is not None else self._places(data)
+        copied = UnreadStruct(data, self._start, self._end, spans, self._column)
         if self._changes:
             copied._changes = dict(self._changes)
         return copied
@@ -69,7 +76,7 @@ class UnreadStruct(Struct):
         data = self._data
         if data is None or self._changes:
             return super().types()
-        return {field_id: wire_type for field_id, (wire_type, _, _) in self._places(data).items()}
+        return {field_id: place[0] for field_id, place in self._places(data).items()}
 
     def entry(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field, to be looked at only: it is read for this call alone."""
@@ -78,23 +85,34 @@ class UnreadStruct(Struct):
             return super().entry(field_id)
         if field_id in changes:
             return changes[field_id]
-        place = (self._spans or self._places(data)).get(field_id)
+        place = self._place(data, field_id)
         if place is None:
             return None
-        wire_type, start, end = place
+        wire_type, start, end, column = place
         if wire_type is _I64 or wire_type is _I32:
-            # Most that is looked at is a number, of few bytes.
-            value = data[start]
-            if value > 0x7F:
-                length = end - start
-                if length == 2:
-                    value = value & 0x7F | data[start + 1] << 7
-                elif length == 3:
-                    value = value & 0x7F | (data[start + 1] & 0x7F) << 7 | data[start + 2] << 14
-                else:
-                    return wire_type, _value_at(data, wire_type, start, end)
-            return wire_type, (value >> 1) ^ -(value & 1)
+            return wire_type, _number_at(data, start, end)
+        if column is not None:
+            return wire_type, UnreadStruct(data, start, end, None, column)
         return wire_type, _value_at(data, wire_type, start, end)
+
+    def numbers(self, fields: Sequence[tuple[int, WireType]]) -> list[int | None]:
+        """Return the values of fields that are integers; None where there is none, or of another type."""
+        data, column, changes = self._data, self._column, self._changes
+        if data is None or column is None or changes:
+            return super().numbers(fields)
+        found: list[int | None] = []
+        for field_id, wire_type in fields:
+            group, its_type = COLUMN_GROUPS.get(field_id, _NO_GROUP)
+            value = column[group] if its_type is wire_type else None
+            if value is None:
+                found.append(None)
+            else:
+                first = value[0]
+                if first > 0x7F:
+                    found.append(_number_at(value, 0, len(value)))
+                else:
+                    found.append((first >> 1) ^ -(first & 1))
+        return found
 
     def entry_to_change(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field; what is changed in the value is changed in this struct."""
@@ -111,7 +129,7 @@ class UnreadStruct(Struct):
         if field_id in changes:
             changed = changes[field_id]
             return None if changed is None else (changed[0], write_value(*changed))
-        place = self._places(data).get(field_id)
+        place = self._place(data, field_id)
         return None if place is None else (place[0], data[place[1] : place[2]])
 
     def set_entry(self, field_id: int, entry: tuple[WireType, Any] | None) -> None:
@@ -123,22 +141,35 @@ class UnreadStruct(Struct):
         else:
             self._changes[field_id] = entry
 
+    def _place(self, data: bytes, field_id: int) -> Span | None:
+        column = self._column
+        if column is None:
+            return (self._spans or self._places(data)).get(field_id)
+        group, wire_type = COLUMN_GROUPS.get(field_id, _NO_GROUP)
+        start, end = column.span(group)
+        return None if start < 0 or not group else (wire_type, start, end, None)
+
     def _places(self, data: bytes) -> Spans:
         spans = self._spans
         if spans is None:
             spans = {}
-            skimmer = skimmer_of(data, self._start)
-            skimmer.struct_fields(1, spans)
+            if self._column is not None:
+                for field_id in COLUMN_GROUPS:
+                    place = self._place(data, field_id)
+                    if place is not None:
+                        spans[field_id] = place
+            else:
+                skimmer_of(data, self._start).struct_fields(1, spans)
             self._spans = spans
         return spans
 
     def _changed(self, data: bytes) -> bytes:
         # A copy: another thread may look at a field of a footer that both share.
-        spans, changes = self._places(data), dict(self._changes)
+        changes = dict(self._changes)
         pieces = []
         at = self._start
         for field_id in sorted(changes):
-            place, changed = spans.get(field_id), changes[field_id]
+            place, changed = self._place(data, field_id), changes[field_id]
             if place is None or changed is None or changed[0] is not place[0] or place[1] < at:
                 break
             # The header stays what it is, and what lies between two of these fields is copied at once.
@@ -148,6 +179,7 @@ class UnreadStruct(Struct):
         else:
             pieces.append(data[at : self._end])
             return b"".join(pieces)
+        spans = self._places(data)
         order = [field_id for field_id in spans if field_id not in changes or changes[field_id] is not None]
         for field_id, changed in changes.items():
             if changed is not None and field_id not in spans:
@@ -162,7 +194,7 @@ class UnreadStruct(Struct):
             if changed is not None:
                 wire_type, value = changed[0], write_value(*changed)
             else:
-                wire_type, start, end = spans[field_id]
+                wire_type, start, end, _ = spans[field_id]
                 value = data[start:end]
             if 0 < field_id - last <= 15:
                 out.append(field_id - last << 4 | wire_type)
@@ -184,27 +216,42 @@ class UnreadStruct(Struct):
         struct = Struct(
             {
                 field_id: (wire_type, _value_at(data, wire_type, start, end))
-                for field_id, (wire_type, start, end) in self._places(data).items()
+                for field_id, (wire_type, start, end, _) in self._places(data).items()
             }
         )
         for field_id, changed in list(self._changes.items()):
             struct.set_entry(field_id, changed)
         self.fields = struct.fields
-        self._data = self._spans = None
+        self._data = self._spans = self._column = None
         return struct.fields
 
 
+_NO_GROUP = (0, WireType.STOP)
+
 _CHANGEABLE = frozenset({WireType.STRUCT, WireType.LIST, WireType.SET, WireType.MAP})
+
+
+def _number_at(data: bytes, start: int, end: int) -> int:
+    """Return a zigzag varint; most are of few bytes."""
+    length = end - start
+    if length == 1:
+        value = data[start]
+    elif length == 2:
+        value = data[start] & 0x7F | data[start + 1] << 7
+    elif length == 3:
+        value = data[start] & 0x7F | (data[start + 1] & 0x7F) << 7 | data[start + 2] << 14
+    else:
+        value = shift = 0
+        for byte in data[start:end]:
+            value |= (byte & 0x7F) << shift
+            shift += 7
+    return (value >> 1) ^ -(value & 1)
 
 
 def _value_at(data: bytes, wire_type: WireType, start: int, end: int) -> Any:
     """Return a value whose place is known, and whose bytes are valid."""
     if wire_type in INTEGER_BITS:
-        value = shift = 0
-        for byte in data[start:end]:
-            value |= (byte & 0x7F) << shift
-            shift += 7
-        return (value >> 1) ^ -(value & 1)
+        return _number_at(data, start, end)
     if wire_type is WireType.BINARY:
         while data[start] > 0x7F:
             start += 1
@@ -233,6 +280,9 @@ def read_outline(data: bytes, offset: int, levels: int, max_memory: int | None =
     """
     if levels == 0 and max_memory is None:
         skimmer = skimmer_of(data, offset)
+        column = skimmer.match_column(data, offset)
+        if column is not None:
+            return UnreadStruct(data, offset, column.end(), None, column), column.end()
         spans: Spans = {}
         try:
             skimmer.struct_fields(0, spans)

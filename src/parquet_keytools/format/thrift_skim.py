@@ -6,9 +6,8 @@ level of nesting, accepts what `read_struct` accepts, and says of the rest what 
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.thrift_compact import (
@@ -20,11 +19,13 @@ from parquet_keytools.format.thrift_compact import (
     ThriftReader,
     WireType,
 )
+from parquet_keytools.format.thrift_grammar import Match, usual
 
-Spans = dict[int, tuple[WireType, int, int]]
-"""Field id -> its type, and where its value begins and ends."""
+Span = tuple[WireType, int, int, re.Match[bytes] | None]
+"""The type of a field, where its value begins and ends, and what matched it if it is column metadata."""
 
-_Match = Callable[[bytes, int], re.Match[bytes] | None]
+Spans = dict[int, Span]
+"""Field id -> where it is."""
 
 _MAX_FIELD_ID = 32_767
 
@@ -37,7 +38,9 @@ _NESTING = 8
 """More than the expression's levels of nesting, so that it never passes over what nests too deep."""
 
 
-def skim_struct(data: bytes, offset: int = 0, keep: Collection[int] = ()) -> tuple[Spans, int]:
+def skim_struct(
+    data: bytes, offset: int = 0, keep: Collection[int] = ()
+) -> tuple[dict[int, tuple[WireType, int, int]], int]:
     """Check a struct in `data` at `offset`.
 
     Args:
@@ -57,7 +60,7 @@ def skim_struct(data: bytes, offset: int = 0, keep: Collection[int] = ()) -> tup
         skimmer.struct_fields(0, spans)
     except IndexError:
         raise ParquetFormatError("a Thrift struct ends before it is complete") from None
-    return {field_id: spans[field_id] for field_id in keep if field_id in spans}, skimmer.offset
+    return {field_id: spans[field_id][:3] for field_id in keep if field_id in spans}, skimmer.offset
 
 
 def skimmer_of(data: bytes, offset: int) -> Skimmer:
@@ -67,18 +70,23 @@ def skimmer_of(data: bytes, offset: int) -> Skimmer:
     return Skimmer(data, offset, uses_expression=_skimmed_bytes >= _MANY_BYTES)
 
 
+def _no_match(data: bytes, offset: int) -> None:
+    return None
+
+
 class Skimmer(ThriftReader):
     """As the reader, step by step, with nothing kept."""
 
-    __slots__ = ("known", "match", "match_list", "position")
+    __slots__ = ("known", "match", "match_column", "match_list", "position")
 
     data: bytes
 
     def __init__(self, data: bytes, offset: int, *, uses_expression: bool) -> None:
         super().__init__(data, offset)
         self.match = self.match_list = None
+        self.match_column: Match = _no_match
         if uses_expression:
-            self.match, self.match_list = _usual()
+            self.match, self.match_list, self.match_column = usual()
         self.known: dict[int, bytes] = {}
         self.position = 0
 
@@ -92,6 +100,8 @@ class Skimmer(ThriftReader):
         # A bit for each id: a set of all would take a hundred times as much as fields of one byte.
         seen = seen_negative = 0
         match_list = self.match_list if depth <= MAX_DEPTH - _NESTING else None
+        match_column = self.match_column
+        column = None
         while header := data[offset]:
             offset += 1
             if header > 0x0F:
@@ -133,9 +143,12 @@ class Skimmer(ThriftReader):
                     raise ParquetFormatError(f"a Thrift value of {length} bytes does not fit into its bytes")
                 offset += length
             elif code == 12:
-                self.offset = offset
-                self.pass_struct(depth + 1)
-                offset = self.offset
+                if match_list is None or spans is None or (column := match_column(data, offset)) is None:
+                    self.offset = offset
+                    self.pass_struct(depth + 1)
+                    offset = self.offset
+                else:
+                    offset = column.end()
             elif code == 1 or code == 2:
                 pass
             elif code == 9 and match_list is not None and (found := match_list(data, offset)) is not None:
@@ -159,7 +172,8 @@ class Skimmer(ThriftReader):
             if is_second:
                 raise ParquetFormatError(f"Thrift field {field_id} comes twice")
             if spans is not None:
-                spans[field_id] = (WIRE_TYPES[code], start, offset)
+                spans[field_id] = (WIRE_TYPES[code], start, offset, column)
+                column = None
         self.offset = offset + 1
 
     def pass_struct(self, depth: int) -> None:
@@ -291,42 +305,3 @@ class _Counter(ThriftReader):
             raise ParquetFormatError("no such type")
         else:
             self.offset += FIXED_LENGTH[wire_type]
-
-
-@functools.cache
-def _usual() -> tuple[_Match, _Match]:
-    """Return what matches the structs of usual footers, down to a column chunk, and what matches lists in them.
-
-    They match nothing that is not a struct or a list, and a part of what is: fields in their order, no long texts
-    or lists. No repetition is tried again, so that it takes time proportional to the bytes.
-    """
-
-    def headers(*codes: int) -> bytes:
-        return b"[" + b"".join(b"\\x%02x" % (delta << 4 | code) for code in codes for delta in range(1, 16)) + b"]"
-
-    def texts(lengths: int) -> bytes:
-        groups = []
-        for first in range(0, lengths, 16):
-            each = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(first, first + 16))
-            groups.append(b"(?=[\\x%02x-\\x%02x])(?:%s)" % (first, first + 15, each))
-        return b"(?:" + b"|".join(groups) + b")"
-
-    def lists(code: int, element: bytes, most: int) -> bytes:
-        return b"|".join(b"\\x%02x(?:%s){%d}" % (count << 4 | code, element, count) for count in range(most + 1))
-
-    def struct_of(*fields: bytes) -> bytes:
-        # Not as a possessive repetition, which Python before 3.11.5 matches wrongly (python/cpython#106052).
-        return b"(?>(?:" + b"|".join(fields) + rb"){0,32})\x00"
-
-    i32 = rb"(?:[\x80-\xff]{0,3}+[\x00-\x7f]|[\x80-\xff]{4}[\x00-\x0f])"
-    i64 = rb"(?:[\x80-\xff]{0,8}+[\x00-\x7f]|[\x80-\xff]{9}[\x00\x01])"
-    numbers = b"|".join((headers(5) + i32, headers(6) + i64, headers(1, 2)))
-    leaves = numbers + b"|" + headers(8) + texts(128)
-    number_lists = lists(5, i32, 14) + b"|" + lists(6, i64, 14)
-    other_lists = lists(8, texts(48), 4) + b"|" + lists(12, struct_of(numbers), 6)
-    usual_list = b"(?:" + number_lists + b"|" + other_lists + b")"
-    every_list = headers(9) + usual_list
-    statistics = struct_of(leaves, headers(9) + b"(?:" + number_lists + b")")
-    column_metadata = struct_of(leaves, every_list, headers(12) + statistics)
-    chunk = struct_of(leaves, every_list, headers(12) + column_metadata)
-    return re.compile(chunk, re.DOTALL).match, re.compile(usual_list, re.DOTALL).match

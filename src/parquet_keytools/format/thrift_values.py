@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -61,6 +62,18 @@ class Struct:
     def entry(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field, to be looked at only."""
         return self.fields.get(field_id)
+
+    def numbers(self, fields: Sequence[tuple[int, WireType]]) -> list[int | None]:
+        """Return the values of fields that are integers; None where there is none, or of another type.
+
+        Args:
+            fields: Ids and types.
+        """
+        entries = [self.entry(field_id) for field_id, _ in fields]
+        return [
+            entry[1] if entry is not None and entry[0] is wire_type else None
+            for entry, (_, wire_type) in zip(entries, fields, strict=True)
+        ]
 
     def entry_to_change(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field; what is changed in the value is changed in this struct."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -110,3 +112,30 @@ def test_the_invocation_limit_cannot_be_raised() -> None:
     cipher.reserve(2**32)
     with pytest.raises(FormatLimitError):
         cipher.reserve(1)
+
+
+def test_threads_get_different_nonces() -> None:
+    cipher = ModuleCipher(SecretBytes(bytes(16)), b"file")
+    with ThreadPoolExecutor(4) as pool:
+        taken = list(pool.map(lambda count: (count, cipher.nonces(count)), [1, 2, 3, 700] * 200))
+    assert all(len(nonces) == 12 * count for count, nonces in taken)
+    single = [nonces[start : start + 12] for _, nonces in taken for start in range(0, len(nonces), 12)]
+    assert len(set(single)) == len(single)
+
+
+def test_a_forked_child_takes_no_nonce_of_its_parent() -> None:
+    cipher = ModuleCipher(SecretBytes(bytes(16)), b"file")
+    cipher.nonces(1)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, cipher.nonces(10))
+        os._exit(0)
+    os.close(writing)
+    ours = cipher.nonces(10)
+    with os.fdopen(reading, "rb") as pipe:
+        theirs = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(theirs) == len(ours) == 120
+    pieces = [data[start : start + 12] for data in (ours, theirs) for start in range(0, 120, 12)]
+    assert len(set(pieces)) == 20

@@ -1,0 +1,90 @@
+"""Expressions for what most of a footer is: column chunks as writers write them, in Thrift's compact protocol.
+
+They match nothing that is not a struct or a list, and a part of what is: fields in their order, no long texts or
+lists. No repetition is tried again, so that matching takes time proportional to the bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+
+from parquet_keytools.format.thrift_values import WireType
+
+Match = Callable[[bytes, int], re.Match[bytes] | None]
+
+_COLUMN_FIELDS = (
+    (1, WireType.I32),
+    (2, WireType.LIST),
+    (3, WireType.LIST),
+    (4, WireType.I32),
+    (5, WireType.I64),
+    (6, WireType.I64),
+    (7, WireType.I64),
+    (9, WireType.I64),
+    (11, WireType.I64),
+    (12, WireType.STRUCT),
+    (13, WireType.LIST),
+    (14, WireType.I64),
+    (15, WireType.I32),
+    (16, WireType.STRUCT),
+)
+
+COLUMN_GROUPS = {field_id: (group, wire_type) for group, (field_id, wire_type) in enumerate(_COLUMN_FIELDS, 1)}
+"""Id of a field of column metadata -> its group in the third expression of `usual`, and its type."""
+
+
+@functools.cache
+def usual() -> tuple[Match, Match, Match]:
+    """Return what matches structs and lists.
+
+    Returns:
+        What matches the structs of usual footers, down to a column chunk; what matches lists in them; and what
+        matches structs with the fields of column metadata and no other, whose groups are the values.
+    """
+
+    def headers(*codes: int) -> bytes:
+        return b"[" + b"".join(b"\\x%02x" % (delta << 4 | code) for code in codes for delta in range(1, 16)) + b"]"
+
+    def texts(lengths: int) -> bytes:
+        groups = []
+        for first in range(0, lengths, 16):
+            each = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(first, first + 16))
+            groups.append(b"(?=[\\x%02x-\\x%02x])(?:%s)" % (first, first + 15, each))
+        return b"(?:" + b"|".join(groups) + b")"
+
+    def lists(code: int, element: bytes, most: int) -> bytes:
+        return b"|".join(b"\\x%02x(?:%s){%d}" % (count << 4 | code, element, count) for count in range(most + 1))
+
+    def struct_of(*fields: bytes) -> bytes:
+        # Not as a possessive repetition, which Python before 3.11.5 matches wrongly (python/cpython#106052).
+        return b"(?>(?:" + b"|".join(fields) + rb"){0,32})\x00"
+
+    i32 = rb"(?:[\x80-\xff]{0,3}+[\x00-\x7f]|[\x80-\xff]{4}[\x00-\x0f])"
+    i64 = rb"(?:[\x80-\xff]{0,8}+[\x00-\x7f]|[\x80-\xff]{9}[\x00\x01])"
+    numbers = b"|".join((headers(5) + i32, headers(6) + i64, headers(1, 2)))
+    leaves = numbers + b"|" + headers(8) + texts(128)
+    number_lists = lists(5, i32, 14) + b"|" + lists(6, i64, 14)
+    other_lists = lists(8, texts(48), 4) + b"|" + lists(12, struct_of(numbers), 6)
+    usual_list = b"(?:" + number_lists + b"|" + other_lists + b")"
+    every_list = headers(9) + usual_list
+    statistics = struct_of(leaves, headers(9) + b"(?:" + number_lists + b")")
+    column_metadata = struct_of(leaves, every_list, headers(12) + statistics)
+    chunk = struct_of(leaves, every_list, headers(12) + column_metadata)
+    # The header of a field depends on which field was the last one; groups 9 to 13 are those that may be missing.
+    column_fields = (
+        (rb"\x15(" + i32 + rb")\x19(" + usual_list + rb")\x19(" + usual_list + rb")\x15(" + i32 + b")")
+        + (rb"\x16(" + i64 + rb")\x16(" + i64 + rb")\x16(" + i64 + rb")\x26(" + i64 + b")")
+        + (rb"(?:\x26(" + i64 + b"))?")
+        + (rb"(?:(?(9)\x1c|\x3c)(" + statistics + b"))?")
+        + (rb"(?:(?(10)\x19|(?(9)\x29|\x49))(" + usual_list + b"))?")
+        + (rb"(?:(?(11)\x16|(?(10)\x26|(?(9)\x36|\x56)))(" + i64 + b"))?")
+        + (rb"(?:(?(12)\x15|(?!))(" + i32 + b"))?")
+        + (rb"(?:(?(13)\x1c|(?(12)\x2c|(?(11)\x3c|(?(10)\x4c|(?(9)\x5c|\x7c)))))(" + column_metadata + rb"))?\x00")
+    )
+    return (
+        re.compile(chunk, re.DOTALL).match,
+        re.compile(usual_list, re.DOTALL).match,
+        re.compile(column_fields, re.DOTALL).match,
+    )

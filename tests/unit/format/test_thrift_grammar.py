@@ -1,0 +1,135 @@
+"""The expression for column metadata finds what is found field by field, and nothing where that is an error."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format import thrift_skim
+from parquet_keytools.format.thrift_grammar import COLUMN_GROUPS, usual
+from parquet_keytools.format.thrift_outline import read_outline
+from parquet_keytools.format.thrift_skim import Skimmer, Spans
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_struct
+
+I32, I64, BINARY, LIST, STRUCT = (
+    WireType.I32,
+    WireType.I64,
+    WireType.BINARY,
+    WireType.LIST,
+    WireType.STRUCT,
+)
+
+REQUIRED: dict[int, tuple[WireType, Any]] = {
+    1: (I32, 5),
+    2: (LIST, ThriftList(I32, [0, 3, 8])),
+    3: (LIST, ThriftList(BINARY, [b"point", b"x"])),
+    4: (I32, 6),
+    5: (I64, 1 << 40),
+    6: (I64, 300),
+    7: (I64, 200_000),
+    9: (I64, 4),
+}
+OPTIONAL: dict[int, tuple[WireType, Any]] = {
+    8: (LIST, ThriftList(STRUCT, [Struct({1: (BINARY, b"key")})])),
+    10: (I64, 77),
+    11: (I64, 9_000_000),
+    12: (STRUCT, Struct({3: (I64, 0), 5: (BINARY, b"zz"), 6: (BINARY, b"aa"), 7: (WireType.TRUE, None)})),
+    13: (LIST, ThriftList(STRUCT, [Struct({1: (I32, 0), 2: (I32, 3), 3: (I32, 1)})])),
+    14: (I64, -5),
+    15: (I32, 47),
+    16: (STRUCT, Struct({1: (I64, 8), 2: (LIST, ThriftList(I64, [1, 2, 3]))})),
+    17: (STRUCT, Struct()),
+    300: (I64, 1),
+}
+
+
+def by_field(data: bytes) -> tuple[Spans, int]:
+    """Walk through a struct without an expression."""
+    skimmer = Skimmer(data, 0, uses_expression=False)
+    spans: Spans = {}
+    skimmer.struct_fields(0, spans)
+    return spans, skimmer.offset
+
+
+def by_expression(data: bytes) -> tuple[Spans, int] | None:
+    """Return what the expression finds; None where it does not match."""
+    found = usual()[2](data, 0)
+    if found is None:
+        return None
+    places = {
+        field_id: (wire_type, *found.span(group), None) for field_id, (group, wire_type) in COLUMN_GROUPS.items()
+    }
+    return {field_id: place for field_id, place in places.items() if place[1] >= 0}, found.end()
+
+
+def subsets() -> list[bytes]:
+    """Return metadata with every choice of optional fields."""
+    return [
+        write_struct(Struct(dict(sorted((REQUIRED | {i: OPTIONAL[i] for i in chosen}).items()))))
+        for count in range(len(OPTIONAL) + 1)
+        for chosen in itertools.combinations(OPTIONAL, count)
+    ]
+
+
+def test_every_choice_of_fields() -> None:
+    matched = 0
+    for data in subsets():
+        found = by_expression(data + b"tail")
+        if found is not None:
+            matched += 1
+            assert found == by_field(data + b"tail")
+    # Fields 11, 12, 13, 14 with or without 15, and 16, in all combinations.
+    assert matched == 2 * 2 * 2 * 3 * 2
+
+
+def test_changed_bytes() -> None:
+    generator = random.Random(7)
+    matched = 0
+    for data in subsets():
+        for _ in range(20):
+            changed = bytearray(data)
+            for _ in range(generator.randint(1, 2)):
+                changed[generator.randrange(len(changed))] = generator.choice(
+                    (0, 1, 0x1C, 0x7F, 0x80, 0xFF, 0x26, 0x16)
+                )
+            found = by_expression(bytes(changed))
+            if found is not None:
+                matched += 1
+                assert found == by_field(bytes(changed))
+    assert matched > 100
+
+
+@pytest.mark.parametrize("cut", [1, 10, 30])
+def test_cut_off(cut: int) -> None:
+    data = write_struct(Struct(REQUIRED))
+    assert by_expression(data[:-cut]) is None
+    with pytest.raises(ParquetFormatError, match=r"ends before it is complete|does not fit"):
+        read_outline(data[:-cut], 0, 0)
+
+
+def test_fields_are_read_and_set_as_in_other_structs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thrift_skim, "_MANY_BYTES", 0)
+    for data in subsets():
+        if by_expression(data) is None:
+            continue
+        outline, end = read_outline(b"\0" * 3 + data + b"tail", 3, 0)
+        general = Struct(
+            {field: entry for field, entry in (REQUIRED | OPTIONAL).items() if field in by_field(data)[0]}
+        )
+        assert end == 3 + len(data)
+        assert outline.types() == general.types()
+        wanted = [(field, wire_type) for field in range(1, 18) for wire_type in (I32, I64)]
+        assert outline.numbers(wanted) == general.numbers(wanted)
+        for field in range(1, 18):
+            assert outline.entry_bytes(field) == general.entry_bytes(field)
+        copied = outline.copy()
+        for field, entry in ((7, (I64, 12)), (9, (I64, 1 << 33)), (11, None), (14, (I64, 3)), (10, (I64, 2))):
+            copied.set_entry(field, entry)
+            general.set_entry(field, entry)
+        assert copied.as_bytes() == write_struct(general)
+        assert outline.as_bytes() == data
+        assert outline.fields.keys() == by_field(data)[0].keys()
