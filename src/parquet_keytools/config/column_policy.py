@@ -11,6 +11,7 @@ from typing import Literal
 
 from parquet_keytools.config.mistakes import MOST_REPORTED, Mistake, YamlPath, did_you_mean
 from parquet_keytools.config.settings import Configuration
+from parquet_keytools.config.table_settings import TableSettings
 
 ColumnPath = tuple[str, ...]
 """Names from the top of the schema to a leaf column."""
@@ -61,7 +62,8 @@ def resolve_columns(
             case of letters, as for readers that make no difference.
 
     Raises:
-        ConfigurationError: Reports all patterns that cover no column, and all columns with two keys.
+        ConfigurationError: Reports all patterns that cover no column, all columns with two keys, and all that are
+            not listed where the table has `unlisted_columns: error`.
     """
     _, table = configuration.select_table(table_name)
     if table.unlisted_columns == "footer_key":
@@ -103,9 +105,39 @@ def resolve_columns(
     if for_reading:
         more = partial(dotted_paths.also_covered_by, ignores_case=ignores_case)
         give_keys(more, must_cover=False, spared=covered)
+    if table.unlisted_columns == "error" and not for_reading:
+        mistakes += _unlisted(
+            table_name, table, dotted_paths, [leaf for leaf in leaf_paths if leaf not in covered]
+        )
+        mistakes += _listed_as_plaintext(table_name, table, dotted_paths, covered)
     if mistakes:
         raise configuration.error_for(mistakes)
     return keys
+
+
+def _unlisted(
+    table_name: str, table: TableSettings, dotted_paths: _DottedPaths, without_key: Sequence[ColumnPath]
+) -> Iterator[Mistake]:
+    """Yield columns without a key that are not said to stay plaintext."""
+    plaintext = {leaf for pattern in table.plaintext_columns for leaf in dotted_paths.covered_by(pattern)}
+    for leaf in without_key:
+        if leaf not in plaintext:
+            yield Mistake(
+                ("tables", table_name, "unlisted_columns"),
+                f"column {'.'.join(leaf)!r} is not listed, and nothing is written in this case.",
+                "List it under column_keys or plaintext_columns.",
+            )
+
+
+def _listed_as_plaintext(
+    table_name: str, table: TableSettings, dotted_paths: _DottedPaths, covered: Collection[ColumnPath]
+) -> Iterator[Mistake]:
+    """Yield columns that have a key and are said to stay plaintext."""
+    for position, pattern in enumerate(table.plaintext_columns):
+        for leaf in dotted_paths.covered_by(pattern):
+            if leaf in covered:
+                message = f"column {'.'.join(leaf)!r} has a key under column_keys, and is listed as plaintext too."
+                yield Mistake(("tables", table_name, "plaintext_columns", position), message)
 
 
 class _DottedPaths:

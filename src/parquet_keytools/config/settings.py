@@ -246,9 +246,9 @@ class Configuration(Settings):
             if table.algorithm == "AES_GCM_CTR_V1":
                 message = "page data is not authenticated: changes to encrypted values go undetected."
                 yield Mistake(("tables", name, "algorithm"), message, "AES_GCM_V1 protects it.")
-            if not table.column_keys and table.unlisted_columns == "plaintext":
+            if not table.column_keys and table.unlisted_columns != "footer_key":
                 what = "nothing is encrypted" if table.plaintext_footer else "only the footer is encrypted"
-                message = f"{what}: there are no column_keys, and unlisted_columns is plaintext."
+                message = f"{what}: there are no column_keys, and unlisted_columns is {table.unlisted_columns}."
                 yield Mistake(("tables", name), message)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:

@@ -34,8 +34,14 @@ class TableSettings(Settings):
         description="Names of keys that files of this table may be under in place of any key that it names, such "
         "as keys from before a change of the table. Nothing new is encrypted with them.",
     )
-    unlisted_columns: Literal["plaintext", "footer_key"] = Field(
-        default="plaintext", description="What happens to columns that no key lists."
+    unlisted_columns: Literal["plaintext", "footer_key", "error"] = Field(
+        default="plaintext",
+        description="What happens to columns that no key lists: they stay plaintext, are encrypted with the "
+        "footer's key, or nothing is written until each is under column_keys or plaintext_columns.",
+    )
+    plaintext_columns: tuple[Text, ...] = Field(
+        default=(),
+        description="Columns that stay plaintext with `unlisted_columns: error`: dotted paths, parents, or globs.",
     )
     plaintext_footer: StrictBool = Field(
         default=False,
@@ -118,6 +124,9 @@ class TableSettings(Settings):
                 mistakes.append(Mistake(("also_trusted", position), f"the key {name!r} is listed twice."))
         if not self.store_aad_prefix and self.aad_prefix is None:
             mistakes.append(Mistake(("store_aad_prefix",), "there is no aad_prefix that could be stored."))
+        if self.plaintext_columns and self.unlisted_columns != "error":
+            message = "columns that may stay plaintext are listed with `unlisted_columns: error` only."
+            mistakes.append(Mistake(("plaintext_columns",), message))
         if not self.plaintext_footer:
             mistakes += [
                 Mistake((name,), "plaintext_footer is not set: an encrypted footer hides all metadata.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Protocol
 from urllib.parse import unquote
 
@@ -109,6 +110,7 @@ class TableCheck:
         self._ignores_case = ignores_case
         self._algorithm = Algorithm(table.algorithm)
         self._column_keys, self._unlisted = table.column_keys, table.unlisted_columns
+        self._plaintext_columns = [pattern.replace("[", "[[]") for pattern in table.plaintext_columns]
         self._keys = {name: resolve_key(configuration, name) for _, name in table.key_names()}
         also_trusted = frozenset(self._keys[name] for name in table.also_trusted)
         self._trusted: dict[str, frozenset[KeyReference]] = {}
@@ -173,8 +175,17 @@ class TableCheck:
                     f"{message}, and the table {self.table_name!r} has it under the key {keyed[name]!r}.",
                     hint="Partition the source by another column, or take this one out of column_keys.",
                 )
+            if self._unlisted == "error" and not self._stays_plaintext(name):
+                raise ConfigurationError(
+                    f"{message}, and the table {self.table_name!r} does not list it.",
+                    hint="List it under plaintext_columns, or partition the source by another column.",
+                )
             if self._unlisted == "footer_key":
                 warnings.warn(message, UserWarning, stacklevel=3)
+
+    def _stays_plaintext(self, name: str) -> bool:
+        folded = str.lower if self._ignores_case else str
+        return any(fnmatchcase(folded(name), folded(pattern)) for pattern in self._plaintext_columns)
 
     def _key_of_part(self, name: str) -> str | None:
         """Return the key of a pattern that names a part of a top-level column, which no file may have."""

@@ -71,7 +71,7 @@ def spark_limits(policy: TablePolicy) -> list[str]:
     if table.key_material == "external":
         reasons.append("its external key material can be left behind when a committer moves the files")
     column_keys = [path for path, key in policy.columns.items() if key.kind == "column_key"]
-    if not column_keys and table.unlisted_columns == "plaintext":
+    if not column_keys and table.unlisted_columns != "footer_key":
         reasons.append("it does not encrypt the footer alone")
     for path in column_keys:
         if any(_cannot_be_listed(name) for name in path):

@@ -230,3 +230,23 @@ def test_every_column_gets_the_one_key_that_lists_it(leaves, column_keys, with_f
     for leaf, key in keys.items():
         expected = {ChosenKey("column_key", name) for name in covering[leaf]}
         assert {key} == (expected or {FOOTER if with_footer_key else PLAINTEXT})
+
+
+def test_a_column_that_is_listed_nowhere_is_an_error():
+    with pytest.raises(ConfigurationError) as caught:
+        resolve({"pii": ["tailnum"]}, "tailnum", "year", "new", ("at", "deep", "x"), unlisted_columns="error")
+    text = str(caught.value)
+    assert all(f"column {name!r} is not listed" in text for name in ("year", "new", "at.deep.x"))
+    assert "tailnum" not in text and "plaintext_columns" in text
+
+
+def test_columns_that_stay_plaintext_are_listed():
+    listed = {"unlisted_columns": "error", "plaintext_columns": ["year", "at", "x_*", "not there"]}
+    keys = resolve({"pii": ["tailnum"]}, "tailnum", "year", ("at", "deep", "x"), "x_1", **listed)
+    assert [key.kind for key in keys] == ["column_key", "plaintext", "plaintext", "plaintext"]
+    with pytest.raises(
+        ConfigurationError, match="'tailnum' has a key under column_keys, and is listed as plaintext"
+    ):
+        resolve({"pii": ["tailnum"]}, "tailnum", **{**listed, "plaintext_columns": ["tail*"]})
+    with pytest.raises(ConfigurationError, match="with `unlisted_columns: error` only"):
+        resolve({"pii": ["tailnum"]}, "tailnum", plaintext_columns=["year"])

@@ -35,6 +35,7 @@ def test_defaults():
         "footer_key": "footer",
         "column_keys": {"pii": ("tailnum",)},
         "unlisted_columns": "plaintext",
+        "plaintext_columns": (),
         "plaintext_footer": False,
         "plaintext_footer_key_values": "drop",
         "plaintext_footer_keys": (),
@@ -63,7 +64,8 @@ def test_everything_can_be_said():
     fields = {
         "column_keys": {"pii": ["tailnum", "passenger.*"]},
         "also_trusted": ["pii_2024"],
-        "unlisted_columns": "footer_key",
+        "unlisted_columns": "error",
+        "plaintext_columns": ["year"],
         "plaintext_footer": True,
         "plaintext_footer_key_values": "refuse",
         "plaintext_footer_keys": ["owner"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.errors import AlreadyEncryptedError, KeytoolsError, OutputError
+from parquet_keytools.errors import AlreadyEncryptedError, ConfigurationError, KeytoolsError, OutputError
 
 CANARY = "canary-of-a-secret-value"
 TABLE = pa.table(
@@ -114,7 +115,38 @@ def test_a_data_set_of_a_view_begins_at_its_root(tmp_path: Path, root: str) -> N
     assert data_set.to_table().equals(TABLE)
 
 
-def _plain() -> bytes:
+def _plain(table: pa.Table = TABLE) -> bytes:
     sink = pa.BufferOutputStream()
-    pq.write_table(TABLE, sink)
+    pq.write_table(table, sink)
     return bytes(sink.getvalue())
+
+
+WRITERS: dict[str, Callable[[Keytools, pa.Table, Path], Any]] = {
+    "properties": lambda keytools, data, path: data.to_pandas().to_parquet(
+        path,
+        encryption_properties=keytools.encryption_properties("t", pa.Schema.from_pandas(data.to_pandas()), path),
+    ),
+    "writer": lambda keytools, data, path: keytools.writer(path, data.schema),
+    "table": lambda keytools, data, path: keytools.write_table(data, path),
+    "dataset": lambda keytools, data, path: keytools.write_dataset(data, path.parent / "d"),
+    "partitioned": lambda keytools, data, path: keytools.write_dataset(
+        data, path.parent / "d", partitioning=["new"]
+    ),
+    "frame": lambda keytools, data, path: data.to_pandas().to_parquet(path, filesystem=keytools.filesystem()),
+    "frame in parts": lambda keytools, data, path: data.to_pandas().to_parquet(
+        path.parent / "d", partition_cols=["new"], filesystem=keytools.filesystem()
+    ),
+    "file": lambda keytools, data, path: keytools.filesystem().pipe_file(str(path), _plain(data)),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_column_that_is_new_upstream_is_not_written_in_plaintext(tmp_path: Path, writer: str) -> None:
+    keytools = tools(unlisted_columns="error", plaintext_columns=["a", "part"])
+    with pytest.raises(ConfigurationError, match="column 'new' is not listed"):
+        WRITERS[writer](keytools, TABLE.append_column("new", TABLE["b"]), tmp_path / "x.parquet")
+    assert files_in(tmp_path) == []
+    if "part" not in writer:
+        WRITERS[writer](keytools, TABLE, tmp_path / "x.parquet")
+        if writer != "writer":
+            assert len(files_in(tmp_path)) == 1
