@@ -86,7 +86,7 @@ CHANGES: dict[str, tuple[Any, dict[str, str] | str]] = {
     # Files that are there may be under it; none that Spark writes is.
     "also_trusted": (["pii"], {}),
     "unlisted_columns": ("footer_key", {"complete.columns": "true"}),
-    "plaintext_columns": (["id"], {"complete.columns": "false"}),
+    "plaintext_columns": (["*"], {"complete.columns": "false"}),
     "plaintext_footer": (True, "its plaintext footers show size statistics of encrypted columns"),
     "plaintext_footer_key_values": ("refuse", "its plaintext footers show size statistics of encrypted columns"),
     "plaintext_footer_keys": (["owner"], "its plaintext footers show size statistics of encrypted columns"),
@@ -112,7 +112,7 @@ def test_a_setting_becomes_an_option_or_an_error(name: str) -> None:
     if name.startswith("plaintext_footer_"):
         table["plaintext_footer"] = True
     if name == "plaintext_columns":
-        table["unlisted_columns"] = "error"
+        table |= {"unlisted_columns": "error", "plaintext_columns": ["id", "month", "tags", "scores"]}
     if name == "store_aad_prefix":
         table["aad_prefix"] = "flights"
     if isinstance(expected, str):
