@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import Column
 from parquet_keytools.conformance.module_check import AUTHENTICITY_RULES, check_padding
-from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.encryption.aad import MAX_ORDINAL, ModulePlace, ModuleType
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, LENGTH_LENGTH, ModuleCipher

@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from parquet_keytools.conformance.chunk_modules import ChunkCiphers, Page, PageWalk, Window
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.layout_rules import ChunkRegion
 from parquet_keytools.conformance.module_check import AUTHENTICITY_RULES
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.conformance.report import Loss
-from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, ModuleCipher
@@ -186,12 +186,8 @@ class ChunkVerifier:
             is_good = self._check_content(page, self._begins_well(page, start)) and is_good
         if self._is_uncompressed:
             stated = page.facts.uncompressed_length
-            if plaintext_length == stated:
-                book.holds("page-size")
-            else:
-                message = f"{plaintext_length} bytes without framing, and the header states {stated}."
-                book.broken("page-size", message, page.place)
-                is_good = False
+            message = f"{plaintext_length} bytes without framing, and the header states {stated}."
+            is_good = book.check("page-size", plaintext_length == stated, message, page.place) and is_good
         if not is_good:
             self._lose(page)
 

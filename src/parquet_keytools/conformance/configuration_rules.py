@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, KeyUser, title_of
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import OpenFooter
 from parquet_keytools.conformance.opening import Expectation, ExpectedTable
-from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import Scope
 from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
@@ -41,12 +41,13 @@ def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: Fi
             book.scope_not_checked(Scope.CONFIGURATION, expectation.without_table)
         return
     is_hidden = envelope.mode is FooterMode.ENCRYPTED_FOOTER
-    book.check("wanted-footer", is_hidden or table.plaintext_footer, "the footer is in plaintext.")
+    book.check("wanted-footer", is_hidden or table.settings.plaintext_footer, "the footer is in plaintext.")
     if envelope.algorithm is None:
         book.broken("wanted-algorithm", "the file is not encrypted, and the table has it encrypted.")
         return
     is_stored = envelope.aad_prefix is not None
-    book.check("wanted-prefix", table.stores_aad_prefix or not is_stored, "the prefix is stored.")
+    may_be_stored = table.settings.store_aad_prefix
+    book.check("wanted-prefix", may_be_stored or not is_stored, "the prefix is stored.")
     is_known, key = _key(FOOTER, envelope.key_metadata, keys, book)
     found = table.check.footer_mismatches(envelope.algorithm, key)
     _note(found if is_known else [mismatch for mismatch in found if mismatch.what == "algorithm"], book)
@@ -127,7 +128,7 @@ def _check_length(
 
     if not isinstance(key, MasterKeyReference):
         return
-    least, length = table.dek_length_bits, keys.dek_lengths_bits.get(user)
+    least, length = table.settings.data_key_length_bits, keys.dek_lengths_bits.get(user)
     if length is None:
         book.not_checked("wanted-key-length", f"{title_of(user)}: its key is unavailable")
     else:

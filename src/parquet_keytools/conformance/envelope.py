@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 
-from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES
 from parquet_keytools.encryption.envelope import Envelope, UnknownAlgorithmError
 from parquet_keytools.encryption.protection import Algorithm, FooterMode
@@ -64,16 +64,14 @@ def _footer_bytes(source: ByteSource, book: RuleBook) -> FooterBytes | None:
     tail = bytes(source.read_at(tail_offset, size - tail_offset))
     head = bytes(source.read_at(0, MAGIC_LENGTH))
     magic = tail[-MAGIC_LENGTH:]
-    if magic not in (MAGIC, MAGIC_ENCRYPTED_FOOTER) or head != magic:
-        book.broken("magic", f"the file begins with {head!r} and ends with {magic!r}.")
+    is_magic = magic in (MAGIC, MAGIC_ENCRYPTED_FOOTER) and head == magic
+    if not book.check("magic", is_magic, f"the file begins with {head!r} and ends with {magic!r}."):
         return None
-    book.holds("magic")
     (length,) = struct.unpack("<I", tail[-TRAILER_LENGTH:-MAGIC_LENGTH])
     offset = size - TRAILER_LENGTH - length
-    if length == 0 or offset < MAGIC_LENGTH:
-        book.broken("footer-length", f"{length} bytes do not fit into a file of {size} bytes.")
+    message = f"{length} bytes do not fit into a file of {size} bytes."
+    if not book.check("footer-length", length > 0 and offset >= MAGIC_LENGTH, message):
         return None
-    book.holds("footer-length")
     data = tail[offset - tail_offset : -TRAILER_LENGTH] if offset >= tail_offset else None
     return FooterBytes(magic == MAGIC_ENCRYPTED_FOOTER, offset, data or bytes(source.read_at(offset, length)))
 
@@ -117,46 +115,23 @@ def _check_parameters(envelope: Envelope, data: bytes, book: RuleBook) -> None:
     offset = envelope.footer_offset
     book.holds("algorithm", "encrypted")
     file_unique = envelope.aad_file_unique
-    if file_unique is None:
-        book.broken(
-            "file-unique",
-            "the file has no aad_file_unique: no AAD can be built as the specification says. "
-            "DuckDB 2.0 is known to write such files.",
-            offset=offset,
-        )
-    else:
-        book.holds("file-unique")
-        if len(file_unique) != FILE_UNIQUE_LENGTH_BYTES:
-            book.broken(
-                "file-unique-length",
-                f"it has {len(file_unique)} bytes: it may hold the end of a prefix, or lack what went into one.",
-                offset=offset,
-            )
-        else:
-            book.holds("file-unique-length")
-    if envelope.supply_aad_prefix and envelope.aad_prefix is not None:
-        book.broken(
-            "prefix-flag",
-            "the prefix is stored, and the file also says that readers must supply it.",
-            offset=offset,
-        )
-    else:
-        book.holds("prefix-flag")
-    if envelope.supply_aad_prefix or envelope.aad_prefix is not None:
-        book.holds("no-prefix")
-    else:
-        book.broken("no-prefix", "nothing binds the file to its name or version.", offset=offset)
-    if envelope.algorithm is Algorithm.AES_GCM_CTR_V1:
-        book.broken("ctr", "pages are encrypted with AES-CTR, which authenticates nothing.", offset=offset)
-    else:
-        book.holds("ctr")
+    message = "the file has no aad_file_unique: no AAD can be built as the specification says. "
+    message += "DuckDB 2.0 is known to write such files."
+    if book.check("file-unique", file_unique is not None, message, offset=offset):
+        length = len(file_unique or b"")
+        message = f"it has {length} bytes: it may hold the end of a prefix, or lack what went into one."
+        book.check("file-unique-length", length == FILE_UNIQUE_LENGTH_BYTES, message, offset=offset)
+    supplied, stored = envelope.supply_aad_prefix, envelope.aad_prefix is not None
+    message = "the prefix is stored, and the file also says that readers must supply it."
+    book.check("prefix-flag", not (supplied and stored), message, offset=offset)
+    book.check("no-prefix", supplied or stored, "nothing binds the file to its name or version.", offset=offset)
+    message = "pages are encrypted with AES-CTR, which authenticates nothing."
+    book.check("ctr", envelope.algorithm is not Algorithm.AES_GCM_CTR_V1, message, offset=offset)
     if envelope.mode is FooterMode.ENCRYPTED_FOOTER:
         crypto, _ = FileCryptoMetaData.read(data)
         unknown = [f"{field_id}" for field_id in crypto.struct.fields if field_id not in _CRYPTO_FIELD_IDS]
-        stored = crypto.encryption_algorithm
-        for parameters in filter(None, (stored.aes_gcm_v1, stored.aes_gcm_ctr_v1)):
+        algorithm = crypto.encryption_algorithm
+        for parameters in filter(None, (algorithm.aes_gcm_v1, algorithm.aes_gcm_ctr_v1)):
             unknown += [f"AES parameters {i}" for i in parameters.struct.fields if i not in _AES_FIELD_IDS]
-        if unknown:
-            book.broken("crypto-fields", f"fields that are not known: {', '.join(unknown)}.", offset=offset)
-        else:
-            book.holds("crypto-fields")
+        message = f"fields that are not known: {', '.join(unknown)}."
+        book.check("crypto-fields", not unknown, message, offset=offset)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import Column
-from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.encryption.footer import KeyRetriever
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, WrappedKeyInvalidError
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
@@ -211,13 +211,10 @@ class FileKeys:
     def _check_kek(self, user: KeyUser, material: KeyMaterial, dek: SecretBytes) -> None:
         assert self.finder is not None
         length_bits = self.finder.kek_length_bits(material)
-        if length_bits is None:
-            return
-        if length_bits >= dek.length_bits:
-            self.book.holds("kek-length")
-        else:
+        if length_bits is not None:
             message = f"a KEK of {length_bits} bits wraps a DEK of {dek.length_bits} bits."
-            self.book.broken("kek-length", f"{title_of(user)}: {message}")
+            is_long = length_bits >= dek.length_bits
+            self.book.check("kek-length", is_long, f"{title_of(user)}: {message}")
 
 
 def fingerprint(dek: SecretBytes) -> bytes:

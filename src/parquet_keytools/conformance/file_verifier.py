@@ -12,6 +12,7 @@ from parquet_keytools.conformance.chunk_verifier import ChunkVerifier, authentic
 from parquet_keytools.conformance.configuration_rules import check_table_of_columns, check_table_of_footer
 from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
 from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, MaterialFinder, check_deks, fingerprint
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, check_footer
 from parquet_keytools.conformance.index_rules import IndexVerifier
 from parquet_keytools.conformance.layout_rules import (
@@ -25,7 +26,6 @@ from parquet_keytools.conformance.metadata_rules import MetadataReader, check_le
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.conformance.opening import Expectation, FooterOpener, OpenedEnvelope
 from parquet_keytools.conformance.report import Damage, FileReport, Loss, ModuleTally
-from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import FILE_SCOPES, Scope
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aad_prefix import without_delimiter
@@ -181,7 +181,7 @@ class _FileVerifier:
             outcome = "authentic" if opened.is_authentic else "broken"
             self._count(ModuleType.FOOTER, None, outcome, 1)
         table = self._expectation.table
-        shown_keys = table.shown_keys if table is not None else frozenset()
+        shown_keys = table.settings.plaintext_footer_keys if table is not None else ()
         footer = check_footer(envelope, opened.metadata, self._book, shown_keys)
         if footer is None:
             self._nothing_behind("the footer cannot be read")

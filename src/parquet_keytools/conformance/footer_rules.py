@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePlace, ModuleType
 from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.plaintext_footer import VisibleKeyValues
@@ -130,12 +130,8 @@ def check_footer(
 def _check_mode_fields(envelope: Envelope, metadata: FileMetaData, book: RuleBook) -> None:
     if envelope.mode is FooterMode.ENCRYPTED_FOOTER:
         fields = metadata.struct.fields
-        book.check(
-            "algorithm-place",
-            8 not in fields and 9 not in fields,
-            "the encrypted footer states an algorithm, or a key for signing, of its own.",
-            FOOTER_PLACE,
-        )
+        message = "the encrypted footer states an algorithm, or a key for signing, of its own."
+        book.check("algorithm-place", 8 not in fields and 9 not in fields, message, FOOTER_PLACE)
     elif envelope.mode is FooterMode.UNENCRYPTED:
         signs = []
         if metadata.footer_signing_key_metadata is not None:
@@ -219,12 +215,10 @@ def _check_row_groups(
     if min(numbers, default=0) < 0:
         book.broken("row-count", f"a row group has {min(numbers)} rows.", FOOTER_PLACE)
     for position, row_group in enumerate(row_groups if is_encrypted else ()):
-        if row_group.ordinal is None:
-            book.broken("row-group-ordinal-set", f"that of row group {position} is not.", FOOTER_PLACE)
-            continue
-        book.holds("row-group-ordinal-set")
-        message = f"row group {position} says that its ordinal is {row_group.ordinal}."
-        book.check("row-group-ordinal", row_group.ordinal == position, message, FOOTER_PLACE)
+        is_set, message = row_group.ordinal is not None, f"that of row group {position} is not."
+        if book.check("row-group-ordinal-set", is_set, message, FOOTER_PLACE):
+            message = f"row group {position} says that its ordinal is {row_group.ordinal}."
+            book.check("row-group-ordinal", row_group.ordinal == position, message, FOOTER_PLACE)
 
 
 def _columns(
@@ -242,15 +236,10 @@ def _columns(
                 unusable.add((row_group_ordinal, leaf.ordinal))
                 continue
             column = column or found
-            if found == column:
-                book.holds("crypto-metadata-same")
-            else:
+            message = f"column {leaf.dotted_path!r} is encrypted in another way than before."
+            place = chunk_place(row_group_ordinal, leaf.ordinal)
+            if not book.check("crypto-metadata-same", found == column, message, place):
                 unusable.add((row_group_ordinal, leaf.ordinal))
-                book.broken(
-                    "crypto-metadata-same",
-                    f"column {leaf.dotted_path!r} is encrypted in another way than before.",
-                    chunk_place(row_group_ordinal, leaf.ordinal),
-                )
         columns.append(column or Column(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None))
     return columns, frozenset(unusable)
 
@@ -304,12 +293,8 @@ def _column(
         crypto = _crypto_of(chunk, known)
         hidden, visible = chunk.encrypted_column_metadata, chunk.meta_data
         if crypto is None:
-            book.check(
-                "crypto-metadata-set",
-                hidden is None,
-                "the chunk has encrypted metadata and does not say with which key.",
-                place,
-            )
+            message = "the chunk has encrypted metadata and does not say with which key."
+            book.check("crypto-metadata-set", hidden is None, message, place)
             return None if hidden is not None else _plaintext_column(leaf, visible, place, book)
         book.holds("crypto-metadata-set")
     except ParquetFormatError as error:

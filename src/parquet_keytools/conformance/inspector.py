@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
-from parquet_keytools.conformance.findings import Finding
+from parquet_keytools.conformance.findings import Finding, RuleBook
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, check_footer, chunk_place
 from parquet_keytools.conformance.inspection import (
     FOOTER,
@@ -24,7 +24,6 @@ from parquet_keytools.conformance.inspection import (
     describe_key,
 )
 from parquet_keytools.conformance.layout_rules import ChunkRegion, check_layout, chunk_regions
-from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import FILE_SCOPES, Severity
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix, without_delimiter

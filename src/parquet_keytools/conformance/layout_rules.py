@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import OpenFooter, chunk_place
-from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.format.file_layout import MAGIC_LENGTH, RegionKind
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
 
@@ -86,17 +86,10 @@ def _is_in_range(region: ChunkRegion, footer_offset: int, book: RuleBook) -> boo
     if region.length == 0 and region.kind is RegionKind.PAGES:
         return True
     length = 1 if region.length is None else region.length
-    if region.offset >= MAGIC_LENGTH and length > 0 and region.offset + length <= footer_offset:
-        book.holds("layout-range")
-        return True
-    book.broken(
-        "layout-range",
-        f"the {region.title} of {region.length} bytes at {region.offset} does not lie before the footer at "
-        f"{footer_offset}.",
-        chunk_place(region.row_group_ordinal, region.column_ordinal),
-        region.offset,
-    )
-    return False
+    is_in_range = region.offset >= MAGIC_LENGTH and length > 0 and region.offset + length <= footer_offset
+    message = f"the {region.title} of {region.length} bytes at {region.offset} does not lie before the footer at "
+    place = chunk_place(region.row_group_ordinal, region.column_ordinal)
+    return book.check("layout-range", is_in_range, f"{message}{footer_offset}.", place, region.offset)
 
 
 def check_gaps(ranges: Sequence[tuple[int, int]], footer_offset: int, book: RuleBook) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ModuleCipher

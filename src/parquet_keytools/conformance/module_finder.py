@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parquet_keytools.conformance.chunk_modules import ChunkCiphers, PageWalk, Window
 from parquet_keytools.conformance.file_keys import FileKeys, MaterialFinder
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, chunk_place
 from parquet_keytools.conformance.index_rules import IndexVerifier
 from parquet_keytools.conformance.inspection import InspectedModule
@@ -11,7 +12,6 @@ from parquet_keytools.conformance.layout_rules import ChunkRegion
 from parquet_keytools.conformance.module_check import check_module
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.conformance.opening import Expectation, FooterOpener, OpenedEnvelope
-from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
 from parquet_keytools.encryption.envelope import Envelope

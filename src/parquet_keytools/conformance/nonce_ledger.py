@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
-from parquet_keytools.conformance.rule_book import RuleBook
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.encryption.aes import NONCE_LENGTH
 
 _BUCKETS = 256

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from parquet_keytools.conformance.envelope import check_required, plaintext_metadata
 from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, fingerprint
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.module_check import check_padding
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
-from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import Scope
 from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES, FOOTER_PLACE, ModuleType, module_behind
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
@@ -29,7 +29,8 @@ from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.printable import escaped_bytes
 
 if TYPE_CHECKING:
-    # Takes long to import, for a look at a file without a configuration.
+    # These take long to import, for a look at a file without a configuration.
+    from parquet_keytools.config.table_settings import TableSettings
     from parquet_keytools.files.table_check import TableCheck
 
 
@@ -39,19 +40,13 @@ class ExpectedTable:
 
     Attributes:
         check: Compares keys, algorithm and plaintext columns, as readers do.
+        settings: Its settings.
         check_columns: Raises `ConfigurationError` where the patterns do not fit a file with these leaf paths.
-        plaintext_footer: Whether the footer may be in plaintext.
-        dek_length_bits: The least length of DEKs that master keys wrap.
-        stores_aad_prefix: Whether the AAD prefix may be stored.
-        shown_keys: Keys of key-value metadata that a plaintext footer may show.
     """
 
     check: TableCheck
-    check_columns: Callable[[Sequence[tuple[str, ...]]], None]
-    plaintext_footer: bool
-    dek_length_bits: int
-    stores_aad_prefix: bool
-    shown_keys: frozenset[str] = frozenset()
+    settings: TableSettings
+    check_columns: Callable[[Sequence[tuple[str, ...]]], object]
 
 
 @dataclass(frozen=True)

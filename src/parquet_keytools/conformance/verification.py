@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePosixPath
 
 from parquet_keytools.conformance.data_set import Member, Surroundings, check_data_set
 from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
 from parquet_keytools.conformance.file_keys import MaterialFinder
 from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.nonce_ledger import SharedNonces
 from parquet_keytools.conformance.opening import Expectation, ExpectedTable
 from parquet_keytools.conformance.report import DataSetReport, FileReport
-from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import FILE_SCOPES
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
@@ -34,39 +35,18 @@ from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
 
 
-class RetrieverFinder:
+class RetrieverFinder(FileKeyRetriever):
     """Shows the verifier the keys of one file; see `MaterialFinder`."""
 
     def __init__(self, keys: KeyService, kms_keys: KmsKeys, location: FileLocation) -> None:
-        self._kms_keys = kms_keys
-        self._data_keys = keys.data_keys
-        self._retriever = FileKeyRetriever(kms_keys, keys.data_keys, location)
-
-    def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
-        """Return the DEK of the footer."""
-        return self._retriever.footer_dek(key_metadata)
-
-    def column_deks(
-        self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
-    ) -> list[SecretBytes | KeytoolsError]:
-        """Return the DEKs of columns."""
-        return self._retriever.column_deks(columns)
-
-    def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
-        """Return the key material that key metadata is or refers to."""
-        return self._retriever.material(key_metadata)
-
-    def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
-        """Return the id of the data key that the configuration names for what has no key metadata."""
-        if column_path is None:
-            return self._data_keys.footer_without_metadata
-        return self._data_keys.columns_without_metadata.get(".".join(column_path))
+        super().__init__(kms_keys, keys.data_keys, location)
+        self._answers = kms_keys.answers
 
     def kek_length_bits(self, material: KeyMaterial) -> int | None:
         """Return the length of the KEK, if the KMS has unwrapped it."""
         if not material.double_wrapping:
             return None
-        kek = self._kms_keys.answers.get((material.kms_wrapped_key, material.master_key_id))
+        kek = self._answers.get((material.kms_wrapped_key, material.master_key_id))
         return kek.length_bits if isinstance(kek, SecretBytes) else None
 
 
@@ -312,16 +292,5 @@ def _expected_table(keys: KeyService, table_name: str | None) -> ExpectedTable |
         return None
     check = keys.table_check(table_name)
     assert check is not None
-    table = keys.configuration.tables[check.table_name]
-
-    def check_columns(leaf_paths: Sequence[tuple[str, ...]]) -> None:
-        keys.policy(check.table_name, leaf_paths)
-
-    return ExpectedTable(
-        check=check,
-        check_columns=check_columns,
-        plaintext_footer=table.plaintext_footer,
-        dek_length_bits=table.data_key_length_bits,
-        stores_aad_prefix=table.store_aad_prefix,
-        shown_keys=frozenset(table.plaintext_footer_keys),
-    )
+    settings = keys.configuration.tables[check.table_name]
+    return ExpectedTable(check, settings, partial(keys.policy, check.table_name))

@@ -7,9 +7,9 @@ import tracemalloc
 
 import pytest
 
+from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.nonce_ledger import NonceLedger, SharedNonces
 from parquet_keytools.conformance.report import Outcome
-from parquet_keytools.conformance.rule_book import RuleBook
 from parquet_keytools.conformance.rules import FILE_SCOPES, Scope
 
 LIMIT = 2**32
