@@ -33,6 +33,12 @@ class DataKeys:
     footer_without_metadata: str | None = None
     columns_without_metadata: Mapping[str, str] = field(default_factory=dict)
 
+    def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
+        """Return the name of the data key of what carries no key metadata: the footer (None), or a column."""
+        if column_path is None:
+            return self.footer_without_metadata
+        return self.columns_without_metadata.get(".".join(column_path))
+
     def find(self, name: str | None, what: str) -> SecretBytes:
         """Return a data key.
 
@@ -96,10 +102,8 @@ class FileKeyRetriever:
         return self._parsed[key_metadata]
 
     def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
-        """Return the name of the data key of what carries no key metadata: the footer (None), or a column."""
-        if column_path is None:
-            return self._data_keys.footer_without_metadata
-        return self._data_keys.columns_without_metadata.get(".".join(column_path))
+        """See `DataKeys.name_without_metadata`."""
+        return self._data_keys.name_without_metadata(column_path)
 
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
         """Return the key material that key metadata is or refers to; None where it is a data key's.

@@ -96,11 +96,6 @@ class Journal:
             _remove_stale(self.path.parent)
 
     @property
-    def made_count(self) -> int:
-        """How many keys it said were made when it was opened."""
-        return len(self._made) // _DIGEST_LENGTH
-
-    @property
     def versions(self) -> dict[str, str | None]:
         """Master key -> its newest version when its first keys were rotated."""
         return dict(self._versions)

@@ -82,39 +82,18 @@ class MasterKeyVersions:
         is_new = self._new_kms is not self._kms
         return {key: version for (is_of_new, key), version in self.known.items() if is_of_new == is_new}
 
-    def of(self, key: WrappedKey) -> str | None:
-        """Return the version that wrapped a key, or None where nobody can tell."""
-        return self._kms.wrapped_key_version(key.wrapped_key, key.master_key_id)
+    def of(self, key: WrappedKey, *, new: bool = False) -> str | None:
+        """Return the version that wrapped a key, of the new KMS or the other one; None where nobody can tell."""
+        kms = self._new_kms if new else self._kms
+        return kms.wrapped_key_version(key.wrapped_key, key.master_key_id)
 
-    def of_new(self, key: WrappedKey) -> str | None:
-        """Return the same of a key that the new KMS wrapped."""
-        return self._new_kms.wrapped_key_version(key.wrapped_key, key.master_key_id)
-
-    def current(self, master_key_id: str) -> str | None:
-        """Return the version of a master key that wraps now, or None where the KMS does not tell."""
-        return self._described(self._kms, master_key_id)
-
-    def current_new(self, master_key_id: str) -> str | None:
-        """Return the same of a master key of the new KMS."""
-        return self._described(self._new_kms, master_key_id)
-
-    def describe(self, master_key_id: str) -> MasterKeyDescription | None:
-        """Return what the KMS says of a master key; None where it does not tell.
+    def describe(self, master_key_id: str, *, new: bool = False) -> MasterKeyDescription | None:
+        """Return what the new KMS, or the other one, says of a master key; None where it does not tell.
 
         Raises:
             MasterKeyNotFoundError: There is no such master key.
         """
-        return self._describe(self._kms, master_key_id)
-
-    def describe_new(self, master_key_id: str) -> MasterKeyDescription | None:
-        """Return the same of a master key of the new KMS.
-
-        Raises:
-            MasterKeyNotFoundError: There is no such master key.
-        """
-        return self._describe(self._new_kms, master_key_id)
-
-    def _describe(self, kms: KmsClient, master_key_id: str) -> MasterKeyDescription | None:
+        kms = self._new_kms if new else self._kms
         try:
             description = kms.describe(master_key_id)
         except MasterKeyNotFoundError:
@@ -126,7 +105,9 @@ class MasterKeyVersions:
             self._current[key] = description.current_version if description is not None else None
         return description
 
-    def _described(self, kms: KmsClient, master_key_id: str) -> str | None:
+    def current(self, master_key_id: str, *, new: bool = False) -> str | None:
+        """Return the version of a master key that wraps now, or None where the KMS does not tell."""
+        kms = self._new_kms if new else self._kms
         with self._lock:
             key = (kms is not self._kms, master_key_id)
             if key not in self._current:

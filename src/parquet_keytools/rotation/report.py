@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import Enum
 
 from parquet_keytools.errors import KeytoolsError
@@ -118,15 +118,10 @@ class KmsCalls:
     @property
     def total(self) -> int:
         """All together."""
-        return self.rewrap + self.unwrap + self.wrap + self.describe
+        return sum(astuple(self))
 
     def __add__(self, other: KmsCalls) -> KmsCalls:
-        return KmsCalls(
-            self.rewrap + other.rewrap,
-            self.unwrap + other.unwrap,
-            self.wrap + other.wrap,
-            self.describe + other.describe,
-        )
+        return KmsCalls(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(repr=False)

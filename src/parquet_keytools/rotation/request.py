@@ -33,8 +33,7 @@ from parquet_keytools.rotation.master_key_versions import MasterKeyVersions
 from parquet_keytools.rotation.report import RotationReport
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.rewrapping import MasterKeyRotation
-from parquet_keytools.rotation.rotation_plan import RotationContext, RotationPlan
-from parquet_keytools.rotation.table_membership import TableMembership
+from parquet_keytools.rotation.rotation_plan import RotationContext, RotationPlan, TableMembership
 from parquet_keytools.storage.locations import FileLocation
 
 
@@ -127,7 +126,7 @@ def _open_journal(
         report.no_journal = str(error)
         return None
     for master_key_id, version in journal.versions.items():
-        now = context.versions.current_new(master_key_id)
+        now = context.versions.current(master_key_id, new=True)
         if None not in (version, now) and version != now:
             # A newer version is there since: what was made is not current any more.
             journal.forget_made()
@@ -265,7 +264,7 @@ def _check_known(kms: KmsClient, versions: MasterKeyVersions, master_key_ids: Co
 
 def _check_usable(kms: KmsClient, versions: MasterKeyVersions, target: str) -> None:
     """Refuse to move to a master key that is not there, before any file is touched."""
-    description = versions.describe_new(target)
+    description = versions.describe(target, new=True)
     if description is not None and not description.enabled:
         raise MasterKeyDisabledError(backend=kms.backend, operation="wrap", master_key_id=target)
 

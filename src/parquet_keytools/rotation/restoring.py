@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from parquet_keytools.encryption.aad_prefix import AadPrefix
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import (
@@ -86,7 +85,7 @@ class RestoredCheck:
         assert keys.external is not None
         path = str(keys.external.location)
         old_external = external_material(keys.external.location, old)
-        aad_prefix = self._aad_prefix(keys)
+        aad_prefix = keys.expected_prefix(self._aad_prefix_of)
 
         def old_key(key_metadata: bytes | None) -> HeldKey | None:
             parsed = parse_key_metadata(key_metadata)
@@ -130,7 +129,7 @@ class RestoredCheck:
         if old.envelope.footer_offset != keys.tail.offset or not _is_alike(old.envelope, keys.envelope):
             raise _other_footer(path)
         old.add_footer_key()
-        aad_prefix = self._aad_prefix(old)
+        aad_prefix = old.expected_prefix(self._aad_prefix_of)
         dek = self._dek(old, old.footer_key)
         old.open(dek, aad_prefix)
         keys.open(dek, aad_prefix)
@@ -142,9 +141,6 @@ class RestoredCheck:
         for column, held in old.column_keys():
             if column.key_metadata not in there:
                 keys.prove(column, self._dek(old, held))
-
-    def _aad_prefix(self, keys: HeldKeys) -> AadPrefix:
-        return keys.expected_prefix(self._aad_prefix_of)
 
     def _dek(self, keys: HeldKeys, held: HeldKey | None) -> SecretBytes:
         if held is None:

@@ -74,7 +74,7 @@ class MasterKeyRotation:
             return
         versions = self._context.versions
         for key in result.keys:
-            versions.current_new(key.new_master_key_id)
+            versions.current(key.new_master_key_id, new=True)
         # Also those of keys that stay, because they are current: with a newer version they are not any more.
         for master_key_id, version in versions.known_new.items():
             self._journal.add_version(master_key_id, version)
@@ -371,9 +371,9 @@ class Rewrapping:
         for _, task in work.tasks.values():
             outcome = self._rewrapped.get(task)
             if isinstance(outcome, Rewrapped):
-                new_version = versions.of_new(WrappedKey(task.new_master_key_id, outcome.wrapped_key))
+                new_version = versions.of(WrappedKey(task.new_master_key_id, outcome.wrapped_key), new=True)
             else:
-                new_version = versions.current_new(task.new_master_key_id)
+                new_version = versions.current(task.new_master_key_id, new=True)
             counts[task.old.master_key_id, task.new_master_key_id, versions.of(task.old), new_version] += 1
         changes = [KeyChange(*names, number) for names, number in counts.items()]
         return tuple(sorted(changes, key=lambda change: (change.master_key_id, change.version or "")))

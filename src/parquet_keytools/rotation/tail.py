@@ -76,7 +76,12 @@ def check_unchanged(location: FileLocation, tail: Tail) -> None:
                         return
     except FileNotFoundError:
         pass
-    raise ChangedMeanwhileError(f"{location} changed while its keys were rotated.", hint="Try again.")
+    raise changed_meanwhile(location)
+
+
+def changed_meanwhile(location: FileLocation) -> ChangedMeanwhileError:
+    """Return the error for a file that somebody else changed."""
+    return ChangedMeanwhileError(f"{location} changed while its keys were rotated.", hint="Try again.")
 
 
 def file_state(location: FileLocation) -> tuple[object, ...]:

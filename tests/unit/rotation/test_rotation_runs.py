@@ -211,7 +211,7 @@ def test_a_torn_last_line(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         journal = Journal(path, {"moves": {}})
         made = [key for key in (b"a", WrappedKey("k", "b")) if journal.was_made(key)]
-        assert len(made) == journal.made_count == max(0, whole[:length].count(b"\n") - 1)
+        assert len(made) == max(0, whole[:length].count(b"\n") - 1)
         journal.add_made([b"c"])
         journal.close(remove=False)
         journal = Journal(path, {"moves": {}})
@@ -252,7 +252,7 @@ def test_many_made_keys(tmp_path: Path) -> None:
     journal.add_made(keys[::2])
     journal.close(remove=False)
     journal = Journal(tmp_path / "journal", {})
-    assert journal.made_count == 1000
+    assert (tmp_path / "journal").read_bytes().count(b"\n") == 1 + 1000
     assert [key for key in keys if journal.was_made(key)] == keys[::2]
     assert not journal.was_made(WrappedKey("k9", "wrapped 0"))
     journal.forget_made()

@@ -36,8 +36,7 @@ from parquet_keytools.rotation.request import (
     trust_master_keys,
 )
 from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask, WrappedKey, unwrapped
-from parquet_keytools.rotation.rotation_plan import RotationContext, RotationPlan
-from parquet_keytools.rotation.table_membership import TableMembership
+from parquet_keytools.rotation.rotation_plan import RotationContext, RotationPlan, TableMembership
 from parquet_keytools.spark.pipelines.footer_groups import group_files
 from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
 from parquet_keytools.spark.pipelines.planned_files import (
@@ -172,7 +171,7 @@ def _tasks(context: RotationContext, distinct: set[_KeyOf]) -> list[RewrapTask]:
     for key, is_kek in sorted(distinct, key=lambda found: (found[0].master_key_id, found[0].wrapped_key)):
         target = context.target_of(key, has_kek=is_kek)
         if target is not None:
-            context.versions.current_new(target)
+            context.versions.current(target, new=True)
             tasks.append(RewrapTask(key, target, is_kek))
     return tasks
 
