@@ -62,9 +62,8 @@ def check_command(
     if config is None:
         raise typer.BadParameter("a configuration is needed, or --schema.", param_hint="CONFIG")
 
-    from parquet_keytools.cli.exit_status import ExitStatus
-    from parquet_keytools.cli.failures import status_of
-    from parquet_keytools.cli.file_argument import location_of
+    from parquet_keytools.cli.failures import ExitStatus, status_of
+    from parquet_keytools.cli.options import location_of
     from parquet_keytools.config.loader import load_configuration
     from parquet_keytools.configuration_check import check_columns, check_master_keys, with_short_timeout
     from parquet_keytools.keytools import Keytools

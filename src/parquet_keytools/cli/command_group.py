@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from parquet_keytools.cli.exit_status import ExitStatus
+from parquet_keytools.cli.failures import ExitStatus
 from parquet_keytools.cli.output import answer_with_json, say
 
 

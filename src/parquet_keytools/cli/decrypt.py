@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,28 +39,17 @@ def decrypt_command(
 
     The written files are not encrypted. All keys of a file are needed.
     """
-    from parquet_keytools.cli.file_work import convert_files, open_keytools, parsed_mode
+    from parquet_keytools.cli.file_work import convert_files, open_keytools, parsed_mode, salvage_files
     from parquet_keytools.files.file_identities import FileIdentities
 
-    permissions = parsed_mode(mode)
-
+    options: dict[str, Any] = {"table_name": table, "aad_prefix": aad_prefix, "mode": parsed_mode(mode)}
     with open_keytools(config) as keytools:
         keytools.configuration.table_of_files(table)
         if salvage and skip_existing:
             raise typer.BadParameter("it goes without --salvage only.", param_hint="--skip-existing")
         if salvage:
-            from parquet_keytools.cli.salvage import salvage_files
-
-            salvage_files(
-                keytools,
-                sources,
-                target,
-                table=table,
-                aad_prefix=aad_prefix,
-                mode=permissions,
-                overwrite=overwrite,
-                as_json=as_json,
-            )
+            salvaged = partial(keytools.salvage_file, **options)
+            salvage_files(sources, target, salvaged, overwrite=overwrite, as_json=as_json)
             return
         convert_files(
             sources,
@@ -68,9 +57,7 @@ def decrypt_command(
             "decrypted",
             partial(
                 keytools.decrypt_file,
-                table_name=table,
-                aad_prefix=aad_prefix,
-                mode=permissions,
+                **options,
                 skip_existing=skip_existing,
                 identities=FileIdentities(refuses=True),
             ),

@@ -1,18 +1,21 @@
-"""The text of an error, for people and programs."""
+"""What an error means for whoever gave a command: an exit status, and one text."""
 
+# Nothing slow is imported here: `--help` has to answer at once.
 from __future__ import annotations
 
-from parquet_keytools.cli.exit_status import ExitStatus
-from parquet_keytools.errors import (
-    ColumnAccessDeniedError,
-    DecryptionError,
-    IncompleteDataSetError,
-    KmsConfigurationError,
-    KmsError,
-    NoParquetFilesError,
-    ReusedKeysError,
-    TableMismatchError,
-)
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """The exit statuses; those above 128 are what shells say of a process that a signal has ended."""
+
+    DONE = 0
+    NO = 1
+    WRONG_USAGE = 2
+    KMS_FAILED = 3
+    INTERRUPTED = 130
+    NOBODY_READS = 141
+    TERMINATED = 143
 
 
 def status_of(error: Exception) -> ExitStatus:
@@ -21,16 +24,18 @@ def status_of(error: Exception) -> ExitStatus:
     Args:
         error: A `KeytoolsError`, an `OSError` or a `UnicodeEncodeError`.
     """
+    from parquet_keytools import errors
+
     match error:
-        case KmsConfigurationError():
+        case errors.KmsConfigurationError():
             return ExitStatus.WRONG_USAGE
-        case KmsError():
+        case errors.KmsError():
             return ExitStatus.KMS_FAILED
-        case DecryptionError() | IncompleteDataSetError() | NoParquetFilesError() | TableMismatchError():
+        case errors.DecryptionError() | errors.TableMismatchError():
             return ExitStatus.NO
-        case ReusedKeysError():
+        case errors.IncompleteDataSetError() | errors.NoParquetFilesError() | errors.ReusedKeysError():
             return ExitStatus.NO
-        case ColumnAccessDeniedError():
+        case errors.ColumnAccessDeniedError():
             return max(map(status_of, error.causes), default=ExitStatus.NO)
         case _:
             return ExitStatus.WRONG_USAGE

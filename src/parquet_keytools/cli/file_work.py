@@ -10,22 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 import typer
 
-from parquet_keytools.cli.exit_status import ExitStatus
-from parquet_keytools.cli.failures import error_text, status_of
-from parquet_keytools.cli.file_argument import location_of, locations_of
-from parquet_keytools.cli.output import answer, number_of, print_json, say, size_text
-from parquet_keytools.cli.progress import ByteProgress, progress_bar
+from parquet_keytools.cli.failures import ExitStatus, error_text, status_of
+from parquet_keytools.cli.options import location_of, locations_of
+from parquet_keytools.cli.output import ByteProgress, answer, number_of, print_json, progress_bar, say, size_text
 from parquet_keytools.errors import ConfigurationError, KeytoolsError
 from parquet_keytools.files.conversion import FileResult
 from parquet_keytools.files.file_plan import FilePlan, PlannedFile, plan_files
 from parquet_keytools.keytools import Keytools
 from parquet_keytools.storage.failures import storage_failure
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.printable import printable
+
+if TYPE_CHECKING:
+    from parquet_keytools.conformance.salvage import SalvageResult
 
 _MOST_LEFT_OUT_SHOWN = 20
 _SMALL_BYTES = 4 << 20
@@ -254,25 +256,14 @@ def _create_folder_of(file: FileLocation) -> None:
 
 def _document(work: _Work) -> dict[str, Any]:
     plan = work.plan
-    document = {
+    document: dict[str, Any] = {
         "files": [asdict(result) for result in work.results],
         "failures": [
-            {
-                "source": str(failure.file.source),
-                "target": str(failure.file.target),
-                "error": type(failure.error).__name__,
-                "message": error_text(failure.error),
-            }
-            for failure in work.failures
-        ]
-        + [
-            {
-                "source": unseen.path,
-                "target": None,
-                "error": type(unseen.error).__name__,
-                "message": error_text(unseen.error),
-            }
-            for unseen in plan.unseen
+            {"source": source, "target": target, "error": type(error).__name__, "message": error_text(error)}
+            for source, target, error in (
+                *((str(failed.file.source), str(failed.file.target), failed.error) for failed in work.failures),
+                *((unseen.path, None, unseen.error) for unseen in plan.unseen),
+            )
         ],
         "left_out": [{"path": left.path, "reason": left.reason} for left in plan.left_out],
     }
@@ -315,3 +306,39 @@ def _tell(work: _Work, participle: str, seconds: float) -> None:
     of_all = f"{len(written):,} of " if len(written) < total else ""
     skipped = f" {len(results) - len(written):,} skipped, made before." if len(written) < len(results) else ""
     answer(f"{participle.capitalize()} {of_all}{number_of(total, 'file')}: {size} in {seconds:.1f} s.{skipped}")
+
+
+def salvage_files(
+    sources: Sequence[str], target: str, salvage: Callable[..., SalvageResult], *, overwrite: bool, as_json: bool
+) -> None:
+    """Decrypt the whole row groups of files by `Keytools.salvage_file`, and list what is missing.
+
+    Raises:
+        typer.Exit: Something is missing.
+    """
+    results: list[SalvageResult] = []
+
+    def convert(source: str, target: str, **options: Any) -> SalvageResult:
+        result = salvage(source, target, **options)
+        results.append(result)
+        return result
+
+    try:
+        convert_files(sources, target, "salvaged", convert, overwrite=overwrite, as_json=as_json)
+    finally:
+        for result in results:
+            _say_missing(result)
+    if not all(result.is_whole for result in results):
+        raise typer.Exit(ExitStatus.NO)
+
+
+def _say_missing(result: SalvageResult) -> None:
+    from parquet_keytools.cli.verify_report import loss_text
+
+    if result.missing_row_groups:
+        ordinals = ", ".join(map(str, result.missing_row_groups))
+        answer(f"Missing in {printable(result.target)}: row groups {ordinals} of {result.row_groups}.")
+    for loss in result.losses:
+        answer(f"  lost: {loss_text(loss)}")
+    for row_group_ordinal, column_ordinal in result.dropped_indexes:
+        answer(f"  without page index and Bloom filter: row group {row_group_ordinal}, column {column_ordinal}")

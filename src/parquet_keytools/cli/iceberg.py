@@ -120,7 +120,7 @@ def _audit(
 
 
 def _show(report: TableReport, as_json: bool, *, as_tree: bool) -> None:
-    from parquet_keytools.cli.exit_status import ExitStatus
+    from parquet_keytools.cli.failures import ExitStatus
     from parquet_keytools.cli.iceberg_report import print_findings, print_tree, table_document
     from parquet_keytools.cli.output import print_json
 

@@ -57,14 +57,14 @@ def inspect_command(
         if config is not None:
             answer("Nothing was compared with a table: `verify --config` does that.")
     if shown.mode is None:
-        from parquet_keytools.cli.exit_status import ExitStatus
+        from parquet_keytools.cli.failures import ExitStatus
 
         raise typer.Exit(ExitStatus.NO)
 
 
 def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str | None) -> Inspection:
     if config is not None:
-        from parquet_keytools.cli.file_argument import location_of
+        from parquet_keytools.cli.options import location_of
         from parquet_keytools.keytools import Keytools
 
         with Keytools.from_yaml(config) as keytools:
@@ -79,7 +79,7 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
         _refuse_irregular(file)
         with open_local(file) as local_source:
             return inspect_source(local_source, aad_prefix=prefix)
-    from parquet_keytools.cli.file_argument import location_of
+    from parquet_keytools.cli.options import location_of
     from parquet_keytools.storage.sources import open_source
 
     with open_source(location_of(file, "FILE")) as source:

@@ -51,11 +51,10 @@ def keys_command(
     Run this before you disable or destroy a key, or a version of one. Without a configuration no KMS is called, so
     column keys inside encrypted footers are not visible, and versions are unknown.
     """
-    from parquet_keytools.cli.exit_status import ExitStatus
-    from parquet_keytools.cli.file_argument import locations_of
+    from parquet_keytools.cli.failures import ExitStatus
     from parquet_keytools.cli.keys_report import KeysTally, key_uses_document, wanted_key
-    from parquet_keytools.cli.output import FilesDocument
-    from parquet_keytools.cli.progress import file_counter
+    from parquet_keytools.cli.options import locations_of
+    from parquet_keytools.cli.output import FilesDocument, file_counter
     from parquet_keytools.keytools import Keytools
     from parquet_keytools.rotation.master_key_versions import same_master_key
 

@@ -1,13 +1,19 @@
 """Arguments and options that several commands have."""
 
+# Nothing slow is imported here: `--help` has to answer at once.
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from parquet_keytools.cli.output import answer_with_json
+
+if TYPE_CHECKING:
+    from parquet_keytools.storage.locations import FileLocation
 
 
 def refuse_other_encoding(text: str, name: str) -> None:
@@ -103,3 +109,52 @@ IgnorePassedOverOption = Annotated[
         help="Do not look for encrypted files whose names, or those of their folders, begin with . or _.",
     ),
 ]
+
+
+def location_of(text: str, name: str) -> FileLocation:
+    """Return where an argument points, whatever characters it has.
+
+    Args:
+        text: A path or URI.
+        name: Of the argument.
+
+    Raises:
+        typer.BadParameter: It is a URI of a kind that nothing here opens, or no valid one; or it is not UTF-8.
+    """
+    from parquet_keytools.storage.locations import FileLocation
+
+    refuse_other_encoding(text, name)
+    with _opened_uri(name):
+        return FileLocation.resolve(text)
+
+
+def locations_of(texts: Sequence[str], name: str) -> FileLocation:
+    """Return what arguments name: a file or folder, or several of them, or globs.
+
+    Args:
+        texts: Paths or URIs.
+        name: Of the arguments.
+
+    Raises:
+        typer.BadParameter: As with `location_of`; or they lie on several file systems.
+    """
+    from parquet_keytools.storage.locations import FileLocation
+
+    for text in texts:
+        refuse_other_encoding(text, name)
+    with _opened_uri(name):
+        return FileLocation.resolve_all(texts[0] if len(texts) == 1 else texts)
+
+
+@contextlib.contextmanager
+def _opened_uri(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        # Ours; it does not quote the URI, which may hold credentials. Those of Arrow do.
+        text = str(error).removesuffix(".") if type(error) is ValueError else "not a valid URI"
+        raise typer.BadParameter(f"{text}.", param_hint=name) from None
+    except NotImplementedError:
+        raise typer.BadParameter(
+            "pyarrow was built without the file system of this URI.", param_hint=name
+        ) from None

@@ -1,4 +1,4 @@
-"""What commands print.
+"""What commands print, and how far they are.
 
 Standard output gets the answer to what was asked for: text for people, or with `--json` a document for programs.
 Standard error gets errors, warnings and progress, and with `--json` also the text for people.
@@ -6,9 +6,12 @@ Standard error gets errors, warnings and progress, and with `--json` also the te
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Self
 
 import typer
@@ -131,3 +134,52 @@ def size_text(size_bytes: float) -> str:
         size_bytes /= 1000
         units.pop(0)
     return f"{size_bytes:,.0f} bytes" if units[0] == "bytes" else f"{size_bytes:,.1f} {units[0]}"
+
+
+@dataclass
+class ByteProgress:
+    """How far the work is.
+
+    Attributes:
+        advance: Takes the number of bytes that were done since; may be called by any thread.
+        move_to: Takes the number of bytes that are done in all.
+    """
+
+    advance: Callable[[int], None]
+    move_to: Callable[[int], None]
+
+
+@contextlib.contextmanager
+def progress_bar(total_bytes: int, *, wanted: bool = True) -> Iterator[ByteProgress]:
+    """Show a progress bar on stderr while the block runs, if people are looking."""
+    if not (wanted and sys.stderr.isatty()):
+        yield ByteProgress(lambda _: None, lambda _: None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total_bytes)
+        yield ByteProgress(
+            lambda size_bytes: progress.advance(task, size_bytes),
+            lambda size_bytes: progress.update(task, completed=size_bytes),
+        )
+
+
+@contextlib.contextmanager
+def file_counter(*, wanted: bool = True) -> Iterator[Callable[[object], None]]:
+    """Show on stderr how many files are done while the block runs, if people are looking.
+
+    How many there are in all is not known while they are looked for. Call what it yields after each file.
+    """
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TextColumn("{task.completed:.0f} files"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda _: progress.advance(task)

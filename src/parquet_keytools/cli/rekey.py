@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +18,12 @@ from parquet_keytools.cli.options import (
     OverwriteOption,
     SkipExistingOption,
     SourceArgument,
+    locations_of,
 )
+
+if TYPE_CHECKING:
+    from parquet_keytools.keytools import Keytools
+    from parquet_keytools.rotation.report import FileRotation
 
 OptionalTargetArgument = Annotated[
     str | None,
@@ -96,8 +102,6 @@ def rekey_command(
         keytools.configuration.table_of_files(table)
         new_keytools = keytools
         if in_place:
-            from parquet_keytools.cli.rekey_in_place import rekey_in_place
-
             options = {
                 "table_name": table,
                 "new_table_name": to_table,
@@ -106,7 +110,7 @@ def rekey_command(
                 "verify": verify is not False,
                 "journal": journal,
             }
-            rekey_in_place(keytools, source, options, as_json=as_json)
+            _in_place(keytools, source, options, as_json=as_json)
             return
         assert target is not None
         if to_config is not None:
@@ -129,3 +133,39 @@ def rekey_command(
             skip_existing=skip_existing,
             as_json=as_json,
         )
+
+
+def _in_place(keytools: Keytools, source: str, options: dict[str, Any], *, as_json: bool) -> None:
+    """Replace files one by one, and report each; `options` are those of `Keytools.rekey_in_place`."""
+    from parquet_keytools.cli.output import FilesDocument, answer, file_counter, progress_bar, size_text
+    from parquet_keytools.cli.rotation_report import (
+        exit_with,
+        files_text,
+        rekeyed_document,
+        rekeyed_summary,
+        say_failures,
+        say_left_behind,
+        say_stopped,
+    )
+
+    started = time.monotonic()
+    location = locations_of([source], "SRC")
+    is_folder = location.is_folder()
+    with FilesDocument(wanted=as_json) as document:
+        size = 0 if is_folder else location.info().size or 0
+        with progress_bar(size, wanted=not is_folder) as progress, file_counter(wanted=is_folder) as count:
+
+            def on_file(file: FileRotation) -> None:
+                count(file)
+                document.add(rekeyed_document(file))
+
+            report = keytools.rekey_in_place(
+                location, keep_results=False, on_file=on_file, on_progress=progress.advance, **options
+            )
+        document.end(rekeyed_summary(report))
+    say_failures([(file.path, file.error) for file in report.failures if file.error is not None])
+    say_left_behind(report.left_behind)
+    seconds = time.monotonic() - started
+    answer(f"{files_text(report.counts)}; {size_text(report.bytes_written)} written in {seconds:.1f} s.")
+    say_stopped(report)
+    exit_with(report)

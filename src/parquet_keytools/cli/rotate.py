@@ -99,8 +99,8 @@ def rotate_command(
     if dry_run:
         _refuse("--dry-run", {"--keep-old": keep_old is True, "--journal": journal is not None})
 
-    from parquet_keytools.cli.file_argument import location_of, locations_of
     from parquet_keytools.cli.file_work import open_keytools
+    from parquet_keytools.cli.options import location_of, locations_of
 
     if (undo or drop_old) and len(paths) > 1:
         raise typer.BadParameter("name one file or folder.", param_hint="--undo" if undo else "--drop-old")
@@ -155,8 +155,7 @@ def _refuse(option: str, others: dict[str, bool]) -> None:
 
 
 def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any], *, as_json: bool) -> None:
-    from parquet_keytools.cli.output import FilesDocument
-    from parquet_keytools.cli.progress import file_counter
+    from parquet_keytools.cli.output import FilesDocument, file_counter
     from parquet_keytools.cli.rotation_report import RotationTally, exit_with, rotation_document
     from parquet_keytools.rotation.report import FileRotation
 
@@ -194,7 +193,7 @@ def _undo(
 
 
 def _drop_old(keytools: Keytools, location: FileLocation, *, as_json: bool) -> None:
-    from parquet_keytools.cli.exit_status import ExitStatus
+    from parquet_keytools.cli.failures import ExitStatus
     from parquet_keytools.cli.output import answer, number_of, print_json, say
     from parquet_keytools.cli.rotation_report import MOST_FAILURES_SHOWN
 

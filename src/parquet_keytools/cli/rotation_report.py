@@ -9,8 +9,7 @@ from typing import Any
 
 import typer
 
-from parquet_keytools.cli.exit_status import ExitStatus
-from parquet_keytools.cli.failures import error_text, status_of
+from parquet_keytools.cli.failures import ExitStatus, error_text, status_of
 from parquet_keytools.cli.output import answer, number_of, print_table, say, size_text
 from parquet_keytools.files.file_identities import REMEDY
 from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, RotationOutcome, RotationReport
@@ -29,6 +28,29 @@ def rotation_document(file: FileRotation) -> dict[str, Any]:
         "bytes_written": file.bytes_written,
         "bytes_copied": file.bytes_copied,
         **error_fields(file.error),
+    }
+
+
+def rekeyed_document(file: FileRotation) -> dict[str, Any]:
+    """Return what became of a file with new data keys as a document of JSON."""
+    return {
+        "path": file.path,
+        "outcome": file.outcome.value,
+        "old_size_bytes": file.old_size_bytes,
+        "new_size_bytes": file.new_size_bytes,
+        **error_fields(file.error),
+    }
+
+
+def rekeyed_summary(report: RotationReport) -> dict[str, Any]:
+    """Return the summary of files with new data keys as a document of JSON."""
+    return {
+        "complete": report.stopped_by is None,
+        "counts": {outcome.value: number for outcome, number in report.counts.items()},
+        "bytes_written": report.bytes_written,
+        "journal": report.journal,
+        "left_behind": report.left_behind,
+        "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
     }
 
 

@@ -318,7 +318,7 @@ def _tell(report: PipelineReport, *, as_json: bool, rules: list[dict[str, Any]] 
         typer.Exit: Not all went well.
     """
     from parquet_keytools import errors
-    from parquet_keytools.cli.exit_status import ExitStatus
+    from parquet_keytools.cli.failures import ExitStatus
     from parquet_keytools.cli.output import FilesDocument, answer, say
 
     if as_json:

@@ -42,10 +42,9 @@ def verify_command(
     and the file is compared with what its table wants. A folder is checked as one data set. The exit status is 0
     only if everything that was asked for was checked and conforms.
     """
-    from parquet_keytools.cli.exit_status import ExitStatus
-    from parquet_keytools.cli.file_argument import locations_of
-    from parquet_keytools.cli.output import print_json
-    from parquet_keytools.cli.progress import file_counter
+    from parquet_keytools.cli.failures import ExitStatus
+    from parquet_keytools.cli.options import locations_of
+    from parquet_keytools.cli.output import file_counter, print_json
     from parquet_keytools.cli.verify_report import say_data_set, say_file
     from parquet_keytools.conformance import verification
     from parquet_keytools.conformance.report import data_set_document, file_document

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path, PurePosixPath
 
-from parquet_keytools.cli.file_argument import location_of
+from parquet_keytools.cli.options import location_of
 from parquet_keytools.errors import NoParquetFilesError
 from parquet_keytools.keytools import Keytools
 from parquet_keytools.serve.served_tree import ServedTree

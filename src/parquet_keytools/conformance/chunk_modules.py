@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import Column
-from parquet_keytools.conformance.module_check import AUTHENTICITY_RULES, check_padding
 from parquet_keytools.encryption.aad import MAX_ORDINAL, ModulePlace, ModuleType
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, LENGTH_LENGTH, ModuleCipher
@@ -22,6 +21,46 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.records import Record
 from parquet_keytools.format.structs import ColumnMetaData, PageHeader
 from parquet_keytools.format.thrift_compact import WireType
+
+AUTHENTICITY_RULES = {
+    ModuleType.COLUMN_META_DATA: "column-metadata-authentic",
+    ModuleType.DATA_PAGE: "data-page-authentic",
+    ModuleType.DICTIONARY_PAGE: "dictionary-page-authentic",
+    ModuleType.DATA_PAGE_HEADER: "data-page-header-authentic",
+    ModuleType.DICTIONARY_PAGE_HEADER: "dictionary-page-header-authentic",
+    ModuleType.COLUMN_INDEX: "column-index-authentic",
+    ModuleType.OFFSET_INDEX: "offset-index-authentic",
+    ModuleType.BLOOM_FILTER_HEADER: "bloom-filter-header-authentic",
+    ModuleType.BLOOM_FILTER_BITSET: "bloom-filter-bitset-authentic",
+}
+
+
+def check_module(
+    cipher: ModuleCipher, stored: bytes | memoryview, place: ModulePlace, offset: int | None, book: RuleBook
+) -> bytes | None:
+    """Return the plaintext of a module that fills `stored`; None where it is not authentic, which is reported."""
+    view = memoryview(stored)
+    length = len(view)
+    field = struct.unpack_from("<I", view)[0] if length >= LENGTH_LENGTH else 0
+    if length < GCM_FRAMING or field != length - LENGTH_LENGTH:
+        message = f"its length field says {field} bytes, its place has {length - LENGTH_LENGTH}."
+        book.broken("module-length", message, place, offset)
+        return None
+    out = bytearray(length - GCM_FRAMING)
+    try:
+        cipher.gcm.decrypt_into(view[4:16], view[16:], place.aad(cipher.file_aad), out)
+    except InvalidTag:
+        rule_id = AUTHENTICITY_RULES[place.module_type]
+        book.broken(rule_id, "the module does not authenticate.", place, offset)
+        return None
+    book.holds(AUTHENTICITY_RULES[place.module_type], "module-length")
+    return bytes(out)
+
+
+def check_padding(plaintext: bytes | bytearray, end: int, place: ModulePlace, book: RuleBook) -> None:
+    """Check that a Thrift structure that ends at `end` fills the plaintext of its module."""
+    book.check("padding", end == len(plaintext), f"{len(plaintext) - end} bytes follow it.", place)
+
 
 _MIN_PLAINTEXT_HEADER_WINDOW = 4096
 
@@ -101,8 +140,6 @@ class ChunkCiphers:
     """How one chunk is decrypted.
 
     Attributes:
-        column: Its column.
-        row_group_ordinal: Of its row group.
         cipher: Under its DEK; None for a plaintext chunk.
         is_ctr: Whether its pages are encrypted with AES-CTR.
         fingerprint: Of the DEK, for the nonces that were used with it.
@@ -127,14 +164,11 @@ class ChunkCiphers:
 
 
 class HeaderFacts(NamedTuple):
-    """What is to be known of a page header.
+    """What a page header says.
 
     Attributes:
         page_type: `PageHeader.DATA_PAGE` and so on.
         length: Of the page with framing.
-        uncompressed_length: Of what it holds.
-        crc: As stated, or None.
-        num_values: How many values are stated.
         levels_length: Of the levels of a V2 page; 0 for others.
         is_compressed: Whether what follows the levels is, if the chunk has a codec.
     """
@@ -152,10 +186,8 @@ class Page(NamedTuple):
     """A page that the walk came by.
 
     Attributes:
-        place: Of the page itself.
+        place: Of the page itself, which begins at `offset`.
         facts: What its header says.
-        header_offset: Where the header begins.
-        offset: Where the page begins.
         header_nonce: The nonce of the header; empty in a plaintext chunk.
         header_check: The end of its tag, likewise.
     """
@@ -178,12 +210,7 @@ class Page(NamedTuple):
         return self.place.module_type is ModuleType.DICTIONARY_PAGE
 
     def module_of(self, stored: memoryview, framing: int) -> memoryview:
-        """Return the module of an encrypted page: all of it, or what follows the levels if those are outside.
-
-        Args:
-            stored: The page; as long as `framing` at least.
-            framing: How many bytes longer a module is than its plaintext.
-        """
+        """Return the module of an encrypted page: all of it, or what follows the levels if those are outside."""
         levels = self.facts.levels_length
         if 0 < levels <= len(stored) - framing and _length_field(stored) != len(stored) - LENGTH_LENGTH:
             module = stored[levels:]
@@ -341,12 +368,8 @@ class PageWalk:
         """Return what the module at `offset` may be; the first page's AAD is one of two."""
         chunk = self._chunk
         if self.next_ordinal > MAX_ORDINAL:
-            self._book.broken(
-                "ordinal-limit",
-                f"the chunk has more than {MAX_ORDINAL + 1} data pages.",
-                chunk.place(ModuleType.DATA_PAGE_HEADER, MAX_ORDINAL),
-                offset,
-            )
+            message = f"the chunk has more than {MAX_ORDINAL + 1} data pages."
+            self._broken("ordinal-limit", message, chunk.place(ModuleType.DATA_PAGE_HEADER, MAX_ORDINAL), offset)
             return None
         data = chunk.place(ModuleType.DATA_PAGE_HEADER, self.next_ordinal)
         if offset != self._start:

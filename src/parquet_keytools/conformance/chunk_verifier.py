@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from parquet_keytools.conformance.chunk_modules import ChunkCiphers, Page, PageWalk, Window
+from parquet_keytools.conformance.chunk_modules import AUTHENTICITY_RULES, ChunkCiphers, Page, PageWalk, Window
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.layout_rules import ChunkRegion
-from parquet_keytools.conformance.module_check import AUTHENTICITY_RULES
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.conformance.report import Loss
 from parquet_keytools.encryption.aad import ModuleType

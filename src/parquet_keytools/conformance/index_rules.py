@@ -5,11 +5,10 @@ from __future__ import annotations
 import struct
 from itertools import pairwise
 
-from parquet_keytools.conformance.chunk_modules import ChunkCiphers
+from parquet_keytools.conformance.chunk_modules import ChunkCiphers, check_module, check_padding
 from parquet_keytools.conformance.chunk_verifier import ChunkVerifier, Count
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.layout_rules import ChunkRegion
-from parquet_keytools.conformance.module_check import check_module, check_padding
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH

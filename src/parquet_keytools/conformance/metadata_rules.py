@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from parquet_keytools.conformance.chunk_modules import ChunkCiphers
+from parquet_keytools.conformance.chunk_modules import ChunkCiphers, check_module, check_padding
 from parquet_keytools.conformance.chunk_verifier import Count
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, chunk_place
-from parquet_keytools.conformance.module_check import check_module, check_padding
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.conformance.rules import Scope
 from parquet_keytools.encryption.aad import ModuleType

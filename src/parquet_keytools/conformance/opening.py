@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from parquet_keytools.conformance.chunk_modules import check_padding
 from parquet_keytools.conformance.envelope import check_required, plaintext_metadata
 from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, fingerprint
 from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.conformance.module_check import check_padding
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.conformance.rules import Scope
 from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES, FOOTER_PLACE, ModuleType, module_behind

@@ -14,7 +14,7 @@ from parquet_keytools.errors import ChangedMeanwhileError, OutputError
 from parquet_keytools.files.replacement import replacement
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.keys.material_store import MAX_FILE_BYTES
-from parquet_keytools.rotation.tail import Tail, changed_meanwhile, check_unchanged
+from parquet_keytools.rotation.tail import Tail, changed_while_rotated, check_unchanged
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import LocalSink
 from parquet_keytools.storage.sources import open_source, read_whole
@@ -216,7 +216,7 @@ def replace_external_material(
                 return
         except FileNotFoundError:
             pass
-        raise changed_meanwhile(location)
+        raise changed_while_rotated(location)
 
     if why_unconditional(location) is None:
         from parquet_keytools.rotation.s3_replacement import replace_object

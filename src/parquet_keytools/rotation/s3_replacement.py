@@ -23,7 +23,7 @@ from pyarrow import fs as pafs
 from parquet_keytools.errors import ChangedMeanwhileError, KeytoolsError, OutputError
 from parquet_keytools.files.opened_file import WithTail
 from parquet_keytools.rotation.replacement import CheckWritten, ReplacedTail
-from parquet_keytools.rotation.tail import Tail, changed_meanwhile, check_unchanged
+from parquet_keytools.rotation.tail import Tail, changed_while_rotated, check_unchanged
 from parquet_keytools.storage.left_behind import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.s3_connection import CONCURRENT_PARTS, age_seconds, client_of, end_upload
@@ -121,7 +121,7 @@ def read_object(found: S3Object, start: int, end: int) -> bytes:
         answer = found.client.get_object(**found.place, Range=f"bytes={start}-{end - 1}", IfMatch=found.etag)
         data: bytes = answer["Body"].read()
     if answer["ETag"] != found.etag or len(data) != end - start:
-        raise changed_meanwhile(found.location)
+        raise changed_while_rotated(found.location)
     return data
 
 
@@ -273,7 +273,7 @@ def _tags(client: Any, location: FileLocation) -> dict[str, str]:
 def _require_unchanged(found: S3Object) -> None:
     # Not every store minds conditions.
     if found.client.head_object(**found.place)["ETag"] != found.etag:
-        raise changed_meanwhile(found.location)
+        raise changed_while_rotated(found.location)
 
 
 def _with_condition(etag: str, send: Callable[[dict[str, Any]], T]) -> T:
@@ -293,7 +293,7 @@ def _as_ours(location: FileLocation) -> Iterator[None]:
     except botocore.exceptions.ClientError as error:
         code = _code(error)
         if code in _CHANGED or code in _GONE or code in _ENDED_BY_OTHERS:
-            raise changed_meanwhile(location) from None
+            raise changed_while_rotated(location) from None
         raise OutputError(f"{location}: the store refuses: {code}.") from None
     except botocore.exceptions.BotoCoreError as error:
         raise OutputError(f"{location}: the store cannot be reached: {type(error).__name__}.") from None
@@ -321,7 +321,7 @@ def replace_object_tail(location: FileLocation, tail: Tail, new: bytes, check: C
     """
     found = find_object(location)
     if found.size_bytes != tail.size_bytes:
-        raise changed_meanwhile(location)
+        raise changed_while_rotated(location)
     with open_source(location) as source:
         check(WithTail(source, tail.offset, new))
     if tail.offset < LEAST_PART_BYTES:

@@ -76,10 +76,10 @@ def check_unchanged(location: FileLocation, tail: Tail) -> None:
                         return
     except FileNotFoundError:
         pass
-    raise changed_meanwhile(location)
+    raise changed_while_rotated(location)
 
 
-def changed_meanwhile(location: FileLocation) -> ChangedMeanwhileError:
+def changed_while_rotated(location: FileLocation) -> ChangedMeanwhileError:
     """Return the error for a file that somebody else changed."""
     return ChangedMeanwhileError(f"{location} changed while its keys were rotated.", hint="Try again.")
 

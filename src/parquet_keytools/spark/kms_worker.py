@@ -42,7 +42,7 @@ from parquet_keytools.spark.frames import (
     read_frame,
     read_key_request,
 )
-from parquet_keytools.spark.table_requests import TableRequests
+from parquet_keytools.spark.table_options import TableRequests
 
 THREADS = 4
 """So many calls to the KMS at a time; what comes meanwhile waits, and goes together in the next one."""

@@ -1,7 +1,7 @@
 import pytest
 from faults import TurnedClock
 
-from parquet_keytools.kms.calls.breaker import CircuitBreaker
+from parquet_keytools.kms.calls.limits import CircuitBreaker
 
 
 @pytest.fixture

@@ -19,15 +19,9 @@ from parquet_keytools.errors import ConfigurationError, OutputError, ParquetForm
 from parquet_keytools.kms.keystore.client import KeystoreSettings
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.spark import pipelines
-from parquet_keytools.spark.pipelines import encryption, kms_share, rekeying, rotation, worker_keys
+from parquet_keytools.spark.pipelines import encryption, rekeying, rotation, worker_keys
 from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, state_of
 from parquet_keytools.spark.pipelines.job import Job
-from parquet_keytools.spark.pipelines.kms_share import (
-    first_pause_seconds,
-    most_tasks_of,
-    shared_settings,
-    task_slots,
-)
 from parquet_keytools.spark.pipelines.planned_files import (
     cut,
     cut_by_group,
@@ -39,6 +33,12 @@ from parquet_keytools.spark.pipelines.planned_files import (
     unpacked,
 )
 from parquet_keytools.spark.pipelines.report import TaskResult
+from parquet_keytools.spark.pipelines.worker_keys import (
+    first_pause_seconds,
+    most_tasks_of,
+    shared_settings,
+    task_slots,
+)
 from parquet_keytools.storage.locations import FileLocation
 
 EMPTY_KEY_MATERIAL = "_KEY_MATERIAL_FOR_a.parquet.json"
@@ -181,7 +181,7 @@ def test_a_job_has_no_more_tasks_than_calls_at_a_time(speculation: str, tasks: i
 def test_the_executors_of_a_new_session_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     clock = SimpleNamespace(time=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr(kms_share, "time", clock)
+    monkeypatch.setattr(worker_keys, "time", clock)
     cluster = "spark://host:7077"
     assert task_slots(FakeSpark([0, 0, 0, 16, 16, 32, 32, 48], spark_master=cluster)) == 48
     assert 1 < now[0] < 5

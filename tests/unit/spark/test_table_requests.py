@@ -9,7 +9,7 @@ import pytest
 
 from parquet_keytools import parse_configuration
 from parquet_keytools.errors import ConfigurationError, DecryptionError, TableMismatchError
-from parquet_keytools.spark.table_requests import TableRequests
+from parquet_keytools.spark.table_options import TableRequests
 
 KMS = {"type": "in_memory", "keys": ["footer", "pii", "other"]}
 TABLES = {

@@ -26,8 +26,7 @@ from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.kms.aws.errors import EXPIRED_CREDENTIALS, code_of
 from parquet_keytools.kms.aws.settings import AwsSettings
 from parquet_keytools.kms.requests import CallFacts
-from parquet_keytools.kms.sdk_logs import SdkLogs
-from parquet_keytools.kms.transport import check_certificates, mistake_in_url
+from parquet_keytools.kms.transport import SdkLogs, check_certificates, mistake_in_url
 from parquet_keytools.runtime.fork_safety import PerProcess
 
 _log = logging.getLogger(__name__)

@@ -18,9 +18,8 @@ from parquet_keytools.errors import (
     KmsThrottledError,
     KmsUnavailableError,
 )
-from parquet_keytools.kms.calls.breaker import CircuitBreaker, RetryBudget
 from parquet_keytools.kms.calls.concurrency import ConcurrentCalls, current_task
-from parquet_keytools.kms.calls.rate import CallRate
+from parquet_keytools.kms.calls.limits import CallRate, CircuitBreaker, RetryBudget
 from parquet_keytools.kms.requests import CallFacts
 from parquet_keytools.kms.settings import RemoteKmsSettings
 from parquet_keytools.runtime import telemetry

@@ -28,8 +28,13 @@ from parquet_keytools.errors import (
     KmsResponseInvalidError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.gcp.connection import GcpConnection, open_client
-from parquet_keytools.kms.gcp.credentials import CredentialsFileError, TokenSource, load_credentials
+from parquet_keytools.kms.gcp.connection import (
+    CredentialsFileError,
+    GcpConnection,
+    TokenSource,
+    load_credentials,
+    open_client,
+)
 from parquet_keytools.kms.gcp.errors import kms_error
 from parquet_keytools.kms.gcp.settings import GcpSettings, crypto_key_name, key_ring_name, version_of
 from parquet_keytools.kms.remote_client import RemoteKmsClient, Time

@@ -1,20 +1,187 @@
-"""A channel to Cloud KMS with its credentials, kept apart from forks."""
+"""Who we are to Google Cloud, and a channel to Cloud KMS that is kept apart from forks."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import google.auth
 import grpc
 from google.api_core.exceptions import Unauthenticated
+from google.auth import identity_pool, impersonated_credentials
+from google.auth.credentials import TokenState
+from google.auth.exceptions import TransportError
+from google.auth.transport.requests import Request
 from google.cloud.kms_v1 import KeyManagementServiceClient
 from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
+from google.oauth2 import credentials as user_credentials
+from google.oauth2 import service_account
 
-from parquet_keytools.kms.gcp.credentials import SDK_LOGS, TokenSource, email_of
+from parquet_keytools.kms.transport import SdkLogs
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+
+SDK_LOGS = SdkLogs(
+    "google.auth.transport.requests",
+    "google.cloud.kms_v1.services.key_management_service.transports",
+    least_level=logging.CRITICAL + 1,
+)
+"""Of Google's libraries: they log keys and access tokens."""
+
+_SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)
+_LEAST_SECONDS_BETWEEN_REFUSALS = 30.0
+"""Where every token is refused, there is not one more asked for with each call."""
+
+_KINDS: dict[str, Callable[..., Any]] = {
+    "authorized_user": user_credentials.Credentials.from_authorized_user_info,
+    "external_account": identity_pool.Credentials.from_info,
+    "service_account": service_account.Credentials.from_service_account_info,
+}
+
+
+class CredentialsFileError(Exception):
+    """A credentials file cannot be used. Its text quotes nothing of the file."""
+
+
+def load_credentials(
+    file: Path | None, impersonate: str | None, delegates: Sequence[str], quota_project: str | None
+) -> Any:
+    """Return credentials of a file, or else application default credentials.
+
+    Args:
+        file: A service account key, or what gcloud made for a user or for workload identity federation.
+        impersonate: Email of a service account to act as.
+        delegates: Service accounts in between, each of which may act as the next.
+        quota_project: Project whose quota is used, where it is not that of the credentials.
+
+    Raises:
+        CredentialsFileError: The file is not there, or not of these kinds.
+        google.auth.exceptions.GoogleAuthError: There are no application default credentials.
+    """
+    # To find the project, some kinds of credentials are used at once.
+    with SDK_LOGS.silenced():
+        credentials = google.auth.default(scopes=_SCOPES)[0] if file is None else _from_file(file)
+    if isinstance(credentials, service_account.Credentials):
+        # A token signed here spares a call to Google's token service.
+        credentials = credentials.with_always_use_jwt_access(not impersonate)
+    if impersonate:
+        credentials = impersonated_credentials.Credentials(
+            source_credentials=credentials,
+            target_principal=impersonate,
+            target_scopes=list(_SCOPES),
+            delegates=list(delegates),
+        )
+    return credentials.with_quota_project(quota_project) if quota_project else credentials
+
+
+def _from_file(file: Path) -> Any:
+    failure = None
+    try:
+        info = json.loads(file.read_text(encoding="utf-8"))
+        make = _KINDS.get(str(info.get("type"))) if isinstance(info, dict) else None
+        if make is not None:
+            return make(info, scopes=_SCOPES)
+    except OSError as error:
+        failure = error.strerror or type(error).__name__
+    except Exception as error:  # a key that cannot be parsed; the exception may quote it
+        failure = type(error).__name__
+    kinds = ", ".join(sorted(_KINDS))
+    raise CredentialsFileError(failure or f"its type is none of {kinds}")
+
+
+class TokenSource:
+    """Gives the headers that say who we are, with a token that is renewed before it expires.
+
+    gRPC could ask the credentials itself, but would report every failure, lasting or not, as a server that is
+    unavailable.
+    """
+
+    def __init__(self, credentials: Any, request: Callable[..., Any] | None = None) -> None:
+        self._credentials = credentials
+        self._request = request or Request()
+        self._lock = ForkSafeLock()
+        self._refused_at = float("-inf")
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the next headers need no call."""
+        return bool(self._credentials.token_state is TokenState.FRESH)
+
+    @property
+    def email(self) -> str | None:
+        """Email of the service account, if it is known without a call."""
+        return email_of(self._credentials)
+
+    def headers(self, url: str, seconds: float) -> list[tuple[str, str]]:
+        """Return headers for a call.
+
+        Args:
+            url: Of the service.
+            seconds: How long getting a new token may take, waiting for others who get it included.
+
+        Raises:
+            google.auth.exceptions.GoogleAuthError: No token is available.
+        """
+        deadline = time.monotonic() + seconds
+
+        def request(*arguments: Any, **options: Any) -> Any:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransportError("no time is left")
+            options["timeout"] = min(left, options.get("timeout") or left)
+            # Here, for the library may send it in a thread of its own.
+            with SDK_LOGS.silenced():
+                return self._request(*arguments, **options)
+
+        headers: dict[str, str] = {}
+        # One thread renews the token; the others wait for it, each as long as it may.
+        with self._turn(seconds):
+            self._credentials.before_request(request, "POST", url, headers)
+        return [(name.lower(), value) for name, value in headers.items()]
+
+    def refused(self, headers: Sequence[tuple[str, str]], seconds: float) -> bool:
+        """Note that the token in these headers is not valid: it was revoked, or a clock is wrong.
+
+        Args:
+            headers: What was sent.
+            seconds: How long others who get a token are waited for.
+
+        Returns:
+            Whether the next headers may have another one.
+        """
+        with self._turn(seconds):
+            if dict(headers).get("authorization") != f"Bearer {self._credentials.token}":
+                return True
+            now = time.monotonic()
+            if now - self._refused_at < _LEAST_SECONDS_BETWEEN_REFUSALS:
+                return False
+            self._refused_at = now
+            self._credentials.token = None
+            return True
+
+    @contextlib.contextmanager
+    def _turn(self, seconds: float) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._lock.held_within(seconds))
+            except TimeoutError:
+                raise TransportError("others did not get a token in time") from None
+            yield
+
+
+def email_of(credentials: Any) -> str | None:
+    """Return the email of a service account's credentials, if they know it."""
+    email = getattr(credentials, "service_account_email", None)
+    # The credentials of a virtual machine call theirs "default" until they are first used.
+    return email if isinstance(email, str) and "@" in email else None
+
 
 _OPTIONS = [
     # A call to a KMS that comes back must not wait for the two minutes that gRPC would.

@@ -33,8 +33,7 @@ from parquet_keytools.kms.vault.errors import (
     connection_error,
     refusal_error,
 )
-from parquet_keytools.kms.vault.login import token_source
-from parquet_keytools.kms.vault.session import VaultSession
+from parquet_keytools.kms.vault.session import VaultSession, token_source
 from parquet_keytools.kms.vault.settings import VaultSettings
 from parquet_keytools.kms.vault.transit import (
     TransitEngine,

@@ -19,7 +19,6 @@ from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, SparkJobFailedError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.spark.carried_configuration import carried, carried_file, refuse_generated_keys
-from parquet_keytools.spark.pipelines.kms_share import most_tasks_of, task_slots
 from parquet_keytools.spark.pipelines.planned_files import (
     PlannedFiles,
     file_at,
@@ -32,6 +31,8 @@ from parquet_keytools.spark.pipelines.report import FAILED, PipelineReport, Task
 from parquet_keytools.spark.pipelines.worker_keys import (
     CarriedKeys,
     WorkerKeys,
+    most_tasks_of,
+    task_slots,
     worker_keys,
 )
 from parquet_keytools.storage.locations import FileLocation, PathLike
