@@ -11,6 +11,7 @@ from parquet_keytools.config.loader import load_configuration, parse_configurati
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.facade.file_systems import FileSystems
+from parquet_keytools.facade.footers import Footers
 from parquet_keytools.facade.key_rotation import KeyRotation
 from parquet_keytools.facade.tables import Tables
 from parquet_keytools.facade.whole_files import WholeFiles
@@ -20,7 +21,7 @@ from parquet_keytools.runtime.summary import Summarised
 from parquet_keytools.storage.locations import PathLike
 
 
-class Keytools(Tables, FileSystems, WholeFiles, KeyRotation, Summarised):
+class Keytools(Tables, Footers, FileSystems, WholeFiles, KeyRotation, Summarised):
     """Encrypts and decrypts Parquet files as a configuration says.
 
     May be used from any number of threads, after a fork, and pickled to worker processes; a pickle holds the

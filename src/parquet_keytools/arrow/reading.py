@@ -19,7 +19,7 @@ from parquet_keytools.arrow.decryption_properties import (
 )
 from parquet_keytools.arrow.read_options import ReadOptions, with_extensions
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
-from parquet_keytools.files.conversion import decrypted_buffer
+from parquet_keytools.files.conversion import decrypted_buffer, decrypted_metadata
 from parquet_keytools.files.key_service import KeyService, read_again_if_changed
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.storage.locations import FileLocation
@@ -51,6 +51,27 @@ def read_table(keys: KeyService, location: FileLocation, request: ReadRequest, o
         return _read_file(keys, opened, request, options)
 
     return read_again_if_changed(read)
+
+
+def read_metadata(
+    keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | None
+) -> pq.FileMetaData:
+    """Return what the footer of a file says, decrypted; see `Keytools.metadata`."""
+    if location.is_folder():
+        raise IsADirectoryError(f"{location} is a folder: name one of its files")
+    (opened,) = keys.open_files([location], table_name, aad_prefix)
+    opened.refuse_denied(None, hides_refused=hides_denied(keys))
+    return pq.read_metadata(pa.BufferReader(decrypted_metadata(opened)))
+
+
+def read_schema(
+    keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | None
+) -> pa.Schema:
+    """Return the schema of a file or a data set; see `Keytools.schema`."""
+    if not (location.only or location.is_folder()):
+        return read_metadata(keys, location, table_name, aad_prefix).schema.to_arrow_schema()
+    files = DataSetFiles(keys, location, ReadRequest(None, None, table_name, aad_prefix), ReadOptions())
+    return files.dataset("hive", None, knows_denied=hides_denied(keys)).schema
 
 
 def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, options: ReadOptions) -> pa.Table:

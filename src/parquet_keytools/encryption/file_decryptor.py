@@ -111,22 +111,6 @@ def _decrypt(
         footer, deks, lambda *_: None, selection.row_group_ordinals, selection.column_ordinals
     )
 
-    def make_footer(new_row_groups: list[RowGroup]) -> bytes:
-        for (_, chunks), row_group in zip(row_groups, new_row_groups, strict=True):
-            if len(chunks) < len(footer.leaves):
-                selected_sorting_columns(row_group.struct, selection.column_ordinals)
-                row_group.total_byte_size = sum(c.metadata.total_uncompressed_size for c in chunks)
-            for chunk in chunks:
-                chunk.new_chunk.meta_data = chunk.new_metadata
-                chunk.new_chunk.crypto_metadata = None
-                chunk.new_chunk.encrypted_column_metadata = None
-            row_group.columns = [chunk.new_chunk for chunk in chunks]
-        metadata: FileMetaData = selection.metadata
-        metadata.row_groups = new_row_groups
-        metadata.encryption_algorithm = None
-        metadata.footer_signing_key_metadata = None
-        return metadata.serialise()
-
     rewrite_file(
         source,
         sink,
@@ -134,10 +118,54 @@ def _decrypt(
         footer_offset=footer.envelope.footer_offset,
         created_by=footer.metadata.created_by,
         magic=MAGIC,
-        make_footer=make_footer,
+        make_footer=lambda new_row_groups: _plaintext_footer(footer, selection, row_groups, new_row_groups),
         threads=threads,
         on_progress=on_progress,
     )
+
+
+def decrypted_footer(
+    footer: Footer,
+    deks: Deks,
+    columns: Collection[tuple[str, ...]],
+    key_values: Mapping[str, str | None] | None = None,
+) -> bytes:
+    """Return a footer in plaintext for some columns of a file, whose parts lie where they lie in the file.
+
+    Args:
+        footer: Of the file, opened.
+        deks: DEKs of the columns that have a column key.
+        columns: Paths of leaf columns; see `decrypt_columns`.
+        key_values: Likewise.
+
+    Raises:
+        KeyNotAvailableError: A wanted column has a column key and no DEK is given.
+        DecryptionError: The metadata of a chunk does not authenticate.
+        ParquetFormatError: It is not what the format says.
+    """
+    selection = selected_footer(footer.metadata, footer.leaves, columns, None, key_values)
+    row_groups = open_chunks(footer, deks, lambda *_: None, None, selection.column_ordinals)
+    new_row_groups: list[RowGroup] = [row_group.shallow_copy() for row_group, _ in row_groups]
+    return _plaintext_footer(footer, selection, row_groups, new_row_groups)
+
+
+def _plaintext_footer(
+    footer: Footer, selection: Selection, row_groups: list[RowGroupRewrite], new_row_groups: list[RowGroup]
+) -> bytes:
+    for (_, chunks), row_group in zip(row_groups, new_row_groups, strict=True):
+        if len(chunks) < len(footer.leaves):
+            selected_sorting_columns(row_group.struct, selection.column_ordinals)
+            row_group.total_byte_size = sum(c.metadata.total_uncompressed_size for c in chunks)
+        for chunk in chunks:
+            chunk.new_chunk.meta_data = chunk.new_metadata
+            chunk.new_chunk.crypto_metadata = None
+            chunk.new_chunk.encrypted_column_metadata = None
+        row_group.columns = [chunk.new_chunk for chunk in chunks]
+    metadata: FileMetaData = selection.metadata
+    metadata.row_groups = new_row_groups
+    metadata.encryption_algorithm = None
+    metadata.footer_signing_key_metadata = None
+    return metadata.serialise()
 
 
 def column_deks(footer: Footer, retriever: KeyRetriever) -> dict[tuple[str, ...], SecretBytes]:

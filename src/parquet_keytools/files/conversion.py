@@ -21,6 +21,7 @@ from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_p
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.column_selection import ARROW_SCHEMA_KEY
+from parquet_keytools.format.file_layout import MAGIC
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import (
     PLAINTEXT_MODE,
@@ -252,12 +253,7 @@ def _skipped(source: FileLocation, target: FileLocation) -> FileResult:
 
 def decrypted_buffer(opened: OpenedFile, names: Sequence[str] | None) -> pa.Buffer:
     """Decrypt a file, or some top-level columns of it, in memory; columns that cannot be read are left out."""
-    wanted = None if names is None else {column.path[0] for name in names for column in opened.columns_named(name)}
-    kept = {
-        column.path
-        for column in opened.footer.columns
-        if column.path[0] not in opened.denied_top_level and (wanted is None or column.path[0] in wanted)
-    }
+    kept = _readable(opened, names)
     sink = BufferSink()
     with open_source(opened.location) as source, naming_place(opened.location, opened.footer.columns):
         file_decryptor.decrypt_columns(
@@ -269,6 +265,25 @@ def decrypted_buffer(opened: OpenedFile, names: Sequence[str] | None) -> pa.Buff
             key_values={ARROW_SCHEMA_KEY: arrow_schema_text(opened, {path[0] for path in kept})},
         )
     return pa.py_buffer(sink.buffer)
+
+
+def decrypted_metadata(opened: OpenedFile) -> pa.Buffer:
+    """Return a Parquet file with the footer of another one alone; columns that cannot be read are left out."""
+    kept = _readable(opened, None)
+    with naming_place(opened.location, opened.footer.columns):
+        key_values = {ARROW_SCHEMA_KEY: arrow_schema_text(opened, {path[0] for path in kept})}
+        footer = file_decryptor.decrypted_footer(opened.footer, opened.deks, kept, key_values)
+    return pa.py_buffer(MAGIC + footer + len(footer).to_bytes(4, "little") + MAGIC)
+
+
+def _readable(opened: OpenedFile, names: Sequence[str] | None) -> set[tuple[str, ...]]:
+    """Return the leaf columns that names mean, without those that cannot be read as a whole."""
+    wanted = None if names is None else {column.path[0] for name in names for column in opened.columns_named(name)}
+    return {
+        column.path
+        for column in opened.footer.columns
+        if column.path[0] not in opened.denied_top_level and (wanted is None or column.path[0] in wanted)
+    }
 
 
 def arrow_schema_text(
