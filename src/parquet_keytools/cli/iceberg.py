@@ -3,6 +3,8 @@
 # Nothing slow is imported here: `--help` has to answer at once.
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
     from parquet_keytools.iceberg.located_tables import LocatedTable
     from parquet_keytools.iceberg.table_audit import TableReport
 
-app = typer.Typer(name="iceberg", help="Look at the keys of encrypted Iceberg tables.", no_args_is_help=True)
+app = typer.Typer(
+    name="iceberg", help="Look at the keys of encrypted Iceberg tables, and rotate them.", no_args_is_help=True
+)
 
 IcebergTableArgument = Annotated[
     str,
@@ -95,19 +99,61 @@ def table_keys_command(
         print_keys(encryption)
 
 
-def _located(table: str, config: Path | None, catalog: str | None, properties: list[str] | None) -> LocatedTable:
+@app.command("rotate")
+def rotate_table_command(
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="Name of the table, such as db.people.")],
+    catalog: Annotated[
+        str,
+        typer.Option("--catalog", metavar="NAME", help="Its catalog that PyIceberg knows, as in .pyiceberg.yaml."),
+    ],
+    config: IcebergConfigOption = None,
+    properties: PropertyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Re-wrap the KEKs of a table under the current version of their master key, as one commit.
+
+    The metadata file alone is replaced. The property encryption.key-id never changes. Exits 1 if nothing was
+    rotated, and the table is then as it was.
+    """
+    from parquet_keytools.cli.output import answer, number_of, print_json
+
+    with _iceberg_installed():
+        from parquet_keytools.iceberg.loading import load_table_to_write
+
+    loaded = load_table_to_write(catalog, table, config, _given(properties))
+    rotated = loaded.rotate()
+    master_key_id = loaded.known().encryption.master_key_id
+    if as_json:
+        print_json({"table": table, "master_key_id": master_key_id, "rotated_keks": list(rotated)})
+    else:
+        answer(
+            f"{table}: {number_of(len(rotated), 'KEK')} re-wrapped under the current version of {master_key_id}."
+        )
+
+
+@contextmanager
+def _iceberg_installed() -> Iterator[None]:
     from parquet_keytools.errors import ConfigurationError
     from parquet_keytools.runtime.extras import install_hint
 
     try:
-        from parquet_keytools.iceberg.located_tables import located_table
+        yield
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"{error.name} is not installed.", hint=install_hint("iceberg")) from None
 
+
+def _given(properties: list[str] | None) -> dict[str, str]:
     given = [text.partition("=") for text in properties or []]
     if any(not name or not separator for name, separator, _ in given):
         raise typer.BadParameter("it is not NAME=VALUE.", param_hint="--property")
-    return located_table(table, config, catalog, {name: value for name, _, value in given})
+    return {name: value for name, _, value in given}
+
+
+def _located(table: str, config: Path | None, catalog: str | None, properties: list[str] | None) -> LocatedTable:
+    with _iceberg_installed():
+        from parquet_keytools.iceberg.located_tables import located_table
+
+    return located_table(table, config, catalog, _given(properties))
 
 
 def _audit(

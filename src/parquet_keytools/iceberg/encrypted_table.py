@@ -15,7 +15,13 @@ from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.update import AddSnapshotUpdate, SetPropertiesUpdate, TableRequirement, TableUpdate
 from pyiceberg.typedef import EMPTY_DICT, Properties
 
-from parquet_keytools.errors import ConfigurationError, KeyMaterialError, KeytoolsError, NotEncryptedError
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KeyMaterialError,
+    KeytoolsError,
+    NotEncryptedError,
+    OutputError,
+)
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing
 from parquet_keytools.iceberg.file_io import EncryptedFileIO
 from parquet_keytools.iceberg.key_entries import NewKeys, key_length_bits, master_key_of, rewrapped
@@ -103,32 +109,33 @@ class EncryptedTable(Table):
         master_key_of(encryption)
         return WorkingTable(self, WritingFileIO(self.reader, key_length_bits(encryption)), self._new_keys)
 
-    def rotate(self) -> int:
-        """Re-wrap the KEKs under the current version of their master key, as one commit; return how many they are.
+    def rotate(self) -> tuple[str, ...]:
+        """Re-wrap the KEKs under the current version of their master key, as one commit; return their `key-id`.
 
         No file is written again, and `encryption.key-id` stays what it is.
 
         Raises:
-            CommitFailedException: Other commits changed the KEKs, again and again.
+            OutputError: Other commits were first, again and again, or the metadata file could not be written.
             KmsError: The KMS does not wrap or unwrap a KEK; the table is as it was.
         """
-        for attempt in range(_ROTATION_ATTEMPTS):
+        for _ in range(_ROTATION_ATTEMPTS):
             known = self.known()
             master_key_id = master_key_of(known.encryption)
             replaced = [(kek, rewrapped(self.reader.keys, known.chain, kek)) for kek in known.encryption.keks]
             if not replaced:
-                return 0
+                return ()
             # The property stays the same: a commit without an update would be none.
             same = SetPropertiesUpdate(updates={KEY_ID_PROPERTY: master_key_id})
             try:
                 self.commit_keys(KeyChanges(replaced=replaced), (same,), ())
             except CommitFailedException:
-                if attempt == _ROTATION_ATTEMPTS - 1:
-                    raise
                 self.refresh()
                 continue
-            return len(replaced)
-        raise AssertionError
+            return tuple(kek.key_id for kek, _ in replaced)
+        raise OutputError(
+            f"other commits changed the table {_ROTATION_ATTEMPTS} times while its KEKs were re-wrapped.",
+            hint="It is as they left it. Try again.",
+        )
 
     def commit_keys(
         self, changes: KeyChanges, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]

@@ -150,7 +150,7 @@ def rewrapped(keys: IcebergKeys, chain: KeyChain, entry: EncryptionKey) -> Encry
     if keys.kek(wrapped, entry.encrypted_by_id) != kek:
         raise KmsResponseInvalidError(
             "the wrapped KEK does not unwrap to the KEK",
-            backend=keys.service.configuration.kms.type if keys.service.configuration.kms else "",
+            backend=keys.service.kms.backend if keys.service.kms is not None else "",
             operation="wrap",
             master_key_id=entry.encrypted_by_id,
         )

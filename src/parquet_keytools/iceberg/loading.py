@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import pyarrow as pa
-from pyiceberg.catalog import Catalog
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.io import PY_IO_IMPL
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table, TableProperties
@@ -11,10 +16,10 @@ from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
 from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
 from parquet_keytools.encryption.aes import KEY_LENGTHS_BITS
-from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.errors import ConfigurationError, NotEncryptedError
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing
 from parquet_keytools.iceberg.encrypted_table import EncryptedTable, refuse_encryption_properties
-from parquet_keytools.iceberg.file_io import EncryptedFileIO
+from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, EncryptedFileIO
 from parquet_keytools.iceberg.key_entries import wrap_kek
 from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, KEY_LENGTH_PROPERTY
 from parquet_keytools.iceberg.written_files import StoredFileIO
@@ -44,6 +49,34 @@ def load_table(catalog: Catalog, identifier: str | Identifier) -> Table:
     if table.metadata_location not in table.io.tables:
         table.io.read_metadata(table.metadata_location)
     return EncryptedTable(table) if table.metadata_location in table.io.tables else table
+
+
+def load_table_to_write(
+    catalog_name: str, table: str, config: Path | None = None, properties: Mapping[str, str] = EMPTY_DICT
+) -> EncryptedTable:
+    """Load an encrypted table of a catalog that PyIceberg knows by its name.
+
+    Args:
+        catalog_name: The catalog.
+        table: Name of the table.
+        config: The configuration; by default the one that the catalog's properties name.
+        properties: Of the catalog, beside those that PyIceberg knows.
+
+    Raises:
+        NotEncryptedError: The table is not encrypted.
+        ConfigurationError: There is no such table.
+        KeytoolsError: Another subclass says what is wrong with the configuration or the metadata file.
+    """
+    given = {PY_IO_IMPL: "parquet_keytools.iceberg.EncryptedFileIO", **properties}
+    if config is not None:
+        given[CONFIG_PROPERTY] = str(config)
+    try:
+        loaded = load_table(load_catalog(catalog_name, **given), table)
+    except NoSuchTableError:
+        raise ConfigurationError(f"the catalog {catalog_name!r} has no table {table!r}.") from None
+    if not isinstance(loaded, EncryptedTable):
+        raise NotEncryptedError(f"the table {table} is not encrypted.", hint="It has no keys.")
+    return loaded
 
 
 def create_table(

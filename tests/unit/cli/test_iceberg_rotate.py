@@ -1,0 +1,60 @@
+"""`parquet-keytools iceberg rotate`, over a catalog in SQLite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from iceberg_case import Lake, rows
+from typer.testing import CliRunner
+
+from parquet_keytools.cli import app
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    return Lake(tmp_path)
+
+
+def run(lake: Lake, *arguments: str) -> tuple[int, str, str]:
+    properties = {name: value for name, value in lake.catalog().properties.items() if name != "keytools.config"}
+    options = [text for name, value in properties.items() for text in ("--property", f"{name}={value}")]
+    config = ["--config", str(lake.folder / "keytools.yaml"), "--property", "type=sql"]
+    result = CliRunner().invoke(app, ["iceberg", "rotate", *arguments, "--catalog", "lake", *options, *config])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_keks_are_rewrapped_under_the_new_version(lake: Lake) -> None:
+    lake.create().append(rows(0, 3))
+    lake.keys["keyA"].append("ISEhISEhISEhISEhISEhIQ==")
+    lake.configure()
+    before = lake.metadata()
+    status, text, _ = run(lake, "db.people")
+    assert (status, text) == (0, "db.people: 1 KEK re-wrapped under the current version of keyA.\n")
+    after = lake.metadata()
+    assert before["encryption-keys"][0] != after["encryption-keys"][0]
+    assert before["encryption-keys"][1:] == after["encryption-keys"][1:]
+    lake.keys["keyA"].pop(0)
+    lake.configure()
+    assert lake.ids() == [0, 1, 2]
+    status, text, _ = run(lake, "db.people", "--json")
+    assert (status, json.loads(text)) == (
+        0,
+        {"table": "db.people", "master_key_id": "keyA", "rotated_keks": [before["encryption-keys"][0]["key-id"]]},
+    )
+
+
+def test_what_cannot_be_rotated_is_said(lake: Lake) -> None:
+    status, _, text = run(lake, "db.nothing")
+    assert status == 2 and "the catalog 'lake' has no table 'db.nothing'" in text
+    lake.catalog().create_table("db.plain", rows(0, 1).schema)
+    status, _, text = run(lake, "db.plain")
+    assert status == 1 and "the table db.plain is not encrypted" in text
+    lake.create().append(rows(0, 3))
+    lake.keys["keyA"] = ["ISEhISEhISEhISEhISEhIQ=="]
+    lake.configure()
+    files = lake.files()
+    status, _, text = run(lake, "db.people")
+    assert status != 0 and "another master key wrapped it" in text.replace("\n", " ")
+    assert lake.files() == files
