@@ -95,7 +95,7 @@ class EncryptedParquetWriter:
         self._rows = 0
         self._pending = pending_output(target)
         self._discard = weakref.finalize(self, self._pending.discard)
-        make = _ByModuleEncryptor if reasons else _ByArrow
+        make = ModuleEncryptedFile if reasons else _ByArrow
         try:
             with audit.about(target), failing_as_output(target):
                 self._file: _File = make(encryptor, policy, self._pending, schema, options)
@@ -252,7 +252,7 @@ class _ByArrow:
                 close()
 
 
-class _ByModuleEncryptor:
+class ModuleEncryptedFile:
     """pyarrow writes each row group as a plain file in memory, where alone it ever is."""
 
     def __init__(
@@ -297,6 +297,7 @@ class _ByModuleEncryptor:
         return BufferSource(self._path, buffer.getvalue())
 
     def write(self, table: pa.Table, row_group_size: int | None) -> None:
+        """Write a table as row groups of their own."""
         size = min(table.num_rows, MAX_ROW_GROUP_ROWS) if row_group_size is None else row_group_size
         if size < 1 and table.num_rows:
             raise ValueError("a row group has one row at least")
@@ -311,13 +312,16 @@ class _ByModuleEncryptor:
             )
 
     def add_key_value_metadata(self, entries: Mapping[Any, Any]) -> None:
+        """Add key-value metadata to the footer."""
         self._entries.update(entries)
 
     def finish(self) -> NewKeyMaterial:
+        """Write the footer, and close the output; returns what `put_in_place` takes."""
         with self._opened:
             self._file.finish(self._template())
         return self._new
 
     def abandon(self) -> None:
+        """Close the output."""
         with contextlib.suppress(OSError, OutputError):
             self._opened.close()

@@ -57,6 +57,16 @@ class PendingHandler(DelegatingHandler):
         self._discarded = False
         self._room = SpoolRoom(folder.child("file"))
 
+    def begin(self, path: str) -> PendingOutput:
+        """Return the output of a file that the caller encrypts itself; `complete` says what lies beside it."""
+        self._refuse_passed_over(path)
+        self._pending.append(pending_output(FileLocation(self.filesystem, path), keeps_open=False))
+        return self._pending[-1]
+
+    def complete(self, key_material: NewKeyMaterial) -> None:
+        """Remember what lies beside a file."""
+        self._key_materials[key_material.parquet_file.path] = key_material
+
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
         """Open the temporary file for a file."""
         self._refuse_passed_over(path)
@@ -81,7 +91,7 @@ class PendingHandler(DelegatingHandler):
             self._encrypting += 1
         try:
             key_material = encrypt_pending(keys, self._table_name, source, pending)
-            self._key_materials[pending.target.path] = key_material
+            self.complete(key_material)
         finally:
             with self._state:
                 self._encrypting -= 1

@@ -22,6 +22,7 @@ from parquet_keytools.arrow.file_writer import (
     because,
 )
 from parquet_keytools.arrow.output_filesystem import PendingHandler
+from parquet_keytools.arrow.streamed_data_set import STREAMED_OPTIONS, stream_files
 from parquet_keytools.arrow.tabular import as_dataset_source, as_stream, row_groups_of
 from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.leftovers import without_leftovers
@@ -108,19 +109,24 @@ def write_dataset(
         for _ in without_leftovers(all_files(folder)):
             pass
     rows: list[int] = []
+    options = {**_row_group_options(schema, options), **options}
     try:
         with failing_as_output(folder):
-            ds.write_dataset(
-                data,
-                folder.path,
-                format=file_format,
-                filesystem=pafs.PyFileSystem(handler),
-                file_options=file_options,
-                partitioning=partitioning,
-                file_visitor=lambda written: rows.append(written.metadata.num_rows),
-                **_row_group_options(schema, options),
-                **options,
-            )
+            if reasons and partitioning is None and options.keys() <= STREAMED_OPTIONS:
+                rows.append(
+                    stream_files(encryptor, policy, handler, folder, as_stream(data), write_options, options)
+                )
+            else:
+                ds.write_dataset(
+                    data,
+                    folder.path,
+                    format=file_format,
+                    filesystem=pafs.PyFileSystem(handler),
+                    file_options=file_options,
+                    partitioning=partitioning,
+                    file_visitor=lambda written: rows.append(written.metadata.num_rows),
+                    **options,
+                )
             files = handler.commit()
     except BaseException:
         handler.discard()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +195,97 @@ def test_a_stream_of_small_batches_makes_large_row_groups() -> None:
     parts = list(row_groups_of(reader, 100))
     assert [part.num_rows for part in parts] == [105 // 100 * 100, 100, 100]
     assert pa.concat_tables(parts).equals(rows())
+
+
+@pytest.mark.parametrize("policy", ["column keys", "columns and footer key"])
+def test_files_of_a_data_set_have_the_rows_that_were_asked_for(tmp_path: Path, policy: str) -> None:
+    keytools = tools(POLICIES[policy][0])
+    options = {"max_rows_per_file": 110, "max_rows_per_group": 50, "min_rows_per_group": 10}
+    for name, data in (
+        ("table", rows()),
+        ("stream", pa.RecordBatchReader.from_batches(SCHEMA, rows().to_batches(max_chunksize=7))),
+    ):
+        result = keytools.write_dataset(data, tmp_path / name, basename_template="x{i}.parquet", **options)
+        assert (result.files, result.rows) == (3, ROWS)
+        paths = sorted((tmp_path / name).iterdir())
+        assert [path.name for path in paths] == ["x0.parquet", "x1.parquet", "x2.parquet"]
+        found = pa.concat_tables([keytools.read_table(path) for path in paths])
+        assert found.sort_by("id").to_pydict() == EXPECTED
+        for path in paths:
+            assert keytools.verify_file(path).conforms
+            metadata = pq.read_metadata(path, decryption_properties=keytools.decryption_properties(path))
+            assert max(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)) <= 50
+        with pytest.raises(pa.ArrowInvalid, match="not empty"):
+            keytools.write_dataset(rows(), tmp_path / name)
+    assert keytools.write_dataset(rows(0, 0), tmp_path / "empty").files == 0
+    result = keytools.write_dataset(
+        pa.RecordBatchReader.from_batches(SCHEMA, rows().to_batches(max_chunksize=7)), tmp_path / "one"
+    )
+    (path,) = (tmp_path / "one").iterdir()
+    metadata = pq.read_metadata(path, decryption_properties=keytools.decryption_properties(path))
+    assert metadata.num_row_groups == 1
+
+
+@pytest.mark.parametrize("policy", ["column keys", "columns and footer key"])
+@pytest.mark.parametrize("partitioning", [None, ["kind"]])
+def test_a_stream_that_breaks_leaves_no_data_set(
+    tmp_path: Path, policy: str, partitioning: list[str] | None
+) -> None:
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield from rows().to_batches(max_chunksize=100)
+        raise OSError("the source is gone")
+
+    keytools = tools({**POLICIES[policy][0], "column_keys": {"kn": ["name"]}})
+    plain = pa.schema([SCHEMA.field("id"), SCHEMA.field("name"), pa.field("kind", pa.string())])
+    reader = pa.RecordBatchReader.from_batches(
+        plain, (batch.select(plain.names).cast(plain) for batch in batches())
+    )
+    with pytest.raises(OSError, match="the source is gone"):
+        keytools.write_dataset(
+            reader, tmp_path / "data", partitioning=partitioning, max_rows_per_file=120, max_rows_per_group=100
+        )
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+_MEMORY = """
+import resource, sys
+import numpy as np, pyarrow as pa, pyarrow.parquet as pq
+sys.path.insert(0, {tests!r})
+from unit.arrow.test_file_writer import tools
+
+schema = pa.schema([("name", pa.float64()), ("part", pa.int64())])
+numbers = np.random.default_rng(1).random(1_000_000)
+keytools = tools({{}})
+filesystem = keytools.filesystem()
+
+def batches(count):
+    for n in range(count):
+        yield pa.record_batch([numbers[n % 100 :][:250_000], np.arange(250_000)], schema=schema)
+
+def write(count):
+    with keytools.writer({path!r}, schema) as writer:
+        for batch in batches(count):
+            writer.write_batch(batch)
+    keytools.write_dataset(pa.RecordBatchReader.from_batches(schema, batches(count)), {path!r} + str(count))
+    with pq.ParquetWriter({path!r}, schema, filesystem=filesystem) as writer:
+        for batch in batches(count):
+            writer.write_batch(batch)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+write(8)
+before = peak()
+write(50)
+print(peak() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """Three ways, each 200 MB; the file system holds 64 MiB of what it collects."""
+    path = str(tmp_path / "x.parquet")
+    program = _MEMORY.format(tests=str(Path(__file__).parents[2]), path=path)
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) < 130
+    assert Path(path).stat().st_size > 100_000_000
