@@ -28,7 +28,7 @@ STREAMED_OPTIONS = frozenset(
         "use_threads",
     }
 )
-"""Options of `pyarrow.dataset.write_dataset` that mean something, or nothing, where there is one file at a time."""
+"""Options of `pyarrow.dataset.write_dataset` that mean something or nothing where there is one file at a time."""
 
 
 def stream_files(
@@ -64,7 +64,7 @@ def stream_files(
         raise ValueError("basename_template did not contain '{i}'")
     if next(all_files(folder), None) is not None:
         raise pa.ArrowInvalid(
-            f"Could not write to {folder.path} as the directory is not empty and existing_data_behavior is to error"
+            f"Could not write to {folder.path} as the directory is not empty and existing_data_behavior is error"
         )
     if options.get("create_dir", True):
         handler.create_dir(folder.path, recursive=True)
