@@ -48,14 +48,14 @@ LAYERS: dict[str, set[str]] = {
     "arrow": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
     # master keys of files and data sets
     "rotation": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
-    # encrypted tables of Iceberg; its keys and its streams know no Parquet
-    "iceberg": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "arrow"},
     # a read-only file system over HTTP and S3, or mounted; knows nothing of Parquet
     "serve": GROUND,
     # Spark's own reader and writer, and pipelines over data sets
     "spark": GROUND | {"storage", "encryption", "kms", "keys", "config", "files", "conformance", "rotation"},
     # file systems of fsspec: encrypt what is written, decrypt what is read
     "view": GROUND | {"format", "storage", "encryption", "keys", "config", "files"},
+    # encrypted tables of Iceberg; its keys and its streams know no Parquet
+    "iceberg": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "arrow", "view"},
     # the facade, and its parts
     "facade": GROUND
     | {"storage", "kms", "keys", "config", "files", "arrow", "conformance", "rotation", "spark", "view"},

@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
 
 import pyarrow as pa
+from pyarrow import fs as pafs
 
-from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
-from parquet_keytools.encryption.footer import read_envelope
-from parquet_keytools.encryption.protection import Algorithm, FooterMode
-from parquet_keytools.errors import (
-    DecryptionError,
-    KeyMaterialError,
-    KeyNotAvailableError,
-    KeytoolsError,
-    NotEncryptedError,
-)
+from parquet_keytools.encryption.file_decryptor import decrypt_columns
+from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
+from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
+from parquet_keytools.errors import DecryptionError, KeyMaterialError, NotEncryptedError
+from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.iceberg.ags1 import Ags1Reader
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
-from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.keys.file_key_retriever import DataKeys, FileKeyRetriever
+from parquet_keytools.keys.key_wrapping import KeyUnwrapper, KmsKeys
+from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import BufferSink
-
-
-class UniformKey:
-    """A `KeyRetriever` for a file that is under one key as a whole, as all Parquet files of Iceberg are."""
-
-    def __init__(self, dek: SecretBytes) -> None:
-        self._dek = dek
-
-    def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
-        """Return the key; Iceberg's files carry no key metadata of Parquet."""
-        if key_metadata is not None:
-            raise KeyMaterialError(
-                "the file has key metadata of its own, and Iceberg has its key in the manifest.",
-                hint="Another writer than Iceberg's made it. Do not trust this file.",
-            )
-        return self._dek
-
-    def column_deks(
-        self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
-    ) -> list[SecretBytes | KeytoolsError]:
-        """Return an error for each: no column of such a file has a key of its own."""
-        return [
-            KeyNotAvailableError("Iceberg has one key for a file, and this column has another.") for _ in columns
-        ]
+from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.plain_file import PlainFile
 
 
 def check_length(length: int, key: StandardKeyMetadata, listed_length: int | None, name: str) -> None:
@@ -79,19 +57,43 @@ def read_stream(stored: pa.NativeFile, key: StandardKeyMetadata, listed_length: 
         return reader.read()
 
 
-def decrypt_data_file(source: ByteSource, key: StandardKeyMetadata, name: str) -> pa.Buffer:
-    """Return a Parquet file in plaintext.
+def open_data_file(source: ByteSource, key: StandardKeyMetadata, name: str, cache: PageCache) -> PlainFile:
+    """Open a Parquet file as plaintext: pages are decrypted when they are read.
 
     Args:
-        source: The file.
+        source: The file; it stays open as long as the view is read.
         key: Its key metadata in Iceberg.
         name: What errors call it.
+        cache: Keeps pages that were decrypted.
 
     Raises:
         NotEncryptedError: It is plaintext.
-        DecryptionError: A part of it does not authenticate, or it is not encrypted as Iceberg encrypts.
+        DecryptionError: Its footer does not authenticate, or it is not encrypted as Iceberg encrypts.
         KeytoolsError: Another subclass says what is wrong with it.
     """
+    footer, envelope = _open_footer(source, key, name)
+    # All that is known of the place is the stream that PyIceberg opened: the location is a name for errors.
+    location = FileLocation(pafs.LocalFileSystem(), f"the {name}")
+    kms_keys = KmsKeys(KeyUnwrapper(None, time.monotonic), 0)
+    retriever = FileKeyRetriever(kms_keys, DataKeys(), location)
+    opened = OpenedFile(location, footer, VerifiedTail.of(envelope), retriever, kms_keys, {}, {})
+    check_stated_algorithm(source, footer, {})
+    return PlainFile(opened, source, "error", cache)
+
+
+def decrypt_data_file(source: ByteSource, key: StandardKeyMetadata, name: str) -> pa.Buffer:
+    """Return a Parquet file in plaintext, every module of it checked.
+
+    Raises:
+        KeytoolsError: As with `open_data_file`, or one of its modules does not authenticate.
+    """
+    footer, _ = _open_footer(source, key, name)
+    sink = BufferSink()
+    decrypt_columns(source, sink, footer, {})
+    return pa.py_buffer(sink.buffer)
+
+
+def _open_footer(source: ByteSource, key: StandardKeyMetadata, name: str) -> tuple[Footer, FooterEnvelope]:
     envelope = read_envelope(source)
     if envelope.mode is FooterMode.UNENCRYPTED:
         raise NotEncryptedError(
@@ -103,8 +105,56 @@ def decrypt_data_file(source: ByteSource, key: StandardKeyMetadata, name: str) -
             f"the {name} is not encrypted as Iceberg does it, with AES_GCM_V1 and an encrypted footer.",
             hint="Do not trust this file: somebody replaced it.",
         )
-    retriever = UniformKey(key.encryption_key)
-    sink = BufferSink()
-    footer = envelope.open(retriever.footer_dek(envelope.key_metadata), key.aad_prefix or None)
-    decrypt_columns(source, sink, footer, column_deks(footer, retriever))
-    return pa.py_buffer(sink.buffer)
+    if envelope.key_metadata is not None:
+        raise KeyMaterialError(
+            f"the {name} has key metadata of its own, and Iceberg has its key in the manifest.",
+            hint="Another writer than Iceberg's made it. Do not trust this file.",
+        )
+    footer = envelope.open(key.encryption_key, key.aad_prefix or None)
+    if (
+        any(column.encryption is not ColumnEncryption.FOOTER_KEY for column in footer.columns)
+        and footer.row_groups
+    ):
+        raise DecryptionError(
+            f"the {name} has columns in plaintext or under keys of their own, and Iceberg has one key for all.",
+            hint="Do not trust this file: somebody replaced it.",
+        )
+    return footer, envelope
+
+
+class UncopiedInput:
+    """A plaintext view for Arrow alone, which takes any buffer for the bytes that it reads."""
+
+    def __init__(self, file: PlainFile) -> None:
+        self._file = file
+        self._position = 0
+        self.closed = False
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position in bytes from the start."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a position, and return it."""
+        self._position = offset + {os.SEEK_CUR: self._position, os.SEEK_END: self._file.size_bytes}.get(whence, 0)
+        return self._position
+
+    def read(self, size: int = -1) -> bytes | memoryview:
+        """Return the next bytes, without a copy."""
+        left = max(self._file.size_bytes - self._position, 0)
+        length = min(size, left) if size >= 0 else left
+        data = self._file.read_at(self._position, length)
+        self._position += length
+        return data
+
+    def close(self) -> None:
+        """Mark it as closed; the stored file is closed when nobody has the view any more."""
+        self.closed = True

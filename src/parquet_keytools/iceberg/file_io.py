@@ -19,11 +19,11 @@ from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.iceberg.ags1 import Ags1Reader
-from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file, read_stream
+from parquet_keytools.iceberg.data_files import UncopiedInput, check_length, open_data_file, read_stream
 from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
-from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in
+from parquet_keytools.iceberg.manifests import ListedFile, manifests_in
 from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, MAX_METADATA_BYTES, parse_table_metadata
 from parquet_keytools.storage.sources import ArrowSource
 
@@ -233,7 +233,7 @@ class EncryptedFileIO(FileIO):
         assert file is not None
         if file.kind == "manifest":
             content = self._read_stream(location, file.key_metadata(), file.length, file.name)
-            table.learn(location, files_in(content, file.name))
+            table.learn_later(location, content)
             return io.BytesIO(content)
         return self._open_data(file)
 
@@ -256,9 +256,8 @@ class EncryptedFileIO(FileIO):
         check_length(stored.size(), key, file.length, file.name)
         if file.format != "PARQUET":
             return Ags1Reader(stored, key, path=f"the {file.name}")
-        with stored:
-            source = ArrowSource(f"the {file.name}", stored, stored.size())
-            return pa.BufferReader(decrypt_data_file(source, key, file.name))
+        source = ArrowSource(f"the {file.name}", stored, stored.size())
+        return pa.PythonFile(UncopiedInput(open_data_file(source, key, file.name, self._known.pages)), mode="r")
 
     def _refuse_plaintext(self, name: str) -> None:
         if self._known.keys.service.configuration.reading.plaintext_files == "reject":

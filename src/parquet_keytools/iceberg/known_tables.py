@@ -16,9 +16,11 @@ from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
-from parquet_keytools.iceberg.manifests import ListedFile
+from parquet_keytools.iceberg.manifests import ListedFile, files_in
 from parquet_keytools.iceberg.table_metadata import SnapshotKey, TableEncryption
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.view.page_cache import PageCache
 
 _KEPT_TABLES = 128
 """So many states of tables are kept for other FileIOs; one that a FileIO uses is kept by it as well."""
@@ -37,6 +39,8 @@ class KnownTable:
         self.chain = KeyChain(encryption, keys)
         self._lists = {snapshot.manifest_list: snapshot for snapshot in encryption.snapshots}
         self._files: dict[str, ListedFile] = {}
+        self._lock = ForkSafeLock()
+        self._pending: dict[str, SecretBytes] = {}
         self._read: set[str] = set()
 
     def snapshot_of(self, manifest_list: str) -> SnapshotKey | None:
@@ -50,8 +54,27 @@ class KnownTable:
         return self.chain.manifest_list_key(snapshot.key_id, snapshot.snapshot_id)
 
     def file_at(self, location: str) -> ListedFile | None:
-        """Return the manifest or data file at a location, as far as it is known."""
-        return self._files.get(location)
+        """Return the manifest or data file at a location, as far as it is known.
+
+        Raises:
+            ParquetFormatError: A manifest that was read is none.
+        """
+        found = self._files.get(location)
+        if found is None and self._pending:
+            with self._lock:
+                # It stays pending until it is learnt: other threads wait for it here.
+                for manifest, content in self._pending.items():
+                    self.learn(manifest, files_in(content.reveal(), f"manifest {manifest}"))
+                self._pending = {}
+            found = self._files.get(location)
+        return found
+
+    def learn_later(self, manifest: str, content: bytes) -> None:
+        """Take a manifest, which is looked into once one of its files is opened: planning a scan opens none."""
+        with self._lock:
+            if manifest not in self._read:
+                self._pending[manifest] = SecretBytes(content)
+                self._read.add(manifest)
 
     def learn(self, read_location: str, files: Iterable[ListedFile]) -> None:
         """Take what a manifest list or a manifest says of its files."""
@@ -84,10 +107,12 @@ class KnownTables:
 
     Attributes:
         keys: Unwraps their KEKs.
+        pages: Pages of data files that were decrypted last.
     """
 
     def __init__(self, keys: IcebergKeys) -> None:
         self.keys = keys
+        self.pages = PageCache()
         self._lock = ForkSafeLock()
         self._tables: OrderedDict[str, KnownTable] = OrderedDict()
 
