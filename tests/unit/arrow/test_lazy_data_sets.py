@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datafusion
 import duckdb
 import polars as pl
 import pyarrow as pa
@@ -78,6 +79,15 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 IS_3 = pc.field("p") == 3
 
+
+def counted_by_datafusion(dataset: Any) -> int:
+    context = datafusion.SessionContext()
+    context.register_dataset("lazy", dataset)
+    (batch,) = context.sql("select count(a) from lazy where p = 3").collect()
+    count: int = batch.column(0)[0].as_py()
+    return count
+
+
 WAYS: dict[str, Callable[[Any], object]] = {
     "to_table": lambda dataset: dataset.to_table(filter=IS_3).num_rows,
     "scanner": lambda dataset: dataset.scanner(filter=IS_3).to_reader().read_all().num_rows,
@@ -95,6 +105,7 @@ WAYS: dict[str, Callable[[Any], object]] = {
     "duckdb": lambda dataset: (
         duckdb.connect().execute("select count(a) from dataset where p = 3").fetchall()[0][0]
     ),
+    "datafusion": counted_by_datafusion,
 }
 
 
