@@ -1,6 +1,7 @@
 """How does time grow with columns and row groups, with files, with bytes? Ours and pyarrow's, with slopes.
 
-    python benchmarks/curves.py [chunks] [files] [bytes] [--largest 10000] [--folder DIR] [--json FILE]
+    python benchmarks/curves.py [chunks] [files] [bytes] [--largest 10000] [--cpu] [--folder DIR]
+        [--json FILE]
 
 Each point is measured in a process of its own, which also says how much memory it took at most. The slope is that
 of the last two points on logarithmic axes: 1 is proportional, 0 is constant. KMS calls are counted on our side.
@@ -26,6 +27,7 @@ import pyarrow.parquet as pq
 from arrow_overhead import MASTER_KEYS, keytools_for
 from generated_files import write_generated
 from metadata import Pyarrow, wide_table
+from metadata import seconds as seconds_of
 
 from parquet_keytools import Keytools
 from parquet_keytools.kms.in_memory import InMemoryKms
@@ -109,7 +111,7 @@ def theirs(curve: str, work: str, folder: Path, pyarrow: Pyarrow) -> Callable[[]
     )
 
 
-def measure_here(curve: str, work: str, side: str, folder: Path) -> dict[str, float]:
+def measure_here(curve: str, work: str, side: str, folder: Path, clock: Callable[[], float]) -> dict[str, float]:
     """Measure a point in this process, which has done nothing else."""
     names = list(pq.read_schema(folder / "plain.parquet").names)
     with keytools_for(names) as keytools:
@@ -118,20 +120,13 @@ def measure_here(curve: str, work: str, side: str, folder: Path) -> dict[str, fl
         )
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
         before = peak_megabytes()
-        seconds = seconds_of(call)
+        seconds = seconds_of(call, clock)
         peak = peak_megabytes() - before
         calls = sum(cast(InMemoryKms, keytools.kms).call_counts.values())
         if seconds < 1:
             # Without what is imported at the first use.
-            seconds = seconds_of(call)
+            seconds = seconds_of(call, clock)
     return {"seconds": seconds, "megabytes": peak, "kms_calls": calls}
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    """Return how long a call takes."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def peak_megabytes() -> float:
@@ -140,9 +135,9 @@ def peak_megabytes() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1000
 
 
-def measure(curve: str, work: str, side: str, folder: Path) -> dict[str, float]:
+def measure(curve: str, work: str, side: str, folder: Path, *, cpu: bool) -> dict[str, float]:
     """Measure a point in a process of its own."""
-    command = [sys.executable, __file__, "--point", curve, work, side, str(folder)]
+    command = [sys.executable, __file__, "--point", curve, work, side, str(folder), *(["--cpu"] if cpu else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     (folder / "target.parquet").unlink(missing_ok=True)
     found: dict[str, float] = json.loads(done.stdout)
@@ -155,7 +150,7 @@ def slope(points: list[tuple[int, float]]) -> float:
     return math.log(y1 / y0) / math.log(x1 / x0)
 
 
-def run(curve: str, largest: int | None) -> dict[str, Any]:
+def run(curve: str, largest: int | None, *, cpu: bool) -> dict[str, Any]:
     """Measure a curve, and print it."""
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for shape in SHAPES[curve]:
@@ -167,7 +162,7 @@ def run(curve: str, largest: int | None) -> dict[str, Any]:
             prepare(curve, shape, folder)
             for work in WORK[curve]:
                 for side in ("ours", "pyarrow"):
-                    found = measure(curve, work, side, folder)
+                    found = measure(curve, work, side, folder, cpu=cpu)
                     lines.setdefault((work, side), []).append((size, found["seconds"]))
                     print(
                         f"{size:>9,} {curve:7} {work:21} {side:8} {found['seconds']:9.3f} s"
@@ -178,7 +173,7 @@ def run(curve: str, largest: int | None) -> dict[str, Any]:
         if len(points) > 1:
             print(f"slope of {work}, {side}: {slope(points):.2f}")
     return {
-        "title": TITLES[curve],
+        "title": TITLES[curve].replace("seconds", "seconds of the processor") if cpu else TITLES[curve],
         "axis": AXES[curve],
         "lines": [
             {"label": f"{work}, {side}", "dashed": side == "pyarrow", "points": points}
@@ -194,16 +189,18 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=None, help="leave out larger points")
     parser.add_argument("--folder", type=Path, default=None, help="where files go meanwhile")
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--cpu", action="store_true", help="time of the processor: for a machine that others use")
     parser.add_argument("--point", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.point:
         curve, work, side, place = arguments.point
-        print(json.dumps(measure_here(curve, work, side, Path(place))), flush=True)
+        clock = time.process_time if arguments.cpu else time.perf_counter
+        print(json.dumps(measure_here(curve, work, side, Path(place), clock)), flush=True)
         # pyarrow's threads may still hold objects of Python, and abort the process when it ends.
         os._exit(0)
     if arguments.folder is not None:
         tempfile.tempdir = str(arguments.folder)
-    document = {curve: run(curve, arguments.largest) for curve in arguments.curves or SHAPES}
+    document = {curve: run(curve, arguments.largest, cpu=arguments.cpu) for curve in arguments.curves or SHAPES}
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
 
