@@ -19,11 +19,7 @@ class ExitStatus(IntEnum):
 
 
 def status_of(error: Exception) -> ExitStatus:
-    """Return the exit status of a command that ends with this error.
-
-    Args:
-        error: A `KeytoolsError`, an `OSError` or a `UnicodeEncodeError`.
-    """
+    """Return the exit status of a command that ends with this error."""
     from parquet_keytools import errors
 
     match error:

@@ -156,11 +156,7 @@ def convert_files(
 
 
 class _Work:
-    """The conversion of the files of a plan: small ones several at a time, for much of it is waiting for the disk.
-
-    Attributes:
-        plan: What is to be done.
-    """
+    """The conversion of the files of a plan: small ones several at a time, for they mostly wait for the disk."""
 
     def __init__(self, plan: FilePlan, convert: Convert, progress: ByteProgress, *, overwrite: bool) -> None:
         self.plan = plan

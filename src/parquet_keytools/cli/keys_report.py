@@ -22,13 +22,7 @@ _MOST_PASSED_OVER_SHOWN = 20
 
 @dataclass(frozen=True)
 class WantedKey:
-    """A master key, or a version of it, that nothing is to need.
-
-    Attributes:
-        text: As it was asked for.
-        master_key_id: Its identifier in the KMS.
-        version: The version; None means any.
-    """
+    """A master key, or a version of it, that nothing is to need."""
 
     text: str
     master_key_id: str
@@ -133,12 +127,7 @@ class _Need:
 
 
 class KeysTally:
-    """Counts which keys files depend on, one by one.
-
-    Args:
-        wanted: The master keys that nothing is to need.
-        same: Compares identifiers of master keys.
-    """
+    """Counts which keys files depend on, one by one."""
 
     def __init__(self, wanted: list[WantedKey], same: SameMasterKey) -> None:
         self._same = same

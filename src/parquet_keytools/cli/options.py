@@ -114,10 +114,6 @@ IgnorePassedOverOption = Annotated[
 def location_of(text: str, name: str) -> FileLocation:
     """Return where an argument points, whatever characters it has.
 
-    Args:
-        text: A path or URI.
-        name: Of the argument.
-
     Raises:
         typer.BadParameter: It is a URI of a kind that nothing here opens, or no valid one; or it is not UTF-8.
     """
@@ -130,10 +126,6 @@ def location_of(text: str, name: str) -> FileLocation:
 
 def locations_of(texts: Sequence[str], name: str) -> FileLocation:
     """Return what arguments name: a file or folder, or several of them, or globs.
-
-    Args:
-        texts: Paths or URIs.
-        name: Of the arguments.
 
     Raises:
         typer.BadParameter: As with `location_of`; or they lie on several file systems.

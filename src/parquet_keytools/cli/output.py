@@ -68,9 +68,6 @@ class FilesDocument:
 
     Used in a `with` block. If that is left by an error, the document ends with `"complete": false`, so that it is
     still JSON; where no file had its turn, nothing is printed.
-
-    Args:
-        wanted: Whether to print anything.
     """
 
     def __init__(self, *, wanted: bool) -> None:

@@ -15,11 +15,6 @@ from parquet_keytools.storage.locations import FileLocation
 def viewed_tree(keytools: Keytools, path: str, table: str | None) -> tuple[ServedTree, str]:
     """Return a tree, and the key of its first file.
 
-    Args:
-        keytools: Decrypts.
-        path: A file or folder; of a file nothing beside it is shown.
-        table: Its table.
-
     Raises:
         FileNotFoundError: There is no such file or folder.
         NoParquetFilesError: It has no files.

@@ -135,12 +135,7 @@ def _redacted_paths(value: Any, path: YamlPath) -> Sequence[YamlPath]:
 
 
 def redacted(document: Mapping[str, Any], kms: pydantic.BaseModel | None) -> dict[str, Any]:
-    """Return a document without its secrets: data keys, and every field of the KMS settings that holds one.
-
-    Args:
-        document: As written, environment variables not expanded.
-        kms: The settings made from the settings under `kms`: their types tell which fields are secret.
-    """
+    """Return a document without its secrets: data keys, and every field of the KMS settings that holds one."""
     safe = {name: _without_objects(value) for name, value in document.items()}
     if "data_keys" in document:
         safe["data_keys"] = _redact(document["data_keys"])

@@ -40,13 +40,7 @@ def can_be_told(codec: int) -> bool:
 
 
 def begins_as_compressed(codec: int, start: bytes, length: int) -> bool:
-    """Return whether a page may begin with these bytes.
-
-    Args:
-        codec: Of parquet.thrift.
-        start: The first `START_LENGTH` bytes, or all there are.
-        length: Of what the page decompresses to, in bytes.
-    """
+    """Return whether a page that decompresses to `length` bytes may begin with these, at most `START_LENGTH`."""
     if codec != _SNAPPY:
         return start.startswith(_MAGICS[codec])
     # Snappy begins with the length, seven bits in each byte.
@@ -75,7 +69,6 @@ class PageList:
     """The data pages of a chunk.
 
     Attributes:
-        offsets: Where they begin.
         lengths: How long they are with their headers.
         first_values: How many values come before each.
     """
@@ -89,9 +82,6 @@ class ChunkVerifier:
     """Verifies the pages of one chunk.
 
     Attributes:
-        chunk: How it is decrypted.
-        metadata: Its metadata.
-        num_rows: Of its row group.
         pages: Its data pages, as far as they were walked.
         is_whole: Whether the walk reached the end of the chunk.
     """
@@ -166,10 +156,7 @@ class ChunkVerifier:
     def check_page(self, page: Page, stored: memoryview, scratch: memoryview) -> None:
         """Authenticate one page, or as much of it as its algorithm and its CRC allow; for any thread.
 
-        Args:
-            page: The page.
-            stored: Its bytes with framing.
-            scratch: Memory for the plaintext, as long as `stored` at least.
+        The plaintext goes to `scratch`, which is as long as `stored` at least.
         """
         book, chunk = self._book, self.chunk
         is_good = True
@@ -248,15 +235,7 @@ class ChunkVerifier:
     def _decrypted_start(
         cipher: ModuleCipher, page: Page, stored: memoryview, levels_before: int, scratch: memoryview
     ) -> memoryview:
-        """Return how what follows the levels begins, in a page without a tag.
-
-        Args:
-            cipher: Under its DEK.
-            page: The page.
-            stored: Its module.
-            levels_before: How many bytes of its levels stand before the module.
-            scratch: Memory for the plaintext.
-        """
+        """Return how what follows the levels begins, in a page without a tag; some levels may be before its module."""
         skipped = max(0, page.facts.levels_length - levels_before)
         looked_at = stored[CTR_FRAMING : CTR_FRAMING + skipped + START_LENGTH]
         out = scratch[: len(looked_at)]
@@ -309,11 +288,6 @@ def authenticate_pages(source: ByteSource, verifiers: Iterable[ChunkVerifier], t
     To walk is Python's work and to authenticate is the cipher's, which lets go of the interpreter. Threads that do
     both at once wait for each other more than they work: so one thread walks, and then all authenticate, each into
     memory that it uses again and again.
-
-    Args:
-        source: The file.
-        verifiers: Those of its chunks.
-        threads: How many threads work; the calling one is among them.
     """
     scratches = [bytearray() for _ in range(threads)]
     with ThreadPoolExecutor(max(1, threads - 1)) as pool:

@@ -27,14 +27,7 @@ _RULE_OF = {
 
 
 def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: FileKeys, book: RuleBook) -> None:
-    """Compare what is visible of a file with what its table wants; this needs no key.
-
-    Args:
-        expectation: Says what the table wants.
-        envelope: What is visible of the file.
-        keys: Say which key key metadata means.
-        book: Where findings go.
-    """
+    """Compare what is visible of a file with what its table wants; this needs no key."""
     table = expectation.table
     if table is None:
         if expectation.without_table:
@@ -57,15 +50,7 @@ def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: Fi
 def check_table_of_columns(
     expectation: Expectation, envelope: Envelope, footer: OpenFooter, keys: FileKeys, book: RuleBook
 ) -> None:
-    """Compare the columns of a file with what its table wants.
-
-    Args:
-        expectation: Says what the table wants.
-        envelope: What is visible of the file.
-        footer: Its footer.
-        keys: Whose lengths are known by now.
-        book: Where findings go.
-    """
+    """Compare the columns of a file with what its table wants."""
     table = expectation.table
     if table is None:
         return

@@ -26,12 +26,7 @@ _MOST_NUMBERS = 1_000_000
 
 @dataclass(frozen=True)
 class PartName:
-    """What is known of the place of a file among its parts.
-
-    Attributes:
-        aad_prefix: Its AAD prefix, or None.
-        file_name: Its name, without folders.
-    """
+    """What is known of the place of a file among its parts."""
 
     aad_prefix: str | None
     file_name: str
@@ -50,7 +45,6 @@ class Numbering:
     Attributes:
         template: Their name, with `#` for the number.
         begins_at: The least number that there must be.
-        numbers: Those that there are.
     """
 
     template: str
@@ -135,12 +129,7 @@ _MOST_SHOWN = 20
 
 @dataclass(frozen=True)
 class Member:
-    """A file of a data set.
-
-    Attributes:
-        name: Its path within the folder.
-        facts: What it was found to be.
-    """
+    """A file of a data set."""
 
     name: str
     facts: FileFacts
@@ -158,7 +147,6 @@ class Surroundings:
     """What else is in the folder.
 
     Attributes:
-        summary_files: Names of summary files.
         listed_files: Paths within the folder of the files that a summary file lists.
         orphaned_key_materials: Names of key material files whose Parquet file is not there.
         plaintext_passed_over: Paths within the folder of plaintext Parquet files that readers pass over.

@@ -69,11 +69,8 @@ class FileKeys:
 
     Attributes:
         finder: Where keys come from; None where no keys are given.
-        book: Where findings go.
         fingerprints: Of the DEKs that were found, by a key of this process.
-        denied: Why a key is unavailable.
         key_names: Identifier of the master key, or id of the data key.
-        dek_lengths_bits: Length of the DEK.
     """
 
     finder: MaterialFinder | None
@@ -225,14 +222,7 @@ def fingerprint(dek: SecretBytes) -> bytes:
 def check_deks(
     footer_fingerprint: bytes | None, columns: Sequence[tuple[Column, bytes]], keys: FileKeys, book: RuleBook
 ) -> None:
-    """Check that keys that have two names are two.
-
-    Args:
-        footer_fingerprint: Of the footer's DEK; None where it is not known.
-        columns: Columns with keys of their own, and the fingerprints of their DEKs.
-        keys: Knows the names.
-        book: Where findings go.
-    """
+    """Check that keys that have two names are two."""
     names: defaultdict[bytes, dict[str, str]] = defaultdict(dict)
     for column, fingerprint in columns:
         book.holds("dek-distinct")

@@ -49,8 +49,6 @@ class FileFacts:
 
     Attributes:
         aad_prefix: The text of the prefix, stored or supplied, without NUL at its end.
-        file_unique: The file unique.
-        dek_fingerprints: Of the DEKs.
         column_paths: Leaf paths; None where they are not known.
         mode: How the footer is protected; None where that cannot be told.
         nonces: Those of all modules that were found.
@@ -79,12 +77,6 @@ def verify_source(
     threads: int = 2,
 ) -> tuple[FileReport, FileFacts]:
     """Verify a file against all rules of a file.
-
-    Args:
-        source: The file.
-        finder: Where its keys come from; None checks what needs no key.
-        expectation: What is expected of it beyond the specification.
-        threads: How many threads work.
 
     Raises:
         OSError: The file cannot be read. Whatever is wrong with its bytes is in the report.

@@ -33,12 +33,7 @@ class Column:
     """A leaf column of a file that is verified.
 
     Attributes:
-        path: Names from below the root to the leaf.
-        ordinal: Position of the leaf in the schema.
-        encryption: What it is encrypted with.
-        key_metadata: Of its own key.
         is_flat: Whether it has one value, or null, for each row: neither it nor a group around it repeats.
-        type: Its physical type, as the schema has it.
     """
 
     path: tuple[str, ...]
@@ -59,10 +54,7 @@ class OpenFooter:
     """A footer that was opened, and its parts.
 
     Attributes:
-        metadata: The footer.
-        row_groups: Its row groups.
         chunks: `chunks[row group ordinal][column ordinal]`.
-        columns: Its leaf columns.
         unusable: (row group ordinal, column ordinal) of chunks that cannot be looked into.
     """
 
@@ -81,14 +73,7 @@ def chunk_place(row_group_ordinal: int, column_ordinal: int) -> ModulePlace:
 def check_footer(
     envelope: Envelope, metadata: FileMetaData, book: RuleBook, shown_keys: Collection[str] = ()
 ) -> OpenFooter | None:
-    """Check the rules about a footer; None where nothing behind it can be found.
-
-    Args:
-        envelope: What was visible of it.
-        metadata: The footer.
-        book: Where findings go.
-        shown_keys: Keys of key-value metadata that a plaintext footer may show.
-    """
+    """Check the rules about a footer; None where nothing behind it can be found."""
     try:
         row_groups = metadata.row_groups
         chunks = [row_group.columns for row_group in row_groups]
@@ -249,9 +234,7 @@ class _Crypto(NamedTuple):
 
     Attributes:
         is_one_known: Whether it holds exactly one kind, and a known one.
-        is_own: Whether the chunk is under a column key.
         path: Of the column that it is of; None where it names none.
-        key_metadata: Of the column key.
     """
 
     is_one_known: bool

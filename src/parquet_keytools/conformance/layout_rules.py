@@ -15,10 +15,6 @@ class ChunkRegion(NamedTuple):
     """A byte range of a column chunk.
 
     Attributes:
-        kind: What lies there.
-        row_group_ordinal: Of the chunk's row group.
-        column_ordinal: Of its column.
-        offset: Where it begins.
         length: In bytes; None for a Bloom filter whose length is not stated.
     """
 
@@ -93,13 +89,7 @@ def _is_in_range(region: ChunkRegion, footer_offset: int, book: RuleBook) -> boo
 
 
 def check_gaps(ranges: Sequence[tuple[int, int]], footer_offset: int, book: RuleBook) -> list[tuple[int, int]]:
-    """Check that nothing lies between what is known; returns offset and length of what does.
-
-    Args:
-        ranges: Offset and length of all that is known.
-        footer_offset: Where the footer begins.
-        book: Where findings go.
-    """
+    """Check that nothing lies between what is known; returns offset and length of what does."""
     gaps: list[tuple[int, int]] = []
     at = MAGIC_LENGTH
     for offset, length in [*sorted(ranges), (footer_offset, 0)]:

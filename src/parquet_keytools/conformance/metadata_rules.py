@@ -135,12 +135,6 @@ def check_left_metadata(
     """Check that no metadata of encrypted columns was left in plaintext behind their chunks (spec 5.3).
 
     Some writers repeat the metadata of a chunk behind it, as the first versions of the format wanted it.
-
-    Args:
-        source: The file.
-        gaps: Offset and length of what belongs to nothing.
-        columns: The columns of the file.
-        book: Where findings go.
     """
     encrypted = {column.path for column in columns if column.encryption is not ColumnEncryption.PLAINTEXT}
     for offset, length in gaps:

@@ -102,14 +102,7 @@ class ModuleFinder:
     def bloom_filter(
         self, row_group_ordinal: int, column: Column, region: ChunkRegion, limit: int
     ) -> list[InspectedModule] | None:
-        """Return header and bitset of a Bloom filter; None without its key, or where the header is damaged.
-
-        Args:
-            row_group_ordinal: Of its chunk.
-            column: Its column.
-            region: Where it lies.
-            limit: Where what comes next begins.
-        """
+        """Return header and bitset of a Bloom filter; None without its key, or where the header is damaged."""
         chunk = self._chunk(row_group_ordinal, column)
         if chunk is None:
             return None

@@ -24,12 +24,7 @@ _ENTRY_LENGTH = NONCE_LENGTH + _OFFSET_LENGTH + _CHECK_LENGTH
 
 
 class Invocations(NamedTuple):
-    """How often a DEK encrypted.
-
-    Attributes:
-        modules: Modules of all types.
-        pages: Pages among them.
-    """
+    """How often a DEK encrypted."""
 
     modules: int
     pages: int

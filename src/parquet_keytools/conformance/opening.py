@@ -40,7 +40,6 @@ class ExpectedTable:
 
     Attributes:
         check: Compares keys, algorithm and plaintext columns, as readers do.
-        settings: Its settings.
         check_columns: Raises `ConfigurationError` where the patterns do not fit a file with these leaf paths.
     """
 
@@ -55,7 +54,6 @@ class Expectation:
 
     Attributes:
         aad_prefix: The AAD prefix that it must have; None takes what it stores.
-        allow_plaintext: Whether it may be unencrypted.
         table: What its table wants; None where there is none.
         without_table: Why there is none, though there are tables; empty where there are none.
         invocation_limit: How often one DEK may encrypt (spec 4.1.4); lower ones are for tests.
@@ -79,11 +77,8 @@ class OpenedEnvelope:
     """A footer that can be looked into.
 
     Attributes:
-        metadata: The footer.
         file_aad: AAD prefix and file unique; None where it is not known.
         cipher: Under the footer's DEK; None without it.
-        fingerprint: Of this DEK.
-        is_authentic: Whether the footer authenticates.
     """
 
     metadata: FileMetaData

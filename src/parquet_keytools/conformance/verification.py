@@ -135,18 +135,7 @@ def folder_report(
     part_count: int | None = None,
     invocation_limit: int = MAX_INVOCATIONS,
 ) -> DataSetReport:
-    """Check what was found in the files of a folder, wherever that was, and what else is in it.
-
-    Args:
-        folder: The folder.
-        reports: On its files.
-        members: The same files.
-        nonces: Those of all of them.
-        left_out: What else lies there.
-        unseen: What could not be looked into: nothing can be said of it, and so not that all conforms.
-        part_count: See `verify_folder`.
-        invocation_limit: See `check_data_set`.
-    """
+    """Check what was found in the files of a folder, wherever that was, and what else is in it."""
     unreadable = [_unreadable(entry.path, entry.reason) for entry in unseen]
     return DataSetReport(
         str(folder),

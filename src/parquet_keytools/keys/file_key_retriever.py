@@ -24,7 +24,6 @@ class DataKeys:
     """Data keys that the caller manages (spec 4.3).
 
     Attributes:
-        by_name: The keys themselves.
         footer_without_metadata: Name of the key of footers that carry no key metadata.
         columns_without_metadata: Dotted column path -> name of its key, where there is no key metadata.
     """

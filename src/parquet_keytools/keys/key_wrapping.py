@@ -35,7 +35,6 @@ class Wrapping:
 
     Attributes:
         double_wrapping: Whether KEKs stand between master keys and DEKs.
-        kek_length_bits: Length of the KEKs.
         cache_lifetime_seconds: For how long a KEK is used for new files.
         kms_instance_id: Written into the footer's key material.
     """

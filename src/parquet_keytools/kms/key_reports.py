@@ -19,15 +19,7 @@ def outcome_name(outcome: object) -> str:
 
 @dataclass(frozen=True)
 class KeyReporter:
-    """Reports about one client.
-
-    Attributes:
-        backend: Name of the KMS client.
-        instance_id: Of the configuration.
-        audit_log: Whether there is an audit log.
-        telemetry_key_ids: Whether spans name master keys.
-        principal: Returns who uses the KMS; may raise anything.
-    """
+    """Reports about one client."""
 
     backend: str
     instance_id: str

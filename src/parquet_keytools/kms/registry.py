@@ -71,10 +71,6 @@ def client_class(name: str) -> type[KmsClient]:
 def make_client(settings: KmsSettings, folder: Path) -> KmsClient:
     """Make the KMS client that settings describe, with what they say of every client.
 
-    Args:
-        settings: Made by the `Settings` of the class that `settings.type` names.
-        folder: Of the configuration's file: relative paths in the settings start there.
-
     Raises:
         ConfigurationError: There is no such client, or it cannot be imported.
         KmsConfigurationError: It cannot be made from these settings.

@@ -25,12 +25,7 @@ from parquet_keytools.strict_base64 import encode
 
 @dataclass(frozen=True)
 class KmsInstance:
-    """What footer key material says of the KMS, for people.
-
-    Attributes:
-        instance_id: As the configuration names it.
-        instance_url: Likewise.
-    """
+    """What footer key material says of the KMS, for people."""
 
     instance_id: str = "DEFAULT"
     instance_url: str = "DEFAULT"
@@ -41,7 +36,6 @@ class NewMaterial:
     """New key material.
 
     Attributes:
-        text: The JSON.
         dek: The DEK that it leads to, by way of what the KMS unwrapped.
     """
 
@@ -53,12 +47,6 @@ def new_material(
     text: str | bytes, material: KeyMaterial, rewrapped: Rewrapped, instance: KmsInstance | None
 ) -> NewMaterial:
     """Return key material with its wrapped key replaced; fields that we do not know stay.
-
-    Args:
-        text: The JSON as it is.
-        material: The same, parsed.
-        rewrapped: What takes the place of its wrapped key.
-        instance: The KMS that the footer's key material shall name; None leaves that as it is.
 
     Raises:
         KeyMaterialError: What the KMS unwrapped is not the KEK of the wrapped DEK.
@@ -101,18 +89,13 @@ class BatchFile:
     """A file on its way.
 
     Attributes:
-        location: The file.
-        keys: Its keys, once they were read.
         tasks: For each wrapped key that shall change, what is to be done.
         aad_prefix: The AAD prefix that is expected of the file; None takes what it stores.
         footer_dek: The DEK of its footer, once that is needed and known.
         new: For each wrapped key that changed, what it became.
         unwrapped: The keys of columns that stay, and that the KMS is asked to unwrap.
         was_finished: Whether a key stays because an earlier run of the same rotation made it.
-        made: The wrapped keys that the file got.
         shares_keys_with: See `FileRotation`.
-        result: What became of the file.
-        failure: Why it goes no further.
     """
 
     location: FileLocation

@@ -134,11 +134,6 @@ def data_set_files(
 ) -> Iterator[FileLocation]:
     """Yield a file, or the Parquet files under a folder, without listing all of them first.
 
-    Args:
-        path: The file or folder.
-        on_unseen: Called between files, by the thread that asks for them.
-        on_left_out: Likewise; folders that are passed over are looked into only for it.
-
     Raises:
         FileNotFoundError: There is no such file or folder.
         NoParquetFilesError: There are no Parquet files under the folder, and nothing that may hold some.
@@ -160,13 +155,6 @@ def change_data_set(
     journal: Journal | None = None,
 ) -> None:
     """Change a file, or all Parquet files under a folder.
-
-    Args:
-        path: The file or folder.
-        change: What is done with files.
-        report: Says what became of them.
-        options: How to go about it.
-        journal: The journal that `change` writes; it is closed, and removed if all files were processed.
 
     Raises:
         FileNotFoundError: There is no such file or folder.

@@ -28,7 +28,6 @@ class HeldKey:
     """A wrapped key of a file.
 
     Attributes:
-        material: The key material.
         text: The same as it lies in the file: key metadata, or an entry of the key material file.
         reference: Its name in the key material file; None where it is internal.
     """
@@ -55,13 +54,7 @@ _SECONDS_IN_THE_MAKING = 3600.0
 
 @dataclass(frozen=True)
 class ExternalMaterial:
-    """A key material file as it was read.
-
-    Attributes:
-        location: Where it lies.
-        content: Its bytes.
-        by_reference: Reference -> the key.
-    """
+    """A key material file as it was read."""
 
     location: FileLocation
     content: bytes = field(repr=False)
@@ -119,12 +112,9 @@ class HeldKeys:
     Before its footer is authentic only the key of the footer is known, and nothing that is said of it is proven.
 
     Attributes:
-        location: The Parquet file.
-        tail: Its tail as it was read.
         envelope: What its footer says without a key.
         external: Its key material file; None where no key metadata that was seen refers to it.
         internal: Key metadata that is key material -> the key.
-        footer: The footer, once it was authenticated.
     """
 
     location: FileLocation
@@ -195,10 +185,6 @@ class HeldKeys:
     def dek(self, held: HeldKey, unwrapped: Unwrapped | None) -> SecretBytes:
         """Return the DEK of one of the keys.
 
-        Args:
-            held: The key.
-            unwrapped: What the KMS unwrapped it to, among others; None where there is no KMS.
-
         Raises:
             KeyNotAvailableError: There is no KMS.
             KmsError: The KMS did not unwrap it.
@@ -219,9 +205,6 @@ class HeldKeys:
     def expected_prefix(self, aad_prefix_of: AadPrefixOf) -> AadPrefix:
         """Return the AAD prefix that is expected of the file, if it may have it; no key is needed for that.
 
-        Args:
-            aad_prefix_of: Returns what is expected of a file, given what `stated_aad_prefix` says.
-
         Raises:
             AadPrefixError: The file has another one, or one that nobody supplies.
             ParquetFormatError: It has no file unique.
@@ -234,10 +217,6 @@ class HeldKeys:
 
     def open(self, footer_dek: SecretBytes | None, aad_prefix: AadPrefix) -> None:
         """Authenticate the footer, and take in what it says of columns.
-
-        Args:
-            footer_dek: The DEK of the footer; None for a file that is not encrypted.
-            aad_prefix: The AAD prefix that is expected of the file; None takes what it stores.
 
         Raises:
             ChangedMeanwhileError: Somebody replaces the file just now.

@@ -122,12 +122,7 @@ class FileKeyUses(Summarised):
 
 
 class Inventory:
-    """Lists the keys of files.
-
-    Args:
-        keys: The KMS, if there is one, and the data keys.
-        aad_prefix_of: The AAD prefixes of files.
-    """
+    """Lists the keys of files."""
 
     def __init__(self, keys: KeyService, aad_prefix_of: AadPrefixOf) -> None:
         kms = keys.kms
@@ -140,10 +135,6 @@ class Inventory:
         """Yield the keys of a file, or of each Parquet file under a folder; also what could not be looked into.
 
         Of encrypted files that readers pass over for their names the keys are unknown, and so they are not listed.
-
-        Args:
-            path: The file or folder.
-            ignore_passed_over: Whether these are left out.
 
         Raises:
             FileNotFoundError: There is no such file or folder.

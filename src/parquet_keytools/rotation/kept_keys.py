@@ -44,11 +44,8 @@ class KeptKeys:
     """Old key material of a file.
 
     Attributes:
-        location: The kept file.
-        kind: What the old bytes are.
         offset: Where the tail begins; 0 for a key material file.
         new_sha256: Digest of what took the place of the old bytes.
-        old: The old bytes.
     """
 
     location: FileLocation
@@ -72,17 +69,7 @@ def keep(
     new: bytes,
     rotation_id: str,
 ) -> FileLocation:
-    """Keep old bytes beside a Parquet file; to be called before they are replaced.
-
-    Args:
-        parquet_file: The Parquet file.
-        replaced: The file that the bytes are of, whose mode the kept file gets.
-        kind: What they are.
-        offset: Where they begin.
-        old: The old bytes.
-        new: What takes their place.
-        rotation_id: Of this rotation; later ones sort after it.
-    """
+    """Keep old bytes beside a Parquet file; to be called before they are replaced."""
     new_sha256 = _sha256(new)
     # A rotation may come to one file twice, by way of links: what it kept first must not be lost then.
     change_id = f"{rotation_id}{new_sha256[:8]}"
@@ -125,8 +112,6 @@ class KeptFile:
     """A file with old key material, by its name; not yet read.
 
     Attributes:
-        location: Where it lies.
-        kind: What the old bytes are.
         is_regular: Whether it is a file, and no link, folder or pipe.
     """
 

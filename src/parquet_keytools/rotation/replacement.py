@@ -47,13 +47,6 @@ def replace_tail(
 ) -> ReplacedTail:
     """Give a file a new tail: at each moment the file is there, whole, the old or the new one.
 
-    Args:
-        location: The file.
-        tail: Its tail as it was read.
-        new: The new one; it begins at the same offset.
-        check: Called with the complete new file.
-        locked_folder: Path of a folder whose lock the caller has.
-
     Raises:
         ChangedMeanwhileError: The file is no longer the one that was read; nothing was changed.
         KeytoolsError: What `check` raises; nothing was changed.
@@ -89,9 +82,6 @@ def replace_tail(
 def why_unconditional(location: FileLocation) -> str | None:
     """Return why a file cannot be replaced on a condition and with its data copied by the store; None if it can.
 
-    Args:
-        location: The file.
-
     Returns:
         For people, where it is in S3; else empty.
     """
@@ -126,11 +116,6 @@ _NOT_THERE = (
 
 def copy_beginning(source: int, target: int, length: int) -> str:
     """Copy the first `length` bytes of a file into an empty one.
-
-    Args:
-        source: File descriptor, open for reading.
-        target: File descriptor, open for writing.
-        length: How many bytes.
 
     Returns:
         How it was done.
@@ -196,13 +181,6 @@ def replace_external_material(
     locked_folder: str | None = None,
 ) -> None:
     """Replace a key material file.
-
-    Args:
-        location: The key material file.
-        old: Its content as it was read.
-        new: What takes its place.
-        check_parquet_file: Raises if the Parquet file is no longer the one whose keys these are.
-        locked_folder: Path of a folder whose lock the caller has.
 
     Raises:
         ChangedMeanwhileError: Its content is another one now.

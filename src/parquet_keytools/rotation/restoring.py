@@ -52,10 +52,6 @@ class RestoredCheck:
     """Has the KMS unwrap old keys, each distinct one once in a run, and proves them.
 
     What readers have in their caches proves nothing: the KMS may refuse it by now.
-
-    Args:
-        keys: The KMS, if there is one, and the data keys.
-        aad_prefix_of: The AAD prefixes of files.
     """
 
     def __init__(self, keys: KeyService, aad_prefix_of: AadPrefixOf) -> None:
@@ -70,10 +66,6 @@ class RestoredCheck:
 
     def material(self, keys: HeldKeys, old: bytes) -> bytes:
         """Check the content of a key material file.
-
-        Args:
-            keys: The file, whose footer was not yet opened.
-            old: What is to be put back.
 
         Returns:
             The entries of it that the footer refers to; others are not put back.
@@ -114,10 +106,6 @@ class RestoredCheck:
 
     def tail(self, keys: HeldKeys, restored: ByteSource) -> None:
         """Check the tail of a Parquet file.
-
-        Args:
-            keys: The file as it is in place, whose footer was not yet opened.
-            restored: As it will be.
 
         Raises:
             KmsError: The KMS does not unwrap an old key.
@@ -185,10 +173,6 @@ _ELSEWHERE = "it lies in another folder than the one that was named, behind a li
 
 def restore_data_set(path: FileLocation, check: RestoredCheck) -> RotationReport:
     """Put back the old keys of a file, or of all files under a folder, as far as they were kept.
-
-    Args:
-        path: The file or folder.
-        check: Proves old keys before they are put back.
 
     Raises:
         FileNotFoundError: There is no such file or folder.

@@ -41,7 +41,6 @@ class RewrapTask:
     """A wrapped key to re-wrap.
 
     Attributes:
-        old: The wrapped key.
         new_master_key_id: The master key whose current version shall wrap it.
         is_kek: Whether it is a KEK: then the wrapped DEK proves what it unwraps to, else it is compared.
     """
@@ -56,9 +55,6 @@ class Rewrapped:
     """What a wrapped key became.
 
     Attributes:
-        wrapped_key: The new one.
-        new_master_key_id: The master key that wrapped it.
-        key: What the KMS unwraps it to.
         new_kek: The fresh KEK that took the place of the old one; None where the key is the same.
         old_key: With a fresh KEK the old one, else the same as `key`.
         was_there: Whether an earlier run did it: the wrapped key is that of the new KMS already.

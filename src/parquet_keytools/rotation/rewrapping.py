@@ -42,7 +42,6 @@ class MasterKeyRotation:
     """Re-wraps the keys of files; see `FileChange`.
 
     Args:
-        context: What all files of the run share.
         journal: Knows which keys an earlier run of this rotation made; None where there is none.
     """
 
@@ -84,9 +83,6 @@ class Rewrapping:
     """Files whose keys are re-wrapped together.
 
     Args:
-        context: What all files of the run share.
-        pool: Reads and writes files.
-        journal: Knows which keys an earlier run of this rotation made; None where there is none.
         locked_folder: Path of a folder whose lock the caller has.
         stopped: Set when nothing can be written any more; then the files that are left are not processed.
     """

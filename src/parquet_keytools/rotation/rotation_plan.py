@@ -31,8 +31,6 @@ class RotationPlan:
         only_master_keys: Identifiers of the master keys that are rotated; None means all, or with `moves` those
             that are moved.
         older_than: Only keys that an older version wrapped, or one that nobody can tell.
-        new_keks: Whether fresh KEKs take the place of those that are there.
-        other_kms: Whether the new master keys are in another KMS.
     """
 
     moves: Mapping[str, str] = field(default_factory=dict)
@@ -119,7 +117,6 @@ class TableMembership:
 
     Args:
         checks: Of the tables; without any, no file is refused.
-        data_keys: The data keys that the caller manages.
     """
 
     def __init__(self, checks: Sequence[TableCheck], data_keys: DataKeys) -> None:
@@ -196,16 +193,9 @@ class RotationContext:
     """What all files of a run share.
 
     Attributes:
-        plan: What the rotation is asked for.
-        rewrapper: Asks the KMS.
-        versions: Of master keys and wrapped keys.
-        data_keys: The data keys that the caller manages.
-        aad_prefix_of: The AAD prefixes of files.
-        membership: Refuses files that are of other tables.
         instance: What footer key material says of the KMS from now on; None leaves that as it is.
         kms_digest: What tells the KMSs from others; for the journal.
         keep_old: The id of this rotation if old key material is to be kept; else None.
-        dry_run: Whether nothing is to be changed.
         identities: Finds files that share data keys and file unique.
     """
 

@@ -72,10 +72,6 @@ class S3Object:
     """An object as it was found.
 
     Attributes:
-        client: Reaches it.
-        location: Where it lies.
-        etag: Changes when it is replaced.
-        size_bytes: Its length.
         headers: What it has beside its bytes, by the names that calls take.
     """
 
@@ -338,11 +334,6 @@ def replace_object_tail(location: FileLocation, tail: Tail, new: bytes, check: C
 
 def replace_object(location: FileLocation, new: bytes, check: Callable[[], None]) -> None:
     """Replace a small object.
-
-    Args:
-        location: The object.
-        new: What takes its place.
-        check: Raises if it is no longer the one that was read.
 
     Raises:
         ChangedMeanwhileError: It is gone, or changed after `check`.

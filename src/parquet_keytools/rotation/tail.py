@@ -29,8 +29,6 @@ class Tail:
     """The tail of a file as it was read.
 
     Attributes:
-        size_bytes: Length of the whole file.
-        offset: Where the footer begins.
         data: From there to the end.
         state: What the operating system or the store said of the file before it was read.
     """
@@ -160,14 +158,6 @@ def check_new_tail(
     source: ByteSource, offset: int, tail: bytes, footer_dek: SecretBytes, aad_prefix: AadPrefix, old: Footer
 ) -> None:
     """Read a file with a new tail as a reader does, with the DEK that the new key material leads to.
-
-    Args:
-        source: What was written.
-        offset: Where its footer must begin.
-        tail: What must lie there.
-        footer_dek: The DEK of the footer.
-        aad_prefix: The AAD prefix, if the file does not store it.
-        old: The footer that takes part in `tail`.
 
     Raises:
         OutputError: It is not what was to be written.

@@ -34,7 +34,6 @@ class KeyUse:
         outcome: `ok`, or the class of the error.
         backend: Name of the KMS client.
         kms_instance: The `instance_id` of the configuration.
-        master_key_id: The master key.
         new_master_key_id: The one that a rewrap goes to; None for all else.
         principal: Who asked, as the KMS knows him, where the client knows that.
         subject: The file, folder or table that the key is for; None where that is not known.

@@ -27,14 +27,7 @@ _HINT = "`parquet-keytools spark encrypt` can: let Spark write plaintext files, 
 def table_options(
     keys: KeyService, table_name: str | None, leaves: Sequence[ColumnPath], partition_by: Sequence[str]
 ) -> dict[str, str]:
-    """Return the options; see `Keytools.spark_options`.
-
-    Args:
-        keys: Of the configuration.
-        table_name: The table; None where the configuration has only one.
-        leaves: All leaf columns, those of partition columns too.
-        partition_by: Names of the columns whose values become names of folders.
-    """
+    """Return the options; see `Keytools.spark_options`."""
     if partition_by:
         unknown = set(partition_by) - {path[0] for path in leaves}
         if unknown:

@@ -62,7 +62,6 @@ class AwsKms(RemoteKmsClient):
 
     Args:
         settings: Where to connect to, as whom, and the limits; all have defaults.
-        folder: Where relative paths in the settings start.
         session: A boto3 session to be used in place of one made from the settings.
         client: A ready boto3 client for KMS. It should not retry by itself. Where processes fork, give a
             session.
@@ -312,7 +311,6 @@ class KmsArn:
 
     Attributes:
         partition: `aws`, `aws-cn`, `aws-us-gov`, ...
-        region: Where it is.
         account: Whose it is, 12 digits.
         kind: `key` or `alias`.
         name: The key id, or the alias without `alias/`.

@@ -45,9 +45,6 @@ class AwsConnection:
     """Sends requests with a boto3 client that it makes when the first one is sent, one for each process.
 
     Args:
-        settings: Where to connect to, and as whom.
-        folder: Where relative paths in the settings start.
-        session: A boto3 session in place of the one that the settings describe.
         client: A ready boto3 client for KMS. Its timeouts and its own retries are its maker's business.
     """
 

@@ -90,19 +90,7 @@ _attempt: contextvars.ContextVar[tuple[Traffic, float] | None] = contextvars.Con
 
 
 class RemoteCall:
-    """One call with all its attempts.
-
-    Args:
-        facts: What it is about.
-        limits: Those of the client.
-        traffic: What it shares with other calls.
-        translate: Returns what stands for an exception of an SDK.
-        address: Where the KMS is, for the log.
-
-    Attributes:
-        tries: How many attempts there were.
-        started: When it began.
-    """
+    """One call with all its attempts."""
 
     def __init__(
         self,

@@ -82,12 +82,7 @@ class Progress:
         self._last_answer, self.failure = now, None
 
     def give_up(self, failure: KmsError, started: float) -> None:
-        """Note that a call used up its time.
-
-        Args:
-            failure: How it ended.
-            started: When it began.
-        """
+        """Note that a call used up its time."""
         if self._last_answer is None or self._last_answer < started:
             self.failure = failure
 

@@ -32,7 +32,6 @@ class CallRate:
 
     Args:
         max_calls_per_second: Never more than these; None for no limit other than what the KMS itself sets.
-        clock: Seconds from some start, never going back.
     """
 
     def __init__(self, max_calls_per_second: float | None, clock: Callable[[], float]) -> None:
@@ -57,9 +56,6 @@ class CallRate:
         """Take the next place in the row of calls, if it comes soon.
 
         A place far ahead is not given away: the rate may have changed a lot before it comes.
-
-        Args:
-            within_seconds: How soon.
 
         Returns:
             How many seconds to wait for it; None if it comes later: nothing is taken then.
@@ -159,7 +155,6 @@ class CircuitBreaker:
     Args:
         open_after_seconds: How long a KMS may be failing before calls are refused.
         probe_every_seconds: How often a call is let through while it is open.
-        clock: Seconds from some start, never going back.
     """
 
     def __init__(self, open_after_seconds: float, probe_every_seconds: float, clock: Callable[[], float]) -> None:
@@ -234,7 +229,6 @@ class RetryBudget:
     Args:
         burst: How many retries may be made at once.
         per_second: How many come back each second, whatever happens.
-        clock: Seconds from some start, never going back.
     """
 
     def __init__(self, burst: float, per_second: float, clock: Callable[[], float]) -> None:

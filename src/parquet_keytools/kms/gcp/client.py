@@ -55,7 +55,6 @@ class GcpKms(RemoteKmsClient):
 
     Args:
         settings: Where the master keys are, and how they are reached.
-        folder: Where relative paths in the settings start.
         client: A client to be used as it is, with gRPC as its transport; endpoint and credentials of the settings
             are not used then. It stays open, and does not go to forked children.
         time_source: For tests.

@@ -149,10 +149,6 @@ class TokenSource:
     def refused(self, headers: Sequence[tuple[str, str]], seconds: float) -> bool:
         """Note that the token in these headers is not valid: it was revoked, or a clock is wrong.
 
-        Args:
-            headers: What was sent.
-            seconds: How long others who get a token are waited for.
-
         Returns:
             Whether the next headers may have another one.
         """
@@ -308,12 +304,7 @@ class GcpConnection:
 
 
 def open_client(endpoint: str, *, insecure: bool) -> KeyManagementServiceClient:
-    """Return a client with a channel of its own; it connects when it is first used.
-
-    Args:
-        endpoint: Host, with a port where it is not 443.
-        insecure: Without TLS.
-    """
+    """Return a client with a channel of its own; it connects when it is first used."""
     with GRPC_CALLS:
         if insecure:
             # A proxy of the environment is not on this machine.

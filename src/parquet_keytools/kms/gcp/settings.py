@@ -81,11 +81,7 @@ class GcpSettings(RemoteKmsSettings):
 
 
 class InvalidKeyNameError(ValueError):
-    """A master key identifier that Cloud KMS cannot have.
-
-    Attributes:
-        hint: What to write in its place.
-    """
+    """A master key identifier that Cloud KMS cannot have."""
 
     def __init__(self, detail: str, hint: str) -> None:
         super().__init__(detail)

@@ -38,7 +38,6 @@ class KeystoreSettings(KmsSettings):
     """Settings of the keystore; relative paths start at the configuration's folder.
 
     Attributes:
-        path: The keystore file.
         passphrase: Its passphrase, best as `${VARIABLE}` of the environment; or
         passphrase_file: a file with its passphrase, which nobody but its owner may read.
     """
@@ -66,12 +65,7 @@ class KeystoreSettings(KmsSettings):
 
 
 class KeystoreKms(KmsClient):
-    """Wraps and unwraps with the master keys of a keystore file, and sees at once when the file changes.
-
-    Args:
-        path: The keystore file.
-        passphrase: Gives its passphrase when it is needed.
-    """
+    """Wraps and unwraps with the master keys of a keystore file, and sees at once when the file changes."""
 
     backend = "keystore"
     Settings = KeystoreSettings

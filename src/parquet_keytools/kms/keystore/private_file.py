@@ -30,13 +30,7 @@ def identity(path: Path) -> FileIdentity | None:
 def read_private_file(
     path: Path, *, backend: str, max_length: int, hint_if_missing: str = ""
 ) -> tuple[bytes, FileIdentity]:
-    """Return the bytes of a file that nobody but its owner may read.
-
-    Args:
-        path: The file.
-        backend: Of the KMS client that reads it, for errors.
-        max_length: In bytes; a longer file is refused.
-        hint_if_missing: What to do where there is no such file.
+    """Return the bytes of a file that nobody but its owner may read, at most `max_length`.
 
     Raises:
         KmsConfigurationError: There is no such file, others may read it, or it is too long.

@@ -58,8 +58,6 @@ class VaultKms(RemoteKmsClient):
     It connects, and logs in where it has to, when it is first used. A forked child does so for itself.
 
     Args:
-        settings: The settings.
-        folder: Where relative paths in them start.
         time_source: Clock and pauses; tests pass others.
         session: Makes what holds the connections, in place of what the settings describe. It must not follow
             the environment.

@@ -87,11 +87,8 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
     Answers are returned as mappings; whatever else there is becomes a `VaultRefusal`, without the answer's text.
 
     Args:
-        session: The process's connections.
-        address: Where the server is.
         token: Sent along, or None.
         deadline: When the answer must be here, on the clock.
-        clock: Seconds from some start.
     """
 
     def __init__(

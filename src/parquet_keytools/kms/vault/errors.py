@@ -79,7 +79,6 @@ class VaultRefusal(Exception):  # noqa: N818 - not an error of ours: it becomes 
     """The server refused, or its answer is none. Holds nothing that the server wrote.
 
     Attributes:
-        status: HTTP status.
         reason: What the server's text means.
         retry_after_seconds: How long it wants to be left alone.
         login: The auth method whose login was refused, or empty.

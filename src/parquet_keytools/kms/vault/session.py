@@ -32,11 +32,7 @@ _MAX_SECRET_BYTES = 64 * 1024
 
 
 class GivenToken:
-    """A token that someone else got and keeps: in the configuration, or in a file that is read again.
-
-    Args:
-        token: The token, or the file it is in.
-    """
+    """A token that someone else got and keeps: in the configuration, or in a file that is read again."""
 
     def __init__(self, token: SecretStr | Path) -> None:
         self._token = token
@@ -57,7 +53,6 @@ class Login:
     """An auth method that gives us a token of our own.
 
     Attributes:
-        method: Its name.
         name: Who logs in, as far as that is no secret.
         ask: Logs in over a connection without a token, with the secret as it is now, and returns the answer.
     """
@@ -168,8 +163,6 @@ class HeldToken:
     """A token, and what is known of it.
 
     Attributes:
-        value: The token.
-        principal: Who it is for.
         got_at: When it came, on the clock.
         lifetime_seconds: How long it lived when it came; None where it never ends, or nobody knows.
         renewable: Whether the server renews it.
@@ -201,13 +194,7 @@ class HeldToken:
 
 
 class VaultSession:
-    """The token of one process, for all its threads.
-
-    Args:
-        source: Where the token comes from.
-        connect: Makes connections.
-        clock: Seconds from some start, never going back.
-    """
+    """The token of one process, for all its threads."""
 
     def __init__(self, source: GivenToken | Login, connect: Connect, clock: Callable[[], float]) -> None:
         self._source = source

@@ -41,12 +41,10 @@ class TransitKey:
     """A key of the transit engine.
 
     Attributes:
-        name: Its name.
         type: What it is for, such as `aes256-gcm96`.
         derived: Whether each context has its own key.
         latest_version: The version that wraps.
         min_decryption_version: The oldest version that unwraps.
-        soft_deleted: Whether it waits for its deletion.
         imported: Whether its bytes were made elsewhere.
         rotates: Whether the engine makes new versions by itself; None where it does not say.
     """
@@ -143,12 +141,7 @@ def parts_of(wrapped_key: object) -> tuple[int, bytes] | None:
 
 @dataclass(frozen=True)
 class TransitEngine:
-    """The engine at a mount point. Each method makes one request.
-
-    Attributes:
-        mount_point: Where it is.
-        context: That of derived keys, or None.
-    """
+    """The engine at a mount point. Each method makes one request."""
 
     mount_point: str
     context: bytes | None

@@ -268,12 +268,7 @@ def _remove_leftovers(target: FileLocation) -> None:
 
 @dataclass(frozen=True)
 class EncryptionTask(PipelineTask):
-    """Encrypts files. Another attempt may do the same at the same time: both end well.
-
-    Attributes:
-        target_place: Of the folder, or the single file, that is written.
-        run: Hash of what the run does; its records have that name.
-    """
+    """Encrypts files. Another attempt may do the same at the same time: both end well."""
 
     target_place: str
     run: str

@@ -55,12 +55,7 @@ def parameters_hash(parameters: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class RecordFolder:
-    """Where the records of runs of a pipeline are.
-
-    Attributes:
-        folder: The hidden folder.
-        run: Hash of what the run does.
-    """
+    """Where the records of runs of a pipeline are."""
 
     folder: FileLocation
     run: str
@@ -118,7 +113,6 @@ class FinishedFiles:
     """The records that one attempt of a task reads and writes.
 
     Args:
-        folder: Where they are.
         task: What the names of this task's records begin with, whatever the attempt.
         attempt: Number of the attempt.
         known: Records that the driver read: path -> record.

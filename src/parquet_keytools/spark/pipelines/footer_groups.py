@@ -61,13 +61,7 @@ class GroupedFiles:
 
 
 def group_files(job: Job, place: str, files: pa.Table) -> GroupedFiles:
-    """Read the footers' wrapped keys of files, in a job of its own.
-
-    Args:
-        job: The pipeline.
-        place: Of the data set.
-        files: `path` and `size_bytes`.
-    """
+    """Read the footers' wrapped keys of files, in a job of its own."""
     # To read the end of a file costs the same for each.
     alike = files.set_column(1, "size_bytes", pa.nulls(files.num_rows, pa.int64()).fill_null(0))
     pieces = cut(alike, job.number_of_pieces(files.num_rows))

@@ -79,7 +79,6 @@ class PipelineTask:
 
     Attributes:
         keys: What makes the keys of the configuration there.
-        place: Of the data set.
         table_name: Table of the files; None where there is only one.
         aad_prefix: The AAD prefix that they must have; None for that of the table.
     """
@@ -121,12 +120,9 @@ class Job:
     """A pipeline that runs, as one job of Spark or several; ends with its block.
 
     Attributes:
-        configuration: Whose keys it uses.
         new_configuration: The one that new keys come from; None for the same.
         keys: Of the configuration, on the driver.
         new_keys: Of the one that new keys come from.
-        outcomes: How many files had each outcome so far.
-        tasks: How many tasks there were so far.
     """
 
     def __init__(
@@ -139,13 +135,6 @@ class Job:
         max_tasks: int | None = None,
     ) -> None:
         """Begin.
-
-        Args:
-            spark: The session.
-            configuration: The configuration, or its YAML file.
-            new_configuration: The one that new keys come from, or its YAML file; None for the same.
-            file_on_nodes: The YAML file on every node; None where the configuration travels.
-            max_tasks: How many tasks there may be; None for as many as suits.
 
         Raises:
             ConfigurationError: A configuration is wrong, or Spark or its executors could not do with it.
@@ -219,11 +208,6 @@ class Job:
 
     def run(self, what: str, work: Work, pieces: Sequence[bytes]) -> Iterator[TaskResult]:
         """Run a task for each piece, or fewer where their number is limited; yield results when all have ended.
-
-        Args:
-            what: For people, in Spark's web UI.
-            work: What is done with each piece.
-            pieces: Of the data set.
 
         Raises:
             KeytoolsError: A task could not begin.

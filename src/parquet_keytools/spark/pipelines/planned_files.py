@@ -170,13 +170,7 @@ def cut(table: pa.Table, pieces: int) -> list[bytes]:
 
 
 def cut_by_group(table: pa.Table, pieces: int, most_pieces_a_group: int) -> list[bytes]:
-    """Cut a table with a column `group` so that as few pieces as can be have files of the same group.
-
-    Args:
-        table: The files.
-        pieces: How many pieces there shall be, about.
-        most_pieces_a_group: Into how many a large group may be cut.
-    """
+    """Cut a table with a column `group` so that as few pieces as can be have files of the same group."""
     table = table.sort_by([("group", "ascending"), ("path", "ascending")]).combine_chunks()
     if not table.num_rows:
         return []

@@ -67,11 +67,7 @@ def rekey(
 
 @dataclass(frozen=True)
 class RekeyTask(PipelineTask):
-    """Encrypts files with new data keys.
-
-    Attributes:
-        new_table_name: The table whose policy they follow from now on.
-    """
+    """Encrypts files with new data keys."""
 
     new_table_name: str
 

@@ -199,11 +199,7 @@ def _rewrap(kms: KmsClient, context: RotationContext, distinct: set[_KeyOf]) -> 
 
 @dataclass(frozen=True)
 class OpeningTask(PipelineTask):
-    """Authenticates footers, and finds the wrapped keys that they refer to.
-
-    Attributes:
-        plan: What the rotation does.
-    """
+    """Authenticates footers, and finds the wrapped keys that they refer to."""
 
     plan: RotationPlan
 
@@ -239,11 +235,8 @@ class WritingTask(PipelineTask):
     """Writes the new keys into files; a file that has them already stays as it is.
 
     Attributes:
-        plan: What the rotation does.
         instance: Of the KMS that new keys are of; None for the same.
         versions: Those of master keys that the driver knows.
-        keep_old: Whether old keys are kept beside the files.
-        dry_run: Whether nothing is changed.
         given: The wrapped keys that the driver had re-wrapped.
     """
 
@@ -289,12 +282,6 @@ class GivenRewrapper(Rewrapper):
     """Takes new wrapped keys from the driver, and unwraps them: that proves them, and opens footers.
 
     What the driver did not re-wrap is done here: keys that have to be unwrapped, and those of files that changed.
-
-    Args:
-        kms: See `Rewrapper`.
-        new_kms: See `Rewrapper`.
-        given: What the driver got.
-        new_keks: See `Rewrapper`.
     """
 
     def __init__(self, kms: KmsClient, new_kms: KmsClient, given: Given, *, new_keks: bool) -> None:

@@ -217,11 +217,7 @@ class _CarriedLedger:
 
 @dataclass(frozen=True)
 class VerificationTask(PipelineTask):
-    """Verifies files.
-
-    Attributes:
-        fingerprint_key: Of the fingerprints of DEKs.
-    """
+    """Verifies files."""
 
     fingerprint_key: bytes
 
@@ -253,11 +249,7 @@ class VerificationTask(PipelineTask):
 
 @dataclass(frozen=True)
 class NoncesTask(VerificationTask):
-    """Collects the nonces of files that share a DEK.
-
-    Attributes:
-        shared: Fingerprints of the DEKs.
-    """
+    """Collects the nonces of files that share a DEK."""
 
     shared: frozenset[bytes]
 

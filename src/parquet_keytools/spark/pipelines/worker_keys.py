@@ -89,8 +89,6 @@ class WorkerKeys:
     """The keys of a job in this process.
 
     Attributes:
-        keys: Of the configuration.
-        new_keys: Of the one that new keys come from; often the same.
         remembered: What tasks of the job keep for the next one in this process.
     """
 
@@ -120,10 +118,6 @@ class _Held:
 
 def worker_keys(carried: CarriedKeys, position: int = 0) -> WorkerKeys:
     """Return the keys of a job; those of an earlier job are forgotten.
-
-    Args:
-        carried: What the driver sent.
-        position: Of the task in its job.
 
     Raises:
         ConfigurationError: What the configuration needs is not on this node.
