@@ -30,8 +30,7 @@ _MARK = "# Made by `parquet-keytools demo`.\n"
 """First line of the configuration."""
 
 FolderOption = Annotated[
-    Path,
-    typer.Option("--folder", metavar="DIR", help="Where its files go. An earlier demo there is replaced."),
+    Path, typer.Option("--folder", metavar="DIR", help="Where its files go. An earlier demo there is replaced.")
 ]
 
 
@@ -65,8 +64,7 @@ def _flights() -> pa.Table:
         from parquet_keytools.runtime.extras import install_hint
 
         raise ConfigurationError(
-            f"the demo needs packages that are not installed: {error}.",
-            hint=install_hint("demo"),
+            f"the demo needs packages that are not installed: {error}.", hint=install_hint("demo")
         ) from None
     import pyarrow as pa
 

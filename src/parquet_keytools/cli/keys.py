@@ -68,10 +68,7 @@ def keys_command(
             try:
                 with file_counter() as count:
                     for file in keytools.key_inventory(
-                        location,
-                        table_name=table,
-                        aad_prefix=aad_prefix,
-                        ignore_passed_over=ignore_passed_over,
+                        location, table_name=table, aad_prefix=aad_prefix, ignore_passed_over=ignore_passed_over
                     ):
                         count(file)
                         tally.add(file)

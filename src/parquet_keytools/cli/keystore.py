@@ -21,18 +21,14 @@ ENVIRONMENT_VARIABLE = "PARQUET_KEYTOOLS_PASSPHRASE"
 NEW_ENVIRONMENT_VARIABLE = "PARQUET_KEYTOOLS_NEW_PASSPHRASE"
 
 app = typer.Typer(
-    name="keystore",
-    help="Keep master keys in a file on this machine, under a passphrase.",
-    no_args_is_help=True,
+    name="keystore", help="Keep master keys in a file on this machine, under a passphrase.", no_args_is_help=True
 )
 
 PathOption = Annotated[Path | None, typer.Option("--path", metavar="FILE", help="The keystore file.")]
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--config",
-        metavar="FILE",
-        help="A configuration whose `kms:` names the keystore file and its passphrase.",
+        "--config", metavar="FILE", help="A configuration whose `kms:` names the keystore file and its passphrase."
     ),
 ]
 PassphraseFileOption = Annotated[

@@ -56,8 +56,7 @@ CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 """The environment variable that stands for --config."""
 
 ConfigOption = Annotated[
-    Path,
-    typer.Option("--config", metavar="FILE", envvar=CONFIG_VARIABLE, help="The YAML configuration."),
+    Path, typer.Option("--config", metavar="FILE", envvar=CONFIG_VARIABLE, help="The YAML configuration.")
 ]
 TableOption = Annotated[
     str | None,

@@ -32,8 +32,7 @@ OptionalTargetArgument = Annotated[
     ),
 ]
 TableOfSourceOption = Annotated[
-    str | None,
-    typer.Option("--table", metavar="NAME", help="The table of SRC. Not needed if there is only one."),
+    str | None, typer.Option("--table", metavar="NAME", help="The table of SRC. Not needed if there is only one.")
 ]
 ToConfigOption = Annotated[
     Path | None,

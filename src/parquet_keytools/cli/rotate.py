@@ -42,8 +42,7 @@ NewKeksOption = Annotated[
     bool, typer.Option("--new-keks", help="Make new KEKs, after a KEK leaked. DEKs stay: see rekey.")
 ]
 KeepOldOption = Annotated[
-    bool | None,
-    typer.Option("--keep-old/--no-keep-old", help="Keep the old keys beside the files, for --undo."),
+    bool | None, typer.Option("--keep-old/--no-keep-old", help="Keep the old keys beside the files, for --undo.")
 ]
 UndoOption = Annotated[bool, typer.Option("--undo", help="Restore the keys that --keep-old kept.")]
 DropOldOption = Annotated[bool, typer.Option("--drop-old", help="Remove the keys that --keep-old kept.")]

@@ -41,10 +41,7 @@ if TYPE_CHECKING:
     from parquet_keytools.spark.pipelines import PipelineReport
 
 app = typer.Typer(
-    name="spark",
-    help="Work on whole data sets as jobs of Spark.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    name="spark", help="Work on whole data sets as jobs of Spark.", no_args_is_help=True, rich_markup_mode=None
 )
 
 PathArgument = Annotated[
@@ -60,8 +57,7 @@ MasterOption = Annotated[
     ),
 ]
 SettingOption = Annotated[
-    list[str] | None,
-    typer.Option("--conf", metavar="NAME=VALUE", help="A Spark setting. Repeatable."),
+    list[str] | None, typer.Option("--conf", metavar="NAME=VALUE", help="A Spark setting. Repeatable.")
 ]
 TasksOption = Annotated[
     int | None, typer.Option("--max-tasks", metavar="N", min=1, help="Maximum number of tasks.")

@@ -23,8 +23,7 @@ OptionalConfigOption = Annotated[
     ),
 ]
 PartsOption = Annotated[
-    int | None,
-    typer.Option("--parts", metavar="N", min=1, help="The folder must have parts 0 to N-1, each once."),
+    int | None, typer.Option("--parts", metavar="N", min=1, help="The folder must have parts 0 to N-1, each once.")
 ]
 
 

@@ -73,8 +73,7 @@ def _checked_template(text: str) -> str:
         parts = [("", "", "", None)]
     if any(name is not None and (name not in _PLACEHOLDERS or more or how) for _, name, more, how in parts):
         raise PydanticCustomError(
-            "template",
-            "the only placeholders are {file_name} and {table_name}; a literal brace is doubled.",
+            "template", "the only placeholders are {file_name} and {table_name}; a literal brace is doubled."
         )
     if "\0" in text:
         raise PydanticCustomError(

@@ -24,10 +24,7 @@ from parquet_keytools.kms.registry import client_class, is_known, known_names
 
 
 def load_configuration(
-    file: str | os.PathLike[str],
-    *,
-    environment: Mapping[str, str] | None = None,
-    kms: KmsClient | None = None,
+    file: str | os.PathLike[str], *, environment: Mapping[str, str] | None = None, kms: KmsClient | None = None
 ) -> Configuration:
     """Load a configuration from a YAML file.
 
@@ -109,10 +106,9 @@ def _load(
             content = stream.read(MOST_BYTES + 1)
             exposed_to = _exposed_to(os.fstat(stream.fileno()))
     except OSError as error:
-        reason = {
-            FileNotFoundError: "there is no such file.",
-            IsADirectoryError: "this is a folder.",
-        }.get(type(error), f"the file cannot be read: {error.strerror}.")
+        reason = {FileNotFoundError: "there is no such file.", IsADirectoryError: "this is a folder."}.get(
+            type(error), f"the file cannot be read: {error.strerror}."
+        )
         unreadable = ConfigurationError(reason, file=os.fspath(file))
     else:
         configuration = _parse(content, file, environment, kms)

@@ -55,19 +55,16 @@ class TableSettings(Settings):
         "warning, or the file is refused.",
     )
     plaintext_footer_keys: tuple[Text, ...] = Field(
-        default=(),
-        description="Keys of key-value metadata that a plaintext footer shows with their whole values.",
+        default=(), description="Keys of key-value metadata that a plaintext footer shows with their whole values."
     )
     algorithm: Literal["AES_GCM_V1", "AES_GCM_CTR_V1"] = Field(
-        default="AES_GCM_V1",
-        description="AES_GCM_CTR_V1 does not authenticate page data: changes go undetected.",
+        default="AES_GCM_V1", description="AES_GCM_CTR_V1 does not authenticate page data: changes go undetected."
     )
     # 128 is what pyarrow does throughout: its KEKs always have 128 bits, whatever the DEKs have. AES-128 is
     # not weak; 256 bits are for those whose rules ask for them.
     data_key_length_bits: KeyLength = Field(default=128, description="Length of the DEKs, in bits.")
     kek_length_bits: KeyLength | None = Field(
-        default=None,
-        description="Length of the KEKs, in bits; that of the DEKs where it is not set.",
+        default=None, description="Length of the KEKs, in bits; that of the DEKs where it is not set."
     )
     double_wrapping: StrictBool = Field(
         default=True,
@@ -83,8 +80,7 @@ class TableSettings(Settings):
         "stand for these. In the file it ends with NUL.",
     )
     store_aad_prefix: StrictBool = Field(
-        default=True,
-        description="Store the AAD prefix in the file; where not, readers must supply it.",
+        default=True, description="Store the AAD prefix in the file; where not, readers must supply it."
     )
     cache_lifetime_seconds: Seconds = Field(
         default=600, description="How long KEKs for writing are kept, in seconds; 0 keeps none."

@@ -229,13 +229,7 @@ class PageWalk:
     """
 
     def __init__(
-        self,
-        window: Window,
-        chunk: ChunkCiphers,
-        metadata: ColumnMetaData,
-        start: int,
-        end: int,
-        book: RuleBook,
+        self, window: Window, chunk: ChunkCiphers, metadata: ColumnMetaData, start: int, end: int, book: RuleBook
     ) -> None:
         self._window = window
         self._chunk = chunk

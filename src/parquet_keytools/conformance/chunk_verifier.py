@@ -235,7 +235,7 @@ class ChunkVerifier:
     def _decrypted_start(
         cipher: ModuleCipher, page: Page, stored: memoryview, levels_before: int, scratch: memoryview
     ) -> memoryview:
-        """Return how what follows the levels begins, in a page without a tag; some levels may be before its module."""
+        """Return how what follows the levels begins, in a page without a tag; levels may stand before it."""
         skipped = max(0, page.facts.levels_length - levels_before)
         looked_at = stored[CTR_FRAMING : CTR_FRAMING + skipped + START_LENGTH]
         out = scratch[: len(looked_at)]

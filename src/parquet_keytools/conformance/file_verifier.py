@@ -70,11 +70,7 @@ class FileFacts:
 
 
 def verify_source(
-    source: ByteSource,
-    finder: MaterialFinder | None,
-    expectation: Expectation | None = None,
-    *,
-    threads: int = 2,
+    source: ByteSource, finder: MaterialFinder | None, expectation: Expectation | None = None, *, threads: int = 2
 ) -> tuple[FileReport, FileFacts]:
     """Verify a file against all rules of a file.
 

@@ -110,12 +110,7 @@ class RuleBook:
         return rule_id in self._findings
 
     def check(
-        self,
-        rule_id: str,
-        holds: bool,
-        message: str,
-        place: ModulePlace | None = None,
-        offset: int | None = None,
+        self, rule_id: str, holds: bool, message: str, place: ModulePlace | None = None, offset: int | None = None
     ) -> bool:
         """Note whether a rule holds in one place, and return it."""
         if holds:

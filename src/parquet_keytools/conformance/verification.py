@@ -72,12 +72,7 @@ def verify_file(
 
 
 def inspect_file(
-    keys: KeyService,
-    location: FileLocation,
-    table_name: str | None,
-    aad_prefix: str | None,
-    *,
-    with_keys: bool,
+    keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | None, *, with_keys: bool
 ) -> Inspection:
     """Show how a file is protected; see `Keytools.inspect_file`."""
     with audit.about(location), open_source(location) as source:

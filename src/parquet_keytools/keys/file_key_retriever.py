@@ -46,8 +46,7 @@ class DataKeys:
         """
         if name is None:
             raise KeyNotAvailableError(
-                f"{what} has no key metadata.",
-                hint="Name its data key under `reading.keys_without_metadata`.",
+                f"{what} has no key metadata.", hint="Name its data key under `reading.keys_without_metadata`."
             )
         key = self.by_name.get(name)
         if key is None:

@@ -115,10 +115,7 @@ class KekCache(Generic[K, V]):
         self._clearings = 0
 
     def get_many(
-        self,
-        wanted: Sequence[K],
-        load: Callable[[list[K]], Sequence[V | KmsError]],
-        lifetime_seconds: float,
+        self, wanted: Sequence[K], load: Callable[[list[K]], Sequence[V | KmsError]], lifetime_seconds: float
     ) -> list[V | KmsError]:
         """Return what is kept, and load the rest in one call.
 

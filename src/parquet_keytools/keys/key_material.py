@@ -185,11 +185,7 @@ class KeyReference:
 
     def serialise(self) -> bytes:
         """Return the key metadata."""
-        fields = {
-            "keyMaterialType": KEY_MATERIAL_TYPE,
-            "internalStorage": False,
-            "keyReference": self.reference,
-        }
+        fields = {"keyMaterialType": KEY_MATERIAL_TYPE, "internalStorage": False, "keyReference": self.reference}
         return json.dumps(fields, separators=(",", ":")).encode()
 
 

@@ -64,13 +64,9 @@ def _all_spellings_as_one(keys: object) -> object:
 
 MasterKeyText = Annotated[SecretStr, AfterValidator(_check_master_key)]
 MasterKeys = Annotated[
-    dict[
-        Annotated[str, Field(min_length=1)],
-        tuple[MasterKeyText, ...] | None,
-    ],
+    dict[Annotated[str, Field(min_length=1)], tuple[MasterKeyText, ...] | None],
     BeforeValidator(
-        _all_spellings_as_one,
-        json_schema_input_type=list[str] | dict[str, SecretStr | list[SecretStr] | None],
+        _all_spellings_as_one, json_schema_input_type=list[str] | dict[str, SecretStr | list[SecretStr] | None]
     ),
 ]
 

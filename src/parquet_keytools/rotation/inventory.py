@@ -18,12 +18,7 @@ from typing import Literal, TypeVar
 
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.encryption.protection import FooterColumn, FooterMode
-from parquet_keytools.errors import (
-    IncompleteDataSetError,
-    KeyMaterialError,
-    KeytoolsError,
-    ParquetFormatError,
-)
+from parquet_keytools.errors import IncompleteDataSetError, KeyMaterialError, KeytoolsError, ParquetFormatError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH, TRAILER_LENGTH
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata

@@ -233,8 +233,7 @@ def master_key_id(configuration: Configuration | None, key: str) -> str:
         return key
     if key in configuration.data_keys and key not in configuration.master_keys:
         raise ConfigurationError(
-            f"{key!r} is a data key: a rotation changes master keys.",
-            hint="Use rekey for new data keys.",
+            f"{key!r} is a data key: a rotation changes master keys.", hint="Use rekey for new data keys."
         )
     return configuration.master_keys.get(key, key)
 

@@ -16,14 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 
 from parquet_keytools.errors import KeytoolsError, KmsError, KmsUnavailableError, OutputError, value_or_raise
-from parquet_keytools.rotation.batch import (
-    BatchFile,
-    NewMaterial,
-    new_material,
-    read_batch,
-    step,
-    step_each,
-)
+from parquet_keytools.rotation.batch import BatchFile, NewMaterial, new_material, read_batch, step, step_each
 from parquet_keytools.rotation.data_set_run import FileOutcome
 from parquet_keytools.rotation.held_keys import HeldKey
 from parquet_keytools.rotation.journal import Journal

@@ -21,12 +21,7 @@ from typing import BinaryIO, TypeVar
 
 from parquet_keytools.config.key_names import check_key_names, configured_master_key_ids
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import (
-    KEY_REFUSALS,
-    ConfigurationError,
-    KeytoolsError,
-    KmsError,
-)
+from parquet_keytools.errors import KEY_REFUSALS, ConfigurationError, KeytoolsError, KmsError
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.registry import make_client

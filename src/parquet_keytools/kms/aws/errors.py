@@ -167,10 +167,7 @@ _NAME_OF_KEY = re.compile(r"(arn:|alias/)\S+")
 """An alias may have any word in it, that of a state included."""
 
 _SDK_MEANINGS: list[tuple[tuple[type[Exception], ...], _Meaning]] = [
-    (
-        (sdk.ConnectTimeoutError, sdk.ReadTimeoutError),
-        _Meaning(KmsUnavailableError, "no answer in time"),
-    ),
+    ((sdk.ConnectTimeoutError, sdk.ReadTimeoutError), _Meaning(KmsUnavailableError, "no answer in time")),
     (
         (sdk.ConnectionError, sdk.HTTPClientError, sdk.ResponseStreamingError, sdk.MetadataRetrievalError),
         _UNAVAILABLE,

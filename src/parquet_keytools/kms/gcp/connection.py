@@ -241,9 +241,7 @@ GRPC_CALLS = CallGate()
 """One for all clients of a process: a call of any of them would break a fork."""
 
 os.register_at_fork(
-    before=GRPC_CALLS.before_fork,
-    after_in_parent=GRPC_CALLS.after_fork,
-    after_in_child=GRPC_CALLS.renew,
+    before=GRPC_CALLS.before_fork, after_in_parent=GRPC_CALLS.after_fork, after_in_child=GRPC_CALLS.renew
 )
 
 

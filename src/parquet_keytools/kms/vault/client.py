@@ -334,11 +334,7 @@ class _Link:
     """Connections and token of one process."""
 
     def __init__(
-        self,
-        settings: VaultSettings,
-        folder: Path,
-        connections: requests.Session,
-        clock: Callable[[], float],
+        self, settings: VaultSettings, folder: Path, connections: requests.Session, clock: Callable[[], float]
     ) -> None:
         self.connections = connections
         self._address = Address(settings.url, settings.namespace, settings.redirect_hosts)

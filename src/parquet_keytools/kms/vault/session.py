@@ -20,12 +20,7 @@ from pydantic import SecretStr
 from parquet_keytools.errors import KmsConfigurationError, KmsError
 from parquet_keytools.kms.vault.connection import VaultConnection
 from parquet_keytools.kms.vault.errors import BACKEND, Reason, VaultRefusal
-from parquet_keytools.kms.vault.settings import (
-    AppRoleSettings,
-    JwtSettings,
-    KubernetesSettings,
-    VaultSettings,
-)
+from parquet_keytools.kms.vault.settings import AppRoleSettings, JwtSettings, KubernetesSettings, VaultSettings
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 
 _MAX_SECRET_BYTES = 64 * 1024

@@ -11,12 +11,7 @@ from typing import Any
 from hvac.api.secrets_engines import Transit
 
 from parquet_keytools import strict_base64
-from parquet_keytools.errors import (
-    KmsAccessDeniedError,
-    KmsConfigurationError,
-    KmsError,
-    KmsResponseInvalidError,
-)
+from parquet_keytools.errors import KmsAccessDeniedError, KmsConfigurationError, KmsError, KmsResponseInvalidError
 from parquet_keytools.kms.requests import KEY_LENGTHS_BYTES, MasterKeyDescription
 from parquet_keytools.kms.vault.connection import VaultConnection
 from parquet_keytools.kms.vault.errors import Reason, TransitCall, VaultRefusal, reason_of, refusal_error

@@ -12,11 +12,7 @@ from parquet_keytools.rotation.rekeying import RekeyRequest, rekey_data_set
 from parquet_keytools.rotation.report import RotationOutcome
 from parquet_keytools.spark.pipelines.footer_groups import group_files
 from parquet_keytools.spark.pipelines.job import Job, PipelineTask
-from parquet_keytools.spark.pipelines.planned_files import (
-    node_location,
-    place_of,
-    plan_data_set,
-)
+from parquet_keytools.spark.pipelines.planned_files import node_location, place_of, plan_data_set
 from parquet_keytools.spark.pipelines.report import FAILED, PipelineReport, file_row
 from parquet_keytools.spark.pipelines.worker_keys import WorkerKeys
 from parquet_keytools.storage.locations import FileLocation, PathLike

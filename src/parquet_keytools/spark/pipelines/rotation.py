@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import (
-    KeytoolsError,
-    KmsError,
-    KmsUnavailableError,
-)
+from parquet_keytools.errors import KeytoolsError, KmsError, KmsUnavailableError
 from parquet_keytools.kms.client import KmsClient, RewrapRequest
 from parquet_keytools.rotation.batch import KmsInstance
 from parquet_keytools.rotation.data_set_run import RunOptions
@@ -39,12 +35,7 @@ from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask
 from parquet_keytools.rotation.rotation_plan import RotationContext, RotationPlan, TableMembership
 from parquet_keytools.spark.pipelines.footer_groups import group_files
 from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
-from parquet_keytools.spark.pipelines.planned_files import (
-    file_at,
-    node_location,
-    place_of,
-    plan_data_set,
-)
+from parquet_keytools.spark.pipelines.planned_files import file_at, node_location, place_of, plan_data_set
 from parquet_keytools.spark.pipelines.report import PipelineReport, TaskResult, file_row
 from parquet_keytools.spark.pipelines.worker_keys import WorkerKeys
 from parquet_keytools.storage.locations import FileLocation, PathLike
@@ -316,10 +307,5 @@ def _row(file: FileRotation, size_bytes: int) -> dict[str, Any]:
         for change in file.keys
     ]
     return file_row(
-        file.path,
-        file.outcome.value,
-        detail=file.how,
-        keys=changes,
-        size_bytes=size_bytes,
-        error=file.error,
+        file.path, file.outcome.value, detail=file.how, keys=changes, size_bytes=size_bytes, error=file.error
     )
