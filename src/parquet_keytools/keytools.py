@@ -13,7 +13,7 @@ from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.facade.file_systems import FileSystems
 from parquet_keytools.facade.footers import Footers
 from parquet_keytools.facade.key_rotation import KeyRotation
-from parquet_keytools.facade.tables import Tables
+from parquet_keytools.facade.lazy_frames import LazyFrames
 from parquet_keytools.facade.whole_files import WholeFiles
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient
@@ -21,15 +21,15 @@ from parquet_keytools.runtime.summary import Summarised
 from parquet_keytools.storage.locations import PathLike
 
 
-class Keytools(Tables, Footers, FileSystems, WholeFiles, KeyRotation, Summarised):
+class Keytools(LazyFrames, Footers, FileSystems, WholeFiles, KeyRotation, Summarised):
     """Encrypts and decrypts Parquet files as a configuration says.
 
     May be used from any number of threads, after a fork, and pickled to worker processes; a pickle holds the
     configuration without its secrets, and no key.
 
-    Each part has the methods of one subject: `Tables` reads and writes with pyarrow and Spark, `FileSystems`
-    makes file systems for programs that know nothing of encryption, `WholeFiles` converts and checks files as
-    they are, and `KeyRotation` changes keys.
+    Each part has the methods of one subject: `Tables` reads and writes with pyarrow and Spark, `LazyFrames` reads
+    with Polars, `FileSystems` makes file systems for programs that know nothing of encryption, `WholeFiles`
+    converts and checks files as they are, and `KeyRotation` changes keys.
     """
 
     def __init__(

@@ -31,6 +31,7 @@ OPTIONAL = [
 
 WITH_EXTRAS = [
     "iceberg/*.py",
+    "fsspec_chain.py",
     "kms/aws/*.py",
     "kms/gcp/*.py",
     "kms/vault/*.py",
@@ -38,6 +39,7 @@ WITH_EXTRAS = [
     "kms/contract_tests.py",
     "rotation/s3_*.py",
     "storage/s3_*.py",
+    "view/file_system.py",
 ]
 """Source files that are imported where the extra that they need is installed."""
 

@@ -44,22 +44,24 @@ LAYERS: dict[str, set[str]] = {
     "files": GROUND | {"format", "storage", "encryption", "kms", "keys", "config"},
     # the rules of the specification
     "conformance": GROUND | {"format", "storage", "encryption", "keys", "config", "files"},
-    # pyarrow's encryption
-    "arrow": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
+    # files as plain Parquet, and file systems of fsspec: encrypt what is written, decrypt what is read
+    "view": GROUND | {"format", "storage", "encryption", "keys", "config", "files"},
+    # pyarrow's encryption; shows columns that are null by a view
+    "arrow": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "view"},
     # master keys of files and data sets
     "rotation": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
     # a read-only file system over HTTP and S3, or mounted; knows nothing of Parquet
     "serve": GROUND,
     # Spark's own reader and writer, and pipelines over data sets
     "spark": GROUND | {"storage", "encryption", "kms", "keys", "config", "files", "conformance", "rotation"},
-    # file systems of fsspec: encrypt what is written, decrypt what is read
-    "view": GROUND | {"format", "storage", "encryption", "keys", "config", "files"},
     # encrypted tables of Iceberg; its keys and its streams know no Parquet
     "iceberg": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "arrow", "view"},
     # the facade, and its parts
     "facade": GROUND
     | {"storage", "kms", "keys", "config", "files", "arrow", "conformance", "rotation", "spark", "view"},
     "keytools": GROUND | {"storage", "kms", "keys", "config", "facade"},
+    # what fsspec finds by the entry point
+    "fsspec_chain": {"errors", "keytools"},
     # what the command line needs beyond the facade
     "configuration_check": GROUND | {"format", "storage", "encryption", "kms", "keys", "config"},
     "__init__": {"errors", "secret_bytes", "kms", "config", "keytools"},
@@ -86,11 +88,12 @@ OUTSIDE: dict[str, list[str]] = {
     # package, or part of it -> the source files that may import it; the longest name decides
     "boto3": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
     "botocore": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
-    "fsspec": ["storage/locations.py", "view/*.py"],
+    "fsspec": ["fsspec_chain.py", "storage/locations.py", "view/*.py"],
     "google": ["kms/gcp/*.py"],
     "grpc": ["kms/gcp/*.py"],
     "hvac": ["kms/vault/*.py"],
     "mfusepy": ["serve/fuse_mount.py"],
+    "polars": ["arrow/polars_scan.py", "facade/lazy_frames.py"],
     "opentelemetry": ["runtime/telemetry.py"],
     "requests": ["kms/vault/*.py"],
     "urllib3": ["kms/vault/*.py"],

@@ -82,6 +82,18 @@ def hides_denied(keys: KeyService) -> bool:
     return keys.configuration.reading.denied_columns == "hide"
 
 
+def nulls_denied(keys: KeyService) -> bool:
+    """Tell whether columns whose keys are refused are null."""
+    return keys.configuration.reading.denied_columns == "null"
+
+
+def schema_for_all(schema: pa.Schema, opened: OpenedFile) -> pa.Schema:
+    """Return a schema in which all columns under keys of their own may be null, as they are for some readers."""
+    keyed = {c.path[0] for c in opened.footer.columns if c.encryption is ColumnEncryption.COLUMN_KEY}
+    fields = [field.with_nullable(field.nullable or field.name in keyed) for field in schema]
+    return pa.schema(fields, metadata=schema.metadata)
+
+
 def _dataset_files(folder: FileLocation) -> list[FileLocation]:
     """Return the files of a data set, in order. What is missing there would be rows that nobody misses.
 
@@ -178,7 +190,12 @@ class DataSetFiles:
         keys, request, paths = self._keys, self._request, self.paths
         (first,) = self.opened.hold(paths[:1])
         handler = DataSetHandler(
-            self._folder.filesystem, self.opened, request.decrypted_columns, self._known, reopen
+            self._folder.filesystem,
+            self.opened,
+            request.decrypted_columns,
+            self._known,
+            reopen,
+            shows_nulls=nulls_denied(keys),
         )
         filesystem = pafs.PyFileSystem(handler)
         shared = _shared_format(self._known, self._options)
@@ -211,7 +228,10 @@ class DataSetFiles:
                 else fragment
                 for fragment in fragments
             ]
-        kept = pa.schema([field for field in schema if field.name not in denied], metadata=schema.metadata)
+        if nulls_denied(keys):
+            kept = schema_for_all(schema, first)
+        else:
+            kept = pa.schema([field for field in schema if field.name not in denied], metadata=schema.metadata)
         return LazyDataset(fragments, kept, first_format, filesystem)
 
     def _batch(self) -> OpenMany:
@@ -226,10 +246,11 @@ class DataSetFiles:
                 locations, request.table_name, request.aad_prefix, kms_keys=kms_keys, identities=self._identities
             )
         self._known.update(kms_keys.keys)
-        hides = hides_denied(self._keys)
+        shows_nulls = nulls_denied(self._keys)
+        hides = hides_denied(self._keys) or shows_nulls
         hint = "Name the columns that you need, or set `denied_columns: hide` under `reading`."
         for opened in files:
-            refuse_denied_filter(opened, request.filters)
+            refuse_denied_filter(opened, request.filters, shows_nulls=shows_nulls)
             opened.refuse_denied(request.columns, hint="" if hides else hint, hides_refused=hides)
             if self._partition_names:
                 encrypted = _encrypted_columns(opened)
@@ -343,7 +364,8 @@ def _formats(
     """Return formats with decryption properties for the files that need their own, by path; tell the handler."""
     formats = {}
     for opened in held:
-        if opened.is_encrypted and needs_properties(opened) and not arrow_read_limits(opened):
+        is_plain = not opened.is_encrypted or (handler.shows_nulls and opened.refused)
+        if not is_plain and needs_properties(opened) and not arrow_read_limits(opened):
             properties = make_decryption_properties(opened, columns=[])
             formats[opened.location.path] = options.file_format(decryption_properties=properties)
     handler.with_properties.update(formats)

@@ -177,10 +177,11 @@ Filters = Any
 """As `pyarrow.parquet.read_table` takes them: an expression, or tuples in disjunctive normal form."""
 
 
-def refuse_denied_filter(opened: OpenedFile, filters: Filters) -> None:
-    """Raise `ColumnAccessDeniedError` if filters look at a column that cannot be read."""
+def refuse_denied_filter(opened: OpenedFile, filters: Filters, *, shows_nulls: bool = False) -> None:
+    """Raise `ColumnAccessDeniedError` if filters look at a column that cannot be read, and is not null instead."""
     if filters is not None and opened.denied:
-        opened.refuse_denied(columns_mentioned(filters, sorted(opened.denied_top_level)))
+        names = columns_mentioned(filters, sorted(opened.denied_top_level))
+        opened.refuse_denied(names, hides_refused=shows_nulls)
 
 
 def columns_mentioned(filters: Filters, names: Iterable[str]) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.arrow.process_end import share_with_arrow
 from parquet_keytools.arrow.scan_start import called_by_arrow
+from parquet_keytools.runtime.process_end import share_with_arrow
 
 
 @called_by_arrow

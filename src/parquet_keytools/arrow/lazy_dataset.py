@@ -81,8 +81,10 @@ class DataSetHandler(VerifiedHandler):
         columns: Sequence[str] | None,
         known: Mapping[tuple[str, str], SecretBytes],
         reopen: Reopen,
+        *,
+        shows_nulls: bool,
     ) -> None:
-        super().__init__(filesystem, opened, columns)
+        super().__init__(filesystem, opened, columns, shows_nulls=shows_nulls)
         self.opened = opened
         self.reopen = reopen
         self.with_properties: set[str] = set()

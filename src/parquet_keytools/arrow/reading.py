@@ -10,7 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
-from parquet_keytools.arrow.data_sets import DataSetFiles, ReadRequest, hides_denied
+from parquet_keytools.arrow.data_sets import (
+    DataSetFiles,
+    ReadRequest,
+    hides_denied,
+    nulls_denied,
+    schema_for_all,
+)
 from parquet_keytools.arrow.decryption_properties import (
     arrow_read_limits,
     make_decryption_properties,
@@ -76,20 +82,27 @@ def read_schema(
 
 def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, options: ReadOptions) -> pa.Table:
     columns = request.columns
-    refuse_denied_filter(opened, request.filters)
+    shows_nulls = nulls_denied(keys)
+    refuse_denied_filter(opened, request.filters, shows_nulls=shows_nulls)
     if hides_denied(keys) and opened.denied:
         opened.refuse_denied(columns, hides_refused=True)
         columns = _without_denied(opened, columns)
-    opened.refuse_denied(columns)
+    opened.refuse_denied(columns, hides_refused=shows_nulls)
+    is_view = shows_nulls and bool(opened.refused)
     limits = arrow_read_limits(opened) if opened.is_encrypted else []
     _log.info("%s is decrypted by %s", opened.location, "the module encryptor" if limits else "pyarrow")
     properties = None
-    if opened.is_encrypted and not limits:
+    if opened.is_encrypted and not limits and not is_view:
         properties = make_decryption_properties(opened, columns or [])
     decrypted_columns = columns if request.filters is None else None
-    handler = VerifiedHandler(opened.location.filesystem, {opened.location.path: opened}, decrypted_columns)
+    handler = VerifiedHandler(
+        opened.location.filesystem,
+        {opened.location.path: opened},
+        decrypted_columns,
+        shows_nulls=shows_nulls,
+    )
     try:
-        return pq.read_table(
+        table = pq.read_table(
             opened.location.path,
             filesystem=pafs.PyFileSystem(handler),
             columns=None if columns is None else list(columns),
@@ -102,6 +115,7 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
         if properties is not None:
             decrypted_buffer(opened, decrypted_columns)
         raise
+    return table.cast(schema_for_all(table.schema, opened)) if shows_nulls else table
 
 
 def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:

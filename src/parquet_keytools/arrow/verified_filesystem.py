@@ -14,14 +14,16 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.decryption_properties import arrow_read_limits
 from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
-from parquet_keytools.arrow.process_end import share_with_arrow
 from parquet_keytools.arrow.redacted_source import RedactedFooter, RedactedSource, redacted_footer
 from parquet_keytools.arrow.scan_start import called_by_arrow, is_thread_of_arrow, wait_for_start
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.files.conversion import decrypted_buffer
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.runtime.process_end import share_with_arrow
 from parquet_keytools.storage.sources import ArrowSource, BufferSource
+from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.plain_file import PlainFile
 
 PART_BYTES = 8 * 1024 * 1024
 _PARTS_AT_A_TIME = 4
@@ -45,6 +47,9 @@ class VerifiedHandler(DelegatingHandler):
     Arrow accepts a plaintext file in place of an encrypted one: a file that is not the one that was verified is
     refused here. A file that Arrow cannot decrypt is decrypted in memory; of a file with columns that cannot be
     read Arrow does not see that these are encrypted.
+
+    Attributes:
+        shows_nulls: Whether refused columns are null.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class VerifiedHandler(DelegatingHandler):
         filesystem: pafs.FileSystem,
         files: FilesByPath,
         columns: Sequence[str] | None = None,
+        *,
+        shows_nulls: bool = False,
     ) -> None:
         """Make one.
 
@@ -59,10 +66,12 @@ class VerifiedHandler(DelegatingHandler):
             filesystem: Where the files lie.
             files: The files; a path that is not among them is refused.
             columns: What will be read of a file that Arrow cannot decrypt; None for all.
+            shows_nulls: Whether refused columns are null; Arrow then sees a view of the file.
         """
         super().__init__(filesystem)
         self._files = files
         self._columns = columns
+        self.shows_nulls = shows_nulls
         self._redacted: dict[str, RedactedFooter] = {}
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
@@ -94,6 +103,8 @@ class VerifiedHandler(DelegatingHandler):
         if not opened.location.is_local:
             source = SourceInParts(source)
         verified = as_verified(opened, source)
+        if self.shows_nulls and opened.refused:
+            return _SourceFile(PlainFile(opened, verified, "null", PageCache()), file)
         if opened.is_encrypted and not self.is_left_to_arrow(opened):
             file.close()
             return _SourceFile(BufferSource(path, decrypted_buffer(opened, self._columns)), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.facade.configured import Configured
@@ -66,7 +66,7 @@ class FileSystems(Configured):
         table_name: str | None = None,
         aad_prefix: str | None = None,
         filesystem: Any = None,
-    ) -> PlainInput:
+    ) -> BinaryIO:
         """Open an encrypted file as a file object with plain Parquet, to read and seek in.
 
         Args:
@@ -81,15 +81,17 @@ class FileSystems(Configured):
         """
         location = FileLocation.resolve(path, filesystem)
         file = PlainFiles(self._keys, table_name, aad_prefix).open(location)
-        return PlainInput(file, partial(self.open, location, table_name=table_name, aad_prefix=aad_prefix))
+        reopen = partial(self.open, location, table_name=table_name, aad_prefix=aad_prefix)
+        return cast("BinaryIO", PlainInput(file, reopen))
 
     def _make(self, table_name: str | None, filesystem: Any, root: FileLocation | None) -> KeytoolsFileSystem:
         try:
-            from parquet_keytools.view.file_system import KeytoolsFileSystem
+            from parquet_keytools.view.file_system import KeytoolsFileSystem, PlainView
         except ModuleNotFoundError as error:
             if error.name != "fsspec":
                 raise
             raise ConfigurationError("fsspec is not installed.", hint=install_hint("fsspec")) from None
         if root is None or table_name is not None or self.configuration.tables:
             self.configuration.select_table(table_name)
-        return KeytoolsFileSystem(self, self._keys, table_name, filesystem, root)
+        kind = KeytoolsFileSystem if root is None else PlainView
+        return kind(self, self._keys, table_name, filesystem, root)

@@ -185,11 +185,12 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return changed
 
     def mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
-        """Create a folder."""
+        """Create a folder; not the root of a view, which may become a file."""
         if self.exists(path):
             raise FileExistsError(path)
         location = self._location(path)
-        location.filesystem.create_dir(location.path, recursive=create_parents)
+        if not (self._is_rooted and location == self._root):
+            location.filesystem.create_dir(location.path, recursive=create_parents)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Create a folder and those above it."""
@@ -252,6 +253,17 @@ class _RootedHandler(pafs.FSSpecHandler):  # type: ignore[misc]
     def normalize_path(self, path: str) -> str:
         """Return a path as `ls` names it."""
         return "/".join(PurePosixPath(path.strip("/")).parts)
+
+
+class PlainView(KeytoolsFileSystem):
+    """One whose paths begin at a folder, or at a file, whose path is empty."""
+
+    root_marker = ""
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        stripped = super()._strip_protocol(path)
+        return stripped.strip("/") if isinstance(stripped, str) else stripped
 
 
 _MOST_RESTORED = 16

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+from parquet_keytools.runtime.process_end import share_with_arrow
 from parquet_keytools.view.plain_file import PlainFile
 
 
@@ -20,7 +21,7 @@ class PlainInput(io.RawIOBase):
 
     mode = "rb"
 
-    def __init__(self, file: PlainFile, reopen: Callable[[], PlainInput] | None = None) -> None:
+    def __init__(self, file: PlainFile, reopen: Callable[[], Any] | None = None) -> None:
         """Make one.
 
         Args:
@@ -33,6 +34,7 @@ class PlainInput(io.RawIOBase):
         self._file = file
         self._reopen = reopen
         self._position = 0
+        share_with_arrow(self)
 
     def readable(self) -> bool:
         """Return True."""
