@@ -1,0 +1,36 @@
+"""Engines that know no encryption times the ways to show them encrypted files: each cell is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from soak import SOAK
+from view_matrix import COLUMNS, ENGINES, HYPARQUET_ROW, Hyparquet, ViewMatrix, cells_of_page, view_matrix
+
+SLOW = {("Ray", "fsspec")}
+"""These rows start many processes: they are for a soak. docs/engines.md, which is always run, has Ray, too."""
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ViewMatrix]:
+    with view_matrix(tmp_path_factory.mktemp("views")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("row", ENGINES, ids=" ".join)
+def test_the_documentation_shows_what_was_found(matrix: ViewMatrix, row: tuple[str, str]) -> None:
+    columns = () if row in SLOW and not SOAK else COLUMNS
+    documented = dict(zip(COLUMNS, cells_of_page()[row], strict=True))
+    found = {column: matrix.outcome(ENGINES[row], column) for column in columns}
+    assert found == {column: documented[column] for column in columns}, "run: python tests/interop/view_matrix.py"
+
+
+def test_hyparquet(matrix: ViewMatrix, tmp_path_factory: pytest.TempPathFactory) -> None:
+    hyparquet = Hyparquet.install(tmp_path_factory.mktemp("node"))
+    found = [matrix.outcome(hyparquet, column) for column in COLUMNS] if hyparquet else None
+    assert found in (None, cells_of_page()[HYPARQUET_ROW])
+
+
+def test_no_other_rows_are_documented() -> None:
+    assert cells_of_page().keys() == {*ENGINES, HYPARQUET_ROW}
