@@ -13,7 +13,7 @@ from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_enve
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import DecryptionError, KeyMaterialError, NotEncryptedError
-from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail
+from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail, naming_place
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.iceberg.ags1 import Ags1Reader
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
@@ -72,12 +72,12 @@ def open_data_file(source: ByteSource, key: StandardKeyMetadata, name: str, cach
         KeytoolsError: Another subclass says what is wrong with it.
     """
     footer, envelope = _open_footer(source, key, name)
-    # All that is known of the place is the stream that PyIceberg opened: the location is a name for errors.
-    location = FileLocation(pafs.LocalFileSystem(), f"the {name}")
+    location = _named(name)
     kms_keys = KmsKeys(KeyUnwrapper(None, time.monotonic), 0)
     retriever = FileKeyRetriever(kms_keys, DataKeys(), location)
     opened = OpenedFile(location, footer, VerifiedTail.of(envelope), retriever, kms_keys, {}, {})
-    check_stated_algorithm(source, footer, {})
+    with naming_place(location, footer.columns):
+        check_stated_algorithm(source, footer, {})
     return PlainFile(opened, source, "error", cache)
 
 
@@ -89,8 +89,14 @@ def decrypt_data_file(source: ByteSource, key: StandardKeyMetadata, name: str) -
     """
     footer, _ = _open_footer(source, key, name)
     sink = BufferSink()
-    decrypt_columns(source, sink, footer, {})
+    with naming_place(_named(name), footer.columns):
+        decrypt_columns(source, sink, footer, {})
     return pa.py_buffer(sink.buffer)
+
+
+def _named(name: str) -> FileLocation:
+    """Return a name for errors: of the place itself, all that is known is the stream that PyIceberg opened."""
+    return FileLocation(pafs.LocalFileSystem(), f"the {name}")
 
 
 def _open_footer(source: ByteSource, key: StandardKeyMetadata, name: str) -> tuple[Footer, FooterEnvelope]:
@@ -110,7 +116,8 @@ def _open_footer(source: ByteSource, key: StandardKeyMetadata, name: str) -> tup
             f"the {name} has key metadata of its own, and Iceberg has its key in the manifest.",
             hint="Another writer than Iceberg's made it. Do not trust this file.",
         )
-    footer = envelope.open(key.encryption_key, key.aad_prefix or None)
+    with naming_place(_named(name)):
+        footer = envelope.open(key.encryption_key, key.aad_prefix or None)
     if (
         any(column.encryption is not ColumnEncryption.FOOTER_KEY for column in footer.columns)
         and footer.row_groups
