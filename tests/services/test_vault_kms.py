@@ -414,8 +414,13 @@ def test_a_given_token_that_was_revoked_says_so(openbao: OpenBao) -> None:
         for _ in range(2):
             with pytest.raises(KmsConfigurationError, match="was revoked"):
                 kms.wrap(KEY, name)
-    with vault_kms(openbao, token="s.never-was") as kms, pytest.raises(KmsAccessDeniedError, match="expired"):
-        kms.wrap(KEY, name)
+    for dead in ("s.never-was", token):
+        # Not "access denied": readers may hide columns then.
+        with (
+            vault_kms(openbao, token=dead) as kms,
+            pytest.raises(KmsConfigurationError, match="the token has expired"),
+        ):
+            kms.wrap(KEY, name)
 
 
 def test_a_token_file_is_read_again(openbao: OpenBao, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import typer
 from parquet_keytools.cli.failures import ExitStatus, error_text, status_of
 from parquet_keytools.cli.options import location_of, locations_of
 from parquet_keytools.cli.output import ByteProgress, answer, number_of, print_json, progress_bar, say, size_text
-from parquet_keytools.errors import ConfigurationError, KeytoolsError
+from parquet_keytools.errors import ConfigurationError, KeytoolsError, KmsConfigurationError
 from parquet_keytools.files.conversion import FileResult
 from parquet_keytools.files.file_plan import FilePlan, PlannedFile, plan_files
 from parquet_keytools.keytools import Keytools
@@ -116,7 +116,7 @@ def convert_files(
     """Convert a file, or all Parquet files of a folder.
 
     In a folder a file that fails does not keep the others from being converted, unless it is the first and fails
-    for a mistake in the configuration: then all would.
+    for a mistake in the configuration or for credentials: then all would.
 
     Args:
         sources: Paths, URIs or globs.
@@ -236,7 +236,7 @@ class _Work:
         except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
             if not self.plan.source_is_folder:
                 raise
-            if isinstance(error, ConfigurationError) and not self._outcomes:
+            if isinstance(error, ConfigurationError | KmsConfigurationError) and not self._outcomes:
                 say(f"Stopped at the first of {number_of(len(self.plan.files), 'file')}, {file.source}.")
                 raise
             if storage_failure(error, file.target) is not None:

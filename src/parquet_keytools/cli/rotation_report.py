@@ -11,6 +11,7 @@ import typer
 
 from parquet_keytools.cli.failures import ExitStatus, error_text, status_of
 from parquet_keytools.cli.output import answer, number_of, print_table, say, size_text
+from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.files.file_identities import REMEDY
 from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, RotationOutcome, RotationReport
 
@@ -90,7 +91,9 @@ def say_left_behind(left_behind: list[str]) -> None:
 
 
 def failure_status(errors: list[Exception]) -> ExitStatus:
-    """Return the exit status of a run with failures: the KMS's own where it alone is at fault."""
+    """Return the exit status of a run with failures: the KMS's own where it alone is at fault, or credentials."""
+    if errors and all(isinstance(error, KmsConfigurationError) for error in errors):
+        return ExitStatus.WRONG_USAGE
     kms_failed = all(status_of(error) is ExitStatus.KMS_FAILED for error in errors)
     return ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO
 

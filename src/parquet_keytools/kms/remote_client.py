@@ -14,6 +14,7 @@ from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.settings import RemoteKmsSettings
 from parquet_keytools.runtime import telemetry
 from parquet_keytools.runtime.fork_safety import PerProcess
+from parquet_keytools.runtime.waiting import waiting_for
 
 __all__ = ["RemoteKmsClient", "RemoteKmsSettings", "Time"]
 
@@ -70,7 +71,9 @@ class RemoteKmsClient(KmsClient):
         )
         about: dict[str, str] = {"backend": self.backend, "operation": operation}
         key = {"master_key_id": master_key_id} if self.telemetry_key_ids and master_key_id is not None else {}
-        with telemetry.Span("kms.call", about | key) as span:
+        server = self._server()
+        what = f"the KMS ({self.backend})" + (f" at {server}" if server else "")
+        with telemetry.Span("kms.call", about | key) as span, waiting_for(what):
             outcome = call.run(send, span)
             is_error = isinstance(outcome, KmsError)
             about["outcome"] = type(outcome).__name__ if is_error else "ok"

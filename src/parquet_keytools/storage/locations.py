@@ -14,6 +14,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from parquet_keytools.runtime.extras import install_hint
+from parquet_keytools.runtime.waiting import waiting_for
 from parquet_keytools.storage.addresses import is_url, shown_url
 
 PathLike = str | os.PathLike[str]
@@ -169,7 +170,10 @@ class FileLocation:
         if self.only and (not self.path or is_url(self.path)):
             # Nobody lists it, or has to.
             return pafs.FileInfo(self.path, pafs.FileType.Directory)
-        return self.filesystem.get_file_info(self.path)
+        if self.is_local:
+            return self.filesystem.get_file_info(self.path)
+        with waiting_for(str(self)):
+            return self.filesystem.get_file_info(self.path)
 
     def is_file(self) -> bool:
         """Whether a file is there."""

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from parquet_keytools.errors import OutputError
+from parquet_keytools.runtime.waiting import waiting_for
 from parquet_keytools.storage.leftovers import LOCK_NAME, open_folder
 from parquet_keytools.storage.locations import FileLocation
 
@@ -88,7 +89,8 @@ def _locked(folder: int, path: str) -> tuple[str, int]:
                 # From when the folder had other permissions, or put there: others could hold it for ever.
                 os.unlink(name, dir_fd=folder)
             else:
-                _wait(lock, path, name)
+                with waiting_for(f"the lock of the folder {path}, which another process holds"):
+                    _wait(lock, path, name)
                 if _is_still(folder, name, lock):
                     return name, lock
         except FileNotFoundError:

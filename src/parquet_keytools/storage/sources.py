@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from parquet_keytools.errors import FileChangedError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSource
+from parquet_keytools.runtime.waiting import waiting_for
 from parquet_keytools.storage.locations import FileLocation
 
 
@@ -91,7 +92,8 @@ class ArrowSource:
     def read_at(self, offset: int, length: int) -> bytes:
         """Read one range with one request."""
         _check_range(self, offset, length)
-        data: bytes = self.file.read_at(length, offset)
+        with waiting_for(self.path):
+            data: bytes = self.file.read_at(length, offset)
         if len(data) != length:
             raise shortened(self.path)
         return data
@@ -115,7 +117,9 @@ def open_source(location: FileLocation) -> Iterator[ByteSource]:
         ParquetFormatError: It is not a regular file.
     """
     if not location.is_local:
-        with location.filesystem.open_input_file(location.path) as file:
+        with waiting_for(str(location)):
+            opened = location.filesystem.open_input_file(location.path)
+        with opened as file:
             yield ArrowSource(str(location), file, file.size())
         return
     _refuse_irregular(location)

@@ -109,6 +109,17 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
         """Return the token in the answer to a login; hvac's contract, which nothing here uses."""
         return str(response["auth"]["client_token"])
 
+    def reason_of_refusals(self) -> Reason:
+        """Return whether the token is dead: one that lives may list the mounts that it sees, without a policy.
+
+        A dead token must not pass for one that may not use a key: readers may hide the columns under such a key.
+        """
+        try:
+            self.get(url="/v1/sys/internal/ui/mounts")
+        except VaultRefusal as refusal:
+            return Reason.TOKEN_DEAD if refusal.status == 403 else Reason.TOKEN_UNKNOWN
+        return Reason.UNKNOWN
+
     def request(
         self,
         method: str,

@@ -343,7 +343,7 @@ class VaultSession:
         if not isinstance(self._source, GivenToken):
             return None
         if self._source.read() == held.value:
-            raise VaultRefusal(403, Reason.TOKEN_UNKNOWN)
+            raise VaultRefusal(403, self._connect(held.value, deadline).reason_of_refusals())
         with self._lock.held_within(deadline - self._clock()):
             return self._hold(self._given(self._source, held, deadline))
 
