@@ -112,8 +112,8 @@ def rotate_table_command(
 ) -> None:
     """Re-wrap the KEKs of a table under the current version of their master key, as one commit.
 
-    The metadata file alone is replaced. The property encryption.key-id never changes. Exits 1 if nothing was
-    rotated, and the table is then as it was.
+    The metadata file alone is replaced. The property encryption.key-id never changes. If it fails, the table
+    is as it was.
     """
     from parquet_keytools.cli.output import answer, number_of, print_json
 

@@ -64,14 +64,20 @@ def load_table_to_write(
 
     Raises:
         NotEncryptedError: The table is not encrypted.
-        ConfigurationError: There is no such table.
+        ConfigurationError: There is no such catalog, or no such table.
         KeytoolsError: Another subclass says what is wrong with the configuration or the metadata file.
     """
     given = {PY_IO_IMPL: "parquet_keytools.iceberg.EncryptedFileIO", **properties}
     if config is not None:
         given[CONFIG_PROPERTY] = str(config)
     try:
-        loaded = load_table(load_catalog(catalog_name, **given), table)
+        catalog = load_catalog(catalog_name, **given)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"PyIceberg has no catalog {catalog_name!r}: {error}.", hint="Describe it in .pyiceberg.yaml."
+        ) from None
+    try:
+        loaded = load_table(catalog, table)
     except NoSuchTableError:
         raise ConfigurationError(f"the catalog {catalog_name!r} has no table {table!r}.") from None
     if not isinstance(loaded, EncryptedTable):

@@ -50,7 +50,7 @@ def test_what_cannot_be_rotated_is_said(lake: Lake) -> None:
     assert status == 2 and "the catalog 'lake' has no table 'db.nothing'" in text
     lake.catalog().create_table("db.plain", rows(0, 1).schema)
     status, _, text = run(lake, "db.plain")
-    assert status == 1 and "the table db.plain is not encrypted" in text
+    assert status == 2 and "the table db.plain is not encrypted" in text
     lake.create().append(rows(0, 3))
     lake.keys["keyA"] = ["ISEhISEhISEhISEhISEhIQ=="]
     lake.configure()
