@@ -77,7 +77,7 @@ def _outcome(unwrap: object, wrapped: bytes, master_key_id: str) -> SecretBytes 
 
 
 class KeyChain:
-    """The keys of one state of a table. KEKs are kept as long as this object, so a scan costs each KEK one call.
+    """The keys of one state of a table. It keeps none: how long KEKs are kept, the configuration says.
 
     Attributes:
         table: What the metadata file says.
@@ -86,7 +86,6 @@ class KeyChain:
     def __init__(self, table: TableEncryption, keys: IcebergKeys) -> None:
         self.table = table
         self._keys = keys
-        self._keks: dict[str, SecretBytes] = {}
 
     def kek(self, key_id: str) -> SecretBytes:
         """Return the KEK of an entry.
@@ -95,8 +94,6 @@ class KeyChain:
             KeyMaterialError: There is no such entry, or it is no KEK.
             KmsError: The KMS does not unwrap it.
         """
-        if key_id in self._keks:
-            return self._keks[key_id]
         entry = self._entry(key_id, f"the KEK {key_id!r}")
         if entry.encrypted_by_id in self.table.keys:
             raise self._error(f"the KEK {key_id!r} is encrypted by another entry, and not by a master key")
@@ -111,7 +108,6 @@ class KeyChain:
                 "key wrapped it."
             )
             raise failure
-        self._keks[key_id] = kek
         return kek
 
     def manifest_list_key(self, key_id: str, snapshot_id: int) -> StandardKeyMetadata:

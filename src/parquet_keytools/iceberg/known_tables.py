@@ -6,7 +6,6 @@ other. So what one learns is kept here, for all of the same configuration, by lo
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -157,8 +156,8 @@ class KnownTables:
         return next((table for table in tables if table.holds(location)), None)
 
 
-_of_configurations: dict[tuple[str, int, int], KnownTables] = {}
-_lock = threading.Lock()
+_of_configurations: dict[Path, tuple[tuple[int, int], KnownTables]] = {}
+_lock = ForkSafeLock()
 
 
 def known_tables(configuration_file: str) -> KnownTables:
@@ -170,10 +169,10 @@ def known_tables(configuration_file: str) -> KnownTables:
     """
     path = Path(configuration_file).expanduser().absolute()
     status = path.stat()
-    identity = (str(path), status.st_mtime_ns, status.st_size)
+    identity = (status.st_mtime_ns, status.st_size)
     with _lock:
-        tables = _of_configurations.get(identity)
-        if tables is None:
+        found = _of_configurations.get(path)
+        if found is None or found[0] != identity:
             service = KeyService(load_configuration(path), None, time.monotonic)
-            tables = _of_configurations[identity] = KnownTables(IcebergKeys(service))
-        return tables
+            found = _of_configurations[path] = identity, KnownTables(IcebergKeys(service))
+        return found[1]

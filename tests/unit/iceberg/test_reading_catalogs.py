@@ -1,0 +1,145 @@
+"""What unmodified PyIceberg reads with our FileIO, by catalog, and that it cannot write to encrypted tables."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from iceberg_case import Lake, rows
+from pyiceberg.catalog.rest import RestCatalog
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.table import StaticTable, Table
+from pyiceberg.types import StringType
+from rest_catalog import rest_server
+
+from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError
+from parquet_keytools.iceberg import EncryptedFileIO, create_table, load_table
+from parquet_keytools.iceberg.file_io import mapped_location
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    return Lake(tmp_path)
+
+
+def ids(table: Table, **scan: Any) -> list[int]:
+    return sorted(table.scan(**scan).to_arrow()["id"].to_pylist())
+
+
+def test_a_sql_catalog_reads_every_snapshot(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 5))
+    table.append(rows(5, 9))
+    plain = lake.catalog().load_table("db.people")
+    assert type(plain) is Table
+    assert ids(plain) == list(range(9))
+    assert ids(plain, snapshot_id=plain.metadata.snapshots[0].snapshot_id) == list(range(5))
+    assert ids(plain, row_filter="id > 6", selected_fields=("id",)) == [7, 8]
+    static = StaticTable.from_metadata(plain.metadata_location, lake.catalog().properties)
+    assert ids(static) == list(range(9))
+    table.append(rows(9, 10))
+    assert ids(plain.refresh()) == list(range(10))
+
+
+WRITES: list[Callable[[Table], object]] = [
+    lambda table: table.append(rows(5, 9)),
+    lambda table: table.overwrite(rows(5, 9)),
+    lambda table: table.delete("id = 1"),
+    lambda table: table.transaction().set_properties({"a": "b"}).commit_transaction(),
+    lambda table: table.update_schema().add_column("city", StringType()).commit(),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_pyiceberg_itself_writes_nothing_to_an_encrypted_table(
+    lake: Lake, write: Callable[[Table], object]
+) -> None:
+    lake.create().append(rows(0, 5))
+    before = lake.files()
+    with pytest.raises(NotEncryptedError, match="load_table"):
+        write(lake.catalog().load_table("db.people"))
+    assert lake.files() == before
+    assert lake.ids() == list(range(5))
+    lake.assert_no_plaintext()
+
+
+def test_a_plaintext_table_beside_it_is_read_and_written(lake: Lake) -> None:
+    lake.create().append(rows(0, 5))
+    other = lake.catalog().create_table("db.others", rows(0, 1).schema)
+    other.append(rows(0, 3))
+    assert lake.ids() == list(range(5))
+    assert ids(lake.catalog().load_table("db.others")) == ids(load_table(lake.catalog(), "db.others")) == [0, 1, 2]
+
+
+def test_a_rest_catalog_needs_our_load_table(lake: Lake) -> None:
+    with rest_server(lake.folder / "rest") as (_, uri):
+        properties = {name: value for name, value in lake.catalog().properties.items() if name != "uri"}
+        catalog = RestCatalog("rest", uri=uri, **properties)
+        create_table(catalog, "db.people", rows(0, 1).schema, encryption_key="pii").append(rows(0, 5))
+        # Another process would know nothing; a changed configuration stands for one here.
+        configuration = lake.folder / "keytools.yaml"
+        configuration.write_text(configuration.read_text() + "\n")
+        plain = catalog.load_table("db.people")
+        with pytest.raises(KeyNotAvailableError, match="load_table"):
+            ids(plain)
+        with pytest.raises(NotEncryptedError, match="load_table"):
+            plain.append(rows(5, 9))
+        assert ids(load_table(catalog, "db.people")) == list(range(5))
+        lake.assert_no_plaintext()
+
+
+def test_a_worker_process_reads_what_it_is_sent(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 5))
+    task = next(iter(lake.catalog().load_table("db.people").scan().plan_files()))
+    file_io = lake.catalog().load_table("db.people").io
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(read_location, (pickle.dumps(file_io), task.file.file_path)) == 5
+
+
+def read_location(pickled: bytes, location: str) -> int:
+    from pyarrow import parquet
+
+    with pickle.loads(pickled).new_input(location).open() as file:
+        return int(parquet.read_table(file).num_rows)
+
+
+def test_another_file_io_is_refused(lake: Lake) -> None:
+    lake.create()
+    catalog = SqlCatalog("plain", uri=f"sqlite:///{lake.folder}/catalog.db")
+    catalog.create_namespace("db")
+    catalog.create_table("db.t", pa.schema([("id", pa.int64())]), location=f"file://{lake.folder}/t")
+    with pytest.raises(ConfigurationError, match="py-io-impl"):
+        load_table(catalog, "db.t")
+
+
+def test_a_file_io_needs_a_configuration(monkeypatch: pytest.MonkeyPatch, lake: Lake) -> None:
+    monkeypatch.delenv("PARQUET_KEYTOOLS_CONFIG", raising=False)
+    with pytest.raises(ConfigurationError, match=r"keytools\.config"):
+        EncryptedFileIO({})
+    monkeypatch.setenv("PARQUET_KEYTOOLS_CONFIG", str(lake.folder / "keytools.yaml"))
+    assert EncryptedFileIO({}).keys.service.kms is not None
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        ("", "file:/warehouse/t%2F/x"),
+        ("file:/warehouse=file:/data", "file:/data/t%2F/x"),
+        ("file:/=s3://bucket/,file:/warehouse/t=s3://other/t", "s3://other/t%2F/x"),
+        ("s3://bucket=file:/data", "file:/warehouse/t%2F/x"),
+    ],
+)
+def test_the_longest_beginning_of_a_location_decides(mapping: str, expected: str) -> None:
+    assert mapped_location("file:/warehouse/t%2F/x", mapping) == expected
+
+
+@pytest.mark.parametrize("mapping", ["file:/warehouse", "=x", "x=", "a=b,,c=d"])
+def test_a_mapping_that_is_none_is_refused(mapping: str) -> None:
+    with pytest.raises(ConfigurationError, match="from=to"):
+        mapped_location("file:/warehouse/x", mapping)
