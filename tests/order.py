@@ -25,6 +25,8 @@ LONGEST_FIRST: dict[str, str] = {
     "services/test_s3_rotation.py": "rotation in S3",
     "packaging/test_examples.py": "examples",
     "services/test_spark_prefixes.py": "prefixes in Spark",
+    "packaging/test_engines_page.py": "page on engines",
+    "interop/test_view_matrix.py": "views",
     "packaging/test_readme.py": "README",
     "packaging/test_rotation_page.py": "page on rotation",
     "services/test_keys_in_use.py": "keys in use",

@@ -20,7 +20,8 @@ def test_it_runs(path: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:__main__", path],
         cwd=work,
-        env=os.environ | {"TMPDIR": str(temporary)},
+        # Paths of Ray's sockets must be short.
+        env=os.environ | {"TMPDIR": str(temporary), "RAY_TMPDIR": "/tmp"},
         capture_output=True,
         text=True,
         timeout=120,
