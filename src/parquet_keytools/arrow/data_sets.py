@@ -192,7 +192,6 @@ class DataSetFiles:
         handler = DataSetHandler(
             self._folder.filesystem,
             self.opened,
-            request.decrypted_columns,
             self._known,
             reopen,
             shows_nulls=nulls_denied(keys),

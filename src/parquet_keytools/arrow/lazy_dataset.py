@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -78,13 +78,12 @@ class DataSetHandler(VerifiedHandler):
         self,
         filesystem: pafs.FileSystem,
         opened: FilesAhead,
-        columns: Sequence[str] | None,
         known: Mapping[tuple[str, str], SecretBytes],
         reopen: Reopen,
         *,
         shows_nulls: bool,
     ) -> None:
-        super().__init__(filesystem, opened, columns, shows_nulls=shows_nulls)
+        super().__init__(filesystem, opened, shows_nulls=shows_nulls)
         self.opened = opened
         self.reopen = reopen
         self.with_properties: set[str] = set()

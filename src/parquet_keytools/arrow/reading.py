@@ -98,7 +98,6 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
     handler = VerifiedHandler(
         opened.location.filesystem,
         {opened.location.path: opened},
-        decrypted_columns,
         shows_nulls=shows_nulls,
     )
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,11 +16,10 @@ from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
 from parquet_keytools.arrow.redacted_source import RedactedFooter, RedactedSource, redacted_footer
 from parquet_keytools.arrow.scan_start import called_by_arrow, is_thread_of_arrow, wait_for_start
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.files.conversion import decrypted_buffer
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.runtime.process_end import share_with_arrow
-from parquet_keytools.storage.sources import ArrowSource, BufferSource
+from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_file import PlainFile
 
@@ -45,8 +43,8 @@ class VerifiedHandler(DelegatingHandler):
     """Serves files whose footers were verified.
 
     Arrow accepts a plaintext file in place of an encrypted one: a file that is not the one that was verified is
-    refused here. A file that Arrow cannot decrypt is decrypted in memory; of a file with columns that cannot be
-    read Arrow does not see that these are encrypted.
+    refused here. A file that Arrow cannot decrypt is decrypted as it is read; of a file with columns that cannot
+    be read Arrow does not see that these are encrypted.
 
     Attributes:
         shows_nulls: Whether refused columns are null.
@@ -56,7 +54,6 @@ class VerifiedHandler(DelegatingHandler):
         self,
         filesystem: pafs.FileSystem,
         files: FilesByPath,
-        columns: Sequence[str] | None = None,
         *,
         shows_nulls: bool = False,
     ) -> None:
@@ -65,14 +62,13 @@ class VerifiedHandler(DelegatingHandler):
         Args:
             filesystem: Where the files lie.
             files: The files; a path that is not among them is refused.
-            columns: What will be read of a file that Arrow cannot decrypt; None for all.
             shows_nulls: Whether refused columns are null; Arrow then sees a view of the file.
         """
         super().__init__(filesystem)
         self._files = files
-        self._columns = columns
         self.shows_nulls = shows_nulls
         self._redacted: dict[str, RedactedFooter] = {}
+        self._pages = PageCache()
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
         """Return what is known of some paths; a decrypted file has another size, which nobody knows yet."""
@@ -104,10 +100,9 @@ class VerifiedHandler(DelegatingHandler):
             source = SourceInParts(source)
         verified = as_verified(opened, source)
         if self.shows_nulls and opened.refused:
-            return _SourceFile(PlainFile(opened, verified, "null", PageCache()), file)
+            return _SourceFile(PlainFile(opened, verified, "null", self._pages), file)
         if opened.is_encrypted and not self.is_left_to_arrow(opened):
-            file.close()
-            return _SourceFile(BufferSource(path, decrypted_buffer(opened, self._columns)), None)
+            return _SourceFile(PlainFile(opened, verified, "hide", self._pages), file)
         if opened.denied:
             # Arrow opens a file more than once.
             redacted = self._redacted.get(path)
