@@ -16,14 +16,20 @@ from typing import Any
 
 from pyiceberg.catalog import Catalog
 from pyiceberg.catalog.rest import RestCatalog
-from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.exceptions import (
+    BadRequestError,
+    CommitFailedException,
+    ForbiddenError,
+    NoSuchTableError,
+    UnauthorizedError,
+)
 from pyiceberg.io import FileIO
 from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 from pyiceberg.typedef import IcebergBaseModel
 
 from parquet_keytools.errors import KeytoolsError, OutputError
 from parquet_keytools.iceberg.key_entries import as_json
-from parquet_keytools.iceberg.table_metadata import EncryptionKey
+from parquet_keytools.iceberg.table_metadata import EncryptionKey, read_document
 
 _KEYS, _KEY_ID = "encryption-keys", "key-id"
 
@@ -120,11 +126,16 @@ class _FileCommit(Catalog):
     def _write_metadata(self, metadata: TableMetadata, io: FileIO, metadata_path: str) -> None:
         commit = self._keytools_commit
         document = dumped(metadata)
+        keys_before: dict[int, str] = {}
         if metadata.metadata_log:
-            with commit.storage.new_input(metadata.metadata_log[-1].metadata_file).open() as file:
-                before = json.loads(file.read())
+            location = metadata.metadata_log[-1].metadata_file
+            with commit.storage.new_input(location).open() as file:
+                before = read_document(file.read(), location)
             document = merged(before, document)
+            keys_before = _snapshot_keys(before)
         commit.changes.apply(document)
+        if lost := _without_key(document, keys_before):
+            raise OutputError(f"the commit would lose the keys of snapshots: {sorted(lost)}.")
         commit.written.append(metadata_path)
         failure = ""
         try:
@@ -159,8 +170,8 @@ class _FileCommit(Catalog):
         return response
 
     def _has_refused(self, table: Any, error: Exception) -> bool:
-        """Return whether it is certain that a commit failed: a database rolled it back, and has another file."""
-        if not hasattr(self, "engine") or getattr(error, "connection_invalidated", False):
+        """Return whether it is certain that a commit failed: the database has another file."""
+        if not is_refusal(self, error):
             return False
         try:
             current = self.load_table(table.name())
@@ -175,6 +186,18 @@ class _FileCommit(Catalog):
             with contextlib.suppress(Exception):
                 commit.storage.delete(location)
         commit.written.clear()
+
+
+def is_refusal(catalog: Catalog, error: Exception) -> bool:
+    """Return whether an error of a commit is a definite no, as far as the catalog shows no such commit.
+
+    A database that is still connected rolled the commit back, and a server refused it by its status. A connection
+    that was lost says nothing: the commit may still come.
+    """
+    if isinstance(catalog, RestCatalog):
+        return isinstance(error, (BadRequestError, UnauthorizedError, ForbiddenError, NoSuchTableError))
+    # Only SQL catalogs have an engine, that of SQLAlchemy.
+    return hasattr(catalog, "engine") and not getattr(error, "connection_invalidated", False)
 
 
 class _RestCommit(RestCatalog):
@@ -206,6 +229,19 @@ class _Session:
         return self._session.post(url, data=data, **named)
 
 
+def _snapshot_keys(document: dict[str, Any]) -> dict[int, str]:
+    return {s["snapshot-id"]: s[_KEY_ID] for s in document.get("snapshots") or [] if s.get(_KEY_ID)}
+
+
+def _without_key(document: dict[str, Any], keys_before: dict[int, str]) -> set[int]:
+    """Return the snapshots whose key is not what it was, or is not among the entries."""
+    keys = _snapshot_keys(document)
+    entries = {entry.get(_KEY_ID) for entry in document.get(_KEYS) or []}
+    left = {snapshot["snapshot-id"] for snapshot in document.get("snapshots") or []}
+    changed = {snapshot for snapshot, key_id in keys_before.items() if keys.get(snapshot) != key_id}
+    return (changed & left) | {snapshot for snapshot, key_id in keys.items() if key_id not in entries}
+
+
 def dumped(metadata: TableMetadata) -> dict[str, Any]:
     """Return what PyIceberg would write; its model of version 3 refuses to be written, for what it would drop."""
     document: dict[str, Any] = json.loads(IcebergBaseModel.model_dump_json(metadata))
@@ -221,13 +257,38 @@ def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         after: The file that is wanted, as PyIceberg would write it.
     """
     known = dumped(TableMetadataUtil.parse_obj(copy.deepcopy(before)))
-    result = {name: value for name, value in before.items() if name in after or name not in known}
-    for name, value in after.items():
-        if name in known and known[name] == value:
-            continue
-        if isinstance(value, list) and isinstance(before.get(name), list) and isinstance(known.get(name), list):
-            # An element that did not change is taken from the file before, with the fields that PyIceberg drops.
-            pairs = list(zip(known[name], before[name], strict=False))
-            value = [next((raw for seen, raw in pairs if seen == element), element) for element in value]
-        result[name] = value
+    result: dict[str, Any] = _merged(before, known, after)
     return result
+
+
+def _merged(raw: Any, known: Any, wanted: Any) -> Any:
+    """Return what is wanted in the place of `raw`, of which PyIceberg knows no more than `known`."""
+    if known == wanted:
+        return raw
+    if isinstance(raw, dict) and isinstance(known, dict) and isinstance(wanted, dict):
+        unknown = {name: value for name, value in raw.items() if name not in known}
+        return unknown | {
+            name: _merged(raw.get(name, value), known.get(name), value) for name, value in wanted.items()
+        }
+    if isinstance(raw, list) and isinstance(known, list) and isinstance(wanted, list):
+        pairs = list(zip(raw, known, strict=False))
+        return [_merged(*_counterpart(pairs, element), element) for element in wanted]
+    return wanted
+
+
+def _counterpart(pairs: list[tuple[Any, Any]], element: Any) -> tuple[Any, Any]:
+    """Return what an element of a list was before, raw and known, or nothing where it is new."""
+    for raw, known in pairs:
+        if known == element:
+            return raw, known
+    for name in _IDENTITIES:
+        if isinstance(element, dict) and name in element:
+            for raw, known in pairs:
+                if isinstance(known, dict) and known.get(name) == element[name]:
+                    return raw, known
+            break
+    return None, None
+
+
+_IDENTITIES = ("snapshot-id", "schema-id", "spec-id", "order-id")
+"""Fields that say which element of a list one is; what it was before may have other fields."""

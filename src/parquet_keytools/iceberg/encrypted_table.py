@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterable
 from types import TracebackType
@@ -22,7 +21,7 @@ from parquet_keytools.errors import (
     NotEncryptedError,
     OutputError,
 )
-from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing
+from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing, is_refusal
 from parquet_keytools.iceberg.file_io import EncryptedFileIO
 from parquet_keytools.iceberg.key_entries import NewKeys, key_length_bits, master_key_of, rewrapped
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
@@ -280,9 +279,12 @@ class EncryptedTransaction(Transaction):
             if not self._has_landed(snapshots):
                 self._remove_files()
             raise
-        except Exception:
-            if not self._has_landed(snapshots):
-                # The outcome is unknown: a table that refers to these files would be damaged without them.
+        except Exception as error:
+            has_landed = self._has_landed(snapshots)
+            if not has_landed:
+                # Where the outcome is unknown, the files stay: the table may have them.
+                if has_landed is not None and is_refusal(table.catalog, error):
+                    self._remove_files()
                 raise
         finally:
             if table.metadata is patient:
@@ -292,14 +294,15 @@ class EncryptedTransaction(Transaction):
         original.io = table.reader
         return original
 
-    def _has_landed(self, snapshots: list[int]) -> bool:
-        """Return whether the table has the snapshots of this transaction, although an error says otherwise."""
-        with contextlib.suppress(Exception):
+    def _has_landed(self, snapshots: list[int]) -> bool | None:
+        """Return whether the table has the snapshots of this transaction, or None where it cannot be loaded."""
+        try:
             self._table.refresh()
-            return bool(snapshots) and all(
-                self._table.metadata.snapshot_by_id(snapshot) is not None for snapshot in snapshots
-            )
-        return False
+        except Exception:
+            return None
+        return bool(snapshots) and all(
+            self._table.metadata.snapshot_by_id(snapshot) is not None for snapshot in snapshots
+        )
 
     def _remove_files(self) -> None:
         for location in self._table.io.take_begun():

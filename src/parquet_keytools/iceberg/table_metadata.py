@@ -111,17 +111,8 @@ class TableEncryption:
         return next((snapshot for snapshot in self.snapshots if snapshot.snapshot_id == snapshot_id), None)
 
 
-def parse_table_metadata(content: bytes, location: str) -> TableEncryption:
-    """Return what a metadata file says of the encryption of its table.
-
-    Args:
-        content: The file, compressed with gzip or not.
-        location: Where it lies, for errors.
-
-    Raises:
-        ParquetFormatError: It is no metadata file.
-        KeyMaterialError: Its `encryption-keys` are not what the format says.
-    """
+def read_document(content: bytes, location: str) -> dict[str, Any]:
+    """Return a metadata file as it is, decompressed; arguments and errors as with `parse_table_metadata`."""
     if content[:2] == b"\x1f\x8b":
         try:
             content = gzip.decompress(content)
@@ -133,7 +124,21 @@ def parse_table_metadata(content: bytes, location: str) -> TableEncryption:
         document = None
     if not isinstance(document, dict) or "format-version" not in document:
         _refuse(location, "it is no metadata file of an Iceberg table")
-    return _Reader(location).table(document)
+    return document
+
+
+def parse_table_metadata(content: bytes, location: str) -> TableEncryption:
+    """Return what a metadata file says of the encryption of its table.
+
+    Args:
+        content: The file, compressed with gzip or not.
+        location: Where it lies, for errors.
+
+    Raises:
+        ParquetFormatError: It is no metadata file.
+        KeyMaterialError: Its `encryption-keys` are not what the format says.
+    """
+    return _Reader(location).table(read_document(content, location))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import gzip
 import json
 import shutil
 import threading
@@ -19,6 +20,7 @@ import pytest
 import sqlalchemy.orm
 from iceberg_case import Killed, Lake, rows, storage_that
 from iceberg_reader import Warehouse, key_metadata
+from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException, TableAlreadyExistsError
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
@@ -223,6 +225,50 @@ def test_a_new_kek_is_the_only_call_for_any_number_of_files(lake: Lake) -> None:
     assert after - before <= 2
 
 
+def test_upserts_branches_and_expired_snapshots(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 10))
+    changed = pa.table({"id": pa.array([9, 10], pa.int64()), "name": ["canary-4711-x", "canary-4711-y"]})
+    done = table.upsert(changed, join_cols=["id"])
+    assert (done.rows_updated, done.rows_inserted) == (1, 1)
+    assert lake.ids() == lake.outside_ids() == list(range(11))
+    first = table.metadata.snapshots[0].snapshot_id
+    with table.manage_snapshots() as manage:
+        manage.create_branch(first, "audit").create_tag(first, "begin")
+    table.append(rows(50, 52), branch="audit")
+    assert lake.ids() == lake.outside_ids() == list(range(11))
+    assert sorted(table.scan().use_ref("audit").to_arrow()["id"].to_pylist()) == [*range(10), 50, 51]
+    before = lake.metadata()
+    (expired,) = [s.snapshot_id for s in table.metadata.snapshots[1:2]]
+    table.maintenance.expire_snapshots().by_id(expired).commit()
+    after = lake.metadata()
+    assert after["encryption-keys"] == before["encryption-keys"]
+    # PyIceberg takes the parent from the snapshot that followed; all else of each stays, its key above all.
+    kept = [snapshot for snapshot in before["snapshots"] if snapshot["snapshot-id"] != expired]
+    assert [{**s, "parent-snapshot-id": 0} for s in after["snapshots"]] == [
+        {**s, "parent-snapshot-id": 0} for s in kept
+    ]
+    assert all("key-id" in snapshot for snapshot in after["snapshots"])
+    assert lake.ids() == lake.outside_ids() == list(range(11))
+    lake.assert_no_plaintext()
+
+
+def test_a_compressed_metadata_file_is_continued(lake: Lake) -> None:
+    lake.create().append(rows(0, 3))
+    location = lake.load().metadata_location
+    path = Path(location.removeprefix("file://"))
+    compressed = path.with_name(path.name.replace(".metadata.json", ".gz.metadata.json"))
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    catalog = lake.catalog()
+    catalog.drop_table("db.people")
+    catalog.register_table("db.people", f"file://{compressed}")
+    lake.load().append(rows(3, 5))
+    assert lake.ids() == list(range(5))
+    assert (
+        len(json.loads(Path(lake.load().metadata_location.removeprefix("file://")).read_text())["snapshots"]) == 2
+    )
+
+
 # --- tables of others ---
 
 
@@ -262,6 +308,8 @@ def test_a_metadata_file_keeps_what_pyiceberg_does_not_know(lake: Lake) -> None:
     before = lake.metadata()
     before["from-the-future"] = {"a": 1}
     before["snapshots"][0]["more"] = "x"
+    before["snapshots"][0]["summary"]["by"] = "another writer"
+    before["schemas"][0]["more"] = {"x": [1]}
     (newest,) = lake.table_folder.glob("metadata/00001-*.json")
     newest.write_text(json.dumps(before))
     table = lake.load()
@@ -270,6 +318,16 @@ def test_a_metadata_file_keeps_what_pyiceberg_does_not_know(lake: Lake) -> None:
     assert after["from-the-future"] == {"a": 1}
     assert after["snapshots"][0] == before["snapshots"][0]
     assert len(after["snapshots"]) == 2
+    with table.update_schema() as update:
+        update.add_column("note", StringType())
+    assert lake.metadata()["schemas"][0] == before["schemas"][0]
+    changed = json.loads(json.dumps(before))
+    del changed["from-the-future"], changed["snapshots"][0]["more"], changed["snapshots"][0]["key-id"]
+    changed["snapshots"][0]["timestamp-ms"] += 1
+    assert merged(before, changed)["snapshots"][0] == {
+        **before["snapshots"][0],
+        "timestamp-ms": before["snapshots"][0]["timestamp-ms"] + 1,
+    }
     assert merged(before, {**{k: v for k, v in before.items() if k != "refs"}}).keys() == before.keys() - {"refs"}
 
 
@@ -417,6 +475,21 @@ def test_a_database_that_refuses_leaves_no_file_and_one_that_lost_the_answer_kee
     assert lake.ids() == lake.outside_ids() == list(range(6))
     table.append(rows(6, 7))
     assert lake.ids() == list(range(7))
+
+
+def test_whatever_the_catalog_raises_no_file_stays_where_it_has_no_such_commit(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 3))
+    files = lake.files()
+    with (
+        mock.patch.object(SqlCatalog, "commit_table", side_effect=RuntimeError("a bug")),
+        pytest.raises(OutputError, match="RuntimeError"),
+    ):
+        table.append(rows(3, 6))
+    table.catalog.commit_table = mock.Mock(side_effect=RuntimeError("another"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="another"):
+        table.append(rows(3, 6))
+    assert lake.files() == files and lake.ids() == [0, 1, 2]
 
 
 def test_a_commit_that_always_comes_second_fails_and_leaves_no_file(lake: Lake) -> None:
