@@ -82,7 +82,7 @@ HOOKS = {
 }
 """Methods of KmsClient and RemoteKmsClient that backends implement or call."""
 
-NOT_PROMISED = {"parquet_keytools.errors.value_or_raise"}
+NOT_PROMISED = {"parquet_keytools.errors.value_or_raise", "parquet_keytools.errors.without_frames"}
 """Public in form only."""
 
 

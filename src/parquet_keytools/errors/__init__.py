@@ -49,6 +49,7 @@ from parquet_keytools.errors.root import (
     UnsupportedByArrowError,
     UnsupportedBySparkError,
     value_or_raise,
+    without_frames,
 )
 
 # In the order in which the reference shows them.
@@ -59,6 +60,7 @@ __all__ = [  # noqa: RUF022
     "UnsupportedBySparkError",
     "SparkJobFailedError",
     "value_or_raise",
+    "without_frames",
     "KmsError",
     "KmsAccessDeniedError",
     "MasterKeyNotFoundError",

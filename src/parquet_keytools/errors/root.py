@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 class KeytoolsError(Exception):
@@ -87,6 +88,15 @@ class UnsupportedBySparkError(KeytoolsError):
 
 class SparkJobFailedError(KeytoolsError):
     """A job of Spark failed for a reason that is not one of a file: executors are lost, or out of memory."""
+
+
+def without_frames(error: E) -> E:
+    """Return an error without what hangs on it: frames hold keys and footers, and it may be kept for long.
+
+    A foreign exception in its context would print its text, which may hold keys and tokens, in a traceback.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def value_or_raise(outcome: T | KeytoolsError) -> T:

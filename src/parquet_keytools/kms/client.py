@@ -17,6 +17,7 @@ from parquet_keytools.errors import (
     MasterKeyNotTrustedError,
     WrappedKeyInvalidError,
     value_or_raise,
+    without_frames,
 )
 from parquet_keytools.kms.key_reports import KeyReporter
 from parquet_keytools.kms.raw_form import RawForm
@@ -29,7 +30,6 @@ from parquet_keytools.kms.requests import (
     RewrapRequest,
     UnwrapRequest,
     WrapRequest,
-    alone,
     checked_answers,
     identity_of,
     mistake_in_key,
@@ -293,7 +293,7 @@ class KmsClient(RawForm, ABC):
         except Exception as error:
             failure = self._translated(error, operation, master_key_id)
         # Raised outside of the handlers, which would attach the foreign exception again.
-        raise alone(failure)
+        raise without_frames(failure)
 
     def _translated(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
         """Return what the backend makes of a foreign exception, or what we do if it cannot."""
@@ -309,7 +309,7 @@ class KmsClient(RawForm, ABC):
         try:
             return self._guard(operation, master_key_id, call, *arguments)
         except KmsError as error:
-            return alone(error)
+            return without_frames(error)
 
     def _count(self, operation: str, keys: int) -> None:
         with self._lock:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from parquet_keytools.errors import KmsError, KmsResponseInvalidError
+from parquet_keytools.errors import KmsError, KmsResponseInvalidError, without_frames
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY_LENGTHS_BYTES = (16, 24, 32)
@@ -161,20 +161,10 @@ def checked_answers(
     outcomes: list[T | KmsError] = []
     for request, answer in zip(requests, answers, strict=True):
         if isinstance(answer, KmsError):
-            outcomes.append(alone(answer))
+            outcomes.append(without_frames(answer))
         elif mistake := mistake_in(answer):
             call = call_facts(operation, request.master_key_id)
             outcomes.append(call.error(KmsResponseInvalidError, mistake))
         else:
             outcomes.append(answer)
     return outcomes
-
-
-def alone(error: KmsError) -> KmsError:
-    """Return an error without what hangs on it.
-
-    A foreign exception in its context would print its text, which may hold keys and tokens, in a traceback.
-    The frames of its own traceback hold keys, and an outcome may be kept for long and raised many times.
-    """
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)

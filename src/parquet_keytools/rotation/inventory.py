@@ -18,7 +18,13 @@ from typing import Literal, TypeVar
 
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.encryption.protection import FooterColumn, FooterMode
-from parquet_keytools.errors import IncompleteDataSetError, KeyMaterialError, KeytoolsError, ParquetFormatError
+from parquet_keytools.errors import (
+    IncompleteDataSetError,
+    KeyMaterialError,
+    KeytoolsError,
+    ParquetFormatError,
+    without_frames,
+)
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH, TRAILER_LENGTH
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
@@ -173,12 +179,11 @@ class Inventory:
             work.read_keys.prove(column, work.read_keys.dek(held, unwrapped))
 
     def _listed(self, work: BatchFile) -> FileKeyUses:
-        path = str(work.location)
-        if work.keys is None:
-            return FileKeyUses(path, True, (), _alone(work.failure))
-        if not work.keys.is_encrypted:
-            return FileKeyUses(path, work.failure is not None, (), _alone(work.failure))
-        return FileKeyUses(path, True, tuple(self._uses(work.keys)), _alone(work.failure))
+        path, keys = str(work.location), work.keys
+        failure = None if work.failure is None else without_frames(work.failure)
+        if keys is None or not keys.is_encrypted:
+            return FileKeyUses(path, keys is None or failure is not None, (), failure)
+        return FileKeyUses(path, True, tuple(self._uses(keys)), failure)
 
     def _uses(self, keys: HeldKeys) -> Iterator[UsedKey]:
         seen: set[int] = set()
@@ -243,14 +248,6 @@ def _shown_columns(keys: HeldKeys) -> list[FooterColumn]:
         with contextlib.suppress(KeytoolsError):
             footer = keys.envelope.unverified_footer()
     return [] if footer is None else own_key_columns(footer)
-
-
-def _alone(error: KeytoolsError | OSError | None) -> KeytoolsError | OSError | None:
-    """Return an error without the frames that hang on it."""
-    if error is not None:
-        error.__cause__ = error.__context__ = None
-        error.__traceback__ = None
-    return error
 
 
 _HINT = "Run the command on it, move it away, or ignore skipped files."

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from enum import Enum
 
-from parquet_keytools.errors import KeytoolsError
+from parquet_keytools.errors import KeytoolsError, without_frames
 from parquet_keytools.runtime.summary import Summarised
 from parquet_keytools.storage.walk import Unseen
 
@@ -94,9 +94,7 @@ class FileRotation(Summarised):
     @classmethod
     def failed(cls, path: str, error: KeytoolsError | OSError) -> FileRotation:
         """Return that of a file that could not be done and stays as it is."""
-        # Frames hold keys and footers, and a report may be kept for long.
-        error.__cause__ = error.__context__ = None
-        return cls(path, RotationOutcome.FAILED, error=error.with_traceback(None))
+        return cls(path, RotationOutcome.FAILED, error=without_frames(error))
 
     @classmethod
     def of_unseen(cls, unseen: Unseen) -> FileRotation:

@@ -38,10 +38,9 @@ from parquet_keytools.rotation.held_keys import (
     require_footer_key,
 )
 from parquet_keytools.rotation.kept_keys import KeptFile, KeptKeys, kept_files_in, read_kept, remove_kept
-from parquet_keytools.rotation.replacement import ReplacedTail, replace_external_material, replace_tail
 from parquet_keytools.rotation.report import FileRotation, KmsCalls, RotationOutcome, RotationReport
 from parquet_keytools.rotation.rewrapper import Rewrapper
-from parquet_keytools.rotation.tail import check_unchanged
+from parquet_keytools.rotation.tail import ReplacedTail, check_unchanged, replace_external_material, replace_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source

@@ -14,11 +14,7 @@ _listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.Co
 
 @contextlib.contextmanager
 def naming_left_behind(listener: Callable[[str], None]) -> Iterator[None]:
-    """Have what is left behind within the block named, also in threads that run in a copy of its context.
-
-    Args:
-        listener: Called with each; it may be called by several threads, and with one thing again and again.
-    """
+    """Have what is left behind within the block named, also in threads that run in a copy of its context."""
     token = _listener.set(listener)
     try:
         yield

@@ -62,9 +62,6 @@ def remove_leftovers(folder: int) -> None:
 
     Only those that are surely ours and dead; what cannot be looked at or removed stays. A folder is not looked
     through again and again: that would take as long as there are files in it, for each file in it.
-
-    Args:
-        folder: File descriptor of the folder.
     """
     with contextlib.suppress(OSError):
         found = os.fstat(folder)

@@ -32,11 +32,8 @@ class Listed:
     """A name in a folder.
 
     Attributes:
-        name: The name.
         path: With the folder's.
         is_folder: Whether it is one, maybe by a link.
-        is_link: Whether it is a link.
-        size_bytes: Of a file.
         error: Why it could not be looked at, or that it is neither a file nor a folder.
         is_gone: Whether it was removed since the folder was listed.
     """
@@ -55,7 +52,6 @@ class _Folder:
     """A folder that is to be listed.
 
     Attributes:
-        path: Its path.
         is_passed_over: Whether it, or one that it lies in, has a name that is passed over.
         above: Device and inode of those that it lies in, by the way that led to it.
     """
@@ -75,14 +71,7 @@ class Listing(_Folder):
 
 
 class FolderLister:
-    """Lists folders, some at a time; used in a `with` block.
-
-    Args:
-        filesystem: Where they lie.
-
-    Attributes:
-        is_local: Whether the operating system lists them.
-    """
+    """Lists folders, some at a time; used in a `with` block."""
 
     def __init__(self, filesystem: pafs.FileSystem) -> None:
         self._filesystem = filesystem

@@ -26,11 +26,6 @@ class UnsupportedRenameError(Exception):
 def exchange(folder: int, first: str, second: str) -> None:
     """Exchange two names of a folder in one step.
 
-    Args:
-        folder: File descriptor of the folder.
-        first: A name in it.
-        second: Another one.
-
     Raises:
         UnsupportedRenameError: The file system cannot; nothing was changed.
         FileNotFoundError: One of them is not there; nothing was changed.
@@ -41,11 +36,6 @@ def exchange(folder: int, first: str, second: str) -> None:
 
 def rename_new(folder: int, name: str, new_name: str) -> None:
     """Rename within a folder; nothing is replaced.
-
-    Args:
-        folder: File descriptor of the folder.
-        name: A name in it.
-        new_name: Its new one.
 
     Raises:
         UnsupportedRenameError: The file system cannot; nothing was changed.

@@ -17,11 +17,6 @@ _FOLDER_AND_NO_LINK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXE
 def remove_beneath(base: FileLocation, folder: FolderIdentity, location: FileLocation) -> None:
     """Remove a local file from a data set; what a link leads to is not removed.
 
-    Args:
-        base: The folder of the data set.
-        folder: Its device and inode.
-        location: The file.
-
     Raises:
         OutputError: The base is another folder, or a folder between it and the file is a link.
         FileNotFoundError: There is no such file.

@@ -62,11 +62,7 @@ class TemporaryName:
     swap: Swap | None
 
     def is_dead(self, age_seconds: float) -> bool:
-        """Return whether nobody writes there any more.
-
-        Args:
-            age_seconds: How long ago it was written to last.
-        """
+        """Return whether nobody writes there any more."""
         if self.machine != _machine():
             return age_seconds > DEAD_AFTER_SECONDS
         return not _is_alive(self.process_id, self.began)

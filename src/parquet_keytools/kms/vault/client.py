@@ -129,12 +129,12 @@ class VaultKms(RemoteKmsClient):
         return self._unwrap(wrapped_key.decode("ascii", "replace"), master_key_id)
 
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
-        return self._in_batches("wrap", requests, self._wrapped)
+        return self._in_batches("wrap", requests, self._engine.wrap)
 
     def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
         # The server is lenient in how a wrapped key is spelt; an altered file must not pass as unaltered.
         bad = {id(r) for r in requests if parts_of(r.wrapped_key) is None}
-        asked = iter(self._in_batches("unwrap", [r for r in requests if id(r) not in bad], self._unwrapped))
+        asked = iter(self._in_batches("unwrap", [r for r in requests if id(r) not in bad], self._engine.unwrap))
         return [self._not_ours(r.master_key_id, "unwrap") if id(r) in bad else next(asked) for r in requests]
 
     def _rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
@@ -147,7 +147,7 @@ class VaultKms(RemoteKmsClient):
                 kept.append(request)
             else:
                 moved.append(request)
-        rewrapped = self._in_batches("rewrap", kept, self._rewrapped)
+        rewrapped = self._in_batches("rewrap", kept, self._engine.rewrap)
         outcomes |= {id(r): outcome for r, outcome in zip(kept, rewrapped, strict=True)}
         outcomes |= {id(r): outcome for r, outcome in zip(moved, self._moved(moved), strict=True)}
         return [outcomes[id(request)] for request in requests]
@@ -219,27 +219,12 @@ class VaultKms(RemoteKmsClient):
             *self._batch(operation, master_key_id, requests[half:], ask),
         ]
 
-    def _wrapped(
-        self, connection: VaultConnection, call: TransitCall, batch: Sequence[WrapRequest]
-    ) -> list[str | KmsError]:
-        return self._engine.wrap(connection, call, [request.key for request in batch])
-
-    def _unwrapped(
-        self, connection: VaultConnection, call: TransitCall, batch: Sequence[UnwrapRequest | RewrapRequest]
-    ) -> list[SecretBytes | KmsError]:
-        return self._engine.unwrap(connection, call, [request.wrapped_key for request in batch])
-
-    def _rewrapped(
-        self, connection: VaultConnection, call: TransitCall, batch: Sequence[RewrapRequest]
-    ) -> list[str | KmsError]:
-        return self._engine.rewrap(connection, call, [request.wrapped_key for request in batch])
-
     def _moved(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
         """Wrap with another master key. The engine cannot do that, so the keys pass through this process."""
         names = list(dict.fromkeys(request.new_master_key_id for request in requests))
         mistakes = dict(zip(names, self._map(partial(self._mistake, "rewrap"), names), strict=True))
         able = [request for request in requests if mistakes[request.new_master_key_id] is None]
-        keys = self._in_batches("rewrap", able, self._unwrapped)
+        keys = self._in_batches("rewrap", able, self._engine.unwrap)
         outcomes: dict[int, str | KmsError] = {}
         to_wrap: dict[int, WrapRequest] = {}
         for request, key in zip(able, keys, strict=True):
@@ -247,7 +232,7 @@ class VaultKms(RemoteKmsClient):
                 outcomes[id(request)] = key
             else:
                 to_wrap[id(request)] = WrapRequest(key, request.new_master_key_id)
-        wrapped = self._in_batches("rewrap", list(to_wrap.values()), self._wrapped)
+        wrapped = self._in_batches("rewrap", list(to_wrap.values()), self._engine.wrap)
         outcomes |= dict(zip(to_wrap, wrapped, strict=True))
         return [mistakes[r.new_master_key_id] or outcomes[id(r)] for r in requests]
 

@@ -12,7 +12,13 @@ from hvac.api.secrets_engines import Transit
 
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import KmsAccessDeniedError, KmsConfigurationError, KmsError, KmsResponseInvalidError
-from parquet_keytools.kms.requests import KEY_LENGTHS_BYTES, MasterKeyDescription
+from parquet_keytools.kms.requests import (
+    KEY_LENGTHS_BYTES,
+    MasterKeyDescription,
+    RewrapRequest,
+    UnwrapRequest,
+    WrapRequest,
+)
 from parquet_keytools.kms.vault.connection import VaultConnection
 from parquet_keytools.kms.vault.errors import Reason, TransitCall, VaultRefusal, reason_of, refusal_error
 from parquet_keytools.secret_bytes import SecretBytes
@@ -142,25 +148,25 @@ class TransitEngine:
     context: bytes | None
 
     def wrap(
-        self, connection: VaultConnection, call: TransitCall, keys: Sequence[SecretBytes]
+        self, connection: VaultConnection, call: TransitCall, batch: Sequence[WrapRequest]
     ) -> list[str | KmsError]:
         """Wrap keys with the master key of a call."""
-        items = [{"plaintext": strict_base64.encode(key.reveal())} for key in keys]
+        items = [{"plaintext": strict_base64.encode(request.key.reveal())} for request in batch]
         results = self._results(connection, call, "encrypt", items)
-        return [_wrapped_key_in(result, call, key) for key, result in zip(keys, results, strict=True)]
+        return [_wrapped_key_in(result, call, request.key) for request, result in zip(batch, results, strict=True)]
 
     def unwrap(
-        self, connection: VaultConnection, call: TransitCall, wrapped_keys: Sequence[str]
+        self, connection: VaultConnection, call: TransitCall, batch: Sequence[UnwrapRequest | RewrapRequest]
     ) -> list[SecretBytes | KmsError]:
         """Unwrap keys with the master key of a call."""
-        items = [{"ciphertext": wrapped_key} for wrapped_key in wrapped_keys]
+        items = [{"ciphertext": request.wrapped_key} for request in batch]
         return [_key_in(result, call) for result in self._results(connection, call, "decrypt", items)]
 
     def rewrap(
-        self, connection: VaultConnection, call: TransitCall, wrapped_keys: Sequence[str]
+        self, connection: VaultConnection, call: TransitCall, batch: Sequence[RewrapRequest]
     ) -> list[str | KmsError]:
         """Re-wrap keys under the current version of the master key of a call."""
-        items = [{"ciphertext": wrapped_key} for wrapped_key in wrapped_keys]
+        items = [{"ciphertext": request.wrapped_key} for request in batch]
         return [_wrapped_key_in(result, call) for result in self._results(connection, call, "rewrap", items)]
 
     def read_key(self, connection: VaultConnection, name: str) -> TransitKey:

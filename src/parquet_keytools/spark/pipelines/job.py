@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import ConfigurationError, KeytoolsError, SparkJobFailedError
+from parquet_keytools.errors import ConfigurationError, KeytoolsError, SparkJobFailedError, without_frames
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.spark.carried_configuration import carried, carried_file, refuse_generated_keys
 from parquet_keytools.spark.pipelines.planned_files import (
@@ -298,12 +298,7 @@ def _run(work: Work, position: int, pieces: Iterator[bytes]) -> Iterator[TaskRes
             yield work(position, attempt, piece)
         except ConfigurationError as error:
             # The same on every node, or of the nodes: to try again is of no use.
-            yield TaskResult(error=_alone(error))
-
-
-def _alone(error: KeytoolsError) -> KeytoolsError:
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
+            yield TaskResult(error=without_frames(error))
 
 
 def _last_line(error: Exception) -> str:
