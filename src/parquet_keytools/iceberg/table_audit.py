@@ -276,8 +276,8 @@ class TableAudit:
                 return bytes(stored.read())
             if key.file_length is None:
                 link.problems.append("its key metadata has no file_length, so blocks cut off its end go unseen")
-            link.length = stored.size()
-            return read_stream(stored, key, None, name)
+            listed_length, link.length = link.length, stored.size()
+            return read_stream(stored, key, listed_length, name)
 
     def _note_key(self, link: ChainLink, key: StandardKeyMetadata | None) -> None:
         """Report a DEK that two files share: one nonce would be used twice some day."""
