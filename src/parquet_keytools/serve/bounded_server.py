@@ -63,8 +63,8 @@ class BoundedServer(ThreadingHTTPServer):
                 thread = threading.Thread(
                     target=self.process_request_thread, args=(request, client_address), daemon=True
                 )
-                self._open[request] = thread
                 thread.start()
+                self._open[request] = thread
                 return
         if self._tls is None:
             with contextlib.suppress(OSError):

@@ -35,6 +35,9 @@ _CHUNK_BYTES = 1 << 20
 _MAX_HEAD_BYTES = 32 * 1024
 _MAX_LINE_BYTES = 16 * 1024
 _MOST_REMEMBERED = 10_000
+_LAST_STATUSES = (400, 405, 421)
+"""Who sends such requests may mean something else by the bytes that follow them."""
+
 _METHODS = ("GET", "HEAD")
 
 
@@ -140,11 +143,9 @@ class ViewConnection(BaseHTTPRequestHandler):
         if self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
             raise RefusedRequestError(505, "InvalidRequest", "This version of HTTP is not spoken here.")
         if self.command not in _METHODS:
-            self.close_connection = True
             raise RefusedRequestError(405, "MethodNotAllowed", "This server only reads.", {"Allow": "GET, HEAD"})
         has_body = "transfer-encoding" in headers or request.header("content-length") not in (None, "0")
         if self.headers.defects or has_body or not target.startswith("/") or not target.isascii():
-            self.close_connection = True
             raise RefusedRequestError(400, "InvalidRequest", "This is no valid request for a file.")
         return request
 
@@ -183,7 +184,7 @@ class ViewConnection(BaseHTTPRequestHandler):
     def _refuse(self, key: str, error: Exception) -> None:
         refusal = refusal_of(error)
         body, kind = self.error_body(refusal)
-        if refusal.status >= 500:
+        if refusal.status >= 500 or refusal.status in _LAST_STATUSES:
             self.close_connection = True
         self._send(ServedAnswer(refusal.status, {**refusal.headers, "Content-Type": kind}, body))
         self._log(key, refusal.status, type(error).__name__ if error is not refusal else refusal.code)

@@ -19,8 +19,9 @@ from parquet_keytools.errors import FileChangedError, KeytoolsError, KmsError
 _MAX_KEY_BYTES = 1024
 """As in S3."""
 
-_TAIL_BYTES = 1 << 16
-"""So much of the end of a file is part of its ETag: there a Parquet file says which columns it has."""
+_MOST_OF_FOOTER_BYTES = 1 << 16
+_END_BYTES = 8
+_MAGIC = b"PAR1"
 
 _ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 """Neither XML nor the lines of a log can hold these."""
@@ -94,9 +95,8 @@ class ServedTree:
         # What is served may have another length than the file, and other bytes than it had with other rights.
         with self._opened(path) as stream:
             size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - _TAIL_BYTES))
-            tail = stream.read(_TAIL_BYTES)
-        version = hashlib.blake2b(tail, key=self._run, digest_size=20)
+            footer = _footer(stream, size)
+        version = hashlib.blake2b(footer, key=self._run, digest_size=20)
         version.update(
             repr((key, size, self._filesystem.ukey(path), self._stat(key))).encode(errors="surrogatepass")
         )
@@ -249,6 +249,17 @@ class FileReader:
         if length or self._tree.find(self._file.key).etag != self._file.etag:
             raise FileChangedError(f"{self._file.key} was replaced while it was read.")
         return b"".join(parts)
+
+
+def _footer(stream: Any, size_bytes: int) -> bytes:
+    """Return the end of the footer of a Parquet file: it says which columns are there. No page is read."""
+    stream.seek(max(0, size_bytes - _END_BYTES))
+    end = bytes(stream.read(_END_BYTES))
+    if end[4:] != _MAGIC:
+        return end
+    length = min(int.from_bytes(end[:4], "little") + _END_BYTES, size_bytes, _MOST_OF_FOOTER_BYTES)
+    stream.seek(size_bytes - length)
+    return bytes(stream.read(length))
 
 
 def _seconds(facts: dict[str, Any]) -> float | None:

@@ -189,6 +189,7 @@ def test_one_file_alone_is_served() -> None:
         (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nHost: HOST\r\n\r\n", 400),
         (b"GET PATHempty HTTP/1.1\r\nHost: HOST\r\nRange: bytes=0-\r\nRange: bytes=1-\r\n\r\n", 400),
         (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nContent-Length: 5\r\n\r\nhello", 400),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nContent-Length: 0\r\nContent-Length: 4\r\n\r\nGET ", 400),
         (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n", 400),
         (b"GET http://HOSTPATH HTTP/1.1\r\nHost: HOST\r\n\r\n", 400),

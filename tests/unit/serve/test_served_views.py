@@ -134,6 +134,24 @@ def test_an_altered_page_ends_the_answer(case: ViewCase) -> None:
         )
 
 
+def test_what_lies_before_an_altered_last_page_is_served(case: ViewCase) -> None:
+    path = case.folder / "data" / "x.parquet"
+    whole = case.keytools().open(path).read()
+    content = bytearray(path.read_bytes())
+    metadata = pq.read_metadata(io.BytesIO(whole))
+    last = metadata.row_group(metadata.num_row_groups - 1).column(3)
+    place = last.dictionary_page_offset + last.total_compressed_size - 1_000
+    content[place] ^= 1
+    path.write_bytes(content)
+    with server_of(case.keytools(), path.parent) as server:
+        assert ask(server, "x.parquet", "HEAD")[0] == 200
+        assert ask(server, "x.parquet", headers={"Range": "bytes=100-200"})[2] == whole[100:201]
+        with pytest.raises((pl.exceptions.PolarsError, OSError), match="422"):
+            pl.read_parquet(server.url + "x.parquet", columns=["name"])
+        found = pl.read_parquet(server.url + "x.parquet", columns=["id"])
+        assert found["id"].to_list() == TABLE["id"].to_pylist()
+
+
 def test_a_kms_that_goes_away(case: ViewCase) -> None:
     keytools = case.keytools()
     with server_of(keytools, case.folder / "data") as server:
