@@ -60,11 +60,12 @@ configuration = parse_configuration(
         "tables": {"flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}},
     }
 )
-keytools = Keytools(configuration, kms=AcmeKms())
+kms = AcmeKms()
+keytools = Keytools(configuration, kms=kms)
 table = pa.table({"flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", "N619AA"]})
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "flights.parquet"
     keytools.write_table(table, path)
     assert keytools.read_table(path).equals(table)
-    print(f"{keytools.kms.backend}: {dict(keytools.kms.call_counts)}")
+    print(f"{kms.backend}: {dict(kms.call_counts)}")

@@ -15,7 +15,8 @@ keytools = Keytools.from_mapping(
         "tables": {"flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}},
     }
 )
-schema = pa.schema({"flight": pa.int64(), "tailnum": pa.string()})
+columns: dict[str, pa.DataType] = {"flight": pa.int64(), "tailnum": pa.string()}
+schema = pa.schema(columns)
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "flights.parquet"
@@ -27,4 +28,5 @@ with tempfile.TemporaryDirectory() as folder:
 
     with pq.ParquetFile(path, decryption_properties=keytools.decryption_properties(path)) as file:
         rows = sum(batch.num_rows for batch in file.iter_batches(columns=["tailnum"]))
+        assert keytools.kms is not None  # Only data keys need none.
         print(f"{rows:,} rows in {file.num_row_groups} row groups, {keytools.kms.call_counts['wrap']} wraps")

@@ -35,11 +35,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: importing the package itself stays cheap."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
 
-    return getattr(importlib.import_module(home), name)
+
+if not TYPE_CHECKING:  # Type checkers would take any name for a public one.
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used: importing the package itself stays cheap."""
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
+
+        return getattr(importlib.import_module(home), name)
