@@ -21,6 +21,7 @@ from pyiceberg.exceptions import (
     CommitFailedException,
     ForbiddenError,
     NoSuchTableError,
+    TableAlreadyExistsError,
     UnauthorizedError,
 )
 from pyiceberg.io import FileIO
@@ -150,6 +151,13 @@ class _FileCommit(Catalog):
 
     # The name by which Glue's catalog calls it for managed storage.
     _write_metadata_no_exist_check = _write_metadata
+
+    def create_table(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return super().create_table(*arguments, **named)  # type: ignore[safe-super]
+        except TableAlreadyExistsError:
+            self._remove_written()
+            raise
 
     def commit_table(self, table: Any, requirements: Any, updates: Any) -> Any:
         try:

@@ -79,7 +79,7 @@ class NewKeys:
     A new KEK costs one call of the KMS, however often a commit is repeated.
     """
 
-    def __init__(self, keys: IcebergKeys, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, keys: IcebergKeys, now: Callable[[], float] = lambda: time.time()) -> None:
         self._keys = keys
         self._now = now
         self._fresh: tuple[EncryptionKey, SecretBytes] | None = None

@@ -390,8 +390,10 @@ def test_no_table_is_made_where_the_kms_does_not_have_the_key(lake: Lake) -> Non
         create_table(lake.catalog(), "db.x", rows(0, 1).schema, encryption_key="pii", data_key_length_bits=100)
     assert lake.catalog().list_tables("db") == []
     lake.create()
+    files = lake.files()
     with pytest.raises(TableAlreadyExistsError):
         lake.create()
+    assert lake.files() == files
 
 
 def test_a_plaintext_table_stays_one(lake: Lake) -> None:
@@ -475,6 +477,18 @@ def test_a_database_that_refuses_leaves_no_file_and_one_that_lost_the_answer_kee
     assert lake.ids() == lake.outside_ids() == list(range(6))
     table.append(rows(6, 7))
     assert lake.ids() == list(range(7))
+
+
+def test_a_kms_that_fails_leaves_no_file(lake: Lake) -> None:
+    table = lake.create()
+    files = lake.files()
+    lake.keys["keyA"] = lake.keys.pop("keyB")
+    lake.keys.pop("keyA")
+    lake.configure()
+    table = lake.load()
+    with pytest.raises(KmsError):
+        table.append(rows(0, 3))
+    assert lake.files() == files
 
 
 def test_whatever_the_catalog_raises_no_file_stays_where_it_has_no_such_commit(lake: Lake) -> None:
