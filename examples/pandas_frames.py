@@ -1,10 +1,9 @@
-"""Read and write with pandas, which passes encryption and decryption properties to pyarrow."""
+"""Write frames of pandas, one file or a folder, and read them, through a file system that encrypts."""
 
 import tempfile
 from pathlib import Path
 
 import pandas as pd
-import pyarrow as pa
 
 from parquet_keytools import Keytools
 
@@ -12,16 +11,27 @@ keytools = Keytools.from_mapping(
     {
         "version": 1,
         "kms": {"type": "in_memory", "keys": ["footer", "pii"]},
-        "tables": {"flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}},
+        "tables": {
+            "flights": {
+                "footer_key": "footer",
+                "column_keys": {"pii": ["tailnum"]},
+                # A column that is new is an error, and not in plaintext.
+                "unlisted_columns": "error",
+                "plaintext_columns": ["flight", "month"],
+            }
+        },
     }
 )
-frame = pd.DataFrame({"flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", "N619AA"]})
+frame = pd.DataFrame({"month": [1, 1, 2], "flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", "N619AA"]})
+filesystem = keytools.filesystem()
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "flights.parquet"
-    schema = pa.Schema.from_pandas(frame)
-    frame.to_parquet(path, encryption_properties=keytools.encryption_properties("flights", schema, path))
-
-    found = pd.read_parquet(path, decryption_properties=keytools.decryption_properties(path))
+    frame.to_parquet(path, filesystem=filesystem)
+    found = pd.read_parquet(path, filesystem=filesystem)
     pd.testing.assert_frame_equal(found, frame)
     print(f"a frame of {len(found)} rows and the columns {', '.join(found.columns)}")
+
+    # Each file has keys of its own.
+    frame.to_parquet(Path(folder) / "by_month", partition_cols=["month"], filesystem=filesystem)
+    print(f"{keytools.read_table(Path(folder) / 'by_month').num_rows} rows in a folder")

@@ -1,4 +1,4 @@
-"""Write batch by batch with pyarrow.parquet.ParquetWriter and encryption properties."""
+"""Write batch by batch with a writer that has the methods of pyarrow.parquet.ParquetWriter."""
 
 import tempfile
 from pathlib import Path
@@ -20,8 +20,7 @@ schema = pa.schema(columns)
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "flights.parquet"
-    properties = keytools.encryption_properties("flights", schema, path)
-    with pq.ParquetWriter(path, schema, encryption_properties=properties) as writer:
+    with keytools.writer(path, schema) as writer:
         for start in range(0, 30_000, 10_000):
             flights = range(start, start + 10_000)
             writer.write_batch(pa.record_batch([flights, [f"N{flight:05d}" for flight in flights]], schema=schema))
