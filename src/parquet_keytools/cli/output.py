@@ -133,6 +133,9 @@ def size_text(size_bytes: float) -> str:
     return f"{size_bytes:,.0f} bytes" if units[0] == "bytes" else f"{size_bytes:,.1f} {units[0]}"
 
 
+# --- how far it is ---
+
+
 @dataclass
 class ByteProgress:
     """How far the work is.

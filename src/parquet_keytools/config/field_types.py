@@ -117,6 +117,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
+# --- what pydantic found wrong ---
+
+
 _EXPECTED = {
     "string_type": "a text",
     "int_type": "a whole number",

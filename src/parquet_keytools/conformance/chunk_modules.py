@@ -62,6 +62,9 @@ def check_padding(plaintext: bytes | bytearray, end: int, place: ModulePlace, bo
     book.check("padding", end == len(plaintext), f"{len(plaintext) - end} bytes follow it.", place)
 
 
+# --- pages, from header to header ---
+
+
 _MIN_PLAINTEXT_HEADER_WINDOW = 4096
 
 _FoundHeader = tuple[PageHeader, int, ModulePlace, bytes, bytes]

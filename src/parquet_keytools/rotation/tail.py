@@ -182,6 +182,9 @@ def _is_same_footer(envelope: FooterEnvelope, footer_dek: SecretBytes, aad_prefi
     return footer.file_aad == old.file_aad and footer.metadata == old.metadata
 
 
+# --- put in place ---
+
+
 COPY_LENGTH = 8 * 1024 * 1024
 """How many bytes are copied at a time where they go through this process."""
 

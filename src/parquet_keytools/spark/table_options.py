@@ -162,6 +162,9 @@ def _leaves(data_type: DataType, path: ColumnPath) -> Iterator[ColumnPath]:
         yield path
 
 
+# --- files that a JVM saw ---
+
+
 class TableRequests:
     """Compares files with the tables of one configuration; `CheckedFile.java` is the other side.
 

@@ -142,6 +142,9 @@ class _Counter:
             self._start = now - passed % _WINDOW_SECONDS
 
 
+# --- while the KMS fails ---
+
+
 _LEAST_FAILURES = 5
 """Fewer than these open nothing: a lone caller may have met a single broken connection twice in a while."""
 

@@ -179,6 +179,9 @@ def email_of(credentials: Any) -> str | None:
     return email if isinstance(email, str) and "@" in email else None
 
 
+# --- the channel ---
+
+
 _OPTIONS = [
     # A call to a KMS that comes back must not wait for the two minutes that gRPC would.
     ("grpc.initial_reconnect_backoff_ms", 200),

@@ -146,6 +146,10 @@ def _mistake(detail: str) -> KmsConfigurationError:
 Connect = Callable[[SecretStr | None, float], VaultConnection]
 """Makes a connection that sends a token, and has until a time on the clock."""
 
+
+# --- the token of a process, kept working ---
+
+
 _RENEWED_AFTER = 2 / 3
 """Of its life. Early enough for more attempts, late enough to cost little."""
 

@@ -162,6 +162,9 @@ def _client(configuration: Configuration, text: str, tasks: int) -> KmsClient | 
     return client
 
 
+# --- each task's share of the limits ---
+
+
 _CALLS_TO_WAIT_FOR = 20
 """A call may wait for so many others of its task before it counts as failed."""
 
