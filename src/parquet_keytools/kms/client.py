@@ -19,12 +19,12 @@ from parquet_keytools.errors import (
     value_or_raise,
     without_frames,
 )
-from parquet_keytools.kms.key_reports import KeyReporter
 from parquet_keytools.kms.raw_form import RawForm
 from parquet_keytools.kms.requests import (
     KEY_LENGTHS_BYTES,
     CallFacts,
     E,
+    KeyReporter,
     MasterKeyDescription,
     R,
     RewrapRequest,
