@@ -101,6 +101,7 @@ class ChunkView:
         *,
         expects_dictionary_page: bool,
         offset_index: Callable[[], bytes | memoryview] | None,
+        piece_length: int,
     ) -> None:
         """Make one; nothing is read yet.
 
@@ -111,6 +112,7 @@ class ChunkView:
             cache: Keeps pages of which a part was read.
             expects_dictionary_page: Whether its metadata names a dictionary page.
             offset_index: Returns its offset index, decrypted; None where it has none.
+            piece_length: About how many bytes are read at once, at most.
         """
         assert region.length is not None
         self._number = number
@@ -121,6 +123,7 @@ class ChunkView:
         self._cache = cache
         self._expects_dictionary_page = expects_dictionary_page
         self._offset_index = offset_index
+        self._piece_length = piece_length
         self._pages = _KnownPages(region.offset)
         self._lock = ForkSafeLock()
 
@@ -150,12 +153,13 @@ class ChunkView:
             last_start = self._start_of(end - 1)
             _copy(last, last_start, offset, out)
             end = stop = last_start
-        if start < end:
-            data = memoryview(source.read_at(start, max(stop, end) - start))
-            self._decrypt(HeldSource(source, start, data), start, end, offset, out)
+        while start < end:
+            piece_end = min(max(stop, end), start + self._piece_length)
+            held = HeldSource(source, start, source.read_at(start, piece_end - start))
+            start = self._decrypt(held, start, min(end, piece_end), offset, out)
 
-    def _decrypt(self, source: ByteSource, start: int, end: int, offset: int, out: memoryview) -> None:
-        """Decrypt the pages from one that begins at `start` up to the one that `end` is in."""
+    def _decrypt(self, source: ByteSource, start: int, end: int, offset: int, out: memoryview) -> int:
+        """Decrypt the pages from `start` up to the one that `end` is in; returns where that ends."""
         wanted_end = offset + len(out)
         while start < end:
             (length,) = struct.unpack("<I", source.read_at(start, min(LENGTH_LENGTH, self._limit - start)))
@@ -171,6 +175,7 @@ class ChunkView:
                 _copy(page, start, offset, out)
                 self._cache.put((self._number, start), page.toreadonly())
             start = stop
+        return start
 
     def _decrypt_page(
         self,

@@ -7,6 +7,7 @@ Bloom filters keep where they begin. What no column that is shown has is zeros.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import struct
 import weakref
@@ -30,6 +31,10 @@ from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_footer import PlainTail, plain_tail
 
 _numbers = itertools.count()
+
+_LOCAL_PIECE = 1024 * 1024
+"""How much of a local file is read at once: the allocator takes memory of that size again. Other storage is asked
+as seldom as can be."""
 
 _INDEXES = {RegionKind.COLUMN_INDEX: ModuleType.COLUMN_INDEX, RegionKind.OFFSET_INDEX: ModuleType.OFFSET_INDEX}
 
@@ -84,7 +89,13 @@ class PlainFile:
         size_bytes: Length of the view: that of the file, unless more has to be said of refused columns than fits.
     """
 
-    def __init__(self, opened: OpenedFile, source: ByteSource, denied_columns: str, cache: PageCache) -> None:
+    def __init__(
+        self,
+        opened: OpenedFile,
+        source: ByteSource,
+        denied_columns: str,
+        cache: PageCache,
+    ) -> None:
         """Make one; of the file itself nothing is read yet.
 
         Args:
@@ -147,7 +158,7 @@ class PlainFile:
 
     # --- Reading -------------------------------------------------------------------------------------------
 
-    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+    def read_at(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`.
 
         Raises:
@@ -156,17 +167,19 @@ class PlainFile:
             ColumnAccessDeniedError: They are of a column whose key is refused.
             OSError: The file cannot be read.
         """
-        out = memoryview(bytearray(length))
-        self.read_into(offset, out)
-        return out.toreadonly()
-
-    def read_into(self, offset: int, out: memoryview) -> None:
-        """Put bytes from `offset` on into `out`, which is all zeros; see `read_at`."""
-        end = offset + len(out)
-        if offset < 0 or end > self.size_bytes:
+        end = offset + length
+        if offset < 0 or length < 0 or end > self.size_bytes:
             raise ParquetFormatError(
                 f"bytes {offset} to {end} are outside of the file of {self.size_bytes} bytes", path=self.path
             )
+        # Bytes that are written in their place, once: to copy them would cost as much as to decrypt them.
+        buffer = io.BytesIO(bytes(length))
+        with buffer.getbuffer() as out:
+            self._fill(offset, out)
+        return buffer.getvalue()
+
+    def _fill(self, offset: int, out: memoryview) -> None:
+        end = offset + len(out)
         tail = self._tail
         if tail is None:
             out[:] = self._source.read_at(offset, len(out))
@@ -199,7 +212,7 @@ class PlainFile:
             if _end_of(region) > offset:
                 touched.append(position)
         source = self._source
-        if len(touched) > 1:
+        if len(touched) > 1 and not self._opened.location.is_local:
             # Readers ask for neighbouring chunks at once, and storage is asked as often as they ask.
             start = max(offset, self._regions[touched[0]].offset)
             stop = min(end, _end_of(self._regions[touched[-1]]))
@@ -233,6 +246,7 @@ class PlainFile:
                     self._cache,
                     expects_dictionary_page=place in self._with_dictionary,
                     offset_index=None if index is None else partial(self._decrypted, index, self._source),
+                    piece_length=_LOCAL_PIECE if self._opened.location.is_local else region.limit,
                 )
             return view
 

@@ -73,7 +73,7 @@ class PlainInput(io.RawIOBase):
         self._refuse_closed()
         left = max(self.size - self._position, 0)
         length = left if size is None or size < 0 else min(size, left)
-        data = bytes(self._file.read_at(self._position, length))
+        data = self._file.read_at(self._position, length)
         self._position += length
         return data
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -114,6 +115,34 @@ def test_a_whole_chunk_takes_one_read_of_its_bytes(case: ViewCase, monkeypatch: 
     assert source.reads == []
     file.read_at(start, length)
     assert source.reads == [(start, length)]
+
+
+def test_neighbouring_chunks_of_a_remote_file_take_one_read(
+    case: ViewCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = case.encrypt(parquet_bytes(TABLE, **OPTIONS["v2 and bloom"]))
+    data = whole(case.view(path))
+    remote = fsspec.filesystem("memory", skip_instance_cache=True)
+    remote.pipe_file("/folder/x.parquet", path.read_bytes())
+    location = FileLocation.resolve("/folder/x.parquet", remote)
+    assert not location.is_local
+    sources = []
+
+    def as_verified(opened: Any, source: Any) -> CountedSource:
+        sources.append(CountedSource(source))
+        return sources[-1]
+
+    monkeypatch.setattr("parquet_keytools.view.plain_file.as_verified", as_verified)
+    keytools = case.keytools()
+    file = open_plain_file(keytools._keys, location, cache=PageCache())
+    assert bytes(file.read_at(0, len(data))) == data
+    assert len(sources[0].reads) == 1
+    choose = random.Random(3)
+    for _ in range(100):
+        start = choose.randrange(len(data))
+        end = min(start + int(10 ** choose.uniform(0, 5)), len(data))
+        assert bytes(file.read_at(start, end - start)) == data[start:end]
+    assert keytools.view("/folder", filesystem=remote).cat("x.parquet") == data
 
 
 def test_a_page_in_the_middle_takes_little_more(case: ViewCase, monkeypatch: pytest.MonkeyPatch) -> None:
