@@ -6,12 +6,14 @@ other. So what one learns is kept here, for all of the same configuration, by lo
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from parquet_keytools.config.loader import load_configuration
+from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
@@ -135,8 +137,10 @@ class KnownTables:
         with self._lock:
             tables = list(reversed(self._tables.values()))
         for table in tables:
-            if table.snapshot_of(location) is not None or table.file_at(location) is not None:
-                return table
+            # What is wrong with a manifest of another table is none of this one's business.
+            with contextlib.suppress(ParquetFormatError):
+                if table.snapshot_of(location) is not None or table.file_at(location) is not None:
+                    return table
         return None
 
     def metadata_locations(self, properties: Mapping[str, str]) -> list[str]:

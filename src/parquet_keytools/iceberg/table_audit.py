@@ -207,7 +207,8 @@ class TableAudit:
         link = ChainLink(snapshot.manifest_list, "manifest list", None, snapshot.key_id is not None)
         link.snapshot_ids.append(snapshot.snapshot_id)
         if (known := self._report.links.get(link.location)) is not None:
-            known.problems.append(f"the snapshot {snapshot.snapshot_id} has the same manifest list as another one")
+            known.problems.append(f"snapshot {snapshot.snapshot_id} has the same manifest list as another one")
+            return link
         self._report.links[link.location] = link
         name = f"manifest list {snapshot.manifest_list} of snapshot {snapshot.snapshot_id}"
         try:
