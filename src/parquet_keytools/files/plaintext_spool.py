@@ -13,8 +13,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import IO
 
-from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm
-from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
+from parquet_keytools.errors import OutputError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import Bytes
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.failures import failing_as_output
@@ -81,14 +81,19 @@ class SpoolRoom:
 
         Raises:
             OSError: It cannot be read.
-            InvalidTag: The temporary file was changed.
+            OutputError: The temporary file was changed.
         """
         if isinstance(kept, bytearray):
             return kept
         assert self._file is not None
         sealed = os.pread(self._file.fileno(), kept.length + TAG_LENGTH, kept.slot * _SLOT_BYTES)
         plaintext = bytearray(kept.length)
-        self._cipher.decrypt_into(kept.nonce, sealed, b"", plaintext)
+        try:
+            self._cipher.decrypt_into(kept.nonce, sealed, b"", plaintext)
+        except InvalidTag:
+            raise OutputError(
+                f"{self._target} is not written: the temporary file for it was changed.", hint="Write it again."
+            ) from None
         return plaintext
 
     def free(self, kept: StoredSegment | bytearray) -> None:
