@@ -34,6 +34,7 @@ LONGEST_FIRST: dict[str, str] = {
     "tamper/test_silent_failures.py": "silent failures",
     "packaging/test_demo.py": "demo",
     "packaging/test_wheel.py": "wheel",
+    "unit/iceberg/test_writing.py": "tables of Iceberg",
     "unit/arrow/test_call_counts.py": "number of calls",
 }
 """File -> group, in the order in which they begin."""

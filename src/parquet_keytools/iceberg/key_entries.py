@@ -76,7 +76,7 @@ def master_key_of(table: TableEncryption) -> str:
 class NewKeys:
     """Makes entries for new snapshots of one table, under a KEK that the table has, or else a new one.
 
-    A new KEK costs one call of the KMS, however often a commit is repeated.
+    A new KEK costs two calls of the KMS, to wrap and to unwrap it, however often a commit is repeated.
     """
 
     def __init__(self, keys: IcebergKeys, now: Callable[[], float] = lambda: time.time()) -> None:
@@ -126,35 +126,36 @@ class NewKeys:
 def wrap_kek(keys: IcebergKeys, kek: SecretBytes, master_key_id: str) -> bytes:
     """Return a KEK as the KMS wraps it, under the current version of the master key.
 
+    It is unwrapped again: all that depends on it would be lost with a wrapped KEK that does not open. This also
+    refuses a master key of anybody's in the metadata file, before the KEK encrypts anything.
+
     Raises:
         KeyNotAvailableError: The configuration has no KMS.
-        KmsError: The KMS does not wrap it.
+        MasterKeyNotTrustedError: The configuration does not name this master key, and it could be anybody's.
+        KmsResponseInvalidError: What the KMS returned does not unwrap to the KEK.
+        KmsError: The KMS does not wrap or unwrap it.
     """
     kms = keys.service.kms
     if kms is None:
         raise KeyNotAvailableError("the configuration has no kms.", hint="Describe the KMS under `kms:`.")
     configuration = keys.service.configuration
-    return kms.wrap_raw(kek, configuration.master_keys.get(master_key_id, master_key_id))
+    wrapped = kms.wrap_raw(kek, configuration.master_keys.get(master_key_id, master_key_id))
+    if keys.kek(wrapped, master_key_id) != kek:
+        raise KmsResponseInvalidError(
+            "the wrapped KEK does not unwrap to the KEK",
+            backend=kms.backend,
+            operation="wrap",
+            master_key_id=master_key_id,
+        )
+    return wrapped
 
 
 def rewrapped(keys: IcebergKeys, chain: KeyChain, entry: EncryptionKey) -> EncryptionKey:
     """Return the entry of a KEK, wrapped under the current version of its master key; the KEK stays the same.
 
-    Raises:
-        KmsResponseInvalidError: What the KMS returned does not unwrap to the KEK.
-        KmsError: The KMS does not wrap or unwrap it.
+    Errors are those of `wrap_kek`, and of unwrapping the entry.
     """
-    kek = chain.kek(entry.key_id)
-    wrapped = wrap_kek(keys, kek, entry.encrypted_by_id)
-    # The old wrapped key leaves the metadata file: all data of the table would go with it.
-    if keys.kek(wrapped, entry.encrypted_by_id) != kek:
-        raise KmsResponseInvalidError(
-            "the wrapped KEK does not unwrap to the KEK",
-            backend=keys.service.kms.backend if keys.service.kms is not None else "",
-            operation="wrap",
-            master_key_id=entry.encrypted_by_id,
-        )
-    return replace(entry, encrypted=wrapped)
+    return replace(entry, encrypted=wrap_kek(keys, chain.kek(entry.key_id), entry.encrypted_by_id))
 
 
 def as_json(entries: Iterable[EncryptionKey]) -> list[dict[str, Any]]:

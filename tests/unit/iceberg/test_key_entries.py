@@ -10,7 +10,7 @@ import pytest
 from iceberg_reader import KEYS, key_metadata, open_sealed
 
 from parquet_keytools import parse_configuration
-from parquet_keytools.errors import KmsResponseInvalidError
+from parquet_keytools.errors import KmsResponseInvalidError, MasterKeyNotTrustedError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
 from parquet_keytools.iceberg.key_entries import KEK_LIFETIME_MS, NewKeys, as_json, key_length_bits, rewrapped
@@ -79,8 +79,21 @@ def test_a_new_kek_is_made_once_for_all_attempts() -> None:
     results = [new_keys.entries_for(state, KeyChain(state, of), StandardKeyMetadata.fresh(128)) for _ in range(3)]
     assert len({kek_entry for kek_entry, _ in results}) == 1
     assert len({entry.key_id for _, entry in results}) == 3
-    assert kms.call_counts["wrap"] + kms.call_counts["wrap_raw"] == 1
-    assert sum(kms.call_counts.values()) == 1
+    assert dict(kms.call_counts) == {"wrap": 1, "unwrap": 1}
+
+
+def test_a_master_key_of_anybody_encrypts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes the metadata file must not get new data under a key of theirs."""
+    of = keys()
+    kms = of.service.kms
+    assert kms is not None
+    monkeypatch.setattr(kms, "_may_be_of_others", lambda master_key_id: True)
+    kms.trust(["keyB"])
+    state = table()
+    with pytest.raises(MasterKeyNotTrustedError):
+        NewKeys(of).entries_for(state, KeyChain(state, of), StandardKeyMetadata.fresh(128))
+    kms.trust(["keyA"])
+    assert len(NewKeys(of).entries_for(state, KeyChain(state, of), StandardKeyMetadata.fresh(128))) == 2
 
 
 @pytest.mark.parametrize(("length", "bits"), [(None, 128), ("16", 128), ("24", 192), ("32", 256)])
