@@ -14,7 +14,7 @@ from parquet_keytools.format.thrift_values import WireType
 
 Match = Callable[[bytes, int], re.Match[bytes] | None]
 
-_COLUMN_FIELDS = (
+COLUMN_FIELDS = (
     (1, WireType.I32),
     (2, WireType.LIST),
     (3, WireType.LIST),
@@ -30,9 +30,10 @@ _COLUMN_FIELDS = (
     (15, WireType.I32),
     (16, WireType.STRUCT),
 )
+"""Ids and types of the fields of column metadata: the groups of the third expression of `usual`, in order."""
 
-COLUMN_GROUPS = {field_id: (group, wire_type) for group, (field_id, wire_type) in enumerate(_COLUMN_FIELDS, 1)}
-"""Id of a field of column metadata -> its group in the third expression of `usual`, and its type."""
+COLUMN_GROUPS = {field_id: (group, wire_type) for group, (field_id, wire_type) in enumerate(COLUMN_FIELDS, 1)}
+"""Id of such a field -> its group, and its type."""
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.thrift_compact import ThriftReader
-from parquet_keytools.format.thrift_grammar import COLUMN_GROUPS
+from parquet_keytools.format.thrift_grammar import COLUMN_FIELDS, COLUMN_GROUPS
 from parquet_keytools.format.thrift_skim import Skimmer, Span, Spans, skimmer_of
 from parquet_keytools.format.thrift_values import (
     INTEGER_BITS,
@@ -85,7 +85,7 @@ class UnreadStruct(Struct):
             return super().entry(field_id)
         if field_id in changes:
             return changes[field_id]
-        place = self._place(data, field_id)
+        place = (self._spans or self._places(data)).get(field_id)
         if place is None:
             return None
         wire_type, start, end, column = place
@@ -153,13 +153,15 @@ class UnreadStruct(Struct):
         spans = self._spans
         if spans is None:
             spans = {}
-            if self._column is not None:
-                for field_id in COLUMN_GROUPS:
-                    place = self._place(data, field_id)
-                    if place is not None:
-                        spans[field_id] = place
-            else:
+            column = self._column
+            if column is None:
                 skimmer_of(data, self._start).struct_fields(1, spans)
+            else:
+                for (field_id, wire_type), (start, end) in zip(COLUMN_FIELDS, column.regs[1:], strict=True):
+                    if start >= 0:
+                        spans[field_id] = (wire_type, start, end, None)
+                self._spans = spans
+                self._column = None
             self._spans = spans
         return spans
 
