@@ -118,7 +118,7 @@ def parse_object(text: str | bytes, what: str) -> dict[str, Any]:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        fields = json.loads(text, object_pairs_hook=_object_without_duplicates, parse_constant=_no_constant)
+        fields = _DECODER.decode(text)
     except KeyMaterialError as error:
         raise KeyMaterialError(f"{what}: {error}") from None
     except (ValueError, RecursionError):
@@ -137,6 +137,9 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(name)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_without_duplicates, parse_constant=_no_constant)
 
 
 def check_type(fields: dict[str, Any]) -> None:
