@@ -210,7 +210,9 @@ def main() -> None:
         os._exit(0)
     if arguments.folder is not None:
         tempfile.tempdir = str(arguments.folder)
-    document = {curve: run(curve, arguments.largest, cpu=arguments.cpu) for curve in arguments.curves or SHAPES}
+    document = {
+        f"curve-{curve}": run(curve, arguments.largest, cpu=arguments.cpu) for curve in arguments.curves or SHAPES
+    }
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
 

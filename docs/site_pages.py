@@ -45,7 +45,7 @@ CODE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+).*?^(?P=indent)(?P=fence)
 """What has no links: code in blocks and in lines."""
 
 
-PICTURE = re.compile(r"^<!-- (?P<kind>plot|picture): (?P<name>[a-z]+) -->$", re.M)
+PICTURE = re.compile(r"^<!-- (?P<kind>plot|picture): (?P<name>[a-z-]+) -->$", re.M)
 """Where a page of the site has a picture that a script draws."""
 
 
