@@ -178,8 +178,8 @@ def print_tree(report: TableReport) -> None:
             add_link(add(branch, f"snapshot {link.snapshot_ids[0]}", []), link)
     for link in report.statistics:
         add_link(root, link)
-    console = Console(file=sys.stdout)
-    console.print(root, width=None if console.is_terminal else WIDTH_WITHOUT_TERMINAL)
+    # A narrower console would cut the width that is asked for.
+    Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL).print(root)
 
 
 def _add_lists(report: TableReport, kek_id: str, branch: Any, add: Any, add_link: Any) -> None:

@@ -92,6 +92,7 @@ def test_the_tree_has_all_links(command: Command) -> None:
     lines = text.splitlines()
     keks = [line for line in lines if "── KEK" in line]
     assert status == 0
+    assert max(map(len, lines)) > 100, "as narrow as a terminal that is not there"
     assert "master key keyA (for new KEKs)" in text
     assert len(keks) == 2 and "due" in keks[0] and "due" not in keks[1]
     assert sum("── snapshot" in line for line in lines) == 3
