@@ -11,16 +11,20 @@ import tempfile
 from itertools import groupby
 from pathlib import Path
 
+from warm_python import WarmPython
+
 from parquet_keytools import load_configuration
 
 PAGE = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_all_blocks_run_as_printed(tmp_path: Path) -> None:
+def test_all_blocks_run_as_printed(tmp_path: Path, warm_python: WarmPython) -> None:
     """Those of Python run in one program, up to the next one of the shell."""
-    # Not by way of a warm process: Ray and Dask start threads and processes of their own, and a signal is sent.
+    # The warm process makes keystores that open fast. It is not for Ray and Dask, which start threads,
+    # nor for the server, to which a signal is sent.
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    warm = os.environ | {"PATH": f"{warm_python.command.parent}{os.pathsep}{os.environ['PATH']}"}
     # Those of `console` and `js` are for people.
     blocks = [(found[1], found[2]) for found in BLOCK.finditer(PAGE)]
     assert {language for language, _ in blocks} == {"yaml", "python", "bash", "console", "js"}
@@ -35,7 +39,8 @@ def test_all_blocks_run_as_printed(tmp_path: Path) -> None:
                     (tmp_path / name).write_text(text, encoding="utf-8")
                     assert load_configuration(tmp_path / name).tables
                 case "bash":
-                    run(["bash", "-euo", "pipefail", "-c", text], tmp_path, environment)
+                    chosen = warm if "keystore" in text else environment
+                    run(["bash", "-euo", "pipefail", "-c", text], tmp_path, chosen)
                 case _:
                     (tmp_path / "page.py").write_text(text, encoding="utf-8")
                     run([sys.executable, "page.py"], tmp_path, environment)

@@ -20,6 +20,7 @@ import pytest
 from unit.cli.conftest import CONFIGURATION, PROGRAM
 
 from parquet_keytools import Keytools
+from parquet_keytools.cli.viewed_tree import viewed_tree
 from parquet_keytools.serve import fuse_mount
 
 TABLE = pa.table({"id": list(range(1_000)), "name": [f"person {number}" for number in range(1_000)]})
@@ -126,12 +127,13 @@ def test_nothing_to_serve(config: Path, tmp_path: Path, run) -> None:
 
 
 def test_one_file_is_served_without_those_beside_it(config: Path, tmp_path: Path) -> None:
-    Keytools.from_yaml(config).write_table(TABLE, tmp_path / "people" / "b.parquet")
-    with serving(tmp_path / "people" / "b.parquet", "--config", config) as (_, facts):
-        with urllib.request.urlopen(facts["url"]) as answer:
-            assert b"b.parquet" in (names := answer.read()) and b"a.parquet" not in names
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(facts["url"] + "a.parquet")
+    keytools = Keytools.from_yaml(config)
+    keytools.write_table(TABLE, tmp_path / "people" / "b.parquet")
+    tree, first = viewed_tree(keytools, str(tmp_path / "people" / "b.parquet"), None)
+    assert first == "b.parquet"
+    assert [entry.key for entry in tree.entries("")] == ["b.parquet"]
+    with pytest.raises(FileNotFoundError):
+        tree.find("a.parquet")
 
 
 # --- mount ---
