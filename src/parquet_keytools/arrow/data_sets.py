@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 _MOST_SHOWN = 5
 
+HINT_FOR_DENIED = "Name the columns that you need, or set `denied_columns: hide` under `reading`."
+
 
 @dataclass(frozen=True)
 class ReadRequest:
@@ -247,10 +249,9 @@ class DataSetFiles:
         self._known.update(kms_keys.keys)
         shows_nulls = nulls_denied(self._keys)
         hides = hides_denied(self._keys) or shows_nulls
-        hint = "Name the columns that you need, or set `denied_columns: hide` under `reading`."
         for opened in files:
             refuse_denied_filter(opened, request.filters, shows_nulls=shows_nulls)
-            opened.refuse_denied(request.columns, hint="" if hides else hint, hides_refused=hides)
+            opened.refuse_denied(request.columns, hint="" if hides else HINT_FOR_DENIED, hides_refused=hides)
             if self._partition_names:
                 encrypted = _encrypted_columns(opened)
                 if not self._partition_names.isdisjoint(encrypted):

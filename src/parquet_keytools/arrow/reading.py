@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.data_sets import (
+    HINT_FOR_DENIED,
     DataSetFiles,
     ReadRequest,
     hides_denied,
@@ -25,6 +26,7 @@ from parquet_keytools.arrow.decryption_properties import (
 )
 from parquet_keytools.arrow.read_options import ReadOptions, with_extensions
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
+from parquet_keytools.config.mistakes import did_you_mean, one_of
 from parquet_keytools.files.conversion import decrypted_buffer, decrypted_metadata
 from parquet_keytools.files.key_service import KeyService, read_again_if_changed
 from parquet_keytools.files.opened_file import OpenedFile
@@ -66,7 +68,7 @@ def read_metadata(
     if location.is_folder():
         raise IsADirectoryError(f"{location} is a folder: name one of its files")
     (opened,) = keys.open_files([location], table_name, aad_prefix)
-    opened.refuse_denied(None, hides_refused=hides_denied(keys))
+    opened.refuse_denied(None, hides_refused=hides_denied(keys) or nulls_denied(keys))
     return pq.read_metadata(pa.BufferReader(decrypted_metadata(opened)))
 
 
@@ -74,7 +76,8 @@ def read_schema(
     keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | None
 ) -> pa.Schema:
     """Return the schema of a file or a data set; see `Keytools.schema`."""
-    if not (location.only or location.is_folder()):
+    # What is shown as nulls may be null, whatever the file says.
+    if not (location.only or location.is_folder() or nulls_denied(keys)):
         return read_metadata(keys, location, table_name, aad_prefix).schema.to_arrow_schema()
     files = DataSetFiles(keys, location, ReadRequest(None, None, table_name, aad_prefix), ReadOptions())
     return files.dataset("hive", None, knows_denied=hides_denied(keys)).schema
@@ -87,7 +90,8 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
     if hides_denied(keys) and opened.denied:
         opened.refuse_denied(columns, hides_refused=True)
         columns = _without_denied(opened, columns)
-    opened.refuse_denied(columns, hides_refused=shows_nulls)
+    hint = "" if hides_denied(keys) or shows_nulls else HINT_FOR_DENIED
+    opened.refuse_denied(columns, hint=hint, hides_refused=shows_nulls)
     is_view = shows_nulls and bool(opened.refused)
     limits = arrow_read_limits(opened) if opened.is_encrypted else []
     _log.info("%s is decrypted by %s", opened.location, "the module encryptor" if limits else "pyarrow")
@@ -131,6 +135,10 @@ def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, o
             dataset = files.dataset(partitioning, schema, knows_denied=hides_denied(keys))
     expression = None if request.filters is None else pq.filters_to_expression(request.filters)
     names = None if request.columns is None else [name for name in request.columns if name not in files.hidden]
+    known = dataset.schema.names
+    for name in names or ():
+        if name not in known and name.partition(".")[0] not in known:
+            raise ValueError(f"{folder} has no column {name!r}. {did_you_mean(name, known) or one_of(known)}")
     try:
         threads = options.table.get("use_threads", True)
         return dataset.to_table(columns=names, filter=expression, use_threads=threads)

@@ -88,9 +88,19 @@ def as_dataset_source(data: Any) -> Any:
         # With the metadata from which pandas makes the same index again.
         return pa.table(data)
     if hasattr(data, "__arrow_c_stream__"):
-        return pa.RecordBatchReader.from_stream(data)
+        return _without_views(pa.RecordBatchReader.from_stream(data))
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, dict)):
         parts = [as_dataset_source(part) for part in data]
         if parts and all(isinstance(part, (pa.Table, pa.RecordBatch)) for part in parts):
             return parts
     raise TypeError(f"{type(data).__qualname__} is no data to be written: give {_TAKEN}.")
+
+
+def _without_views(reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
+    """Return a stream without views of strings, such as Polars gives: Arrow cannot partition these."""
+    fields = [field.with_type(_VIEWS[field.type]) if field.type in _VIEWS else field for field in reader.schema]
+    schema = pa.schema(fields, metadata=reader.schema.metadata)
+    return reader if schema == reader.schema else reader.cast(schema)
+
+
+_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}

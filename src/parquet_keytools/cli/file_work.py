@@ -216,12 +216,14 @@ class _Work:
         except BaseException:
             self._stopped.set()
             raise
+        if outcome is None:
+            return
         with self._lock:
             self._outcomes[number] = outcome
             self._done_bytes += file.size_bytes
             self._progress.move_to(self._done_bytes)
 
-    def _outcome(self, file: PlannedFile) -> FileResult | Failure:
+    def _outcome(self, file: PlannedFile) -> FileResult | Failure | None:
         try:
             if self.plan.source_is_folder:
                 _create_folder_of(file.target)
@@ -240,8 +242,12 @@ class _Work:
                 say(f"Stopped at the first of {number_of(len(self.plan.files), 'file')}, {file.source}.")
                 raise
             if storage_failure(error, file.target) is not None:
-                # The others would fare no better.
-                self._stopped.set()
+                # The others would fare no better; those that are under way say the same, and count as not started.
+                with self._lock:
+                    is_first = not self._stopped.is_set()
+                    self._stopped.set()
+                if not is_first:
+                    return None
             return Failure(file, error)
 
 

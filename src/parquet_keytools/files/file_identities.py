@@ -8,21 +8,18 @@ by chance two of 100,000 files share one with a probability of 1 in 3 billion, a
 from __future__ import annotations
 
 import hashlib
-import inspect
 import secrets
 import warnings
 from collections import OrderedDict
-from pathlib import Path
 
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import KeytoolsError, ReusedKeysError
 from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail
+from parquet_keytools.runtime.callers import levels_inside
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
-
-_PACKAGE = Path(__file__).parents[1]
 
 MOST_REMEMBERED = 100_000
 """How many files are remembered; the one that was opened first is forgotten first."""
@@ -68,7 +65,7 @@ class FileIdentities:
         )
         if self._refuses:
             raise error
-        warnings.warn(str(error), UserWarning, stacklevel=_levels_inside())
+        warnings.warn(str(error), UserWarning, stacklevel=levels_inside())
 
     def other(self, location: FileLocation, footer_dek: SecretBytes, file_unique: bytes) -> FileLocation | None:
         """Remember a file; return another one that was opened before with the same data key and file unique.
@@ -87,14 +84,6 @@ class FileIdentities:
             if len(self._files) > MOST_REMEMBERED:
                 self._files.popitem(last=False)
         return None if found is None or found == location or found.is_same_file(location) else found
-
-
-def _levels_inside() -> int:
-    """Return the level of the caller's caller that is not of this package: the warning is shown there."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _differs(location: FileLocation, opened: OpenedFile) -> bool:

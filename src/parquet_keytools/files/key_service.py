@@ -41,6 +41,7 @@ from parquet_keytools.keys.key_wrapping import DekToWrap, KeyUnwrapper, KeyWrapp
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.runtime import audit
+from parquet_keytools.runtime.callers import levels_inside
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 
@@ -98,8 +99,8 @@ class TablePolicy:
                     f"{message}, and the table {self.table_name!r} has it under the key {key.key_name!r}.",
                     hint="Partition by another column, or take this one out of column_keys.",
                 )
-            # Shown at the call of `Keytools`.
-            warnings.warn(f"{message}, for the data set is partitioned by it", UserWarning, stacklevel=4)
+            text = f"{message}, for the data set is partitioned by it"
+            warnings.warn(text, UserWarning, stacklevel=levels_inside())
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -124,6 +125,17 @@ def test_one_clear_error_for_what_is_no_option(data: Path, tools: Keytools, meth
         for name in ("decryption_properties", "ignore_prefixes"):
             with pytest.raises(TypeError, match=f"{method} does not take '{name}'"):
                 call(there, **{name: None})
+
+
+def test_strings_of_polars_are_partitioned(tmp_path: Path, tools: Keytools) -> None:
+    frame = pl.DataFrame({"a": [1, 2], "b": ["x", "y"], "c": [0, 1]})
+    tools.write_dataset(frame, tmp_path / "frames", partitioning=["c"])
+    assert tools.read_table(tmp_path / "frames")["b"].to_pylist() == ["x", "y"]
+
+
+def test_a_column_that_is_not_there(data: Path, tools: Keytools) -> None:
+    with pytest.raises(ValueError, match=r"has no column 'bb'\. Did you mean 'b'"):
+        tools.read_table(data, columns=["a", "bb"])
 
 
 # --- globs and lists ---
