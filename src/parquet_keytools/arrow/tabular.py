@@ -97,10 +97,21 @@ def as_dataset_source(data: Any) -> Any:
 
 
 def _without_views(reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
-    """Return a stream without views of strings, such as Polars gives: Arrow cannot partition these."""
-    fields = [field.with_type(_VIEWS[field.type]) if field.type in _VIEWS else field for field in reader.schema]
+    """Return a stream without views of strings, such as Polars gives: Arrow cannot partition or filter these."""
+    fields = [field.with_type(_without_view(field.type)) for field in reader.schema]
     schema = pa.schema(fields, metadata=reader.schema.metadata)
     return reader if schema == reader.schema else reader.cast(schema)
+
+
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_view(field.type)) for field in kind])
+    for is_list, make in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
+        if is_list(kind):
+            return make(kind.value_field.with_type(_without_view(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_without_view(kind.value_type)), kind.list_size)
+    return _VIEWS.get(kind, kind)
 
 
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}

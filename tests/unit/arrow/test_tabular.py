@@ -14,6 +14,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from parquet_keytools import Keytools, parse_configuration
+from parquet_keytools.arrow.tabular import as_stream
 
 TABLE = pa.table({"a": range(50), "b": [f"text {number % 5}" for number in range(50)]})
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -80,3 +81,12 @@ def test_what_has_no_rows_is_refused(tmp_path: Path, wrong: Any) -> None:
         with pytest.raises(TypeError, match=r"is no data to be written: .*DataFrame of pandas"):
             write(wrong, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_strings_of_polars_within_lists_and_structs_are_no_views() -> None:
+    frame = pl.DataFrame({"tags": [["x"], ["y"]], "place": [{"town": "a"}, {"town": "b"}], "name": ["n", "m"]})
+    assert "string_view" in str(pa.RecordBatchReader.from_stream(frame).schema)
+    table = as_stream(frame).read_all()
+    assert "string_view" not in str(table.schema)
+    # Arrow has no such filter for views.
+    assert table.filter(pa.array([False, True])).to_pylist() == frame.to_dicts()[1:]
