@@ -80,7 +80,8 @@ class FileIdentities:
         digest = hashlib.sha256(self._salt + footer_dek.reveal() + file_unique).digest()[:16]
         with self._lock:
             found = self._files.pop(digest, None)
-            self._files[digest] = location
+            # Who is refused once is refused again when it is opened again: the first file is the one that stays.
+            self._files[digest] = found if found is not None and self._refuses else location
             if len(self._files) > MOST_REMEMBERED:
                 self._files.popitem(last=False)
         return None if found is None or found == location or found.is_same_file(location) else found
