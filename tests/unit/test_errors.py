@@ -15,6 +15,7 @@ from parquet_keytools.errors import (
     KmsThrottledError,
     KmsUnavailableError,
     ParquetFormatError,
+    ReusedKeysError,
     TableMismatch,
     TableMismatchError,
     UnsupportedByArrowError,
@@ -48,6 +49,8 @@ def example(cls: type[KeytoolsError]) -> KeytoolsError:
     if issubclass(cls, ColumnAccessDeniedError):
         cause = KmsAccessDeniedError(backend="aws", operation="unwrap", master_key_id="pii")
         return cls(["a.b", "c"], [cause, cause], hint="Do that.")
+    if issubclass(cls, ReusedKeysError):
+        return cls("b.parquet", "a.parquet", hint="Do that.")
     return cls("wrong", hint="Do that.")
 
 
