@@ -24,7 +24,7 @@ from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
 from parquet_keytools.iceberg.manifests import ListedFile, manifests_in
-from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, MAX_METADATA_BYTES, parse_table_metadata
+from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, parse_table_metadata, read_metadata_file
 from parquet_keytools.storage.sources import ArrowSource
 
 CONFIG_PROPERTY = "keytools.config"
@@ -35,6 +35,7 @@ CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 _ENCRYPTED_MAGICS = (b"AGS1", b"PARE")
 _METADATA_ENDINGS = (".json", ".json.gz")
 _VERSION_HINT = "version-hint.text"
+_MAX_HINT_BYTES = 4096
 
 _our_writer = ContextVar("our_writer", default=False)
 
@@ -151,18 +152,12 @@ class EncryptedFileIO(FileIO):
         """Return a metadata file, and learn what it says of the encryption of its table.
 
         Raises:
+            ParquetFormatError: It is no metadata file.
             KeyMaterialError: Its `encryption-keys` are not what the format says.
         """
         with self.open_stored(location) as file:
-            if file.size() > MAX_METADATA_BYTES:
-                raise ParquetFormatError(f"longer than {MAX_METADATA_BYTES} bytes", path=location)
-            content: bytes = file.read()
-        try:
-            encryption = parse_table_metadata(content, location)
-        except ParquetFormatError as error:
-            if type(error) is not ParquetFormatError:
-                raise
-            return content  # some other file of JSON; PyIceberg says what is wrong if it is none
+            content = read_metadata_file(file, location)
+        encryption = parse_table_metadata(content, location)
         if encryption.is_encrypted:
             table = self._known.add(encryption)
             self._tables[location] = table
@@ -214,11 +209,19 @@ class EncryptedFileIO(FileIO):
             KeyNotAvailableError: It is encrypted, and nothing that was read says with which key.
             KeytoolsError: Another subclass says which link of the key chain is broken.
         """
+        # A name makes nothing plaintext: whoever changes a metadata file names the manifest lists in it.
         if location.endswith(_METADATA_ENDINGS):
-            return io.BytesIO(self.read_metadata(location))
+            try:
+                return io.BytesIO(self.read_metadata(location))
+            except ParquetFormatError as error:
+                if type(error) is not ParquetFormatError:
+                    raise
         table = self._find(location)
         if table is None and location.endswith(_VERSION_HINT):
-            return self.open_stored(location)
+            with self.open_stored(location) as stored:
+                hint = bytes(stored.read(_MAX_HINT_BYTES))
+            if hint.isascii() and hint.decode().strip().isprintable():
+                return io.BytesIO(hint)
         if table is None:
             table = self._search(location)
         if table is None:

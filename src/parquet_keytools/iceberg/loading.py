@@ -130,8 +130,8 @@ def create_table(
         partition_spec,
         sort_order,
         {
-            # The names of data files would show the values that rows are partitioned by.
-            **(_HIDDEN_PARTITIONS if not partition_spec.is_unpartitioned() else {}),
+            # The names of data files would show the values that rows are partitioned by, or will be once.
+            **_HIDDEN_PARTITIONS,
             **properties,
             TableProperties.FORMAT_VERSION: "3",
             KEY_ID_PROPERTY: master_key_id,

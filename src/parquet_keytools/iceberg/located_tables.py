@@ -15,7 +15,7 @@ from pyiceberg.typedef import EMPTY_DICT
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, MAPPING_PROPERTY, mapped_location
-from parquet_keytools.iceberg.table_metadata import TableEncryption, parse_table_metadata
+from parquet_keytools.iceberg.table_metadata import TableEncryption, parse_table_metadata, read_metadata_file
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def located_table(
     mapping = given.get(MAPPING_PROPERTY, "")
     file_io = load_file_io(beneath, mapped_location(table, mapping))
     with _open(file_io, table, mapping) as file:
-        encryption = parse_table_metadata(file.read(), table)
+        encryption = parse_table_metadata(read_metadata_file(file, table), table)
     return LocatedTable(encryption, service, file_io, mapping)
 
 

@@ -8,10 +8,14 @@ snapshot names the latter. PyIceberg 0.12 drops both fields, so they are read he
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+
+import pyarrow as pa
 
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import KeyMaterialError, ParquetFormatError
@@ -111,13 +115,27 @@ class TableEncryption:
         return next((snapshot for snapshot in self.snapshots if snapshot.snapshot_id == snapshot_id), None)
 
 
+def read_metadata_file(file: pa.NativeFile, location: str) -> bytes:
+    """Return the content of a metadata file as it is stored.
+
+    Raises:
+        ParquetFormatError: It is too long to be one.
+    """
+    if file.size() > MAX_METADATA_BYTES:
+        _refuse(location, f"it is longer than {MAX_METADATA_BYTES} bytes")
+    return bytes(file.read())
+
+
 def read_document(content: bytes, location: str) -> dict[str, Any]:
     """Return a metadata file as it is, decompressed; arguments and errors as with `parse_table_metadata`."""
     if content[:2] == b"\x1f\x8b":
         try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError):
+            with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+                content = file.read(MAX_METADATA_BYTES + 1)
+        except (OSError, EOFError, zlib.error):
             _refuse(location, "it is damaged: gzip does not decompress it")
+        if len(content) > MAX_METADATA_BYTES:
+            _refuse(location, f"it is longer than {MAX_METADATA_BYTES} bytes once it is decompressed")
     try:
         document = json.loads(content)
     except (ValueError, RecursionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 from iceberg_case import Lake, rows
 
 from parquet_keytools import strict_base64
-from parquet_keytools.errors import NotEncryptedError
-from parquet_keytools.iceberg import EncryptedFileIO
+from parquet_keytools.errors import DecryptionError, NotEncryptedError, ParquetFormatError
+from parquet_keytools.iceberg import EncryptedFileIO, table_metadata
 from parquet_keytools.iceberg.ags1 import Ags1Writer
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.located_tables import located_table
@@ -97,3 +98,40 @@ def test_the_property_may_name_another_master_key_than_the_keks(lake: Lake) -> N
     path_of(table.metadata_location).write_text(json.dumps(document))
     assert lake.ids() == list(range(5))
     assert audit(lake).master_key_ids == ["keyB", "keyA"]
+
+
+@pytest.mark.parametrize("name", ["list.json", "list.json.gz", "version-hint.text"])
+def test_no_name_makes_a_plaintext_manifest_list_one_that_is_read(lake: Lake, name: str) -> None:
+    lake.create().append(rows(0, 5))
+    table = lake.load()
+    assert isinstance(table.io, EncryptedFileIO)
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    plaintext = lake.table_folder / "metadata" / name
+    plaintext.write_bytes(table.io.read_all(snapshot.manifest_list))
+    document = lake.metadata()
+    document["snapshots"][0]["manifest-list"] = f"file://{plaintext}"
+    path_of(table.metadata_location).write_text(json.dumps(document))
+    with pytest.raises(DecryptionError, match=rf"{name} of snapshot .* it is another file"):
+        lake.load().scan().to_arrow()
+    # One that no snapshot has is no metadata file and no hint either.
+    elsewhere = plaintext.with_name(f"other-{name}")
+    plaintext.rename(elsewhere)
+    with pytest.raises(NotEncryptedError, match="no key metadata"):
+        table.io.read_all(f"file://{elsewhere}")
+    elsewhere.write_text("12\n")
+    if name.endswith(".text"):
+        assert table.io.read_all(f"file://{elsewhere}") == b"12\n"
+
+
+def test_a_metadata_file_is_not_decompressed_without_end(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
+    lake.create()
+    content = json.dumps(lake.metadata()).encode() + b" " * 100_000
+    compressed = gzip.compress(content)
+    monkeypatch.setattr(table_metadata, "MAX_METADATA_BYTES", len(content))
+    assert table_metadata.parse_table_metadata(compressed, "here").is_encrypted
+    monkeypatch.setattr(table_metadata, "MAX_METADATA_BYTES", len(content) - 1)
+    with pytest.raises(ParquetFormatError, match=r"longer than .* once it is decompressed"):
+        table_metadata.parse_table_metadata(compressed, "here")
+    with pytest.raises(ParquetFormatError, match="gzip does not decompress it"):
+        table_metadata.parse_table_metadata(compressed[:30] + b"\xff" * 40, "here")

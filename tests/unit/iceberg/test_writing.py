@@ -192,6 +192,15 @@ def test_partitions_are_written_and_names_of_files_do_not_show_them(lake: Lake) 
     lake.assert_no_plaintext()
 
 
+def test_partitions_that_a_table_gets_later_are_not_in_names_of_files_either(lake: Lake) -> None:
+    table = lake.create()
+    with table.update_spec() as spec:
+        spec.add_identity("name")
+    table.append(rows(0, 3))
+    assert lake.ids() == lake.outside_ids() == [0, 1, 2]
+    lake.assert_no_plaintext()
+
+
 def test_a_transaction_with_several_changes_is_one_commit(lake: Lake) -> None:
     table = lake.create()
     table.append(rows(0, 10))
