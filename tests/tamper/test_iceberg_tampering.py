@@ -164,6 +164,7 @@ def swap(first: dict[str, Any], second: dict[str, Any], name: str) -> None:
         (lambda v, d: d["snapshots"][-1].pop("key-id"), NotEncryptedError, "manifest list"),
         (lambda v, d: v.entry(d, -1).update({"encrypted-key-metadata": "no base64!"}), KeyMaterialError, "base64"),
         (lambda v, d: d.pop("encryption-keys"), KeyMaterialError, "manifest list key"),
+        (lambda v, d: d.update({"current-snapshot-id": 7}), KeyMaterialError, "current-snapshot-id is 7"),
     ],
 )
 def test_what_the_metadata_file_claims_is_proven(

@@ -10,6 +10,7 @@ from typing import Any
 from pyiceberg.exceptions import CommitFailedException, ValidationException
 from pyiceberg.table import DataScan, Table, TableProperties, Transaction
 from pyiceberg.table.locations import LocationProvider
+from pyiceberg.table.metadata import TableMetadataV3
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.update import AddSnapshotUpdate, SetPropertiesUpdate, TableRequirement, TableUpdate
 from pyiceberg.typedef import EMPTY_DICT, Properties
@@ -61,7 +62,8 @@ class EncryptedTable(Table):
 
         Raises:
             NotEncryptedError: The table has no master key.
-            KeyMaterialError: Its KEKs are under another master key than its property names.
+            KeyMaterialError: Its KEKs are under another master key than its property names, or it has another
+                format version than 3.
             ConfigurationError: Its property `encryption.data-key-length` is not valid.
         """
         return EncryptedTransaction(self)
@@ -105,6 +107,12 @@ class EncryptedTable(Table):
     def working_copy(self) -> WorkingTable:
         """Return a copy for one transaction; errors are those of `transaction`."""
         encryption = self.known().encryption
+        if not isinstance(self.metadata, TableMetadataV3):
+            raise KeyMaterialError(
+                f"the table has format version {self.metadata.format_version}, and encrypted ones have version 3.",
+                path=self.metadata_location,
+                hint="Somebody changed this metadata file; restore it from a backup.",
+            )
         master_key_of(encryption)
         return WorkingTable(self, WritingFileIO(self.reader, key_length_bits(encryption)), self._new_keys)
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from parquet_keytools.errors import KeytoolsError, KmsError, WrappedKeyInvalidError
+from parquet_keytools.errors import KeyMaterialError, KeytoolsError, KmsError, WrappedKeyInvalidError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.ags1 import MAGIC
 from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file, read_stream
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
+from parquet_keytools.iceberg.key_entries import master_key_of
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in
 from parquet_keytools.iceberg.table_metadata import SnapshotKey, TableEncryption
@@ -28,6 +29,8 @@ _MS_A_DAY = 86_400_000
 _KEK_LIFETIME_DAYS = 730
 _PARQUET = "PARQUET"
 _ENCRYPTED = (MAGIC, b"PARE")
+_UNREADABLE = (KeytoolsError, OSError, ValueError, pa.ArrowException)
+"""Also what a location is refused with: a scheme that PyIceberg does not know is a ValueError."""
 
 OpenStored = Callable[[str], pa.NativeFile]
 
@@ -162,6 +165,11 @@ class TableAudit:
             self._report.problems.append(
                 "the property encryption.key-id is missing: writers would make plaintext files"
             )
+        elif encryption.is_encrypted:
+            try:
+                master_key_of(encryption)
+            except KeyMaterialError as error:
+                self._report.problems.append(str(error))
         if encryption.is_encrypted:
             for link in (*self._report.links.values(), *self._report.statistics):
                 if not link.is_encrypted:
@@ -217,7 +225,7 @@ class TableAudit:
                 key = self._chain.manifest_list_key(snapshot.key_id, snapshot.snapshot_id)
             self._note_key(link, key)
             manifests = manifests_in(self._content(link, key, name), name)
-        except (KeytoolsError, OSError) as error:
+        except _UNREADABLE as error:
             link.problems.append(_text_of(error))
             return link
         link.children = [self._manifest(file, snapshot.snapshot_id) for file in manifests]
@@ -231,7 +239,7 @@ class TableAudit:
                 key = file.key_metadata()
                 self._note_key(link, key)
                 files = files_in(self._content(link, key, file.name), file.name)
-            except (KeytoolsError, OSError) as error:
+            except _UNREADABLE as error:
                 link.problems.append(_text_of(error))
                 files = []
             # An entry of a deleted file is history: the file itself may be gone.
@@ -254,7 +262,7 @@ class TableAudit:
             elif key is not None:
                 with self._open_stored(file.location) as stored:
                     check_length(stored.size(), key, file.length, file.name)
-        except (KeytoolsError, OSError) as error:
+        except _UNREADABLE as error:
             link.problems.append(_text_of(error))
         return link
 
@@ -300,10 +308,10 @@ class TableAudit:
                 # The format gives statistics no key: what begins like a stream is at least no plaintext.
                 link.is_encrypted = stored.read(len(MAGIC)) in _ENCRYPTED
                 link.length = stored.size()
-        except (KeytoolsError, OSError) as error:
+        except _UNREADABLE as error:
             link.problems.append(_text_of(error))
         self._report.statistics.append(link)
 
 
 def _text_of(error: Exception) -> str:
-    return f"it cannot be read: {error}" if isinstance(error, OSError) else str(error)
+    return f"it cannot be read: {error}" if not isinstance(error, KeytoolsError) else str(error)

@@ -154,7 +154,7 @@ def parse_table_metadata(content: bytes, location: str) -> TableEncryption:
 
     Raises:
         ParquetFormatError: It is no metadata file.
-        KeyMaterialError: Its `encryption-keys` are not what the format says.
+        KeyMaterialError: Its `encryption-keys` are not what the format says, or its current snapshot is missing.
     """
     return _Reader(location).table(read_document(content, location))
 
@@ -175,7 +175,7 @@ class _Reader:
         if not isinstance(properties, dict):
             _refuse(self.location, "its properties are no object")
         statistics = [*self.items(document, "statistics"), *self.items(document, "partition-statistics")]
-        return TableEncryption(
+        table = TableEncryption(
             metadata_location=self.location,
             location=str(document.get("location", "")),
             table_uuid=str(document.get("table-uuid", "")),
@@ -185,6 +185,15 @@ class _Reader:
             current_snapshot_id=current if type(current) is int and current != -1 else None,
             statistics=tuple(self.text(item, "statistics-path", "a statistics file") for item in statistics),
         )
+        current_id = table.current_snapshot_id
+        if table.is_encrypted and current_id is not None and table.snapshot(current_id) is None:
+            # PyIceberg would show an empty table.
+            raise KeyMaterialError(
+                f"its current-snapshot-id is {current_id}, and it has no such snapshot",
+                path=self.location,
+                hint="Do not trust this metadata file; restore it from a backup.",
+            )
+        return table
 
     def key(self, item: Mapping[str, Any], number: int) -> EncryptionKey:
         what = f"entry {number} of encryption-keys"

@@ -135,3 +135,21 @@ def test_a_metadata_file_is_not_decompressed_without_end(lake: Lake, monkeypatch
         table_metadata.parse_table_metadata(compressed, "here")
     with pytest.raises(ParquetFormatError, match="gzip does not decompress it"):
         table_metadata.parse_table_metadata(compressed[:30] + b"\xff" * 40, "here")
+
+
+def test_whatever_a_metadata_file_claims_the_report_goes_on(lake: Lake) -> None:
+    lake.create().append(rows(0, 5))
+    lake.load().append(rows(5, 9))
+    location = lake.load().metadata_location
+    document = lake.metadata()
+    document["snapshots"][0]["manifest-list"] = "unknown://place/list.avro"
+    document["partition-statistics"] = [{"statistics-path": "file:///\0"}]
+    document["properties"]["encryption.key-id"] = "keyB"
+    path_of(location).write_text(json.dumps(document))
+    located = located_table(location, lake.folder / "keytools.yaml")
+    report = TableAudit(located.encryption, located.service, located.open_stored, with_data=True).run()
+    problems = dict(report.findings)
+    assert "encryption.key-id is 'keyB'" in problems[f"metadata file {location}"]
+    assert "it cannot be read" in problems["manifest list unknown://place/list.avro"]
+    assert len(report.findings) == 4 and sum("file:///\0" in link for link, _ in report.findings) == 2
+    assert report.lists[1].children

@@ -343,6 +343,16 @@ def test_a_metadata_file_keeps_what_pyiceberg_does_not_know(lake: Lake) -> None:
 # --- what is refused ---
 
 
+def test_nothing_is_written_where_the_format_version_was_lowered(lake: Lake) -> None:
+    lake.create().append(rows(0, 3))
+    (newest,) = lake.table_folder.glob("metadata/00001-*.json")
+    newest.write_text(newest.read_text().replace('"format-version": 3', '"format-version": 2'))
+    files = lake.files()
+    with pytest.raises(KeyMaterialError, match="has format version 2"):
+        lake.load().append(rows(3, 6))
+    assert lake.files() == files
+
+
 def test_nothing_is_written_into_a_table_that_lost_its_master_key(lake: Lake) -> None:
     lake.create().append(rows(0, 3))
     (newest,) = lake.table_folder.glob("metadata/00001-*.json")
