@@ -167,6 +167,10 @@ class EncryptedOutput(io.RawIOBase):
     def __del__(self) -> None:
         # Whoever did not close it may not have written all of it.
         if not self.closed:
+            if self._spool.size_bytes:
+                _log.warning(
+                    "%s is not written, because it was never closed: open it in a `with` block", self._target
+                )
             with contextlib.suppress(KeytoolsError, OSError):
                 self.discard()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,27 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), filesystem.open(path, "wb") as file:
         pq.write_table(TABLE, file)
         raise ZeroDivisionError
-    file = filesystem.open(path, "wb")
-    file.write(b"PAR1")
-    del file
     assert files_in(tmp_path) == []
+
+
+def test_a_file_that_is_never_closed_is_missed_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filesystem = tools().filesystem()
+    path = tmp_path / "x.parquet"
+    # Python's own files would be whole after this: whoever relies on that must not lose rows in silence.
+    pl.from_arrow(TABLE).write_parquet(filesystem.open(str(path), "wb"))  # type: ignore[union-attr]
+    gc.collect()
+    assert files_in(tmp_path) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} is not written, because it was never closed: open it in a `with` block"
+    ]
+    caplog.clear()
+    filesystem.open(str(path), "wb").discard()
+    with filesystem.open(str(path), "wb") as file:
+        pq.write_table(TABLE, file)
+    del file
+    gc.collect()
+    assert files_in(tmp_path) == [path]
+    assert not caplog.records
 
 
 def test_marks_are_written_and_what_tells_statistics_is_not(tmp_path: Path) -> None:
