@@ -8,6 +8,7 @@ import socket
 import socketserver
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 from typing import Any
@@ -23,7 +24,8 @@ class BoundedServer(ThreadingHTTPServer):
         address: An IP address and a port; 0 takes a free one.
         handler: Makes the handler of a connection.
         tls: For TLS; the handshake is in the thread of the connection.
-        max_connections: At the same time; others get 503.
+        max_connections: At the same time. One more takes the place of the oldest whose client has shown no
+            secret, for such a client could else lock out all others. If all have shown one, it gets 503.
     """
 
     daemon_threads = True
@@ -43,6 +45,7 @@ class BoundedServer(ThreadingHTTPServer):
         self._tls = tls
         self._max_connections = max_connections
         self._open: dict[socket.socket, threading.Thread] = {}
+        self._kept: set[socket.socket] = set()
         self._lock = threading.Lock()
         super().__init__(address, handler)
 
@@ -59,6 +62,8 @@ class BoundedServer(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start the thread of a connection, or refuse it."""
         with self._lock:
+            if len(self._open) >= self._max_connections:
+                self._give_up_one()
             if len(self._open) < self._max_connections:
                 thread = threading.Thread(
                     target=self.process_request_thread, args=(request, client_address), daemon=True
@@ -72,6 +77,21 @@ class BoundedServer(ThreadingHTTPServer):
                 request.send(_BUSY)
         self.shutdown_request(request)
 
+    def keep(self, connection: socket.socket) -> None:
+        """Give the place of a connection to no other: its client has shown a secret."""
+        with self._lock:
+            if connection in self._open:
+                self._kept.add(connection)
+
+    def _give_up_one(self) -> None:
+        """End the oldest connection that is not kept; call with the lock held."""
+        for connection in self._open:
+            if connection not in self._kept:
+                cut_off(connection)
+                # Its thread only waits for its client, and ends now.
+                del self._open[connection]
+                return
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve one connection."""
         secure = None
@@ -80,10 +100,13 @@ class BoundedServer(ThreadingHTTPServer):
                 super().process_request_thread(request, client_address)
                 return
             request.settimeout(_END_SECONDS)
-            # The handshake must not keep others from connecting.
-            secure = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=True)
+            secure = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
             with self._lock:
-                self._open[secure] = self._open.pop(request)
+                if (thread := self._open.pop(request, None)) is None:
+                    raise ConnectionAbortedError("given up for another one")
+                self._open[secure] = thread
+            # The handshake must not keep others from connecting.
+            secure.do_handshake()
             super().process_request_thread(secure, client_address)
         except OSError:
             # No TLS, or given up.
@@ -92,6 +115,7 @@ class BoundedServer(ThreadingHTTPServer):
             with self._lock:
                 self._open.pop(secure or request, None)
                 self._open.pop(request, None)
+                self._kept.discard(secure or request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing: the handler logs, and what is left are clients that went away."""
@@ -104,8 +128,9 @@ class BoundedServer(ThreadingHTTPServer):
             left = dict(self._open)
         for connection in left:
             cut_off(connection)
+        deadline = time.monotonic() + _END_SECONDS
         for thread in left.values():
-            thread.join(_END_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def cut_off(connection: socket.socket) -> None:

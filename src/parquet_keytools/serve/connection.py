@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from parquet_keytools.serve.access_log import Access, write_access
-from parquet_keytools.serve.bounded_server import cut_off
+from parquet_keytools.serve.bounded_server import BoundedServer, cut_off
 from parquet_keytools.serve.refusals import refusal_of
 from parquet_keytools.serve.requests_and_answers import (
     RefusedRequestError,
@@ -50,6 +50,7 @@ class ViewConnection(BaseHTTPRequestHandler):
         protocol: Of the request: `http` or `s3`; empty until that is known.
     """
 
+    server: BoundedServer
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
@@ -91,6 +92,10 @@ class ViewConnection(BaseHTTPRequestHandler):
     def handle_expect_100(self) -> bool:
         """Ask for no body: who waits to send one gets the answer at once."""
         return True
+
+    def keep(self) -> None:
+        """Keep the connection when there are too many: its client has shown a secret."""
+        self.server.keep(self.connection)
 
     def seen_before(self, file: ServedFile) -> bool:
         """Return whether this connection read a range of another version of a file; HEAD begins anew."""

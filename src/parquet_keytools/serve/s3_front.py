@@ -37,8 +37,15 @@ class S3Front:
         self._tree = tree
         self._signatures = signatures
 
-    def answer(self, request: ServedRequest, seen_before: Callable[[ServedFile], bool]) -> ServedAnswer:
+    def answer(
+        self, request: ServedRequest, seen_before: Callable[[ServedFile], bool], keep: Callable[[], None]
+    ) -> ServedAnswer:
         """Return the answer to a request.
+
+        Args:
+            request: The request.
+            seen_before: Whether the connection read another version of a file before.
+            keep: Called as soon as the signature is found to be right.
 
         Raises:
             RefusedRequestError: It is not signed, asks for what is not there, or its conditions do not hold.
@@ -46,6 +53,7 @@ class S3Front:
             KeytoolsError: What is wrong with the file.
         """
         self._signatures.check(request)
+        keep()
         query = {name: value for name, value in request.query if not name.lower().startswith("x-amz-")}
         bucket, _, key = request.path.removeprefix("/").partition("/")
         if not bucket:
@@ -87,7 +95,7 @@ class S3Front:
         found = list(itertools.islice(self._entries(prefix, delimiter, after), most + 1)) if most else []
         parts = [
             f"<Name>{BUCKET}</Name><Prefix>{text(prefix)}</Prefix><MaxKeys>{most}</MaxKeys>"
-            f"<KeyCount>{len(found[:most])}</KeyCount><IsTruncated>{str(len(found) > most).lower()}</IsTruncated>"
+            f"<IsTruncated>{str(len(found) > most).lower()}</IsTruncated>"
         ]
         if delimiter:
             parts.append(f"<Delimiter>{text(delimiter)}</Delimiter>")
@@ -99,19 +107,24 @@ class S3Front:
             parts.append(f"<StartAfter>{text(after)}</StartAfter>")
         if len(found) > most:
             parts.append(f"<NextContinuationToken>{_token_of_key(found[most - 1][0])}</NextContinuationToken>")
-        folders = []
+        files, folders = [], []
         for key, is_folder in found[:most]:
             if is_folder:
                 folders.append(f"<CommonPrefixes><Prefix>{text(key)}</Prefix></CommonPrefixes>")
                 continue
-            file = self._tree.find_listed(key)
+            try:
+                file = self._tree.find_listed(key)
+            except FileNotFoundError:
+                # Removed since its folder was read.
+                continue
             modified = datetime.fromtimestamp(file.modified or 0, UTC).isoformat(timespec="milliseconds")
-            parts.append(
+            files.append(
                 f"<Contents><Key>{text(key)}</Key><LastModified>{modified[:-6]}Z</LastModified>"
                 f"<ETag>&quot;{file.etag}&quot;</ETag><Size>{file.size_bytes}</Size>"
                 "<StorageClass>STANDARD</StorageClass></Contents>"
             )
-        return "".join(parts + folders)
+        parts.append(f"<KeyCount>{len(files) + len(folders)}</KeyCount>")
+        return "".join(parts + files + folders)
 
     def _entries(self, prefix: str, delimiter: str, after: str) -> Iterator[tuple[str, bool]]:
         """Yield keys, and with a delimiter common prefixes in their places, that come after one."""

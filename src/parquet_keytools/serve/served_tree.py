@@ -23,7 +23,7 @@ _MOST_OF_FOOTER_BYTES = 1 << 16
 _END_BYTES = 8
 _MAGIC = b"PAR1"
 
-_ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 """Neither XML nor the lines of a log can hold these."""
 
 _log = logging.getLogger("parquet_keytools.serve")
@@ -113,7 +113,7 @@ class ServedTree:
             return self.find(key)
         except KmsError:
             raise
-        except KeytoolsError:
+        except (KeytoolsError, PermissionError):
             # No file of ours, or a damaged one. Who reads it gets the error; those beside it are not its victims.
             facts = self._filesystem.info(self._path_of(key))
             return ServedFile(key, int(facts["size"]), _seconds(facts), secrets.token_hex(20))
@@ -169,17 +169,17 @@ class ServedTree:
         return self._walk(folder, after, ())
 
     def _walk(self, folder: str, after: str, above: tuple[Path, ...]) -> Iterator[str]:
-        place = self._local_folder / folder if self._local_folder else None
-        if place is not None:
-            place = place.resolve()
+        try:
+            # First: a folder of an odd name, or a link to itself, has no place.
+            entries = self.entries(folder)
+        except FileNotFoundError:
+            return
+        if self._local_folder is not None:
+            place = (self._local_folder / folder).resolve()
             if place in above:
                 # A link that leads to a folder above it: everything is listed already.
                 return
             above = (*above, place)
-        try:
-            entries = self.entries(folder)
-        except FileNotFoundError:
-            return
         for entry in entries:
             if not entry.is_folder:
                 if entry.key.encode() > after.encode():

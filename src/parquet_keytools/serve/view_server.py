@@ -15,7 +15,7 @@ from parquet_keytools.serve.bounded_server import BoundedServer
 from parquet_keytools.serve.connection import ViewConnection
 from parquet_keytools.serve.http_front import answer_http
 from parquet_keytools.serve.requests_and_answers import RefusedRequestError, ServedAnswer, ServedRequest
-from parquet_keytools.serve.s3_front import S3Front, error_document
+from parquet_keytools.serve.s3_front import BUCKET, S3Front, error_document
 from parquet_keytools.serve.s3_signature import KeyPair, SignatureCheck
 from parquet_keytools.serve.served_tree import ServedTree
 
@@ -107,9 +107,15 @@ class _Router:
             raise RefusedRequestError(421, "InvalidRequest", "This server is not called so.")
         first, slash, key = request.path.removeprefix("/").partition("/")
         if slash and hmac.compare_digest(first.encode(), self._token):
+            connection.keep()
             return "http", key, partial(answer_http, self._tree, request, key, connection.seen_before)
         if self._s3 is not None:
-            return "s3", key, partial(self._s3.answer, request, connection.seen_before)
+            # A path that begins otherwise may hold the secret in the wrong place, and keys are logged.
+            return (
+                "s3",
+                key if first == BUCKET else "",
+                partial(self._s3.answer, request, connection.seen_before, connection.keep),
+            )
         raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")
 
 

@@ -23,6 +23,8 @@ from parquet_keytools.view.encrypted_output import EncryptedOutput
 from parquet_keytools.view.plain_files import PlainFiles
 from parquet_keytools.view.plain_input import PlainInput
 
+_TYPES = {pafs.FileType.Directory: "directory", pafs.FileType.File: "file"}
+
 
 class MakesFileSystems(Protocol):
     """`Keytools`, as far as file systems know it."""
@@ -145,11 +147,11 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         path = PurePosixPath(info.path)
         if self._is_rooted:
             path = path.relative_to(self._root.path)
-        is_folder = info.type == pafs.FileType.Directory
         return {
             "name": "" if path == PurePosixPath() else str(path),
-            "size": 0 if is_folder else info.size,
-            "type": "directory" if is_folder else "file",
+            "size": info.size or 0,
+            # Neither is a pipe, a socket or a device; nobody opens one here.
+            "type": _TYPES.get(info.type, "other"),
             "created": info.mtime,
             "modified": info.mtime,
         }

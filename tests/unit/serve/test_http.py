@@ -13,12 +13,14 @@ import threading
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
 import pytest
 from unit.serve.serving import ask, asked, connected, memory_files, said, served
 
 from parquet_keytools.errors import DecryptionError, KmsAccessDeniedError, KmsUnavailableError, ParquetFormatError
+from parquet_keytools.serve import bounded_server as bounded_file
 from parquet_keytools.serve import connection as connection_file
 from parquet_keytools.serve.access_log import LOGGER_NAME
 from parquet_keytools.serve.served_tree import ServedTree
@@ -243,6 +245,44 @@ def test_connections_are_bounded_and_others_refused_at_once() -> None:
         assert asked(first, server, "empty")[0] == 200
 
 
+def test_strangers_do_not_lock_out_who_has_the_secret() -> None:
+    with served(FILES, max_connections=3) as server, contextlib.ExitStack() as stack:
+        ours = stack.enter_context(contextlib.closing(connected(server)))
+        assert asked(ours, server, "empty")[0] == 200
+        place = urlsplit(server.url)
+        strangers = [
+            stack.enter_context(socket.create_connection((place.hostname, place.port), timeout=30))
+            for _ in range(5)
+        ]
+        assert ask(server, "empty")[0] == 200
+        assert [stranger.recv(1) for stranger in strangers[:4]] == [b""] * 4
+        strangers_request = b"GET /no-secret/x HTTP/1.1\r\nHost: HOST\r\n\r\n".replace(
+            b"HOST", place.netloc.encode()
+        )
+        stranger = stack.enter_context(socket.create_connection((place.hostname, place.port), timeout=30))
+        stranger.sendall(strangers_request)
+        assert stranger.recv(1) == b"H"
+        assert ask(server, "empty")[0] == 200
+        assert asked(ours, server, "empty")[0] == 200
+
+
+def test_the_end_waits_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        nonlocal now
+        now += timeout or 0.0
+
+    with contextlib.ExitStack() as stack:
+        with served(FILES) as server:
+            for _ in range(3):
+                assert asked(stack.enter_context(contextlib.closing(connected(server))), server, "empty")[0] == 200
+            monkeypatch.setattr(bounded_file.time, "monotonic", lambda: now)
+            monkeypatch.setattr(threading.Thread, "join", join)
+        assert now == bounded_file._END_SECONDS
+        monkeypatch.undo()
+
+
 def test_the_end_ends_all_connections() -> None:
     with served(FILES) as server:
         connection = connected(server)
@@ -373,18 +413,37 @@ def test_each_request_is_logged_without_the_secret(caplog: pytest.LogCaptureFixt
     assert server.url.split("/")[3] not in caplog.text
 
 
+def test_a_secret_in_the_wrong_place_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with served(FILES, with_s3=True) as server, caplog.at_level(logging.INFO, LOGGER_NAME):
+        secret = server.url.split("/")[3].encode()
+        for path in (b"/" + secret, b"//" + secret + b"/empty", b"/x/" + secret + b"/empty", server.url.encode()):
+            said(server, b"GET " + path + b" HTTP/1.1\r\nHost: HOST\r\nConnection: close\r\n\r\n")
+    assert len(caplog.records) == 4
+    assert secret.decode() not in caplog.text
+
+
 def test_tls_never_falls_back(tmp_path: Path) -> None:
     pem = make_certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pem)
     trusting = ssl.create_default_context(cafile=str(pem))
-    with served(FILES, tls=context, host_names=["localhost"]) as server:
-        port = int(server.url.split(":")[2].split("/")[0])
+    with (
+        served(FILES, tls=context, host_names=["localhost"], max_connections=1) as server,
+        socket.create_connection(("127.0.0.1", port_of(server))),
+    ):
+        # The one who is connected, and says nothing, makes place.
+        port = port_of(server)
         connection = http.client.HTTPSConnection("localhost", port, context=trusting, timeout=30)
         assert server.url.startswith("https://localhost:")
         assert asked(connection, server, "2013/a.parquet")[2] == CONTENT
         connection.close()
         assert said(server, b"GET PATHempty HTTP/1.1\r\nHost: HOST\r\n\r\n")[:5] != b"HTTP/"
+
+
+def port_of(server: ViewServer) -> int:
+    port = urlsplit(server.url).port
+    assert port is not None
+    return port
 
 
 def make_certificate(folder: Path) -> Path:

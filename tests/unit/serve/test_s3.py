@@ -19,7 +19,8 @@ from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.credentials import Credentials
 from botocore.exceptions import ClientError
-from unit.serve.serving import memory_files, served
+from fsspec.implementations.memory import MemoryFileSystem
+from unit.serve.serving import memory_files, said, served
 
 from parquet_keytools.serve.requests_and_answers import RefusedRequestError, ServedRequest
 from parquet_keytools.serve.s3_signature import KeyPair, SignatureCheck
@@ -124,6 +125,38 @@ def test_without_a_signature_nothing_is_answered() -> None:
             raw.request("GET", path)
             answer = raw.getresponse()
             assert (answer.status, b"AccessDenied" in answer.read()) == (403, True)
+
+
+def test_who_has_signed_keeps_the_connection() -> None:
+    with served(FILES, with_s3=True, max_connections=1) as server, closing(client_of(server)) as client:
+        client.list_buckets()
+        assert said(server, b"").startswith(b"HTTP/1.1 503 ")
+
+
+class OneIsOdd(MemoryFileSystem):
+    """A file system in which one file cannot be opened."""
+
+    error: OSError | None = None
+
+    def _open(self, path: str, *arguments: Any, **options: Any) -> Any:
+        if self.error and path.endswith("/odd"):
+            raise self.error
+        return super()._open(path, *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(PermissionError(13, "no"), ["a", "odd"]), (FileNotFoundError(2, "gone"), ["a"])],
+    ids=["refused", "removed"],
+)
+def test_one_file_does_not_spoil_the_listing_of_others(error: OSError, expected: list[str]) -> None:
+    filesystem = type("_Files", (OneIsOdd,), {"store": {}, "pseudo_dirs": [""], "cachable": False})()
+    for name in ("a", "odd", "no-xml-\ufffe"):
+        filesystem.pipe_file(f"/root/{name}", b"x")
+    filesystem.error = error
+    with served(filesystem, with_s3=True) as server, closing(client_of(server)) as client:
+        listed = client.list_objects_v2(Bucket="view")
+        assert ([item["Key"] for item in listed["Contents"]], listed["KeyCount"]) == (expected, len(expected))
 
 
 def test_s3_is_closed_unless_it_is_asked_for() -> None:

@@ -181,6 +181,20 @@ def test_rights_that_change_change_the_etag(case: ViewCase) -> None:
         assert (status, headers["ETag"] != former) == (412, True)
 
 
+def test_pipes_and_odd_prefixes_do_not_spoil_listings(case: ViewCase) -> None:
+    folder = case.folder / "data"
+    os.mkfifo(folder / "pipe.parquet")
+    (folder / "loop").symlink_to("loop")
+    view = case.keytools().view(folder)
+    assert view.info("pipe.parquet")["type"] == "other"
+    tree = ServedTree(view, "", local_folder=folder)
+    files = [path.name for path in sorted(folder.glob("x*.parquet"))]
+    assert list(tree.keys("")) == files
+    assert [list(tree.keys(odd)) for odd in ("\0", "loop", "/etc", "n" * 300)] == [[]] * 4
+    with server_of(case.keytools(), folder) as server:
+        assert ask(server, "pipe.parquet")[0] == 404
+
+
 @pytest.mark.parametrize("content", [b"my thoughts", b"PAR1 no parquet PAR1"])
 def test_what_is_no_encrypted_file_is_listed_and_not_served(case: ViewCase, content: bytes) -> None:
     folder = case.folder / "data"
