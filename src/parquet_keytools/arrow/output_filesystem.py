@@ -6,7 +6,7 @@ import contextlib
 import functools
 import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ class PendingHandler(DelegatingHandler):
 
     What Arrow deletes because new data replaces it stays until `commit`, too. After a failure threads of Arrow
     may go on for a while: nothing comes of that.
+
+    What fails here is raised by `commit`: an error while Arrow opens or closes a file may end the process, for
+    Arrow's writer of data sets goes on with what it has freed.
     """
 
     def __init__(self, folder: FileLocation, keys: KeyService | None, table_name: str) -> None:
@@ -55,6 +58,7 @@ class PendingHandler(DelegatingHandler):
         self._state = threading.Condition()
         self._encrypting = 0
         self._discarded = False
+        self._failure: Exception | None = None
         self._room = SpoolRoom(folder.child("file"))
 
     def begin(self, path: str) -> PendingOutput:
@@ -69,6 +73,18 @@ class PendingHandler(DelegatingHandler):
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
         """Open the temporary file for a file."""
+        with self._failing_at_commit():
+            return self._open_pending(path)
+        return pa.PythonFile(_EncryptedOnClose(None, self._failing_at_commit), mode="w")
+
+    @contextlib.contextmanager
+    def _failing_at_commit(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def _open_pending(self, path: str) -> pa.NativeFile:
         self._refuse_passed_over(path)
         with self._state:
             if self._discarded:
@@ -79,9 +95,8 @@ class PendingHandler(DelegatingHandler):
             if self._keys is None:
                 return pending.open_stream()
         spool = PlaintextSpool(self._room, str(pending.target))
-        return pa.PythonFile(
-            _EncryptedOnClose(spool, functools.partial(self._complete, self._keys, pending)), mode="w"
-        )
+        complete = functools.partial(self._complete, self._keys, pending, spool)
+        return pa.PythonFile(_EncryptedOnClose(spool, self._failing_at_commit, complete), mode="w")
 
     def _complete(self, keys: KeyService, pending: PendingOutput, source: PlaintextSpool) -> None:
         """Encrypt a file whose plaintext is complete."""
@@ -103,8 +118,9 @@ class PendingHandler(DelegatingHandler):
 
     def create_dir(self, path: str, recursive: bool) -> None:
         """Create a folder."""
-        self._refuse_passed_over(path)
-        super().create_dir(path, recursive)
+        with self._failing_at_commit():
+            self._refuse_passed_over(path)
+            super().create_dir(path, recursive)
 
     def _refuse_links(self, path: str) -> None:
         """Refuse to delete what is behind a link in the data set: whoever may write there can put one."""
@@ -150,7 +166,13 @@ class PendingHandler(DelegatingHandler):
                 self._replaced_in = identity_of_folder(self._folder.path)
 
     def commit(self) -> list[FileLocation]:
-        """Put all files in their places, then delete what they replace; return the files."""
+        """Put all files in their places, then delete what they replace; return the files.
+
+        Raises:
+            Exception: What failed before, while Arrow wrote.
+        """
+        if self._failure is not None:
+            raise self._failure
         put_all_in_place(
             (pending, self._key_materials.get(pending.target.path, NewKeyMaterial(pending.target)))
             for pending in self._pending
@@ -183,27 +205,44 @@ class PendingHandler(DelegatingHandler):
 
 
 class _EncryptedOnClose(io.RawIOBase):
-    """Collects a plaintext file, which is encrypted when it is closed."""
+    """Collects a plaintext file, which is encrypted when it is closed; after a failure, takes and forgets it."""
 
-    def __init__(self, spool: PlaintextSpool, complete: Callable[[PlaintextSpool], None]) -> None:
+    def __init__(
+        self,
+        spool: PlaintextSpool | None,
+        failing_later: Callable[[], contextlib.AbstractContextManager[None]],
+        complete: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
         self._spool = spool
+        self._failing_later = failing_later
         self._complete = complete
+        self._size_bytes = 0
         share_with_arrow(self)
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        return self._spool.write(data)
+        self._size_bytes += len(data)
+        if self._spool is not None:
+            with self._failing_later():
+                return self._spool.write(data)
+            self._forget()
+        return len(data)
 
     def tell(self) -> int:
-        return self._spool.size_bytes
+        return self._size_bytes
 
     def close(self) -> None:
         if not self.closed:
             super().close()
-            try:
-                self._complete(self._spool)
-            finally:
-                self._spool.close()
+            if self._spool is not None:
+                with self._failing_later():
+                    self._complete()
+                self._forget()
+
+    def _forget(self) -> None:
+        if self._spool is not None:
+            self._spool.close()
+            self._spool = None

@@ -170,7 +170,6 @@ def test_s3_is_closed_unless_it_is_asked_for() -> None:
 
 PAIR = KeyPair()
 URL = "http://127.0.0.1:9/view/a%20b/%C3%BC?list-type=2&prefix=a%2Fb%20c&empty="
-NOW = datetime.now(UTC)
 
 
 def signed(in_query: bool = False, **headers: str) -> ServedRequest:
@@ -196,9 +195,9 @@ def with_header(request: ServedRequest, name: str, change: Callable[[str], str |
     return changed(request, headers=others if value is None else {**others, name: (value,)})
 
 
-def verdict(request: ServedRequest, now: datetime = NOW) -> str:
+def verdict(request: ServedRequest, later: timedelta = timedelta()) -> str:
     try:
-        SignatureCheck(PAIR, lambda: now).check(request)
+        SignatureCheck(PAIR, lambda: datetime.now(UTC) + later).check(request)
     except RefusedRequestError as error:
         return error.code
     return "ok"
@@ -267,7 +266,7 @@ def test_headers_that_a_signature_needs(name: str, value: str | None) -> None:
     ],
 )
 def test_times(in_query: bool, seconds: int, expected: str) -> None:
-    assert verdict(signed(in_query), datetime.now(UTC) + timedelta(seconds=seconds)) == expected
+    assert verdict(signed(in_query), timedelta(seconds=seconds)) == expected
 
 
 @pytest.mark.parametrize("expires", ["0", "-1", "604801", "9" * 30, "x", ""])
