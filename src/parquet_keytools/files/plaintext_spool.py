@@ -6,16 +6,17 @@ ever has: no plaintext touches a disk, and what is left of a killed process is w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import IO
 
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
 from parquet_keytools.errors import OutputError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import Bytes
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.locations import FileLocation
@@ -43,7 +44,8 @@ class SpoolRoom:
         self._target = target
         self._left_bytes = memory_bytes
         self._cipher = AesGcm(SecretBytes.random(_KEY_BITS))
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
+        self._freed: deque[StoredSegment | bytearray] = deque()
         self._file: IO[bytes] | None = None
         self._slots = 0
         self._free: list[int] = []
@@ -56,6 +58,7 @@ class SpoolRoom:
             StorageFailedError: There is no space for it.
         """
         with self._lock:
+            self._take_back()
             if len(data) <= self._left_bytes:
                 self._left_bytes -= len(data)
                 return data
@@ -97,11 +100,20 @@ class SpoolRoom:
         return plaintext
 
     def free(self, kept: StoredSegment | bytearray) -> None:
-        """Forget a segment."""
-        with self._lock:
+        """Forget a segment.
+
+        The garbage collector may call this at any time, also in a thread that has the lock.
+        """
+        self._freed.append(kept)
+        with contextlib.suppress(TimeoutError), self._lock.held_within(0):
+            self._take_back()
+
+    def _take_back(self) -> None:
+        while self._freed:
+            kept = self._freed.popleft()
             if isinstance(kept, bytearray):
                 self._left_bytes += len(kept)
-                return
+                continue
             self._free.append(kept.slot)
             if len(self._free) == self._slots and self._file is not None:
                 self._file.truncate(0)
@@ -141,7 +153,7 @@ class PlaintextSpool:
         self._segments: list[StoredSegment | bytearray] = []
         self._filling = bytearray()
         self._cache: OrderedDict[int, bytearray] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def write(self, data: Bytes) -> int:
         """Append bytes; returns how many."""

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
+from parquet_keytools.config.column_policy import resolve_columns
 from parquet_keytools.errors import KeytoolsError, OutputError
 from parquet_keytools.files.conversion import encrypt_pending
-from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
@@ -53,6 +55,7 @@ class EncryptedOutput(io.RawIOBase):
             commits_on_close: Whether it takes its place when it is closed; otherwise `commit` does that.
 
         Raises:
+            ConfigurationError: Values of a column under a key stand in the names of its folders.
             OutputError: It cannot be written there.
         """
         super().__init__()
@@ -71,6 +74,7 @@ class EncryptedOutput(io.RawIOBase):
                 "columns before they were encrypted.",
                 hint="Write the data set without a _metadata file.",
             )
+        refuse_partition_folders(keys, table_name, target.path)
         if target.is_local:
             # What cannot be written is refused now. There may be more files than a process may have open.
             pending_output(target, overwrite=overwrite).discard()
@@ -147,7 +151,7 @@ class EncryptedOutput(io.RawIOBase):
                 # A mark, such as _SUCCESS: there is nothing in it that would be protected.
                 return lambda: write_whole(self._target, b"")
             raise self._not_parquet()
-        names = [part.partition("=")[0] for part in PurePosixPath(self._target.path).parts[:-1] if "=" in part]
+        names = [unquote(name) for name in _partition_names(PurePosixPath(self._target.path).parent)]
         new: NewKeyMaterial = encrypt_pending(
             self._keys, self._table_name, self._spool, pending, partition_names=names
         )
@@ -175,17 +179,43 @@ class EncryptedOutput(io.RawIOBase):
                 self.discard()
 
 
-def _is_abandoned() -> bool:
-    """Return whether an exception ends the `with` statement whose end closes the file.
+def refuse_partition_folders(keys: KeyService, table_name: str, path: str) -> None:
+    """Refuse a path in which values of a column under a key stand, before a folder or a file has that name.
 
-    pyarrow's `ParquetWriter` ends a file in this case, too: it would look whole, and lack rows.
+    Raises:
+        ConfigurationError: There is such a column.
+    """
+    # Some engines escape names, as DuckDB does.
+    names = {name for raw in _partition_names(PurePosixPath(path)) for name in (raw, unquote(raw))}
+    if names:
+        columns = resolve_columns(keys.configuration, table_name, [(name,) for name in names], for_reading=True)
+        columns = {path: key for path, key in columns.items() if key.kind == "column_key"}
+        table = keys.configuration.tables[table_name]
+        TablePolicy(table_name, table, columns, {}).check_partition_columns(names)
+
+
+def _partition_names(path: PurePosixPath) -> list[str]:
+    return [part.partition("=")[0] for part in path.parts if "=" in part]
+
+
+def _is_abandoned() -> bool:
+    """Return whether an exception ends the `with` statement whose end closes the file, or nobody closes it.
+
+    pyarrow's `ParquetWriter` ends a file in these cases, too: it would look whole, and lack rows.
     """
     error = sys.exception()
     frame = inspect.currentframe()
-    while error is not None and frame is not None:
-        if frame.f_code.co_name == "__exit__" and any(
-            value is error or (isinstance(value, tuple) and any(item is error for item in value))
-            for value in frame.f_locals.values()
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            _log.warning("a file is not written, because its writer was not closed")
+            return True
+        if (
+            frame.f_code.co_name == "__exit__"
+            and error is not None
+            and any(
+                value is error or (isinstance(value, tuple) and any(item is error for item in value))
+                for value in frame.f_locals.values()
+            )
         ):
             _log.warning("a file is not written, because of %s", type(error).__name__)
             return True

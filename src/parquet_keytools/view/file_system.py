@@ -19,7 +19,7 @@ from parquet_keytools.keys.material_store import remove_key_materials
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.locations import FileLocation, PathLike, key_material_location
 from parquet_keytools.storage.locks import exclusive_folder
-from parquet_keytools.view.encrypted_output import EncryptedOutput
+from parquet_keytools.view.encrypted_output import EncryptedOutput, refuse_partition_folders
 from parquet_keytools.view.plain_files import PlainFiles
 from parquet_keytools.view.plain_input import PlainInput
 
@@ -191,6 +191,8 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if self.exists(path):
             raise FileExistsError(path)
         location = self._location(path)
+        table_name, _ = self._keys.configuration.select_table(self._table_name)
+        refuse_partition_folders(self._keys, table_name, location.path)
         if not (self._is_rooted and location == self._root):
             location.filesystem.create_dir(location.path, recursive=create_parents)
 

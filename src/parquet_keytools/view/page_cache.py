@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import contextlib
+from collections import OrderedDict, deque
 
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 
@@ -25,6 +26,7 @@ class PageCache:
         self._max_bytes = max_bytes
         self._pages: OrderedDict[PageKey, memoryview] = OrderedDict()
         self._lock = ForkSafeLock()
+        self._forgotten: deque[int] = deque()
 
     def get(self, key: PageKey) -> memoryview | None:
         """Return a page with its header, if it is held."""
@@ -37,6 +39,7 @@ class PageCache:
     def put(self, key: PageKey, page: memoryview) -> None:
         """Keep a page, in place of those that nobody used for the longest time."""
         with self._lock:
+            self._drop_forgotten()
             if len(page) > self._max_bytes or key in self._pages:
                 return
             self._pages[key] = page
@@ -46,7 +49,16 @@ class PageCache:
                 self.held_bytes -= len(oldest)
 
     def forget(self, number: int) -> None:
-        """Drop the pages of a file."""
-        with self._lock:
+        """Drop the pages of a file; at once, unless another one is looked for or kept meanwhile.
+
+        The garbage collector may call this at any time, also in a thread that has the lock.
+        """
+        self._forgotten.append(number)
+        with contextlib.suppress(TimeoutError), self._lock.held_within(0):
+            self._drop_forgotten()
+
+    def _drop_forgotten(self) -> None:
+        while self._forgotten:
+            number = self._forgotten.popleft()
             for key in [key for key in self._pages if key[0] == number]:
                 self.held_bytes -= len(self._pages.pop(key))

@@ -12,7 +12,7 @@ import itertools
 import struct
 import weakref
 from bisect import bisect_right
-from functools import partial
+from collections.abc import Callable
 
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, ModuleCipher
@@ -245,7 +245,7 @@ class PlainFile:
                     self._reader(region),
                     self._cache,
                     expects_dictionary_page=place in self._with_dictionary,
-                    offset_index=None if index is None else partial(self._decrypted, index, self._source),
+                    offset_index=None if index is None else self._reader_of(index),
                     piece_length=_LOCAL_PIECE if self._opened.location.is_local else region.limit,
                 )
             return view
@@ -255,6 +255,16 @@ class PlainFile:
         assert cipher is not None
         footer = self._opened.footer
         return ChunkCipher(cipher, footer.algorithm, region.row_group_ordinal, region.column_ordinal)
+
+    def _reader_of(self, index: Region) -> Callable[[], memoryview]:
+        # No cycle of references: a view that nobody has any more closes its file at once.
+        this = weakref.proxy(self)
+
+        def read() -> memoryview:
+            found: memoryview = this._decrypted(index, this._source)
+            return found
+
+        return read
 
     def _decrypted(self, region: Region, source: ByteSource) -> memoryview:
         """Return an index or a Bloom filter in plaintext."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -80,3 +81,23 @@ def test_a_change_of_the_temporary_file_is_detected(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "pread", altered)
     with pytest.raises(OutputError, match="was changed"):
         spool.read_at(0, 10)
+
+
+def test_the_garbage_collector_may_end_a_file_while_a_segment_is_kept(tmp_path: Path) -> None:
+    here = room(tmp_path, 2000)
+    first = here.put(bytearray(1000))
+
+    class Collecting(bytearray):
+        def __len__(self) -> int:
+            if threading.current_thread() is keeping and not freed:
+                freed.append(first)
+                here.free(first)
+            return super().__len__()
+
+    freed: list[object] = []
+    kept: list[object] = []
+    keeping = threading.Thread(target=lambda: kept.append(here.put(Collecting(1000))), daemon=True)
+    keeping.start()
+    keeping.join(60)
+    assert len(kept) == 1
+    assert isinstance(here.put(bytearray(1000)), bytearray)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pandas as pd
 import polars as pl
 import pyarrow as pa
@@ -98,6 +99,33 @@ def test_a_file_that_is_never_closed_is_missed_aloud(tmp_path: Path, caplog: pyt
     gc.collect()
     assert files_in(tmp_path) == [path]
     assert not caplog.records
+
+
+def test_a_writer_that_nobody_closes_writes_nothing(tmp_path: Path) -> None:
+    filesystem = tools().filesystem()
+    path = str(tmp_path / "x.parquet")
+    writer = pq.ParquetWriter(path, TABLE.schema, filesystem=filesystem)
+    writer.write_table(TABLE)
+    del writer  # It ends the file now: nobody said that it is whole.
+    assert files_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("engine", ["duckdb", "pyarrow"])
+def test_values_under_a_key_are_not_in_names_of_folders(tmp_path: Path, engine: str) -> None:
+    keytools = tools(column_keys={"kb": ["b*"]})
+    frame = pa.table({"b c": ["canary-1", "canary-2"], "b": [1, 2]})
+    folder = tmp_path / "folder"
+    with pytest.raises((ConfigurationError, duckdb.Error), match="names of folders"):
+        if engine == "duckdb":
+            # It escapes the name of the column.
+            with duckdb.connect() as connection:
+                connection.register_filesystem(keytools.filesystem())
+                connection.execute(
+                    f"copy (from frame) to 'keytools://{folder}' (format parquet, partition_by (\"b c\"))"
+                )
+        else:
+            pq.write_to_dataset(frame, str(folder), partition_cols=["b c"], filesystem=keytools.filesystem().arrow)
+    assert "canary" not in " ".join(str(path) for path in tmp_path.rglob("*"))
 
 
 def test_marks_are_written_and_what_tells_statistics_is_not(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pyarrow as pa
@@ -40,3 +42,17 @@ def test_nothing_is_kept_longer_than_keys(case: ViewCase) -> None:
     case.kms.deny("footer")
     with pytest.raises(KmsAccessDeniedError):
         files.open(FileLocation.resolve(path))
+
+
+def test_a_view_that_nobody_has_is_gone_at_once(case: ViewCase) -> None:
+    """It has a file open, and what it decrypted is in the cache."""
+    path = case.encrypt(parquet_bytes(pa.table({"a": range(10_000)}), write_page_index=True))
+    file = case.view(path)
+    file.read_at(0, file.size_bytes)
+    reference = weakref.ref(file)
+    gc.disable()
+    try:
+        del file
+        assert reference() is None
+    finally:
+        gc.enable()
