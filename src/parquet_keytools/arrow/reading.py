@@ -68,7 +68,8 @@ def read_metadata(
     if location.is_folder():
         raise IsADirectoryError(f"{location} is a folder: name one of its files")
     (opened,) = keys.open_files([location], table_name, aad_prefix)
-    opened.refuse_denied(None, hides_refused=hides_denied(keys) or nulls_denied(keys))
+    hint = "To leave these columns out, set `denied_columns: hide` under `reading`."
+    opened.refuse_denied(None, hint=hint, hides_refused=hides_denied(keys) or nulls_denied(keys))
     return pq.read_metadata(pa.BufferReader(decrypted_metadata(opened)))
 
 

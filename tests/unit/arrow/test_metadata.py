@@ -95,8 +95,9 @@ def test_refused_columns_are_errors_or_hidden(tmp_path: Path, aad_prefix: str | 
     kms = FaultyKms(MASTER_KEYS)
     kms.failure, kms.failing = "refused", frozenset({"cola"})
     for method in (tools(kms, aad_prefix=aad_prefix).metadata, tools(kms, aad_prefix=aad_prefix).schema):
-        with pytest.raises(ColumnAccessDeniedError, match="'a'"):
+        with pytest.raises(ColumnAccessDeniedError, match="'a'") as caught:
             method(path)
+        assert "denied_columns: hide" in caught.value.hint
     hiding = tools(kms, reading={"denied_columns": "hide"}, aad_prefix=aad_prefix)
     assert hiding.schema(path).names == ["b", "c", "i"]
     assert hiding.metadata(path).num_columns == 3
