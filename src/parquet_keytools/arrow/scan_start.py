@@ -49,18 +49,19 @@ def wait_for_start(frame: FrameType | None) -> None:
         frame: Of the function that Arrow called.
     """
     if is_thread_of_arrow(frame):
-        while any(_is_inside(_stack(thread)) for thread in _all_threads()):
+        while any(map(_is_inside, _stacks())):
             time.sleep(_LOOK_SECONDS)
 
 
-def _all_threads() -> list[FrameType]:
-    """Return the innermost frame of each thread.
+def _stacks() -> list[list[FrameType]]:
+    """Return the stack of each thread.
 
-    Before Python 3.11.5 a collection in the middle of this would wait for ever: it gives away the interpreter, and
-    the list of threads stays locked (python/cpython#106883).
+    No collection may run meanwhile. Before Python 3.11.5 one would wait for ever: it gives away the interpreter,
+    and the list of threads stays locked (python/cpython#106883). And one that begins while `f_back` makes an
+    object for a frame of another thread lets that thread leave the frame: the object would be one of freed memory.
     """
     with paused_collector():
-        return list(sys._current_frames().values())
+        return [_stack(frame) for frame in sys._current_frames().values()]
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:
