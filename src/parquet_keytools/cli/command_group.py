@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from parquet_keytools.cli.failures import ExitStatus
-from parquet_keytools.cli.output import answer_with_json, say
+from parquet_keytools.cli.output import say
 from parquet_keytools.runtime.waiting import saying_what_is_waited_for
 
 
@@ -34,7 +34,6 @@ class CommandGroup(TyperGroup):
 
     def _invoke(self, ctx: Any) -> Any:
         try:
-            answer_with_json(False)
             with _warnings_on_stderr(), _interrupted_by_sigterm(), saying_what_is_waited_for(say):
                 result = super().invoke(ctx)
             sys.stdout.flush()

@@ -42,9 +42,10 @@ def _print(text: str, *, to_stderr: bool) -> None:
     typer.echo("".join(parts), err=to_stderr)
 
 
-def answer_with_json(wanted: bool) -> bool:
-    """Leave stdout to a document, or not: the callback of `--json`, which returns what it is given."""
-    _json_wanted.set(wanted)
+def answer_with_json(context: typer.Context, wanted: bool) -> bool:
+    """Leave stdout to a document, or not, until the command ends: the callback of `--json`."""
+    token = _json_wanted.set(wanted)
+    context.call_on_close(lambda: _json_wanted.reset(token))
     return wanted
 
 

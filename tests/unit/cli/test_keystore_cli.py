@@ -49,11 +49,11 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 def test_a_life_of_a_keystore(path: Path) -> None:
     done = run("create", "--path", path)
-    assert (done.exit_code, done.stdout) == (0, "")
-    assert "Created the keystore" in done.stderr
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "Created the keystore" in done.stdout
     assert rows(path) == []
-    assert run("create-key", "pii", "--path", path).stderr == "Created the master key 'pii'.\n"
-    assert "Version 2" in run("rotate-key", "pii", "--path", path).stderr
+    assert run("create-key", "pii", "--path", path).stdout == "Created the master key 'pii'.\n"
+    assert "Version 2" in run("rotate-key", "pii", "--path", path).stdout
     run("disable", "pii", "--key-version", 1, "--path", path)
     listed = rows(path)
     assert [(row["name"], row["version"], row["enabled"], row["current"]) for row in listed] == [
@@ -71,7 +71,7 @@ def test_a_life_of_a_keystore(path: Path) -> None:
 
 def test_create_key_creates_the_keystore(path: Path) -> None:
     done = run("create-key", "footer", "--path", path)
-    assert "Created the keystore" in done.stderr and "'footer'" in done.stderr
+    assert "Created the keystore" in done.stdout and "'footer'" in done.stdout
     assert [row["name"] for row in rows(path)] == ["footer"]
 
 
