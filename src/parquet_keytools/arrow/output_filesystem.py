@@ -72,9 +72,10 @@ class PendingHandler(DelegatingHandler):
         self._key_materials[key_material.parquet_file.path] = key_material
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
-        """Open the temporary file for a file."""
-        with self._failing_at_commit():
-            return self._open_pending(path)
+        """Open the temporary file for a file; after a failure, one that is forgotten."""
+        if self._failure is None:
+            with self._failing_at_commit():
+                return self._open_pending(path)
         return pa.PythonFile(_EncryptedOnClose(None, self._failing_at_commit), mode="w")
 
     @contextlib.contextmanager
@@ -101,7 +102,7 @@ class PendingHandler(DelegatingHandler):
     def _complete(self, keys: KeyService, pending: PendingOutput, source: PlaintextSpool) -> None:
         """Encrypt a file whose plaintext is complete."""
         with self._state:
-            if self._discarded:
+            if self._discarded or self._failure is not None:
                 return
             self._encrypting += 1
         try:
@@ -147,9 +148,10 @@ class PendingHandler(DelegatingHandler):
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
         """Remember what is to be deleted: links themselves, and nothing that they lead to."""
-        self._refuse_links(path)
-        self._remember_folder()
-        self._replaced += [file.path for file in all_files(FileLocation(self.filesystem, path))]
+        with self._failing_at_commit():
+            self._refuse_links(path)
+            self._remember_folder()
+            self._replaced += [file.path for file in all_files(FileLocation(self.filesystem, path))]
 
     def delete_dir(self, path: str) -> None:
         """Remember what is to be deleted."""
