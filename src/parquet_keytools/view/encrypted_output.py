@@ -113,7 +113,8 @@ class EncryptedOutput(io.RawIOBase):
             return
         super().close()
         try:
-            if _is_abandoned():
+            if reason := _why_abandoned():
+                _log.warning("%s is not written, because %s", self._target, reason)
                 return
             with audit.about(self._target), failing_as_output(self._target):
                 self._pending = pending_output(self._target, overwrite=self._overwrite)
@@ -198,8 +199,8 @@ def _partition_names(path: PurePosixPath) -> list[str]:
     return [part.partition("=")[0] for part in path.parts if "=" in part]
 
 
-def _is_abandoned() -> bool:
-    """Return whether an exception ends the `with` statement whose end closes the file, or nobody closes it.
+def _why_abandoned() -> str:
+    """Return why the file is not complete: an exception ends the `with` statement, or nobody closes the writer.
 
     pyarrow's `ParquetWriter` ends a file in these cases, too: it would look whole, and lack rows.
     """
@@ -207,8 +208,7 @@ def _is_abandoned() -> bool:
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "__del__":
-            _log.warning("a file is not written, because its writer was not closed")
-            return True
+            return "its writer was never closed: open it in a `with` block"
         if (
             frame.f_code.co_name == "__exit__"
             and error is not None
@@ -217,7 +217,6 @@ def _is_abandoned() -> bool:
                 for value in frame.f_locals.values()
             )
         ):
-            _log.warning("a file is not written, because of %s", type(error).__name__)
-            return True
+            return f"of {type(error).__name__}"
         frame = frame.f_back
-    return False
+    return ""
