@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from enum import IntEnum
 from typing import NamedTuple
@@ -76,6 +77,18 @@ def module_behind(prefix: bytes, file_unique: bytes) -> ModuleType | None:
         if len(behind) == _length_behind(module_type) and behind[0] == module_type and not any(behind[2::2]):
             return module_type
     return None
+
+
+def random_file_unique() -> bytes:
+    """Return the file unique of a new file, which no reader takes for a part of another module's AAD.
+
+    Random bytes alone would make 2 in 100,000 files that readers refuse unless they expect the prefix.
+    """
+    while True:
+        file_unique = os.urandom(FILE_UNIQUE_LENGTH_BYTES)
+        # All bytes looked at are at its end when a prefix is long enough; this one says nothing itself.
+        if module_behind(b"\x7f" * FILE_UNIQUE_LENGTH_BYTES, file_unique) is None:
+            return file_unique
 
 
 def _length_behind(module_type: ModuleType) -> int:

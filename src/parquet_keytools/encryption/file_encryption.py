@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES, FOOTER_PLACE, ModuleType
+from parquet_keytools.encryption.aad import FOOTER_PLACE, ModuleType, random_file_unique
 from parquet_keytools.encryption.aes import NONCE_LENGTH
 from parquet_keytools.encryption.file_rewriter import ChunkRewrite
 from parquet_keytools.encryption.footer import Footer
@@ -72,7 +72,7 @@ class FileEncryption:
     plaintext_footer: bool = False
     aad_prefix: bytes | None = None
     store_aad_prefix: bool = True
-    aad_file_unique: bytes = field(default_factory=lambda: os.urandom(FILE_UNIQUE_LENGTH_BYTES))
+    aad_file_unique: bytes = field(default_factory=random_file_unique)
     invocation_limit: int = MAX_INVOCATIONS
     visible_key_values: VisibleKeyValues = field(default_factory=VisibleKeyValues)
 

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from parquet_keytools.encryption.aad import ModuleType, module_aad, module_behind
+from parquet_keytools.encryption.aad import ModuleType, module_aad, module_behind, random_file_unique
 from parquet_keytools.errors import FormatLimitError
 
 _FILE_AAD = b"prefix" + bytes(range(8))
@@ -76,3 +76,14 @@ def test_what_writers_make_does_not_look_so() -> None:
         assert module_behind(b"", unique[:4] + b"\2\0\0\0") is None, "8 bytes and no prefix: nothing was moved"
         for prefix in (b"f", b"tables", b"flights/part-0.parquet", b"flights/part-0.parquet\0"):
             assert module_behind(prefix, unique) is None
+
+
+def test_a_new_file_unique_is_drawn_again_where_it_looks_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = bytes(range(100, 108))
+    page, dictionary_page = b"\x64\x65\2\7\0\7\0\7", b"\x64\x65\x66\x67\3\7\0\7"
+    for prefix in (b"abcdef", b"flights/part-0.parquet", b"flights/part-0.parquet\0"):
+        assert module_behind(prefix, page) is ModuleType.DATA_PAGE
+        assert module_behind(prefix, dictionary_page) is ModuleType.DICTIONARY_PAGE
+    drawn = iter([page, dictionary_page, good])
+    monkeypatch.setattr("os.urandom", lambda length: next(drawn))
+    assert random_file_unique() == good
