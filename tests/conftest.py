@@ -8,12 +8,13 @@ import os
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import remembered_scrypt
 import typer.testing
-from order import position, scheduler
+from order import position, pytest_handlecrashitem, pytest_xdist_make_scheduler
+
+__all__ = ["pytest_handlecrashitem", "pytest_xdist_make_scheduler"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -32,11 +33,6 @@ def pytest_collection_finish() -> None:
     """Spare the collector of garbage what stays anyway: many tests call it."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    return scheduler(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 SPARK_CLUSTER = "cluster of Spark"
 
 LONGEST_FIRST: dict[str, str] = {
@@ -62,3 +64,20 @@ def scheduler(config: Any, log: Any) -> Any:
             return LONGEST_FIRST.get(file, file)
 
     return Groups(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let groups, not files, run one after the other in one process."""
+    return scheduler(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
+    """End the run as failed where a process died.
+
+    pytest-xdist would run the test again, in up to eight processes, and also hand out groups of which nothing is
+    left to run; a process that gets one waits for ever.
+    """
+    sched.config.hook.pytest_runtest_logreport(report=report)
+    pytest.exit(f"a process of the tests died while it ran {crashitem}", returncode=pytest.ExitCode.TESTS_FAILED)

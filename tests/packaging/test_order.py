@@ -1,5 +1,8 @@
-"""tests/order.py names files that there are."""
+"""tests/order.py names files that there are, and ends a run in which a process died."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from order import LONGEST_FIRST, SPARK_CLUSTER, file_of, position
@@ -25,3 +28,22 @@ def test_the_longest_begin_first() -> None:
     node_id = "tests/services/test_spark_bridge.py::test_x[a::b]"
     assert file_of(node_id) == "services/test_spark_bridge.py"
     assert position(node_id) < position("tests/unit/test_errors.py::test_x")
+
+
+def test_run_ends_as_failed_where_a_process_dies(tmp_path: Path) -> None:
+    """With the name of the test: a segmentation fault in a library must not let the run wait for ever."""
+    (tmp_path / "test_a.py").write_text("def test_first(): pass\ndef test_second(): assert False, 'seen'\n")
+    (tmp_path / "test_b.py").write_text("import os\ndef test_well(): pass\ndef test_dies(): os.abort()\n")
+    (tmp_path / "test_c.py").write_text("import time\ndef test_long(): time.sleep(100)\ndef test_last(): pass\n")
+    groups = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "order", *groups, "--rootdir=.", "."],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 1, run.stdout
+    assert "FAILED test_b.py::test_dies" in run.stdout
+    assert "a process of the tests died while it ran test_b.py::test_dies" in run.stdout
