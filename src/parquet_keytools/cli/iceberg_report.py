@@ -197,6 +197,8 @@ def _kek_of(report: TableReport, link: ChainLink) -> str | None:
 
 def _kek_text(kek: KekReport) -> str:
     age = "of unknown age" if kek.age_days is None else f"{number_of(kek.age_days, 'day')} old"
+    if kek.age_days is not None and kek.age_days < 0:
+        age = "made in the future, as its KEY_TIMESTAMP says"
     due = ", due: the next writer makes a new one" if kek.is_due else ""
     return f"KEK {kek.key_id}, {age}{due}, {number_of(kek.manifest_lists, 'manifest list')}"
 

@@ -10,7 +10,7 @@ from typing import Any
 from pyiceberg.exceptions import CommitFailedException, ValidationException
 from pyiceberg.table import DataScan, Table, TableProperties, Transaction
 from pyiceberg.table.locations import LocationProvider
-from pyiceberg.table.metadata import TableMetadataV3
+from pyiceberg.table.metadata import TableMetadata, TableMetadataV3
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.update import AddSnapshotUpdate, SetPropertiesUpdate, TableRequirement, TableUpdate
 from pyiceberg.typedef import EMPTY_DICT, Properties
@@ -33,8 +33,24 @@ from parquet_keytools.iceberg.written_files import StoredFileIO, WritingFileIO
 
 _log = logging.getLogger(__name__)
 
+HIDDEN_PARTITIONS = {
+    TableProperties.OBJECT_STORE_ENABLED: "true",
+    TableProperties.WRITE_OBJECT_STORE_PARTITIONED_PATHS: "false",
+}
+"""The names of data files would show the values that rows are partitioned by, or will be once."""
+
 _PATIENCE = {TableProperties.COMMIT_NUM_RETRIES: "30", TableProperties.COMMIT_MAX_RETRY_WAIT_MS: "1000"}
 """Where the table does not say it: PyIceberg's 4 retries are few for several writers."""
+
+
+def as_written(metadata: TableMetadata) -> TableMetadata:
+    """Return metadata for PyIceberg's writers, with the properties that hold for encrypted tables; never stored.
+
+    Whatever a table says, names of files show no values of partitions, and no class of its choice makes them.
+    """
+    properties = {**_PATIENCE, **metadata.properties, **HIDDEN_PARTITIONS}
+    properties.pop(TableProperties.WRITE_PY_LOCATION_PROVIDER_IMPL, None)
+    return metadata.model_copy(update={"properties": properties})
 
 
 class EncryptedTable(Table):
@@ -179,15 +195,31 @@ class EncryptedTable(Table):
 
 
 class WorkingTable(EncryptedTable):
-    """A table within one transaction: it writes, and collects the keys of what it writes."""
+    """A table within one transaction: it writes, and collects the keys of what it writes.
+
+    Attributes:
+        io: Encrypts what is written.
+        stored_metadata: The metadata as the catalog has it.
+    """
 
     io: WritingFileIO
+    stored_metadata: TableMetadata
 
     def __init__(self, table: EncryptedTable, io: WritingFileIO, new_keys: NewKeys) -> None:
         super().__init__(table)
         self.io = io
         self._new_keys = new_keys
         self._snapshot_keys: dict[int, tuple[EncryptionKey, ...]] = {}
+
+    @property
+    def metadata(self) -> TableMetadata:
+        """What PyIceberg's writers go by: see `as_written`."""
+        return self._metadata
+
+    @metadata.setter
+    def metadata(self, metadata: TableMetadata) -> None:
+        self.stored_metadata = metadata
+        self._metadata = as_written(metadata)
 
     @property
     def reader(self) -> EncryptedFileIO:
@@ -226,6 +258,11 @@ class EncryptedTransaction(Transaction):
     def __init__(self, table: EncryptedTable) -> None:
         super().__init__(table.working_copy())
         self._original = table
+
+    @property
+    def table_metadata(self) -> TableMetadata:
+        """The metadata with the changes so far, for PyIceberg's writers: see `as_written`."""
+        return as_written(super().table_metadata)
 
     def update_snapshot(
         self, snapshot_properties: dict[str, str] = EMPTY_DICT, branch: str | None = MAIN_BRANCH
@@ -273,10 +310,6 @@ class EncryptedTransaction(Transaction):
         """
         table, original = self._table, self._original
         snapshots = [producer.snapshot_id for producer in self._snapshot_producers]
-        own = table.metadata
-        # PyIceberg takes the number of retries from the properties, once; refreshing the table undoes this.
-        patient = own.model_copy(update={"properties": {**_PATIENCE, **own.properties}})
-        table.metadata = patient
         try:
             super().commit_transaction()
         except (CommitFailedException, ValidationException):
@@ -294,11 +327,8 @@ class EncryptedTransaction(Transaction):
                 if has_landed is not None and is_refusal(table.catalog, error):
                     self._remove_files()
                 raise
-        finally:
-            if table.metadata is patient:
-                table.metadata = own
         table.io.keep_begun()
-        original.metadata, original.metadata_location = table.metadata, table.metadata_location
+        original.metadata, original.metadata_location = table.stored_metadata, table.metadata_location
         original.io = table.reader
         return original
 

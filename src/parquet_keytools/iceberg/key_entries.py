@@ -30,6 +30,9 @@ from parquet_keytools.secret_bytes import SecretBytes
 KEK_LIFETIME_MS = 730 * 24 * 60 * 60 * 1000
 """A KEK encrypts keys of new snapshots for so long (2 years, as in Iceberg's own writers)."""
 
+CLOCK_SKEW_MS = 24 * 60 * 60 * 1000
+"""So far may the clock of another writer be ahead of ours."""
+
 _KEY_ID_BYTES = 16
 _KEY_LENGTHS = {"16": 128, "24": 192, "32": 256}
 
@@ -108,11 +111,7 @@ class NewKeys:
     def _kek(self, table: TableEncryption, chain: KeyChain) -> tuple[EncryptionKey, SecretBytes]:
         master_key_id = master_key_of(table)
         now_ms = int(self._now() * 1000)
-        young = [
-            entry
-            for entry in table.keks
-            if entry.timestamp_ms is not None and now_ms - entry.timestamp_ms < KEK_LIFETIME_MS
-        ]
+        young = [entry for entry in table.keks if is_young(entry, now_ms)]
         if young:
             entry = max(young, key=lambda entry: entry.timestamp_ms or 0)
             return entry, chain.kek(entry.key_id)
@@ -121,6 +120,16 @@ class NewKeys:
             wrapped = wrap_kek(self._keys, kek, master_key_id)
             self._fresh = EncryptionKey(_new_id(), wrapped, master_key_id, str(now_ms)), kek
         return self._fresh
+
+
+def is_young(kek: EncryptionKey, now_ms: float) -> bool:
+    """Return whether new snapshots are encrypted under a KEK.
+
+    One from the future is not young: a clock that was wrong, or whoever changed the metadata file, would keep it
+    in use for as long as they like.
+    """
+    made = kek.timestamp_ms
+    return made is not None and -CLOCK_SKEW_MS <= now_ms - made < KEK_LIFETIME_MS
 
 
 def wrap_kek(keys: IcebergKeys, kek: SecretBytes, master_key_id: str) -> bytes:

@@ -18,7 +18,11 @@ from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 from parquet_keytools.encryption.aes import KEY_LENGTHS_BITS
 from parquet_keytools.errors import ConfigurationError, NotEncryptedError
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing
-from parquet_keytools.iceberg.encrypted_table import EncryptedTable, refuse_encryption_properties
+from parquet_keytools.iceberg.encrypted_table import (
+    HIDDEN_PARTITIONS,
+    EncryptedTable,
+    refuse_encryption_properties,
+)
 from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, EncryptedFileIO
 from parquet_keytools.iceberg.key_entries import wrap_kek
 from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, KEY_LENGTH_PROPERTY
@@ -130,8 +134,8 @@ def create_table(
         partition_spec,
         sort_order,
         {
-            # The names of data files would show the values that rows are partitioned by, or will be once.
-            **_HIDDEN_PARTITIONS,
+            # For writers of others; our own hides values whatever the properties say.
+            **HIDDEN_PARTITIONS,
             **properties,
             TableProperties.FORMAT_VERSION: "3",
             KEY_ID_PROPERTY: master_key_id,
@@ -141,9 +145,3 @@ def create_table(
     table = load_table(catalog, identifier)
     assert isinstance(table, EncryptedTable)
     return table
-
-
-_HIDDEN_PARTITIONS = {
-    TableProperties.OBJECT_STORE_ENABLED: "true",
-    TableProperties.WRITE_OBJECT_STORE_PARTITIONED_PATHS: "false",
-}

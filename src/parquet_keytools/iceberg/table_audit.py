@@ -19,14 +19,13 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.ags1 import MAGIC
 from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file, read_stream
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
-from parquet_keytools.iceberg.key_entries import master_key_of
+from parquet_keytools.iceberg.key_entries import is_young, master_key_of
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in
 from parquet_keytools.iceberg.table_metadata import SnapshotKey, TableEncryption
 from parquet_keytools.storage.sources import ArrowSource
 
 _MS_A_DAY = 86_400_000
-_KEK_LIFETIME_DAYS = 730
 _PARQUET = "PARQUET"
 _ENCRYPTED = (MAGIC, b"PARE")
 _UNREADABLE = (KeytoolsError, OSError, ValueError, pa.ArrowException)
@@ -71,7 +70,7 @@ class KekReport:
         key_id: Its name in the table.
         master_key_id: What wraps it.
         age_days: Its age, or None where it has no valid `KEY_TIMESTAMP`.
-        is_due: Whether writers make a new one, for it is 730 days old.
+        is_due: Whether writers make a new one, for it is 730 days old, or from the future.
         manifest_lists: How many keys of manifest lists it encrypts.
         problems: What is wrong with it.
     """
@@ -188,7 +187,7 @@ class TableAudit:
                 continue  # the key of a manifest list whose KEK is missing: its snapshot says so
             made = entry.timestamp_ms
             age = None if made is None else int((now_ms - made) // _MS_A_DAY)
-            is_due = age is not None and age >= _KEK_LIFETIME_DAYS
+            is_due = made is not None and not is_young(entry, now_ms)
             kek = KekReport(entry.key_id, entry.encrypted_by_id, age, is_due, uses[entry.key_id])
             if made is None:
                 kek.problems.append("it has no valid KEY_TIMESTAMP")

@@ -13,7 +13,14 @@ from parquet_keytools import parse_configuration
 from parquet_keytools.errors import KmsResponseInvalidError, MasterKeyNotTrustedError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
-from parquet_keytools.iceberg.key_entries import KEK_LIFETIME_MS, NewKeys, as_json, key_length_bits, rewrapped
+from parquet_keytools.iceberg.key_entries import (
+    CLOCK_SKEW_MS,
+    KEK_LIFETIME_MS,
+    NewKeys,
+    as_json,
+    key_length_bits,
+    rewrapped,
+)
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.table_metadata import EncryptionKey, TableEncryption
 
@@ -63,6 +70,16 @@ def test_the_newest_kek_is_taken_until_it_is_730_days_old() -> None:
     new, entry = made(of, table(over))
     assert (new.encrypted_by_id, new.timestamp, entry.encrypted_by_id) == ("keyA", str(NOW_MS), new.key_id)
     assert KEK_LIFETIME_MS == 730 * 86_400_000
+
+
+def test_a_kek_from_the_future_is_not_taken_but_where_a_clock_may_be_ahead() -> None:
+    of = keys()
+    ahead, too_far = kek("a", -CLOCK_SKEW_MS, of), kek("b", -CLOCK_SKEW_MS - 1, of)
+    (entry,) = made(of, table(ahead, too_far))
+    assert entry.encrypted_by_id == "a"
+    new, entry = made(of, table(too_far))
+    assert (new.timestamp, entry.encrypted_by_id) == (str(NOW_MS), new.key_id)
+    assert CLOCK_SKEW_MS == 86_400_000
 
 
 def test_a_kek_without_a_time_is_not_taken() -> None:
