@@ -26,6 +26,7 @@ class Access:
         sent: How many were sent.
         status: The status of HTTP.
         outcome: `ok`, or the class of the error; that can also end an answer whose status had been sent.
+        reason: What was wrong; empty where nothing was.
     """
 
     client: str
@@ -37,13 +38,14 @@ class Access:
     sent: int
     status: int
     outcome: str
+    reason: str = ""
 
 
 def write_access(access: Access) -> None:
     """Write a record: as a warning if something was refused."""
     facts = asdict(access)
     # Quoted as Python quotes: a line break in a name must not look like another record.
-    text = " ".join(f"{name}={value!r}" for name, value in facts.items() if value is not None)
+    text = " ".join(f"{name}={value!r}" for name, value in facts.items() if value not in (None, ""))
     _log.log(logging.INFO if access.outcome == "ok" else logging.WARNING, "%s", text, extra={"access": facts})
 
 

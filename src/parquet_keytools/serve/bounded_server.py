@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
 import socketserver
@@ -13,6 +14,13 @@ from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+from parquet_keytools.errors import ConfigurationError
+
+_REFUSED_BINDS = {
+    errno.EADDRINUSE: (": another program has this port", "Choose another --port; 0 is a free one."),
+    errno.EACCES: (": ports below 1024 are for root", "Choose another --port; 0 is a free one."),
+    errno.EADDRNOTAVAIL: (": this machine does not have this address", "Choose another --address."),
+}
 _END_SECONDS = 5.0
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -31,6 +39,8 @@ class BoundedServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
+    allow_reuse_port = False
+    """Newer versions of Python let two servers take one port, and each gets what was sent to the other."""
 
     def __init__(
         self,
@@ -55,8 +65,18 @@ class BoundedServer(ThreadingHTTPServer):
         return self._tls is not None
 
     def server_bind(self) -> None:
-        """Bind, without the look-up of our own name in the DNS, which can take long."""
-        socketserver.TCPServer.server_bind(self)
+        """Bind, without the look-up of our own name in the DNS, which can take long.
+
+        Raises:
+            ConfigurationError: This address or port is not free.
+        """
+        try:
+            socketserver.TCPServer.server_bind(self)
+        except OSError as error:
+            address, port = self.server_address[:2]
+            place = f"[{address!s}]:{port}" if self.address_family == socket.AF_INET6 else f"{address!s}:{port}"
+            what, hint = _REFUSED_BINDS.get(error.errno or 0, (f": {error.strerror}", "Choose another --address."))
+            raise ConfigurationError(f"{place} cannot be listened on{what}.", hint=hint) from None
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:

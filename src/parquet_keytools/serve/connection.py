@@ -6,14 +6,14 @@ import contextlib
 import io
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from parquet_keytools.serve.access_log import Access, write_access
 from parquet_keytools.serve.bounded_server import BoundedServer, cut_off
-from parquet_keytools.serve.refusals import refusal_of
+from parquet_keytools.serve.refusals import logged_outcome, refusal_of
+from parquet_keytools.serve.request_head import VERSIONS, HeadReader, read_headers, read_request_line
 from parquet_keytools.serve.requests_and_answers import (
     RefusedRequestError,
     ServedAnswer,
@@ -31,14 +31,20 @@ _HEAD_SECONDS = 10.0
 _SEND_SECONDS = 120.0
 """So long a client takes for one chunk."""
 
+_LINGER_SECONDS = 1.0
+_LINGER_BYTES = 1 << 20
+"""So long, and for so many bytes, a client that still sends is listened to: then it comes to read its answer."""
+
 _CHUNK_BYTES = 1 << 20
-_MAX_HEAD_BYTES = 32 * 1024
-_MAX_LINE_BYTES = 16 * 1024
 _MOST_REMEMBERED = 10_000
-_LAST_STATUSES = (400, 405, 421)
+_LAST_STATUSES = (400, 405, 408, 414, 421, 431)
 """Who sends such requests may mean something else by the bytes that follow them."""
 
 _METHODS = ("GET", "HEAD")
+
+
+class ClientGoneError(Exception):
+    """The client takes no more bytes."""
 
 
 class ViewConnection(BaseHTTPRequestHandler):
@@ -57,10 +63,25 @@ class ViewConnection(BaseHTTPRequestHandler):
     def setup(self) -> None:
         """Read within limits."""
         super().setup()
-        self._head = _HeadReader(self.connection)
+        self._head = HeadReader(self.connection, _HEAD_SECONDS)
         self.rfile = self._input = io.BufferedReader(self._head)
         self._ranges: dict[str, str] = {}
         self._is_first = True
+        self._lingers = False
+        self._begin_request()
+
+    def finish(self) -> None:
+        """Let a client that sent what was not read have its answer: it would be reset else."""
+        if self._lingers:
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_WR)
+                end, left = time.monotonic() + _LINGER_SECONDS, _LINGER_BYTES
+                while left > 0 and (seconds := end - time.monotonic()) > 0:
+                    self.connection.settimeout(seconds)
+                    if not (count := len(self.connection.recv(65536))):
+                        break
+                    left -= count
+        super().finish()
 
     def route(self, request: ServedRequest) -> tuple[str, str, Callable[[], ServedAnswer]]:
         """Return protocol, key, and what makes the answer.
@@ -72,26 +93,21 @@ class ViewConnection(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         """Read a request, and answer it."""
-        self.close_connection = True
+        self._begin_request()
         try:
             self._head.begin(_HEAD_SECONDS if self._is_first else _IDLE_SECONDS)
             self._is_first = False
-            if not self._input.peek(1):
-                return
-            self._head.begin(_HEAD_SECONDS)
-            self.raw_requestline = self.rfile.readline(_MAX_LINE_BYTES + 1)
-            if len(self.raw_requestline) > _MAX_LINE_BYTES:
-                self.requestline = self.command = self.request_version = ""
-                self.send_error(414)
-            elif self.parse_request():
+            if self._input.peek(1):
+                self._head.begin(_HEAD_SECONDS)
                 self._answer()
-        except (OSError, ValueError):
-            # Gone, too slow, too large, or no TLS: there is nobody to say it to.
+        except (OSError, ClientGoneError):
+            # There is nobody to say it to.
             self.close_connection = True
 
-    def handle_expect_100(self) -> bool:
-        """Ask for no body: who waits to send one gets the answer at once."""
-        return True
+    def _begin_request(self) -> None:
+        self.close_connection = True
+        self.protocol = self.command = self.requestline = ""
+        self.request_version = self.protocol_version
 
     def keep(self) -> None:
         """Keep the connection when there are too many: its client has shown a secret."""
@@ -114,7 +130,6 @@ class ViewConnection(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         key = ""
-        self.protocol = ""
         try:
             request = self._request()
             self.protocol, key, make = self.route(request)
@@ -123,11 +138,9 @@ class ViewConnection(BaseHTTPRequestHandler):
                 self._send_file(answer, answer.body)
             else:
                 self._send(answer)
-                self._log(key, answer.status, "ok")
-        except OSError as error:
-            if isinstance(error, ConnectionError | TimeoutError):
-                raise
-            self._refuse(key, error)
+                self._log(key, answer.status)
+        except ClientGoneError:
+            raise
         except Exception as error:
             self._refuse(key, error)
 
@@ -136,26 +149,29 @@ class ViewConnection(BaseHTTPRequestHandler):
 
         Raises:
             RefusedRequestError: It is none that we answer.
+            OSError: The client is gone.
         """
-        headers: dict[str, list[str]] = defaultdict(list)
-        for name, value in self.headers.items():
-            headers[name.lower()].append(value)
-        target = self.requestline.split()[1]
+        try:
+            self.command, target, version = read_request_line(self._input)
+            headers = read_headers(self._input)
+        except TimeoutError:
+            raise RefusedRequestError(408, "RequestTimeout", "The request came too slowly.") from None
+        except OSError:
+            raise ClientGoneError from None
+        self.close_connection = version != "HTTP/1.1" or _has_token(headers, "connection", "close")
         raw_path, _, raw_query = target.partition("?")
-        request = ServedRequest(
-            self.command, raw_path, raw_query, {name: tuple(values) for name, values in headers.items()}
-        )
-        if self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
+        request = ServedRequest(self.command, raw_path, raw_query, headers)
+        if version not in VERSIONS:
             raise RefusedRequestError(505, "InvalidRequest", "This version of HTTP is not spoken here.")
         if self.command not in _METHODS:
             raise RefusedRequestError(405, "MethodNotAllowed", "This server only reads.", {"Allow": "GET, HEAD"})
         has_body = "transfer-encoding" in headers or request.header("content-length") not in (None, "0")
-        if self.headers.defects or has_body or not target.startswith("/") or not target.isascii():
+        if has_body or not target.startswith("/"):
             raise RefusedRequestError(400, "InvalidRequest", "This is no valid request for a file.")
         return request
 
     def _send_file(self, answer: ServedAnswer, body: ServedRange) -> None:
-        sent, outcome = 0, "ok"
+        sent, failure = 0, None
         try:
             with contextlib.ExitStack() as stack:
                 # Before the status is sent: what is wrong from the start has a status of its own.
@@ -171,14 +187,14 @@ class ViewConnection(BaseHTTPRequestHandler):
                         chunk = self._chunk(reader, body, sent)
                 except BaseException as error:
                     # The status has been sent: all that is left to do is to end early.
-                    outcome = type(error).__name__
+                    failure = error
                     self.close_connection = True
                     if not isinstance(error, Exception):
                         raise
                 finally:
-                    self._log(body.key, answer.status, outcome, body=body, sent=sent)
+                    self._log(body.key, answer.status, failure, body=body, sent=sent)
         finally:
-            if outcome != "ok":
+            if failure is not None:
                 cut_off(self.connection)
 
     @staticmethod
@@ -190,9 +206,11 @@ class ViewConnection(BaseHTTPRequestHandler):
         refusal = refusal_of(error)
         body, kind = self.error_body(refusal)
         if refusal.status >= 500 or refusal.status in _LAST_STATUSES:
-            self.close_connection = True
-        self._send(ServedAnswer(refusal.status, {**refusal.headers, "Content-Type": kind}, body))
-        self._log(key, refusal.status, type(error).__name__ if error is not refusal else refusal.code)
+            self.close_connection = self._lingers = True
+        try:
+            self._send(ServedAnswer(refusal.status, {**refusal.headers, "Content-Type": kind}, body))
+        finally:
+            self._log(key, refusal.status, error)
 
     def error_body(self, refusal: RefusedRequestError) -> tuple[bytes, str]:
         """Return the body of a refusal, and its type."""
@@ -218,40 +236,39 @@ class ViewConnection(BaseHTTPRequestHandler):
         self.send_header("Cross-Origin-Resource-Policy", "same-origin")
         if self.close_connection:
             self.send_header("Connection", "close")
-        self.connection.settimeout(_SEND_SECONDS)
-        self.end_headers()
+        with self._sending():
+            self.end_headers()
 
     def _send_bytes(self, content: bytes) -> None:
-        # The time is that of all of it, not of each part that goes out.
-        self.connection.settimeout(_SEND_SECONDS)
-        self.connection.sendall(content)
+        with self._sending():
+            self.connection.sendall(content)
 
-    def _log(self, key: str, status: int, outcome: str, *, body: ServedRange | None = None, sent: int = 0) -> None:
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Tell a client that is gone from storage that is: both are an `OSError`."""
+        try:
+            # The time is that of all that is sent in the block, not of each part that goes out.
+            self.connection.settimeout(_SEND_SECONDS)
+            yield
+        except OSError:
+            raise ClientGoneError from None
+
+    def _log(
+        self,
+        key: str,
+        status: int,
+        error: BaseException | None = None,
+        *,
+        body: ServedRange | None = None,
+        sent: int = 0,
+    ) -> None:
         client = f"{self.client_address[0]}:{self.client_address[1]}"
         start, length = (body.start, body.length) if body else (None, None)
-        write_access(Access(client, self.protocol, self.command, key, start, length, sent, status, outcome))
+        outcome, reason = logged_outcome(error)
+        write_access(
+            Access(client, self.protocol, self.command, key, start, length, sent, status, outcome, reason)
+        )
 
 
-class _HeadReader(io.RawIOBase):
-    """Reads what a client sends, up to a time and a size."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self.begin(_HEAD_SECONDS)
-
-    def begin(self, seconds: float) -> None:
-        """Allow one more request, in so many seconds."""
-        self._deadline = time.monotonic() + seconds
-        self._left = _MAX_HEAD_BYTES
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        seconds = self._deadline - time.monotonic()
-        if seconds <= 0 or self._left <= 0:
-            raise TimeoutError("too slow, or too much")
-        self._connection.settimeout(seconds)
-        count = self._connection.recv_into(buffer, min(len(buffer), self._left))
-        self._left -= count
-        return count
+def _has_token(headers: Mapping[str, tuple[str, ...]], name: str, token: str) -> bool:
+    return any(part.strip().lower() == token for value in headers.get(name, ()) for part in value.split(","))

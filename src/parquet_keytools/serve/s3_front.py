@@ -54,7 +54,12 @@ class S3Front:
         """
         self._signatures.check(request)
         keep()
-        query = {name: value for name, value in request.query if not name.lower().startswith("x-amz-")}
+        query: dict[str, str] = {}
+        for name, value in request.query:
+            if name in query:
+                raise RefusedRequestError(400, "InvalidArgument", f"The parameter {name!r} is there twice.")
+            if not name.lower().startswith("x-amz-"):
+                query[name] = value
         bucket, _, key = request.path.removeprefix("/").partition("/")
         if not bucket:
             self._refuse_others(query, {"x-id", "max-buckets", "prefix"})

@@ -19,7 +19,7 @@ from parquet_keytools.errors import FileChangedError, KeytoolsError, KmsError
 _MAX_KEY_BYTES = 1024
 """As in S3."""
 
-_MOST_OF_FOOTER_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 20
 _END_BYTES = 8
 _MAGIC = b"PAR1"
 
@@ -37,13 +37,16 @@ class ServedFile:
         key: Its path below the folder that is served.
         size_bytes: Its length.
         modified: When it was written, in seconds since 1970; None where that is unknown.
-        etag: Without quotes; another one as soon as the file is another one, and in another run.
+        etag: Without quotes; another one as soon as the file is another one or shows other columns, and in
+            another run.
+        version: What changes when the file is replaced.
     """
 
     key: str
     size_bytes: int
     modified: float | None
     etag: str
+    version: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -92,15 +95,18 @@ class ServedTree:
         facts = self._filesystem.info(path)
         if facts["type"] != "file":
             raise FileNotFoundError(key)
+        version = self._version(key, path)
         # What is served may have another length than the file, and other bytes than it had with other rights.
         with self._opened(path) as stream:
-            size = stream.seek(0, os.SEEK_END)
-            footer = _footer(stream, size)
-        version = hashlib.blake2b(footer, key=self._run, digest_size=20)
-        version.update(
-            repr((key, size, self._filesystem.ukey(path), self._stat(key))).encode(errors="surrogatepass")
-        )
-        return ServedFile(key, size, _seconds(facts), version.hexdigest())
+            return self._described(key, version, stream, _seconds(facts))
+
+    def _described(self, key: str, version: tuple[object, ...], stream: Any, modified: float | None) -> ServedFile:
+        size = stream.seek(0, os.SEEK_END)
+        digest = hashlib.blake2b(key=self._run, digest_size=20)
+        digest.update(repr((key, size, version)).encode(errors="surrogatepass"))
+        for piece in _footer(stream, size):
+            digest.update(piece)
+        return ServedFile(key, size, modified, digest.hexdigest(), version)
 
     def find_listed(self, key: str) -> ServedFile:
         """Return what is known of a file of a listing, also of one that cannot be served.
@@ -116,7 +122,7 @@ class ServedTree:
         except (KeytoolsError, PermissionError):
             # No file of ours, or a damaged one. Who reads it gets the error; those beside it are not its victims.
             facts = self._filesystem.info(self._path_of(key))
-            return ServedFile(key, int(facts["size"]), _seconds(facts), secrets.token_hex(20))
+            return ServedFile(key, int(facts["size"]), _seconds(facts), secrets.token_hex(20), ())
 
     @contextlib.contextmanager
     def open(self, file: ServedFile) -> Iterator[FileReader]:
@@ -124,10 +130,26 @@ class ServedTree:
 
         Raises:
             FileNotFoundError: It is gone.
+            FileChangedError: It is another one now, or shows other columns.
             KeytoolsError: What the file system says of the file.
         """
         with self._opened(self._path_of(file.key)) as stream:
+            if self._described(file.key, file.version, stream, None).etag != file.etag:
+                raise _changed(file)
             yield FileReader(self, file, stream)
+
+    def check_unchanged(self, file: ServedFile) -> None:
+        """Return if a file is still the one that was found; that needs no key.
+
+        Raises:
+            FileChangedError: It is gone or another one.
+        """
+        try:
+            if self._version(file.key, self._path_of(file.key)) == file.version:
+                return
+        except FileNotFoundError:
+            pass
+        raise _changed(file)
 
     def is_folder(self, key: str) -> bool:
         """Whether there is a folder of this key."""
@@ -191,12 +213,13 @@ class ServedTree:
         # Nothing is read ahead: each byte costs a decryption.
         return self._filesystem.open(path, "rb", cache_type="none")
 
-    def _stat(self, key: str) -> tuple[int, ...]:
-        """Return what changes with a file of this machine, whatever its times are set to."""
-        if self._local_folder is None:
-            return ()
-        found = (self._local_folder / key).stat()
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    def _version(self, key: str, path: str) -> tuple[object, ...]:
+        """Return what changes when a file is replaced: on this machine, whatever its times are set to."""
+        local: tuple[int, ...] = ()
+        if self._local_folder is not None:
+            found = (self._local_folder / key).stat()
+            local = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return self._filesystem.ukey(path), *local
 
     def _path_of(self, key: str) -> str:
         """Return the path of a key; whatever is odd about one is no file of ours."""
@@ -246,20 +269,27 @@ class FileReader:
             parts.append(part)
             length -= len(part)
         # After reading: what was read before a change is of the file that was found.
-        if length or self._tree.find(self._file.key).etag != self._file.etag:
-            raise FileChangedError(f"{self._file.key} was replaced while it was read.")
+        self._tree.check_unchanged(self._file)
+        if length:
+            raise _changed(self._file)
         return b"".join(parts)
 
 
-def _footer(stream: Any, size_bytes: int) -> bytes:
-    """Return the end of the footer of a Parquet file: it says which columns are there. No page is read."""
+def _changed(file: ServedFile) -> FileChangedError:
+    return FileChangedError(f"{file.key} was replaced while it was read.")
+
+
+def _footer(stream: Any, size_bytes: int) -> Iterator[bytes]:
+    """Yield the footer of a Parquet file in pieces: it says which columns are there. No page is read."""
     stream.seek(max(0, size_bytes - _END_BYTES))
     end = bytes(stream.read(_END_BYTES))
-    if end[4:] != _MAGIC:
-        return end
-    length = min(int.from_bytes(end[:4], "little") + _END_BYTES, size_bytes, _MOST_OF_FOOTER_BYTES)
-    stream.seek(size_bytes - length)
-    return bytes(stream.read(length))
+    yield end
+    if end[4:] == _MAGIC:
+        left = min(int.from_bytes(end[:4], "little"), size_bytes - _END_BYTES)
+        stream.seek(size_bytes - _END_BYTES - left)
+        while left > 0 and (piece := bytes(stream.read(min(left, _PIECE_BYTES)))):
+            left -= len(piece)
+            yield piece
 
 
 def _seconds(facts: dict[str, Any]) -> float | None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -117,6 +118,17 @@ def test_what_is_refused(
     done = run("serve", "people", "--config", config, *arguments)
     assert done.exit_code == status
     assert text in " ".join(done.stderr.split())
+
+
+def test_a_port_that_another_program_has(config: Path, tmp_path: Path, run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run("serve", tmp_path / "people", "--config", config, "--port", port)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert " ".join(done.stderr.split()) == (
+        f"Error: 127.0.0.1:{port} cannot be listened on: another program has this port. "
+        "Choose another --port; 0 is a free one."
+    )
 
 
 def test_nothing_to_serve(config: Path, tmp_path: Path, run) -> None:

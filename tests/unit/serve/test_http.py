@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import logging
 import os
@@ -19,7 +20,13 @@ import fsspec
 import pytest
 from unit.serve.serving import ask, asked, connected, memory_files, said, served
 
-from parquet_keytools.errors import DecryptionError, KmsAccessDeniedError, KmsUnavailableError, ParquetFormatError
+from parquet_keytools.errors import (
+    ConfigurationError,
+    DecryptionError,
+    KmsAccessDeniedError,
+    KmsUnavailableError,
+    ParquetFormatError,
+)
 from parquet_keytools.serve import bounded_server as bounded_file
 from parquet_keytools.serve import connection as connection_file
 from parquet_keytools.serve.access_log import LOGGER_NAME
@@ -199,18 +206,49 @@ def test_one_file_alone_is_served() -> None:
         (b"GET PATH\xc3\xbc HTTP/1.1\r\nHost: HOST\r\n\r\n", 400),
         (b"GET PATH HTTP/1.7\r\nHost: HOST\r\n\r\n", 505),
         (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: HOST\r\n\r\n", 414),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\n" + (b"X: " + b"y" * 1000 + b"\r\n") * 90 + b"\r\n", 431),
+        # What one reads as one request, and another one as two.
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nContent-Length : 5\r\n\r\n", 400),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nX: a\r\n folded: b\r\n\r\n", 400),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nX: a\rTransfer-Encoding: chunked\r\n\r\n", 400),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nX: a\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nX: a\0b\r\n\r\n", 400),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nno colon\r\n\r\n", 400),
+        (b"GET\x0bPATH\x0bHTTP/1.1\r\nHost: HOST\r\n\r\n", 400),
+        (b"GET  PATH HTTP/1.1\r\nHost: HOST\r\n\r\n", 400),
+        (b"GET PATH HTTP/1.1 \r\nHost: HOST\r\n\r\n", 400),
+        (b"GET PATH HTTP/one\r\nHost: HOST\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nTransfer-Encoding: identity\r\n\r\n", 400),
+        (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nContent-Length: +0\r\n\r\n", 400),
         *(
             (method + b" PATHempty HTTP/1.1\r\nHost: HOST\r\nContent-Length: 1\r\n\r\nx", 405)
             for method in (b"PUT", b"POST", b"DELETE", b"PATCH", b"OPTIONS", b"TRACE", b"CONNECT", b"get")
         ),
     ],
 )
-def test_requests_that_are_refused(request_bytes: bytes, status: int) -> None:
+def test_requests_that_are_refused(request_bytes: bytes, status: int, caplog: pytest.LogCaptureFixture) -> None:
     with served(FILES) as server:
         # The connection is not ended by every refusal.
         answer = said(server, request_bytes.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert answer.count(b"HTTP/1.1") == 1
+    ((logged, reason),) = [(r.access["status"], r.access["reason"]) for r in caplog.records]  # type: ignore[attr-defined]
+    assert logged == status and reason.encode() in answer
+
+
+def test_what_follows_a_request_is_another_one() -> None:
+    request = b"GET PATHempty HTTP/1.1\r\nHost: HOST\r\n"
+    with served(FILES) as server:
+        answer = said(server, (request + b"\r\n\r\n") * 2 + request + b"Connection: close\r\n\r\n" + request)
+        assert answer.count(b"HTTP/1.1 200 ") == answer.count(b"HTTP/1.1") == 3
+        smuggled = request.replace(b"empty", b"2013/a.parquet") + b"\r\n"
+        for length in (
+            b"Content-Length: 0\r\nTransfer-Encoding: chunked",
+            b"Content-Length: 9\r\nContent-Length: 0",
+        ):
+            answer = said(server, request + length + b"\r\n\r\n0\r\n\r\n" + smuggled)
+            assert (answer[:13], answer.count(b"HTTP/1.1")) == (b"HTTP/1.1 400 ", 1)
 
 
 def test_http_0_9_gets_no_file() -> None:
@@ -218,12 +256,76 @@ def test_http_0_9_gets_no_file() -> None:
         assert b"content" not in said(server, b"GET PATHa\r\n\r\n")
 
 
-def test_a_head_that_is_too_long_or_too_slow_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(FILES) as server:
-        assert said(server, b"GET PATH HTTP/1.1\r\n" + (b"X: " + b"y" * 1000 + b"\r\n") * 90) == b""
+def test_a_head_that_does_not_come_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(FILES) as server, socket.create_connection(("127.0.0.1", port_of(server)), timeout=30) as half:
+        half.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1")
+        half.shutdown(socket.SHUT_WR)
+        assert half.recv(13) == b"HTTP/1.1 400 "
         monkeypatch.setattr(connection_file, "_HEAD_SECONDS", 0.2)
         assert said(server, b"") == b""
-        assert said(server, b"GET PATH HTTP/1.1\r\nHost") == b""
+        assert said(server, b"GET PATH HTTP/1.1\r\nHost").startswith(b"HTTP/1.1 408 ")
+    assert [record.access["status"] for record in caplog.records] == [400, 408]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError(104, "s3cr3t"), TimeoutError("s3cr3t"), OSError(5, "s3cr3t")]
+)
+def test_storage_that_fails_is_no_client_that_is_gone(error: OSError, caplog: pytest.LogCaptureFixture) -> None:
+    filesystem = memory_files(FILES)
+    with served(filesystem) as server:
+        for method in ("open", "info", "ls"):
+
+            def fail(*arguments: object, **options: object) -> None:
+                raise error
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(filesystem, method, fail)
+                status, _, body = ask(server, "" if method == "ls" else "empty")
+            assert (status, body) == (502, f"The storage failed: {type(error).__name__}.\n".encode())
+        assert ask(server, "empty")[0] == 200
+    assert [r.access["outcome"] for r in caplog.records] == [type(error).__name__] * 3  # type: ignore[attr-defined]
+    assert "s3cr3t" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("address", "code", "text"),
+    [
+        ("127.0.0.1", None, "127.0.0.1:PORT cannot be listened on: another program has this port. Choose another"),
+        ("192.0.2.77", None, "192.0.2.77:PORT cannot be listened on: this machine does not have this address. Ch"),
+        ("127.0.0.1", errno.EACCES, "127.0.0.1:PORT cannot be listened on: ports below 1024 are for root. Choose"),
+    ],
+)
+def test_an_address_that_is_not_free(
+    address: str, code: int | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, "no")
+
+    with served(FILES) as server:
+        port = port_of(server)
+        if code is not None:
+            monkeypatch.setattr(bounded_file.socketserver.TCPServer, "server_bind", fail)
+        with pytest.raises(ConfigurationError) as caught:
+            ViewServer(ServedTree(memory_files(FILES), "/root"), address=address, port=port)
+        assert str(caught.value).startswith(text.replace("PORT", str(port)))
+
+
+def test_every_byte_of_a_footer_is_part_of_the_etag() -> None:
+    footer = bytes(3_000_000)
+    end = len(footer).to_bytes(4, "little") + b"PAR1"
+    filesystem = memory_files({"a": b"PAR1" + footer + end})
+    # As a file whose rights changed: nothing but what is shown is another one.
+    filesystem.ukey = lambda path: "same"
+    with served(filesystem) as server:
+        etags = [ask(server, "a", "HEAD")[1]["ETag"]]
+        for place in (0, 1_500_000, 2_999_999):
+            changed = bytearray(footer)
+            changed[place] = 1
+            filesystem.pipe_file("/root/a", b"PAR1" + bytes(changed) + end)
+            etags.append(ask(server, "a", "HEAD")[1]["ETag"])
+        assert len(set(etags)) == 4
 
 
 def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

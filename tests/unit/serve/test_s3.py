@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import random
 import re
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import closing
@@ -125,6 +126,19 @@ def test_without_a_signature_nothing_is_answered() -> None:
             raw.request("GET", path)
             answer = raw.getresponse()
             assert (answer.status, b"AccessDenied" in answer.read()) == (403, True)
+
+
+def test_a_parameter_that_is_there_twice_is_refused() -> None:
+    with served(FILES, with_s3=True) as server:
+        pair = server.key_pair
+        credentials = Credentials(pair.access_key_id, pair.secret.reveal().decode())
+        request = AWSRequest("GET", server.endpoint + "/view?list-type=2&prefix=2013&prefix=2014")
+        request.headers["Host"] = urlsplit(server.endpoint).netloc
+        S3SigV4Auth(credentials, "s3", "us-east-1").add_auth(request)
+        raw = urllib.request.Request(request.url, headers=dict(request.headers.items()))
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(raw)
+        assert (caught.value.code, b"twice" in caught.value.read()) == (400, True)
 
 
 def test_who_has_signed_keeps_the_connection() -> None:
