@@ -21,7 +21,9 @@ from parquet_keytools.files.conversion import new_file_encryption
 from parquet_keytools.files.key_service import TablePolicy
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
 from parquet_keytools.runtime import audit
-from parquet_keytools.storage.failures import failing_as_output
+from parquet_keytools.runtime.exceptions_in_flight import ExceptionWatch
+from parquet_keytools.runtime.fork_safety import OwnerProcess, leave_to_parent
+from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import PendingOutput, pending_output
 from parquet_keytools.storage.sources import BufferSource
@@ -93,6 +95,8 @@ class EncryptedParquetWriter:
         self._target = target
         self._reasons = tuple(reasons)
         self._rows = 0
+        self._owner = OwnerProcess()
+        self._watch = ExceptionWatch()
         self._pending = pending_output(target)
         self._discard = weakref.finalize(self, self._pending.discard)
         make = ModuleEncryptedFile if reasons else _ByArrow
@@ -102,6 +106,7 @@ class EncryptedParquetWriter:
         except BaseException:
             self._discard()
             raise
+        leave_to_parent(self._file)
         self.schema: pa.Schema = self._file.schema
 
     def write(self, table_or_batch: pa.Table | pa.RecordBatch, row_group_size: int | None = None) -> None:
@@ -148,9 +153,11 @@ class EncryptedParquetWriter:
         Raises:
             OutputError: It cannot be written there; nothing is there then, or what was there before.
             KeytoolsError: Its footer would hold what the table refuses to show.
+            BaseException: One was raised since it was opened, and is on its way: rows may be missing.
         """
         if self.is_open:
             with self._all_or_nothing():
+                self._watch.refuse(self._target)
                 put_in_place(self._pending, self._file.finish())
             self._discard()
             engine: Engine = "module encryptor" if self._reasons else "pyarrow"
@@ -162,13 +169,15 @@ class EncryptedParquetWriter:
     def discard(self) -> None:
         """Write nothing, and close; does nothing after `close`."""
         if self.is_open:
-            self._file.abandon()
+            if self._owner.is_here:
+                self._file.abandon()
             self._discard()
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         if not self.is_open:
             raise ValueError(f"{self._target} is closed")
+        refuse_in_child(self._owner, self._target)
         try:
             with audit.about(self._target), failing_as_output(self._target):
                 yield

@@ -16,9 +16,9 @@ from typing import IO
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
 from parquet_keytools.errors import OutputError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import Bytes
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.fork_safety import ForkSafeLock, OwnerProcess
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.failures import failing_as_output
+from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
 from parquet_keytools.storage.locations import FileLocation
 
 SEGMENT_BYTES = 1024 * 1024
@@ -45,6 +45,7 @@ class SpoolRoom:
         self._left_bytes = memory_bytes
         self._cipher = AesGcm(SecretBytes.random(_KEY_BITS))
         self._lock = ForkSafeLock()
+        self._owner = OwnerProcess()
         self._freed: deque[StoredSegment | bytearray] = deque()
         self._file: IO[bytes] | None = None
         self._slots = 0
@@ -56,7 +57,9 @@ class SpoolRoom:
 
         Raises:
             StorageFailedError: There is no space for it.
+            OutputError: This is a forked child: it would use nonces and places in the file a second time.
         """
+        refuse_in_child(self._owner, self._target)
         with self._lock:
             self._take_back()
             if len(data) <= self._left_bytes:
@@ -100,10 +103,12 @@ class SpoolRoom:
         return plaintext
 
     def free(self, kept: StoredSegment | bytearray) -> None:
-        """Forget a segment.
+        """Forget a segment; a forked child leaves it to its parent.
 
         The garbage collector may call this at any time, also in a thread that has the lock.
         """
+        if not self._owner.is_here:
+            return
         self._freed.append(kept)
         with contextlib.suppress(TimeoutError), self._lock.held_within(0):
             self._take_back()

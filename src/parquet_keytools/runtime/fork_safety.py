@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 import weakref
@@ -58,6 +59,34 @@ def _renew_all() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_all)
+
+
+class OwnerProcess:
+    """The process that made an object, of which its children have copies."""
+
+    def __init__(self) -> None:
+        self._process_id = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process."""
+        return os.getpid() == self._process_id
+
+
+_begun: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def leave_to_parent(writer: object) -> None:
+    """Let no forked child end what this process has begun: C++ finishes a file when its writer is destroyed."""
+    _begun.add(writer)
+
+
+def _keep_for_ever() -> None:
+    for writer in _begun:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(writer))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
 
 
 _inherited: list[object] = []

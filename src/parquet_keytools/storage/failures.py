@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 
 from parquet_keytools.errors import OutputError, StorageFailedError
+from parquet_keytools.runtime.fork_safety import OwnerProcess
 
 _HINTS = {
     errno.ENOSPC: "Make space, then repeat the command.",
@@ -54,6 +55,19 @@ def failing_as_output(target: object, *, only_writing: bool = False) -> Iterator
     else:
         return
     raise found
+
+
+def refuse_in_child(owner: OwnerProcess, target: object) -> None:
+    """Refuse to write what a parent process has begun: parent and child would write into the same file.
+
+    Raises:
+        OutputError: This is not the process that began it.
+    """
+    if not owner.is_here:
+        raise OutputError(
+            f"{target} is not written by this process: the one from which it was forked has opened it.",
+            hint="Open files in the process that writes them.",
+        )
 
 
 def _failed(error_number: int, path: object, hint: str) -> StorageFailedError:

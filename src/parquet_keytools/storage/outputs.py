@@ -14,8 +14,9 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.errors import OutputError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
+from parquet_keytools.runtime.fork_safety import OwnerProcess
 from parquet_keytools.storage.addresses import is_url
-from parquet_keytools.storage.failures import failing_as_output
+from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
 from parquet_keytools.storage.leftovers import open_folder, remove_object, remove_stored_leftovers
 from parquet_keytools.storage.local_files import FolderIdentity
 from parquet_keytools.storage.local_output import LocalFile, exists_already
@@ -150,7 +151,7 @@ class PendingOutput(Protocol):
         ...
 
     def discard(self) -> None:
-        """Remove what was written, if it is not in its place."""
+        """Remove what was written, if it is not in its place; a forked child leaves it to its parent."""
         ...
 
 
@@ -160,6 +161,7 @@ class _LocalOutput:
     def __init__(self, target: FileLocation, file: LocalFile, *, overwrite: bool) -> None:
         self.target = target
         self.folder: FolderIdentity | None = file.folder
+        self._owner = OwnerProcess()
         self._file = file
         self._overwrite = overwrite
 
@@ -185,10 +187,12 @@ class _LocalOutput:
         self._file.sync()
 
     def commit(self, check: Check | None = None, *, syncs_folder: bool = True) -> None:
+        refuse_in_child(self._owner, self.target)
         self._file.replace(overwrite=self._overwrite, check=check, syncs_folder=syncs_folder)
 
     def discard(self) -> None:
-        self._file.close()
+        if self._owner.is_here:
+            self._file.close()
 
 
 class _StoredOutput:
@@ -198,6 +202,7 @@ class _StoredOutput:
         self.target = target
         self.folder: FolderIdentity | None = None
         self.location = target.sibling(temporary_name(target.name))
+        self._owner = OwnerProcess()
         self._overwrite = overwrite
         self._is_done = False
 
@@ -216,6 +221,7 @@ class _StoredOutput:
         pass
 
     def commit(self, check: Check | None = None, *, syncs_folder: bool = True) -> None:
+        refuse_in_child(self._owner, self.target)
         if check is not None:
             check()
         if not self._overwrite and self.target.info().type != pafs.FileType.NotFound:
@@ -224,7 +230,7 @@ class _StoredOutput:
         self._is_done = True
 
     def discard(self) -> None:
-        if not self._is_done:
+        if not self._is_done and self._owner.is_here:
             remove_object(self.location)
 
 

@@ -20,7 +20,9 @@ from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.runtime import audit
-from parquet_keytools.storage.failures import failing_as_output
+from parquet_keytools.runtime.exceptions_in_flight import ExceptionWatch
+from parquet_keytools.runtime.fork_safety import OwnerProcess
+from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import PendingOutput, pending_output, write_whole
 
@@ -31,7 +33,8 @@ class EncryptedOutput(io.RawIOBase):
     """Takes a plain Parquet file and writes it encrypted, whole or not at all.
 
     When it is closed, the module encryptor writes the file as its table says. It does not appear if it is closed
-    by a `with` statement that an exception ends, that of a writer on top of it included.
+    by a `with` statement that an exception ends, that of a writer on top of it included, or with an exception on
+    its way, nor in a forked child.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class EncryptedOutput(io.RawIOBase):
         self._table_name = table_name
         self._target = target
         self._commits_on_close = commits_on_close
+        self._owner = OwnerProcess()
+        self._watch = ExceptionWatch()
         self._spool = PlaintextSpool(room, str(target))
         self._beginning = bytearray()
         self._overwrite = overwrite
@@ -95,6 +100,7 @@ class EncryptedOutput(io.RawIOBase):
         """
         if self.closed:
             raise ValueError("write to closed file")
+        refuse_in_child(self._owner, self._target)
         view = memoryview(data).cast("B")
         if len(self._beginning) < len(MAGIC):
             self._beginning += view[: len(MAGIC) - len(self._beginning)]
@@ -108,14 +114,17 @@ class EncryptedOutput(io.RawIOBase):
 
         Raises:
             KeytoolsError: It is no plain Parquet file, or its table does not allow it; nothing is written then.
+            BaseException: One was raised since it was opened, and is on its way: rows may be missing.
         """
         if self.closed:
             return
         super().close()
         try:
+            refuse_in_child(self._owner, self._target)
             if reason := _why_abandoned():
                 _log.warning("%s is not written, because %s", self._target, reason)
                 return
+            self._watch.refuse(self._target)
             with audit.about(self._target), failing_as_output(self._target):
                 self._pending = pending_output(self._target, overwrite=self._overwrite)
                 self._finish = self._encrypted(self._pending)
@@ -172,7 +181,7 @@ class EncryptedOutput(io.RawIOBase):
     def __del__(self) -> None:
         # Whoever did not close it may not have written all of it.
         if not self.closed:
-            if self._spool.size_bytes:
+            if self._spool.size_bytes and self._owner.is_here:
                 _log.warning(
                     "%s is not written, because it was never closed: open it in a `with` block", self._target
                 )
