@@ -52,10 +52,11 @@ LAYERS: dict[str, set[str]] = {
     "rotation": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
     # a read-only file system over HTTP and S3, or mounted; knows nothing of Parquet
     "serve": GROUND,
-    # Spark's own reader and writer, and pipelines over data sets
-    "spark": GROUND | {"storage", "encryption", "kms", "keys", "config", "files", "conformance", "rotation"},
     # encrypted tables of Iceberg; its keys and its streams know no Parquet
     "iceberg": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "arrow", "view"},
+    # Spark's own reader and writer, pipelines over data sets, and KEKs of Iceberg for its Java library
+    "spark": GROUND
+    | {"storage", "encryption", "kms", "keys", "config", "files", "conformance", "rotation", "iceberg"},
     # the facade, and its parts
     "facade": GROUND
     | {"storage", "kms", "keys", "config", "files", "arrow", "conformance", "rotation", "spark", "view"},

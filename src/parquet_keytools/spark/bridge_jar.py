@@ -17,6 +17,8 @@ from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.runtime.extras import install_hint
 
 _SOURCES = Path(__file__).parent / "java"
+# The package of all our classes: what else is compiled stands for classes of others, and stays out of the jar.
+_PACKAGE = "parquet_keytools"
 _COMPILER = "org.codehaus.commons.compiler.samples.CompilerDemo"
 _COMPILER_JARS = ("janino-", "commons-compiler-")
 # What the classes are compiled against: with other versions of these, they are compiled again.
@@ -41,7 +43,7 @@ def build_jar(path: str | os.PathLike[str]) -> Path:
         handle, pending = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
             with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as jar:
-                for file in sorted(classes.rglob("*.class")):
+                for file in sorted((classes / _PACKAGE).rglob("*.class")):
                     # With fixed times, the same classes give the same jar.
                     entry = zipfile.ZipInfo(file.relative_to(classes).as_posix())
                     jar.writestr(entry, file.read_bytes(), zipfile.ZIP_DEFLATED)
@@ -74,7 +76,7 @@ def _fingerprint(jars: Path) -> str:
 
 
 def _source_files() -> list[Path]:
-    return sorted(_SOURCES.glob("*.java"))
+    return sorted(_SOURCES.rglob("*.java"))
 
 
 def _cache_folder() -> Path:

@@ -30,6 +30,8 @@ class Operation(enum.IntEnum):
     UNWRAP = 3
     STATISTICS = 4
     CHECK = 5
+    WRAP_KEK = 6
+    UNWRAP_KEK = 7
 
 
 class Status(enum.IntEnum):
@@ -64,7 +66,7 @@ class KeyRequest:
     """The content of a request to wrap or unwrap.
 
     Attributes:
-        master_key_id: As the file writes it.
+        master_key_id: As the file writes it, or the metadata of a table of Iceberg.
         key: The key to be wrapped, or the wrapped key.
     """
 

@@ -22,6 +22,9 @@ from typing import BinaryIO, TypeVar
 from parquet_keytools.config.key_names import check_key_names, configured_master_key_ids
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import KEY_REFUSALS, ConfigurationError, KeytoolsError, KmsError
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.iceberg.key_chain import IcebergKeys
+from parquet_keytools.iceberg.key_entries import wrap_kek
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.registry import make_client
@@ -30,6 +33,7 @@ from parquet_keytools.spark.carried_configuration import received_configuration,
 from parquet_keytools.spark.frames import (
     PREAMBLE,
     Frame,
+    KeyRequest,
     MalformedFrameError,
     Operation,
     Status,
@@ -44,6 +48,8 @@ THREADS = 4
 
 MOST_TOGETHER = 1000
 """So many keys, at most, the KMS client is asked for together."""
+
+_NO_CONFIGURATION = b"the worker was given no configuration"
 
 _COUNTS = ("wrap calls", "wrap keys", "unwrap calls", "unwrap keys")
 
@@ -135,6 +141,13 @@ class KmsWorker:
         self._waiting = WaitingRequests()
         self._kms = kms
         self._tables: TableRequests | None = None
+        self._iceberg: IcebergKeys | None = None
+        self._handlers: dict[Operation, Callable[[Sequence[Frame]], None]] = {
+            Operation.WRAP: self._wrap,
+            Operation.UNWRAP: self._unwrap,
+            Operation.WRAP_KEK: self._wrap_keks,
+            Operation.UNWRAP_KEK: self._unwrap_keks,
+        }
 
     def run(self) -> int:
         """Serve until the end of the requests; returns the exit status."""
@@ -157,8 +170,10 @@ class KmsWorker:
     def _take(self, frame: Frame) -> None:
         match frame.kind:
             case Operation.WRAP | Operation.UNWRAP if self._kms is None:
-                self._answer(frame, Status.FAILED, b"the worker was given no configuration")
-            case Operation.WRAP | Operation.UNWRAP:
+                self._answer(frame, Status.FAILED, _NO_CONFIGURATION)
+            case Operation.WRAP_KEK | Operation.UNWRAP_KEK if self._iceberg is None:
+                self._answer(frame, Status.FAILED, _NO_CONFIGURATION)
+            case Operation.WRAP | Operation.UNWRAP | Operation.WRAP_KEK | Operation.UNWRAP_KEK:
                 self._waiting.put(frame)
             case Operation.CHECK:
                 self._answer(frame, *self._check(frame.content))
@@ -178,6 +193,7 @@ class KmsWorker:
             configuration = received_configuration(text.decode(), Path(os.fsdecode(folder)))
             self._kms = _kms_of(configuration)
             self._tables = TableRequests(configuration)
+            self._iceberg = IcebergKeys(KeyService(configuration, self._kms, time.monotonic))
         except KeytoolsError as error:
             return Status.FAILED, str(error).encode()
         except Exception as error:
@@ -186,7 +202,7 @@ class KmsWorker:
 
     def _check(self, content: bytes) -> tuple[Status, bytes]:
         if self._tables is None:
-            return Status.FAILED, b"the worker was given no configuration"
+            return Status.FAILED, _NO_CONFIGURATION
         try:
             return Status.OK, self._tables.check(content)
         except KeytoolsError as error:
@@ -198,37 +214,48 @@ class KmsWorker:
         while frames := self._waiting.take():
             operation = Operation(frames[0].kind)
             try:
-                (self._wrap if operation == Operation.WRAP else self._unwrap)(frames)
+                self._handlers[operation](frames)
             except Exception as error:
                 # Its text may hold anything, keys included.
                 for frame in frames:
                     self._answer(frame, Status.FAILED, f"unexpected {type(error).__name__}".encode())
 
     def _wrap(self, frames: Sequence[Frame]) -> None:
-        def request(master_key_id: str, key: bytes) -> WrapRequest:
-            if len(key) not in KEY_LENGTHS_BYTES:
-                raise ValueError(f"a key to be wrapped has 16, 24 or 32 bytes, not {len(key)}")
-            return WrapRequest(SecretBytes(key), master_key_id)
+        def request(parts: KeyRequest) -> WrapRequest:
+            return WrapRequest(_key_to_wrap(parts), decode_master_key_id(parts.master_key_id))
 
         readable = self._readable(frames, request)
         assert self._kms is not None
         self._answer_all("wrap", readable, self._kms.wrap_many, str.encode)
 
     def _unwrap(self, frames: Sequence[Frame]) -> None:
-        def request(master_key_id: str, wrapped_key: bytes) -> UnwrapRequest:
-            return UnwrapRequest(wrapped_key.decode("ascii", "replace"), master_key_id)
+        def request(parts: KeyRequest) -> UnwrapRequest:
+            return UnwrapRequest(parts.key.decode("ascii", "replace"), decode_master_key_id(parts.master_key_id))
 
         readable = self._readable(frames, request)
         assert self._kms is not None
         self._answer_all("unwrap", readable, self._kms.unwrap_many, SecretBytes.reveal)
 
-    def _readable(self, frames: Sequence[Frame], request: Callable[[str, bytes], T]) -> list[tuple[Frame, T]]:
+    def _wrap_keks(self, frames: Sequence[Frame]) -> None:
+        def wrap(request: tuple[SecretBytes, str]) -> bytes:
+            assert self._iceberg is not None
+            return wrap_kek(self._iceberg, *request)
+
+        self._answer_each("wrap", self._readable(frames, lambda p: (_key_to_wrap(p), p.master_key_id)), wrap)
+
+    def _unwrap_keks(self, frames: Sequence[Frame]) -> None:
+        def unwrap(request: KeyRequest) -> bytes:
+            assert self._iceberg is not None
+            return self._iceberg.kek(request.key, request.master_key_id).reveal()
+
+        self._answer_each("unwrap", self._readable(frames, lambda p: p), unwrap)
+
+    def _readable(self, frames: Sequence[Frame], request: Callable[[KeyRequest], T]) -> list[tuple[Frame, T]]:
         """Return the requests in the frames, after the frames without one were answered."""
         readable = []
         for frame in frames:
             try:
-                parts = read_key_request(frame.content)
-                readable.append((frame, request(decode_master_key_id(parts.master_key_id), parts.key)))
+                readable.append((frame, request(read_key_request(frame.content))))
             except ValueError as error:
                 self._answer(frame, Status.FAILED, str(error).encode())
         return readable
@@ -246,11 +273,26 @@ class KmsWorker:
         self.statistics.add(operation, len(requests))
         for (frame, _), outcome in zip(requests, outcomes, strict=True):
             if isinstance(outcome, KmsError):
-                # parquet-java reads the other columns then.
-                status = Status.DENIED if isinstance(outcome, KEY_REFUSALS) else Status.FAILED
-                self._answer(frame, status, str(outcome).encode(errors="replace"))
+                self._refuse(frame, outcome)
             else:
                 self._answer(frame, Status.OK, content(outcome))
+
+    def _answer_each(
+        self, operation: str, requests: Sequence[tuple[Frame, T]], call: Callable[[T], bytes]
+    ) -> None:
+        for frame, request in requests:
+            self.statistics.add(operation, 1)
+            try:
+                answer = call(request)
+            except KmsError as error:
+                self._refuse(frame, error)
+            else:
+                self._answer(frame, Status.OK, answer)
+
+    def _refuse(self, frame: Frame, error: KmsError) -> None:
+        # parquet-java reads the other columns then.
+        status = Status.DENIED if isinstance(error, KEY_REFUSALS) else Status.FAILED
+        self._answer(frame, status, str(error).encode(errors="replace"))
 
     def _answer(self, frame: Frame, status: Status, content: bytes) -> None:
         data = frame_bytes(Frame(frame.request_id, status, content))
@@ -261,6 +303,12 @@ class KmsWorker:
             except OSError:
                 # The JVM is gone; the end of the requests follows.
                 return
+
+
+def _key_to_wrap(request: KeyRequest) -> SecretBytes:
+    if len(request.key) not in KEY_LENGTHS_BYTES:
+        raise ValueError(f"a key to be wrapped has 16, 24 or 32 bytes, not {len(request.key)}")
+    return SecretBytes(request.key)
 
 
 def _kms_of(configuration: Configuration) -> KmsClient:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from parquet_keytools import SecretBytes, load_configuration
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsUnavailableError
@@ -121,6 +122,33 @@ def test_wrap_and_unwrap(kms: SlowKms) -> None:
         assert kms.unwrap(wrapped.content.decode(), "pii").reveal() == KEY
         back = asker.ask(Operation.UNWRAP, key_request_bytes(KeyRequest("pii", wrapped.content)))
         assert (back.kind, back.content) == (Status.OK, KEY)
+
+
+@pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning")
+def test_keks_of_iceberg_have_the_raw_form(kms: SlowKms, configuration: Path) -> None:
+    configuration.write_text(json.dumps(json.loads(configuration.read_text()) | {"master_keys": {"short": "pii"}}))
+    request = key_request_bytes(KeyRequest("arn:aws:kms:1,2;3", KEY))
+    with worker(kms) as asker:
+        before = asker.ask(Operation.WRAP_KEK, request)
+        assert (before.kind, before.content) == (Status.FAILED, b"the worker was given no configuration")
+        assert asker.ask(Operation.START, b"\n" + carried_file(str(configuration)).encode()).kind == Status.OK
+        wrapped = asker.ask(Operation.WRAP_KEK, request)
+        # The identifier is taken as it is: nothing is encoded in the metadata of a table.
+        assert wrapped.kind == Status.OK and len(wrapped.content) == 12 + 16 + 16
+        key = AESGCM(MASTER_KEYS["arn:aws:kms:1,2;3"])
+        assert key.decrypt(wrapped.content[:12], wrapped.content[12:], None) == KEY
+        for name in ("short", "pii"):
+            by = asker.ask(Operation.WRAP_KEK, key_request_bytes(KeyRequest(name, KEY))).content
+            back = asker.ask(Operation.UNWRAP_KEK, key_request_bytes(KeyRequest("pii", by)))
+            assert (back.kind, back.content) == (Status.OK, KEY)
+        for by, content, text in (
+            ("pii", wrapped.content, b"master key 'pii': the wrapped key"),
+            ("nobody", wrapped.content, b"no such master key"),
+        ):
+            refused = asker.ask(Operation.UNWRAP_KEK, key_request_bytes(KeyRequest(by, content)))
+            assert refused.kind != Status.OK and text in refused.content
+        short = asker.ask(Operation.WRAP_KEK, key_request_bytes(KeyRequest("pii", KEY[:5])))
+        assert short.kind == Status.FAILED and b"16, 24 or 32 bytes, not 5" in short.content
 
 
 def test_files_are_compared_with_their_table(kms: SlowKms, tmp_path: Path) -> None:

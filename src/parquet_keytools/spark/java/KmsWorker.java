@@ -5,6 +5,7 @@ import java.io.File;
 import java.io.IOException;
 import java.nio.charset.StandardCharsets;
 import java.util.ArrayList;
+import java.util.Arrays;
 import java.util.Base64;
 import java.util.HashMap;
 import java.util.Map;
@@ -21,6 +22,8 @@ final class KmsWorker {
   static final int UNWRAP = 3;
   static final int STATISTICS = 4;
   static final int CHECK = 5;
+  static final int WRAP_KEK = 6;
+  static final int UNWRAP_KEK = 7;
 
   static final int OK = 0;
   static final int DENIED = 1;
@@ -34,6 +37,7 @@ final class KmsWorker {
   private static final long REST_MILLISECONDS = 30000;
   private static final long LONGEST_WAIT_MILLISECONDS = 3000;
   private static final int MOST_CHECKED = 10000;
+  private static final int MOST_NAME_BYTES = 65535;
 
   private static final Map WORKERS = new HashMap();
   private static boolean hasHook = false;
@@ -55,7 +59,7 @@ final class KmsWorker {
     this.timeoutMilliseconds = timeoutMilliseconds;
   }
 
-  /** Returns the one worker for a configuration, which all threads of this JVM share. */
+  /** Returns the worker for the configuration of a session. */
   static KmsWorker of(Configuration configuration) {
     String encoded = configuration.get(CONFIGURATION);
     if (encoded == null) {
@@ -63,10 +67,11 @@ final class KmsWorker {
           CONFIGURATION + " is not set. Make the session with parquet_keytools.spark.configure.");
     }
     String python = configuration.get(isDriver() ? DRIVER_PYTHON : PYTHON);
-    if (python == null) {
-      python = "python3";
-    }
-    long timeout = configuration.getLong(TIMEOUT, 120) * 1000;
+    return of(encoded, python == null ? "python3" : python, configuration.getLong(TIMEOUT, 120) * 1000);
+  }
+
+  /** Returns the one worker for a configuration, in base64, which all threads of this JVM share. */
+  static KmsWorker of(String encoded, String python, long timeout) {
     String identity = python + '\n' + timeout + '\n' + encoded;
     synchronized (WORKERS) {
       KmsWorker worker = (KmsWorker) WORKERS.get(identity);
@@ -113,6 +118,24 @@ final class KmsWorker {
   /** Returns what is the same for requests that this worker answers alike. */
   String identity() {
     return encodedConfiguration;
+  }
+
+  /** Asks the worker to wrap or unwrap a key; what is sent is zeroed then. */
+  byte[] askForKey(int operation, byte[] key, String masterKeyId) {
+    byte[] name = masterKeyId.getBytes(StandardCharsets.UTF_8);
+    if (name.length > MOST_NAME_BYTES) {
+      throw new ParquetCryptoRuntimeException("The identifier of a master key has " + name.length + " bytes.");
+    }
+    byte[] request = new byte[2 + name.length + key.length];
+    request[0] = (byte) (name.length >> 8);
+    request[1] = (byte) name.length;
+    System.arraycopy(name, 0, request, 2, name.length);
+    System.arraycopy(key, 0, request, 2 + name.length, key.length);
+    try {
+      return ask(operation, request);
+    } finally {
+      Arrays.fill(request, (byte) 0);
+    }
   }
 
   /** Asks the worker, and once more where its process died meanwhile: wrapping twice does no harm. */
@@ -172,7 +195,8 @@ final class KmsWorker {
       }
     } catch (IOException error) {
       String reason = "The KMS worker could not be started with " + python + ": " + error.getMessage()
-          + ". Set spark.pyspark.python to a Python on every node that has parquet-keytools.";
+          + ". Set spark.pyspark.python (for a catalog of Iceberg its property keytools.python) to a Python on every"
+          + " node that has parquet-keytools.";
       failed(null, reason);
       throw new ParquetCryptoRuntimeException(reason);
     } catch (WorkerGoneException gone) {

@@ -1,7 +1,6 @@
 package parquet_keytools;
 
 import java.nio.charset.StandardCharsets;
-import java.util.Arrays;
 import org.apache.hadoop.conf.Configuration;
 import org.apache.parquet.crypto.keytools.KmsClient;
 
@@ -18,25 +17,11 @@ public class PythonKmsClient implements KmsClient {
   }
 
   public String wrapKey(byte[] key, String masterKeyId) {
-    return new String(ask(KmsWorker.WRAP, key, masterKeyId), StandardCharsets.UTF_8);
+    return new String(worker.askForKey(KmsWorker.WRAP, key, masterKeyId), StandardCharsets.UTF_8);
   }
 
   public byte[] unwrapKey(String wrappedKey, String masterKeyId) {
-    return ask(KmsWorker.UNWRAP, wrappedKey.getBytes(StandardCharsets.UTF_8), masterKeyId);
-  }
-
-  private byte[] ask(int operation, byte[] key, String masterKeyId) {
-    byte[] name = masterKeyId.getBytes(StandardCharsets.UTF_8);
-    byte[] request = new byte[2 + name.length + key.length];
-    request[0] = (byte) (name.length >> 8);
-    request[1] = (byte) name.length;
-    System.arraycopy(name, 0, request, 2, name.length);
-    System.arraycopy(key, 0, request, 2 + name.length, key.length);
-    try {
-      return worker.ask(operation, request);
-    } finally {
-      Arrays.fill(request, (byte) 0);
-    }
+    return worker.askForKey(KmsWorker.UNWRAP, wrappedKey.getBytes(StandardCharsets.UTF_8), masterKeyId);
   }
 
   /** Returns what the workers of this JVM counted, as a JSON array: for those who look after a session. */
