@@ -6,6 +6,7 @@ import contextlib
 from collections import OrderedDict, deque
 
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.view.read_buffers import ReadBuffers
 
 CACHE_BYTES = 64 * 1024 * 1024
 """How much the pages in a cache may take, in bytes."""
@@ -19,10 +20,12 @@ class PageCache:
 
     Attributes:
         held_bytes: How much it holds.
+        buffers: Memory for what is read of these files.
     """
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self.held_bytes = 0
+        self.buffers = ReadBuffers()
         self._max_bytes = max_bytes
         self._pages: OrderedDict[PageKey, memoryview] = OrderedDict()
         self._lock = ForkSafeLock()

@@ -7,12 +7,12 @@ Bloom filters keep where they begin. What no column that is shown has is zeros.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import struct
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import partial
 
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, ModuleCipher
@@ -32,7 +32,7 @@ from parquet_keytools.view.plain_footer import PlainTail, plain_tail
 
 _numbers = itertools.count()
 
-_LOCAL_PIECE = 1024 * 1024
+_LOCAL_PIECE = 4 * 1024 * 1024
 """How much of a local file is read at once: the allocator takes memory of that size again. Other storage is asked
 as seldom as can be."""
 
@@ -173,12 +173,10 @@ class PlainFile:
                 f"bytes {offset} to {end} are outside of the file of {self.size_bytes} bytes", path=self.path
             )
         # Bytes that are written in their place, once: to copy them would cost as much as to decrypt them.
-        buffer = io.BytesIO(bytes(length))
-        with buffer.getbuffer() as out:
-            self._fill(offset, out)
-        return buffer.getvalue()
+        return self._cache.buffers.filled(length, partial(self._fill, offset))
 
     def _fill(self, offset: int, out: memoryview) -> None:
+        """Write each byte of `out`."""
         end = offset + len(out)
         tail = self._tail
         if tail is None:
@@ -191,12 +189,12 @@ class PlainFile:
                 [denied[path] for path in refused],
                 hint="Read other columns, or set `denied_columns: hide` under `reading`.",
             )
-        if offset < MAGIC_LENGTH:
-            out[: MAGIC_LENGTH - offset] = MAGIC[offset:end]
         body_end = min(end, tail.offset)
         if offset < body_end:
             with naming_place(self._opened.location, self._opened.footer.columns):
                 self._read_body(offset, out[: body_end - offset])
+        if offset < MAGIC_LENGTH:
+            out[: MAGIC_LENGTH - offset] = MAGIC[offset:end]
         if end > tail.offset:
             start = max(offset, tail.offset)
             out[start - offset :] = tail.data[start - tail.offset : end - tail.offset]
@@ -217,10 +215,14 @@ class PlainFile:
             start = max(offset, self._regions[touched[0]].offset)
             stop = min(end, _end_of(self._regions[touched[-1]]))
             source = HeldSource(source, start, source.read_at(start, stop - start))
+        done = offset
         for position in touched:
             region = self._regions[position]
             start, stop = max(offset, region.offset), min(end, _end_of(region))
+            _blank(out[done - offset : start - offset])
             self._read_region(position, region, source, start, out[start - offset : stop - offset])
+            done = stop
+        _blank(out[done - offset :])
 
     def _read_region(
         self, position: int, region: Region, source: ByteSource, offset: int, out: memoryview
@@ -232,6 +234,7 @@ class PlainFile:
         else:
             data = self._decrypted(region, source)[offset - region.offset :][: len(out)]
             out[: len(data)] = data
+            _blank(out[len(data) :])
 
     def _chunk_view(self, position: int, region: Region) -> ChunkView:
         with self._lock:
@@ -279,6 +282,11 @@ class PlainFile:
                 found = memoryview(reader.decrypt(stored, _INDEXES[region.kind]))
             self._cache.put(key, found)
         return found
+
+
+def _blank(out: memoryview) -> None:
+    """Write zeros: what no column that is shown has."""
+    out[:] = bytes(len(out))
 
 
 def _end_of(region: Region) -> int:
