@@ -19,7 +19,9 @@ from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import ColumnAccessDeniedError
 from parquet_keytools.files.opened_file import OpenedFile
+from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.column_selection import selected_footer
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, read_footer_bytes
 from parquet_keytools.format.generated_chunks import generated_chunk
 from parquet_keytools.format.structs import ColumnChunk, FileCryptoMetaData, RowGroup
@@ -52,7 +54,8 @@ def redacted_footer(opened: OpenedFile, source: ByteSource) -> RedactedFooter:
     chunks_offset = footer_offset + _GAP
     denied = {column.ordinal: column.path for column in footer.columns if column.path in opened.denied}
     types = [element.type for element in footer.metadata.schema if element.type is not None]
-    metadata = footer.metadata.shallow_copy()
+    key_values = shown_key_values(opened, {column.path[0] for column in footer.columns})
+    metadata = selected_footer(footer.metadata, footer.leaves, None, None, key_values).metadata
 
     @functools.cache
     def redacted_chunk(ordinal: int, num_rows: int) -> ColumnChunk:

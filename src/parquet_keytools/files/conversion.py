@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
+from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
-from parquet_keytools.format.column_selection import ARROW_SCHEMA_KEY
 from parquet_keytools.format.file_layout import MAGIC
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import (
@@ -262,7 +261,7 @@ def decrypted_buffer(opened: OpenedFile, names: Sequence[str] | None) -> pa.Buff
             opened.footer,
             opened.deks,
             columns=kept,
-            key_values={ARROW_SCHEMA_KEY: arrow_schema_text(opened, {path[0] for path in kept})},
+            key_values=shown_key_values(opened, {path[0] for path in kept}),
         )
     return pa.py_buffer(sink.buffer)
 
@@ -271,7 +270,7 @@ def decrypted_metadata(opened: OpenedFile) -> pa.Buffer:
     """Return a Parquet file with the footer of another one alone; columns that cannot be read are left out."""
     kept = _readable(opened, None)
     with naming_place(opened.location, opened.footer.columns):
-        key_values = {ARROW_SCHEMA_KEY: arrow_schema_text(opened, {path[0] for path in kept})}
+        key_values = shown_key_values(opened, {path[0] for path in kept})
         footer = file_decryptor.decrypted_footer(opened.footer, opened.deks, kept, key_values)
     return pa.py_buffer(MAGIC + footer + len(footer).to_bytes(4, "little") + MAGIC)
 
@@ -284,28 +283,3 @@ def _readable(opened: OpenedFile, names: Sequence[str] | None) -> set[tuple[str,
         for column in opened.footer.columns
         if column.path[0] not in opened.denied_top_level and (wanted is None or column.path[0] in wanted)
     }
-
-
-def arrow_schema_text(
-    opened: OpenedFile, top_level: Collection[str], nullable: Collection[str] = frozenset()
-) -> str | None:
-    """Return Arrow's schema entry of a file for some of its columns, or None where it has none that fits.
-
-    Args:
-        opened: The file.
-        top_level: Names of the top-level columns that it is for.
-        nullable: Those of them that may be null, whatever the file says.
-    """
-    for entry in opened.footer.metadata.key_value_metadata or []:
-        if entry.key == ARROW_SCHEMA_KEY and entry.value is not None:
-            try:
-                schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(entry.value)))
-            except (pa.ArrowException, ValueError):
-                return None
-            fields = [
-                field.with_nullable(field.nullable or field.name in nullable)
-                for field in schema
-                if field.name in top_level
-            ]
-            return base64.b64encode(pa.schema(fields, schema.metadata).serialize()).decode()
-    return None

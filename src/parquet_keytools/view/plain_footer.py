@@ -9,16 +9,11 @@ from dataclasses import dataclass
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.files.conversion import arrow_schema_text
 from parquet_keytools.files.opened_file import OpenedFile
-from parquet_keytools.format.column_selection import (
-    ARROW_SCHEMA_KEY,
-    selected_footer,
-    selected_sorting_columns,
-)
+from parquet_keytools.files.shown_key_values import shown_key_values
+from parquet_keytools.format.column_selection import selected_footer, selected_sorting_columns
 from parquet_keytools.format.file_layout import MAGIC
 from parquet_keytools.format.generated_chunks import generated_chunk, null_page
-from parquet_keytools.format.schema_key_values import SPARK_SCHEMA_KEY
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift_compact import WireType
 
@@ -127,12 +122,12 @@ class _TailBuilder:
         if self._denied and denied_columns == "hide":
             shown = names - self._denied
             columns = [column.path for column in footer.columns if column.path[0] in shown]
-            # They name columns by their positions, or columns that are not there.
-            key_values = {ARROW_SCHEMA_KEY: arrow_schema_text(opened, shown), SPARK_SCHEMA_KEY: None}
+            key_values = shown_key_values(opened, shown)
         elif self._denied and denied_columns == "null":
             self.nulls = _levels(footer.metadata.schema, self._denied, [column.path for column in footer.columns])
-            key_values = {ARROW_SCHEMA_KEY: arrow_schema_text(opened, names, self._denied), SPARK_SCHEMA_KEY: None}
-        else:
+            key_values = shown_key_values(opened, names, self._denied)
+        elif self._denied:
+            key_values = shown_key_values(opened, names)
             for column in footer.columns:
                 if column.path in opened.denied:
                     self.refused[column.path] = footer.envelope.footer_offset + len(self.generated)

@@ -1,6 +1,6 @@
 """Memory for what is read, taken again when the reader is done with it.
 
-The operating system hands out memory zeroed, page by page as it is touched first, which costs more than reading and
+The operating system hands out memory zeroed, page by page as it is touched first. That costs more than reading and
 decrypting what goes there.
 """
 
@@ -20,14 +20,14 @@ _SMALLEST = 128 * 1024
 """Below that, the allocator of C keeps memory itself."""
 
 _NOT_SHARED = 3
-"""References to bytes that only their buffer has: its own, the local variable, and the argument of `getrefcount`."""
+"""References to bytes that only their buffer has: its own, a local variable, and the argument of `getrefcount`."""
 
 
 class ReadBuffers:
     """Makes bytes objects in place; for any number of threads.
 
-    A buffer shares its memory with the bytes that came from it. If these are still in use when it is written to, it
-    takes other memory: what was given out never changes.
+    A buffer shares its memory with the bytes that came from it. If these are still in use when it is written to,
+    it takes other memory: what was given out never changes.
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
