@@ -14,6 +14,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import boto3
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 from botocore.auth import S3SigV4Auth, S3SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
@@ -21,6 +25,7 @@ from botocore.config import Config
 from botocore.credentials import Credentials
 from botocore.exceptions import ClientError
 from fsspec.implementations.memory import MemoryFileSystem
+from pyarrow import fs as pafs
 from unit.serve.serving import memory_files, said, served
 
 from parquet_keytools.serve.requests_and_answers import RefusedRequestError, ServedRequest
@@ -59,6 +64,31 @@ def test_boto3_reads() -> None:
             url = client.generate_presigned_url("get_object", {"Bucket": "view", "Key": item["Key"]}, ExpiresIn=60)
             with urllib.request.urlopen(url) as answer:
                 assert answer.read() == FILES[item["Key"]]
+
+
+def test_pyarrow_reads() -> None:
+    table = pa.table({"a": range(1_000)})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    files = {f"2013/month={month} ü+/x.parquet": sink.getvalue().to_pybytes() for month in range(3)}
+    with served(files, with_s3=True) as server:
+        pair, place = server.key_pair, urlsplit(server.endpoint)
+        filesystem = pafs.S3FileSystem(
+            access_key=pair.access_key_id,
+            secret_key=pair.secret.reveal().decode(),
+            endpoint_override=place.netloc,
+            scheme=place.scheme,
+            region="us-east-1",
+        )
+        kinds = [info.type.name for info in filesystem.get_file_info(["view", "view/2013", "view/2013/none"])]
+        assert kinds == ["Directory", "Directory", "NotFound"]
+        found = filesystem.get_file_info(pafs.FileSelector("view", recursive=True))
+        assert sorted(info.path for info in found if info.is_file) == sorted(f"view/{key}" for key in files)
+        data = ds.dataset("view/2013", filesystem=filesystem, format="parquet", partitioning="hive")
+        assert data.count_rows() == 3_000
+        assert data.to_table(filter=pc.field("month") == "1 ü+", columns=["a"]).equals(table)
+        with pytest.raises(OSError, match="METHOD_NOT_ALLOWED|405|MethodNotAllowed"):
+            filesystem.delete_file(f"view/{next(iter(files))}")
 
 
 @pytest.mark.parametrize(

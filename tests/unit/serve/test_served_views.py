@@ -18,7 +18,9 @@ from soak import how_many
 from unit.serve.serving import ask, asked, connected
 from view_case import ViewCase
 
-from parquet_keytools import Keytools
+from parquet_keytools import Keytools, SecretBytes
+from parquet_keytools.errors import KmsUnavailableError
+from parquet_keytools.serve.fuse_mount import MountedTree
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
 
@@ -159,6 +161,44 @@ def test_a_kms_that_goes_away(case: ViewCase) -> None:
         (case.folder / "data" / "x.parquet").touch()
         status, _, body = ask(server, "x.parquet", headers={"Range": "bytes=0-3"})
         assert (status, b"PAR1" in body) == (403, False)
+
+
+@pytest.mark.parametrize("cache_lifetime_seconds", [0, 600])
+def test_without_its_kms_open_files_go_on_and_others_wait(
+    case: ViewCase, cache_lifetime_seconds: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    (case.folder / "data" / "y.parquet").write_bytes((case.folder / "data" / "x.parquet").read_bytes())
+    keytools = case.keytools(cache_lifetime_seconds=cache_lifetime_seconds)
+    whole = keytools.open(case.folder / "data" / "x.parquet").read()
+    keytools.clear_caches()
+    with server_of(keytools, case.folder / "data", with_s3=True) as server, pytest.MonkeyPatch.context() as patch:
+        tree = ServedTree(keytools.view(case.folder / "data"), "", local_folder=case.folder / "data")
+        mounted = MountedTree(tree, lambda: None)
+        handle = mounted.open("/x.parquet", os.O_RDONLY)
+        file = tree.find("x.parquet")
+        assert ask(server, "x.parquet", headers={"Range": "bytes=0-3"})[0] == 206
+        with tree.open(file) as reader:
+            patch.setattr(case.kms, "_unwrap", unreachable)
+            keytools.clear_caches()
+            assert reader.read(1_000_000, 100_000) == whole[1_000_000:1_100_000]
+        assert mounted.read("/x.parquet", 100_000, 500_000, handle) == whole[500_000:600_000]
+        status, _, body = ask(server, "x.parquet", headers={"Range": "bytes=500000-500099"})
+        held = (206, whole[500_000:500_100])
+        assert (status, body) == held if cache_lifetime_seconds else status == 503
+        for _ in range(2):
+            status, headers, body = ask(server, "y.parquet")
+            assert (status, headers["Retry-After"], b"unreachable here" in body) == (503, "5", True)
+        with pytest.raises(OSError, match="Input/output error"):
+            mounted.open("/y.parquet", os.O_RDONLY)
+        patch.undo()
+        assert ask(server, "y.parquet")[2] == whole
+    assert [r.levelname for r in caplog.records if "unreachable here" in r.getMessage()][:2] == ["WARNING"] * 2
+
+
+def unreachable(wrapped_key: str, master_key_id: str) -> SecretBytes:
+    raise KmsUnavailableError(
+        "unreachable here", backend="in_memory", operation="unwrap", master_key_id=master_key_id
+    )
 
 
 def test_a_replaced_file_has_another_etag_whatever_its_times(case: ViewCase) -> None:
