@@ -73,12 +73,12 @@ def named_master_keys(configuration: Configuration) -> dict[str, str]:
     }
 
 
-def with_short_timeout(configuration: Configuration) -> Configuration:
-    """Return a configuration whose KMS is waited for a few seconds only: who checks it wants an answer now."""
+def with_short_timeout(configuration: Configuration, seconds: float = _CHECK_SECONDS) -> Configuration:
+    """Return a configuration whose KMS is waited for so many seconds at most: somebody wants an answer now."""
     kms = configuration.kms
     if not isinstance(kms, RemoteKmsSettings):
         return configuration
-    seconds = min(kms.timeout_seconds, _CHECK_SECONDS)
+    seconds = min(kms.timeout_seconds, seconds)
     limited = kms.model_copy(
         update={"timeout_seconds": seconds, "call_timeout_seconds": min(kms.call_timeout_seconds, seconds)}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -18,6 +19,8 @@ import typer
 from parquet_keytools.cli.failures import ExitStatus, error_text, status_of
 from parquet_keytools.cli.options import location_of, locations_of
 from parquet_keytools.cli.output import ByteProgress, answer, number_of, print_json, progress_bar, say, size_text
+from parquet_keytools.config.loader import load_configuration
+from parquet_keytools.configuration_check import with_short_timeout
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, KmsConfigurationError
 from parquet_keytools.files.conversion import FileResult
 from parquet_keytools.files.file_plan import FilePlan, PlannedFile, plan_files
@@ -68,13 +71,17 @@ class Failure:
         return status_of(self.error)
 
 
-def open_keytools(config: Path) -> Keytools:
+def open_keytools(config: Path, kms_seconds: float = math.inf) -> Keytools:
     """Load a configuration for files that outlive this process.
+
+    Args:
+        config: The file.
+        kms_seconds: How long one call of the KMS takes at most, whatever the configuration allows.
 
     Raises:
         ConfigurationError: It has mistakes, or its master keys are gone when this process ends.
     """
-    keytools = Keytools.from_yaml(config)
+    keytools = Keytools(with_short_timeout(load_configuration(config), kms_seconds))
     if getattr(keytools.kms, "has_generated_keys", False):
         keytools.close()
         raise ConfigurationError(

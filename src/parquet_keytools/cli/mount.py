@@ -25,11 +25,11 @@ def mount_command(
     """
     from parquet_keytools.cli.file_work import open_keytools
     from parquet_keytools.cli.output import answer
-    from parquet_keytools.cli.viewed_tree import viewed_tree
+    from parquet_keytools.cli.viewed_tree import KMS_SECONDS, viewed_tree
     from parquet_keytools.serve.fuse_mount import mount
 
     if next(folder.iterdir(), None) is not None:
         raise typer.BadParameter("this folder is not empty.", param_hint="FOLDER")
-    with open_keytools(config) as keytools:
+    with open_keytools(config, KMS_SECONDS) as keytools:
         tree, _ = viewed_tree(keytools, path, table)
         mount(tree, folder, lambda: answer(f"Mounted at {folder} until Ctrl-C or umount."))

@@ -73,13 +73,13 @@ def serve_command(
     """
     from parquet_keytools.cli.file_work import open_keytools
     from parquet_keytools.cli.output import say
-    from parquet_keytools.cli.viewed_tree import viewed_tree
+    from parquet_keytools.cli.viewed_tree import KMS_SECONDS, viewed_tree
     from parquet_keytools.serve.view_server import ViewServer
 
     names = host_name or []
     tls = _tls(address, tls_certificate, tls_key, names)
     with contextlib.ExitStack() as stack:
-        keytools = stack.enter_context(open_keytools(config))
+        keytools = stack.enter_context(open_keytools(config, KMS_SECONDS))
         tree, first = viewed_tree(keytools, path, table)
         stack.enter_context(_logging_to(access_log))
         server = ViewServer(tree, address=address, port=port, tls=tls, host_names=names, with_s3=s3)

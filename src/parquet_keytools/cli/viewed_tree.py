@@ -11,6 +11,9 @@ from parquet_keytools.keytools import Keytools
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.storage.locations import FileLocation
 
+KMS_SECONDS = 15.0
+"""Engines wait about half a minute for an answer, and then do not see why there is none."""
+
 
 def viewed_tree(keytools: Keytools, path: str, table: str | None) -> tuple[ServedTree, str]:
     """Return a tree, and the key of its first file.
