@@ -8,6 +8,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_files import MemorySource
+from soak import how_many
 
 from parquet_keytools.encryption.module_cipher import ChunkCipher, ModuleCipher
 from parquet_keytools.encryption.page_walk import walk_chunk
@@ -36,7 +37,7 @@ def _general(data: bytes) -> PageHeader | None:
 
 
 @given(st.one_of(st.binary(max_size=120), _MUTANTS))
-@settings(max_examples=3_000, deadline=None)
+@settings(max_examples=how_many(1_000, 20_000), deadline=None)
 def test_both_readers_agree(data: bytes) -> None:
     expected = _general(data)
     try:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from memory_files import NamedKeys, encrypted
+from soak import how_many
 
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.errors import ParquetFormatError
@@ -124,7 +125,9 @@ def test_what_is_set_is_written_as_if_all_had_been_read(footer: bytes, draw: st.
     assert not is_copy or chunk.serialise() == original
 
 
-every = settings(max_examples=1_500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+every = settings(
+    max_examples=how_many(500, 20_000), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @given(st.binary(max_size=300), st.sampled_from([b"", b"\x1c", b"\x19\x3c", b"\x19\xfc\x10", b"\x1b\x03\xcc"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ _FORMS: dict[str, tuple[int, bytes]] = {
 }
 
 
+@cache
 def _columns(count: int) -> tuple[bytes, bytes]:
     """Return schema and row groups of an honest footer with many columns."""
     schema, chunks = bytearray(), bytearray()
@@ -61,9 +63,6 @@ def _columns(count: int) -> tuple[bytes, bytes]:
     return more + bytes(schema), b"\x1c\x19" + long + bytes(chunks) + b"\x16\x02\x16\x02\0"
 
 
-_MANY_SCHEMA, _MANY_GROUPS = _columns(50_000)
-
-
 def _field(field_id: int, code: int, value: bytes) -> bytes:
     zigzag = field_id << 1
     number = bytes([zigzag]) if zigzag < 0x80 else bytes([zigzag & 0x7F | 0x80, zigzag >> 7])
@@ -75,9 +74,10 @@ def _forged(data: bytes, form: str, place: int, signature: bytes, *, signed: boo
     length = int.from_bytes(data[-8:-4], "little")
     old, _ = FileMetaData.read(data[-8 - length : -8])
     kept = {i: old.struct.fields[i] for i in ((1, 2, 3, 8, 9) if signed else (1, 2, 3)) if i != place}
-    if form == "50,000 columns":
+    if form.endswith("columns"):
         kept.pop(2, None)
-        hostile = _field(2, 9, _MANY_SCHEMA) + _field(4, 9, _MANY_GROUPS)
+        schema, groups = _columns(int(form.partition(" ")[0].replace(",", "")))
+        hostile = _field(2, 9, schema) + _field(4, 9, groups)
     else:
         code, value = _FORMS[form]
         hostile = _field(place, code, value)
@@ -125,7 +125,7 @@ _SIGNATURES = {"wrong": bytes(28), "none": b"", "short": bytes(7)}
 @pytest.mark.parametrize(
     ("form", "place", "signature"),
     [
-        *((form, 4, "wrong") for form in [*_FORMS, "50,000 columns"]),
+        *((form, 4, "wrong") for form in [*_FORMS, "10,000 columns"]),
     ],
 )
 def test_a_signed_footer_is_verified_before_it_is_built(
@@ -156,7 +156,7 @@ def test_a_signed_footer_is_verified_before_it_is_built(
     assert path.read_bytes() == data and not target.exists()
 
 
-@pytest.mark.parametrize("form", [*_FORMS, "50,000 columns"])
+@pytest.mark.parametrize("form", [*_FORMS, "10,000 columns"])
 def test_a_file_that_is_not_encrypted_is_refused_before_its_footer_is_built(
     case: Case, tmp_path: Path, form: str
 ) -> None:
