@@ -516,7 +516,8 @@ def test_the_rest_of_a_task_fails_when_nothing_was_answered_for_long() -> None:
     )
     start = time.monotonic()
     outcomes = kms.wrap_many([WrapRequest(KEY, "k") for _ in range(500)])
-    assert time.monotonic() - start < 3
+    # Of 500 calls that each take 0.6 seconds, 4 at a time, the last would end after 75.
+    assert time.monotonic() - start < 20
     assert all(isinstance(outcome, KmsThrottledError) for outcome in outcomes)
     assert any("not tried" in str(outcome) for outcome in outcomes)
     kms.on_try = Script()
@@ -551,7 +552,7 @@ def test_an_interruption_wakes_those_who_pause() -> None:
     with pytest.raises(KeyboardInterrupt):
         kms.wrap_many([WrapRequest(KEY, "interrupted"), *(WrapRequest(KEY, "k") for _ in range(20))])
     kms._traffic.get().concurrent_calls._pool.shutdown(wait=True)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 
 
 # --- processes and the end ---
