@@ -56,7 +56,14 @@ class FileIdentities:
         file_unique = envelope.aad_file_unique or b""
         dek = opened.retriever.footer_dek(envelope.key_metadata)
         other = self.other(opened.location, dek, file_unique)
-        if other is None or not (self._refuses or _differs(other, opened)):
+        if other is None:
+            return
+        if self._refuses and not _is_there(other, file_unique):
+            # It was moved here, or replaced there: a view lives longer than files keep their names.
+            self.forget(dek, file_unique)
+            self.other(opened.location, dek, file_unique)
+            return
+        if not (self._refuses or _differs(other, opened)):
             return
         error = ReusedKeysError(
             str(opened.location),
@@ -77,7 +84,7 @@ class FileIdentities:
             footer_dek: Of its footer.
             file_unique: The random part of its AAD (spec 4.4.1).
         """
-        digest = hashlib.sha256(self._salt + footer_dek.reveal() + file_unique).digest()[:16]
+        digest = self._digest(footer_dek, file_unique)
         with self._lock:
             found = self._files.pop(digest, None)
             # Who is refused once is refused again when it is opened again: the first file is the one that stays.
@@ -85,6 +92,25 @@ class FileIdentities:
             if len(self._files) > MOST_REMEMBERED:
                 self._files.popitem(last=False)
         return None if found is None or found == location or found.is_same_file(location) else found
+
+    def forget(self, footer_dek: SecretBytes, file_unique: bytes) -> None:
+        """Forget the file that is remembered with this data key and file unique."""
+        with self._lock:
+            self._files.pop(self._digest(footer_dek, file_unique), None)
+
+    def _digest(self, footer_dek: SecretBytes, file_unique: bytes) -> bytes:
+        return hashlib.sha256(self._salt + footer_dek.reveal() + file_unique).digest()[:16]
+
+
+def _is_there(location: FileLocation, file_unique: bytes) -> bool:
+    """Tell whether a file is still there, as far as its file unique says; who cannot look says that it is."""
+    try:
+        with open_source(location) as source:
+            return (read_envelope(source).aad_file_unique or b"") == file_unique
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (KeytoolsError, OSError):
+        return True
 
 
 def _differs(location: FileLocation, opened: OpenedFile) -> bool:

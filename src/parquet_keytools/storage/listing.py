@@ -217,7 +217,7 @@ def _look_at(entry: os.DirEntry[str]) -> Listed:
             listed.error = OSError(errno.ENOENT, text, escaped_path(entry.path))
     except OSError as error:
         listed.error = named(error, entry.path)
-    if not _is_utf8(entry.name):
+    if not is_utf8(entry.name):
         listed.is_folder = False
         listed.error = OSError(errno.EILSEQ, "this name is not valid UTF-8: rename it", escaped_path(entry.path))
     return listed
@@ -231,7 +231,8 @@ _KINDS = {
 }
 
 
-def _is_utf8(name: str) -> bool:
+def is_utf8(name: str) -> bool:
+    """Tell whether a name of the operating system is UTF-8."""
     if name.isascii():
         return True
     try:

@@ -13,6 +13,7 @@ Every command, the facade, readers and Spark's pipelines ask here, so that all s
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -25,9 +26,11 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.errors import IncompleteDataSetError, NoParquetFilesError, ParquetFormatError
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH
-from parquet_keytools.storage.listing import FolderLister, Listed, Listing, named, store_error
+from parquet_keytools.storage.listing import FolderLister, Listed, Listing, is_utf8, named, store_error
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import escaped_path
+
+_log = logging.getLogger(__name__)
 
 SUMMARY_FILE_NAMES = frozenset({"_metadata", "_common_metadata"})
 """Files that hold the footers of all others."""
@@ -221,6 +224,41 @@ def names_in(folder: FileLocation) -> list[tuple[str, str, bool]]:
     if listing.error is not None:
         raise listing.error
     return [(listed.name, listed.path, not listed.is_folder and listed.error is None) for listed in listing.listed]
+
+
+def infos_in(folder: FileLocation) -> list[pafs.FileInfo]:
+    """Return what is in a folder, without what is below. Links are followed.
+
+    Arrow cannot list a folder with a name that is not UTF-8. A file of such a name is left out if readers skip it,
+    or its name is not that of a Parquet file.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        OSError: It cannot be listed.
+        IncompleteDataSetError: It has another name that is not UTF-8.
+    """
+    try:
+        infos: list[pafs.FileInfo] = folder.filesystem.get_file_info(pafs.FileSelector(folder.path))
+        if all(info.path for info in infos):  # Arrow decodes a name when it is asked for.
+            return infos
+    except UnicodeDecodeError as error:
+        if not folder.is_local:
+            raise store_error(error, folder.path) from None
+    with os.scandir(folder.path) as entries:
+        found = {entry.name: entry.is_dir() for entry in entries}
+    paths = []
+    unseen = []
+    for name, is_folder in found.items():
+        if is_utf8(name):
+            paths.append(f"{folder.path.rstrip('/')}/{name}")
+        elif not is_passed_over(name) and (is_folder or _SAYS_PARQUET.search(name)):
+            unseen.append((escaped_path(f"{folder.path}/{name}"), "this name is not valid UTF-8"))
+        else:
+            _log.warning("not listed, for its name is not UTF-8: %s/%s", folder, escaped_path(name))
+    if unseen:
+        raise IncompleteDataSetError(unseen, hint="Rename it.")
+    infos = folder.filesystem.get_file_info(paths)
+    return list(infos)
 
 
 def raise_for_unseen(unseen: Sequence[Unseen], *, hint: str) -> None:

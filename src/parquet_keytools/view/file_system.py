@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import secrets
 from functools import cached_property, partial
@@ -17,8 +18,11 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.plaintext_spool import SpoolRoom
 from parquet_keytools.keys.material_store import remove_key_materials
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.storage.listing import is_utf8
 from parquet_keytools.storage.locations import FileLocation, PathLike, key_material_location
 from parquet_keytools.storage.locks import exclusive_folder
+from parquet_keytools.storage.printable import escaped_path
+from parquet_keytools.storage.walk import infos_in
 from parquet_keytools.view.encrypted_output import EncryptedOutput, refuse_partition_folders
 from parquet_keytools.view.plain_files import PlainFiles
 from parquet_keytools.view.plain_input import PlainInput
@@ -79,7 +83,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         self._table_name = table_name
         self._root = FileLocation.resolve("/" if root is None else root, filesystem)
         self._is_rooted = root is not None
-        self._files = PlainFiles(keys, table_name)
+        self._files = PlainFiles(keys, table_name, is_one_folder=self._is_rooted)
         self._room: tuple[int, SpoolRoom] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -132,6 +136,8 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if not self._is_rooted:
             return FileLocation.resolve(text if self._root.is_local else text.lstrip("/"), self._root.filesystem)
         parts = PurePosixPath(text.strip("/")).parts
+        if not is_utf8(text):
+            raise OSError(errno.EILSEQ, "this name is not valid UTF-8: rename it", escaped_path(text))
         location = self._root.child("/".join(parts)) if parts else self._root
         if ".." in parts or "\0" in text or not self._is_within(location):
             raise PermissionError(f"{path!r} is outside of {self._root}")
@@ -166,16 +172,22 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return self._as_dict(found)
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
-        """Return what is in a folder, by name."""
+        """Return what is in a folder, by name; see `infos_in` for names that are not UTF-8."""
         location = self._location(path)
         found = location.info()
         if found.type == pafs.FileType.NotFound:
             raise FileNotFoundError(path)
         infos = [found]
         if found.type == pafs.FileType.Directory:
-            infos = location.filesystem.get_file_info(pafs.FileSelector(location.path))
+            infos = infos_in(location)
         entries = sorted(map(self._as_dict, infos), key=lambda entry: str(entry["name"]))
         return entries if detail else [entry["name"] for entry in entries]
+
+    def walk(
+        self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = None, **options: Any
+    ) -> Any:
+        """Yield what is in a folder and below; with fsspec, a folder that cannot be listed is an empty one."""
+        return super().walk(path, maxdepth, topdown, on_error or _raise_unless_missing, **options)
 
     def created(self, path: str) -> datetime.datetime:
         """Return when a file was made: of an encrypted file, which is replaced as a whole, its last change."""
@@ -249,6 +261,11 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 hint="Write the file again under the other name.",
             )
         return source, target
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 class _RootedHandler(pafs.FSSpecHandler):  # type: ignore[misc]

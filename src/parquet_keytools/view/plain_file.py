@@ -17,6 +17,7 @@ from functools import partial
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, ModuleCipher
 from parquet_keytools.errors import ColumnAccessDeniedError, ParquetFormatError
+from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService, read_again_if_changed
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place
 from parquet_keytools.format.byte_ranges import ByteSource
@@ -46,6 +47,7 @@ def open_plain_file(
     aad_prefix: str | None = None,
     *,
     cache: PageCache,
+    identities: FileIdentities | None = None,
 ) -> PlainFile:
     """Open an encrypted file that is what its table says, to be read as plaintext.
 
@@ -58,6 +60,7 @@ def open_plain_file(
         table_name: Its table; None where the configuration has only one.
         aad_prefix: The AAD prefix that it must have; None for what the table says.
         cache: Keeps pages that were decrypted.
+        identities: Compares it with other files of its folder; None with all that were opened before.
 
     Raises:
         NotEncryptedError: It is not encrypted.
@@ -67,7 +70,7 @@ def open_plain_file(
     denied_columns = keys.configuration.reading.denied_columns
 
     def opening() -> PlainFile:
-        (opened,) = keys.open_files([location], table_name, aad_prefix, again=False)
+        (opened,) = keys.open_files([location], table_name, aad_prefix, again=False, identities=identities)
         if denied_columns in ("hide", "null"):
             opened.refuse_denied(None, hides_refused=True)
         with contextlib.ExitStack() as stack:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pyarrow import fs as pafs
 
+from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.locations import FileLocation
@@ -17,6 +18,9 @@ from parquet_keytools.view.plain_file import PlainFile, open_plain_file
 
 _MOST_KEPT = 128
 """How many files are kept; each has a file open, and its footer in memory."""
+
+_MOST_FOLDERS = 1_000
+"""How many folders are remembered, where files of any folder are opened."""
 
 _CLOCK_STEP_SECONDS = 2
 """Object stores say to the second when an object was written: within that, another may say the same."""
@@ -35,20 +39,31 @@ class PlainFiles:
     """Opens views of the files of a table; for any number of threads.
 
     An engine opens a file several times for one query. It gets the same view, unless the file was replaced, or the
-    keys were fetched longer ago than keys are kept for reading.
+    keys were fetched longer ago than keys are kept for reading. Of two files of a folder that share their data
+    keys the one that is opened later is refused.
     """
 
-    def __init__(self, keys: KeyService, table_name: str | None, aad_prefix: str | None = None) -> None:
+    def __init__(
+        self,
+        keys: KeyService,
+        table_name: str | None,
+        aad_prefix: str | None = None,
+        *,
+        is_one_folder: bool = True,
+    ) -> None:
         """Make one.
 
         Args:
             keys: Of the configuration.
             table_name: The table of all files; None where the configuration has only one.
             aad_prefix: The AAD prefix that each file must have; None for what the table says.
+            is_one_folder: Whether all files are of one data set; else those are that lie in one folder.
         """
         self._keys = keys
         self._table_name = table_name
         self._aad_prefix = aad_prefix
+        self._is_one_folder = is_one_folder
+        self._identities: OrderedDict[str, FileIdentities] = OrderedDict()
         self._cache = PageCache()
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._lock = ForkSafeLock()
@@ -58,6 +73,7 @@ class PlainFiles:
 
         Raises:
             FileNotFoundError: There is none.
+            ReusedKeysError: It shares data keys and file unique with another file of its folder.
             KeytoolsError: As `open_plain_file`.
         """
         version = _version(location)
@@ -67,7 +83,14 @@ class PlainFiles:
                 self._kept.move_to_end(location.path)
                 return kept.file
         opened_at = time.monotonic()
-        file = open_plain_file(self._keys, location, self._table_name, self._aad_prefix, cache=self._cache)
+        file = open_plain_file(
+            self._keys,
+            location,
+            self._table_name,
+            self._aad_prefix,
+            cache=self._cache,
+            identities=self._identities_beside(location),
+        )
         # One that is replaced meanwhile has another version now.
         if version is not None and version == _version(location):
             with self._lock:
@@ -75,6 +98,16 @@ class PlainFiles:
                 while len(self._kept) > _MOST_KEPT:
                     self._kept.popitem(last=False)
         return file
+
+    def _identities_beside(self, location: FileLocation) -> FileIdentities:
+        """Return what remembers the files that must not share keys with a file."""
+        folder = "" if self._is_one_folder else location.path.rpartition("/")[0]
+        with self._lock:
+            found = self._identities.setdefault(folder, FileIdentities(refuses=True))
+            self._identities.move_to_end(folder)
+            if len(self._identities) > _MOST_FOLDERS:
+                self._identities.popitem(last=False)
+            return found
 
     def _is_fresh(self, kept: _Kept) -> bool:
         return time.monotonic() - kept.opened_at < self._keys.configuration.reading.cache_lifetime_seconds

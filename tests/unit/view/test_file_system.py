@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.errors import AlreadyEncryptedError, ConfigurationError, KeytoolsError, OutputError
+from parquet_keytools.errors import (
+    AlreadyEncryptedError,
+    ConfigurationError,
+    IncompleteDataSetError,
+    KeytoolsError,
+    OutputError,
+)
+from parquet_keytools.storage.locations import FileLocation
 
 CANARY = "canary-of-a-secret-value"
 TABLE = pa.table(
@@ -197,3 +205,47 @@ def test_a_column_that_is_new_upstream_is_not_written_in_plaintext(tmp_path: Pat
         WRITERS[writer](keytools, TABLE, tmp_path / "x.parquet")
         if writer != "writer":
             assert len(files_in(tmp_path)) == 1
+
+
+# --- Names that are not UTF-8 --------------------------------------------------------------------------------
+
+
+def folder_with(tmp_path: Path, name: bytes) -> Any:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "sub").mkdir()
+    Path(os.fsdecode(bytes(tmp_path) + b"/" + name)).write_bytes(b"y")
+    return Keytools.from_mapping({"version": 1}).view(tmp_path)
+
+
+@pytest.mark.parametrize("name", [b"b\xff.txt", b".b\xff.parquet", b"_\xff.parquet"])
+def test_a_name_that_is_not_utf8_does_not_hide_the_others(
+    tmp_path: Path, name: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = folder_with(tmp_path, name)
+    assert view.ls("", detail=False) == ["a.txt", "sub"]
+    assert view.glob("*") == ["a.txt", "sub"]
+    assert r"\xff" in caplog.text and "not UTF-8" in caplog.text
+    with pytest.raises(OSError, match="rename it"):
+        view.info(os.fsdecode(name))
+
+
+def test_a_parquet_file_is_not_left_out_for_its_name(tmp_path: Path) -> None:
+    view = folder_with(tmp_path, b"b\xff.parquet")
+    for listing in (lambda: view.ls(""), lambda: view.glob("*.parquet"), lambda: view.find("")):
+        with pytest.raises(IncompleteDataSetError, match=r"b\\xff\.parquet: this name is not valid UTF-8"):
+            listing()
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec leaves such folders out, and says nothing: rows would be missing."""
+    view = folder_with(tmp_path, b"c.parquet")
+    assert view.glob("**/*.parquet") == ["c.parquet"]
+    assert view.glob("nothing/*.parquet") == []
+
+    def fail(folder: FileLocation) -> Any:
+        raise ConnectionError(f"no connection for {folder.name}")
+
+    monkeypatch.setattr("parquet_keytools.view.file_system.infos_in", fail)
+    for listing in (lambda: view.glob("**/*.parquet"), lambda: view.find(""), lambda: list(view.walk(""))):
+        with pytest.raises(ConnectionError, match="no connection"):
+            listing()
