@@ -13,9 +13,10 @@ Python is in code that Arrow called, is past the start.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import TypeVar
 
 from parquet_keytools.format.collector import paused_collector
@@ -28,8 +29,8 @@ _called_by_arrow: set[CodeType] = set()
 
 
 def called_by_arrow(cls: C) -> C:
-    """Remember the methods of a class as code that Arrow calls."""
-    _called_by_arrow.update(value.__code__ for value in vars(cls).values() if isinstance(value, FunctionType))
+    """Remember the methods of a class, inherited ones too, as code that Arrow calls."""
+    _called_by_arrow.update(method.__code__ for _, method in inspect.getmembers(cls, inspect.isfunction))
     return cls
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +16,7 @@ from parquet_keytools.arrow.redacted_source import RedactedFooter, RedactedSourc
 from parquet_keytools.arrow.scan_start import called_by_arrow, is_thread_of_arrow, wait_for_start
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
-from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.runtime.process_end import share_with_arrow
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.view.page_cache import PageCache
@@ -155,7 +154,7 @@ class _Unreadable:
 
 
 @called_by_arrow
-class _SourceFile(io.RawIOBase):
+class _SourceFile(RangedFile):
     """A file that has the bytes of a source. Arrow locks it: a position belongs to one read at a time.
 
     Attributes:
@@ -173,34 +172,18 @@ class _SourceFile(io.RawIOBase):
         self.waits = False
         self._source = source
         self._file = file
-        self._position = 0
+        self.size_bytes = source.size_bytes
         share_with_arrow(self)
 
-    def readable(self) -> bool:
-        return True
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        return self._source.read_at(offset, length) if length else b""
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position}.get(whence, self._source.size_bytes)
-        self._position = start + offset
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        start, end = self._position, self._source.size_bytes
-        end = end if size < 0 else min(end, start + size)
-        if end <= start:
-            return b""
+    def read(self, size: int | None = -1, /) -> bytes:
+        # Whether a thread of Arrow calls shows in this frame only.
         if self.waits:
             wait_for_start(inspect.currentframe())
             self.waits = False
-        data = bytes(self._source.read_at(start, end - start))
-        self._position = end
-        return data
+        return super().read(size)
 
     def close(self) -> None:
         if not self.closed and self._file is not None:

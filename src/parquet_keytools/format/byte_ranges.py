@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from abc import abstractmethod
 from typing import Protocol
 
 Bytes = bytes | bytearray | memoryview
@@ -44,3 +46,70 @@ class ByteSink(Protocol):
     def write_at(self, offset: int, data: Bytes) -> None:
         """Write `data` at `offset`."""
         ...
+
+
+class RangedFile(io.RawIOBase):
+    """A file object of Python over what is read by ranges; it has one position, so one thread uses it at a time.
+
+    Attributes:
+        size_bytes: Length in bytes.
+    """
+
+    size_bytes: int
+    _position = 0
+
+    @abstractmethod
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        """Return `length` bytes from `offset`; it is called with a length of 0 behind the end, too."""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position in bytes from the start."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a position, which may lie behind the end, and return it.
+
+        Raises:
+            ValueError: The position is before the start, `whence` is unknown, or the file is closed.
+        """
+        self._refuse_closed()
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size_bytes}.get(whence)
+        if start is None or start + offset < 0:
+            raise ValueError(f"no such position: {offset} with whence {whence}")
+        self._position = start + offset
+        return self._position
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return at most `size` bytes from the position, all that follow where it is negative or None."""
+        return bytes(self.read_uncopied(size))
+
+    def read_uncopied(self, size: int | None = -1) -> bytes | memoryview:
+        """Read like `read`, without a copy where the bytes are in memory."""
+        self._refuse_closed()
+        left = max(self.size_bytes - self._position, 0)
+        data = self.read_at(self._position, left if size is None or size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+    def readall(self) -> bytes:
+        """Return all that follows."""
+        return self.read()
+
+    def readinto(self, buffer: Bytes, /) -> int:  # type: ignore[override]
+        """Read into memory of the caller, and return the number of bytes: fewer than fit only at the end."""
+        view = memoryview(buffer).cast("B")
+        data = self.read_uncopied(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise ValueError("the file is closed")

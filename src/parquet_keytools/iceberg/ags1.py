@@ -10,7 +10,6 @@ its key metadata before a byte is read.
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import threading
@@ -19,7 +18,7 @@ from typing import Protocol, Self
 
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
 from parquet_keytools.errors import DecryptionError, FormatLimitError, NotEncryptedError
-from parquet_keytools.format.byte_ranges import Bytes
+from parquet_keytools.format.byte_ranges import Bytes, RangedFile
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 
 MAGIC = b"AGS1"
@@ -160,7 +159,7 @@ class Ags1Writer:
         self._block.clear()
 
 
-class Ags1Reader(io.RawIOBase):
+class Ags1Reader(RangedFile):
     """Decrypts a stream by ranges: it reads and checks the blocks that a range touches, and gives out only these.
 
     Length and header are checked at once. Any number of threads may call `read_at`. It keeps one block in memory.
@@ -183,7 +182,6 @@ class Ags1Reader(io.RawIOBase):
         self._cipher = AesGcm(key_metadata.encryption_key)
         self._aad_prefix = key_metadata.aad_prefix
         self._lock = threading.Lock()
-        self._position = 0
         self._kept = (-1, b"")
         file.seek(0, os.SEEK_END)
         length = file.tell()
@@ -294,46 +292,6 @@ class Ags1Reader(io.RawIOBase):
         )
         error.path = self.path
         return error
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position in the plaintext."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Go to a position in the plaintext, and return it."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size_bytes}.get(whence)
-        if base is None or base + offset < 0:
-            raise ValueError("no such position")
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Return at most `size` plaintext bytes from the position, or all that follow."""
-        if self.closed:
-            raise ValueError("the stream is closed")
-        left = max(0, self.size_bytes - self._position)
-        data = self.read_at(self._position, left if size is None or size < 0 else min(size, left))
-        self._position += len(data)
-        return data
-
-    def readall(self) -> bytes:
-        """Return all that follows."""
-        return self.read()
-
-    def readinto(self, buffer: Bytes, /) -> int:  # type: ignore[override]
-        """Read into memory of the caller."""
-        view = memoryview(buffer).cast("B")
-        data = self.read(len(view))
-        view[: len(data)] = data
-        return len(data)
 
     def close(self) -> None:
         """Close the stream and its file."""

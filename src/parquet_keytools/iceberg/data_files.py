@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pyarrow as pa
@@ -14,7 +13,7 @@ from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, 
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import DecryptionError, KeyMaterialError, NotEncryptedError
 from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail, naming_place
-from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.iceberg.ags1 import Ags1Reader
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.keys.file_key_retriever import DataKeys, FileKeyRetriever
@@ -129,39 +128,19 @@ def _open_footer(source: ByteSource, key: StandardKeyMetadata, name: str) -> tup
     return footer, envelope
 
 
-class UncopiedInput:
-    """A plaintext view for Arrow alone, which takes any buffer for the bytes that it reads."""
+class UncopiedInput(RangedFile):
+    """A plaintext view for Arrow alone, which takes any buffer for the bytes that it reads.
+
+    The stored file is closed when nobody has the view any more.
+    """
 
     def __init__(self, file: PlainFile) -> None:
+        super().__init__()
         self._file = file
-        self._position = 0
-        self.closed = False
+        self.size_bytes = file.size_bytes
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return a range of the view."""
+        return self._file.read_at(offset, length) if length else b""
 
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position in bytes from the start."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a position, and return it."""
-        self._position = offset + {os.SEEK_CUR: self._position, os.SEEK_END: self._file.size_bytes}.get(whence, 0)
-        return self._position
-
-    def read(self, size: int = -1) -> bytes | memoryview:
-        """Return the next bytes, without a copy."""
-        left = max(self._file.size_bytes - self._position, 0)
-        length = min(size, left) if size >= 0 else left
-        data = self._file.read_at(self._position, length)
-        self._position += length
-        return data
-
-    def close(self) -> None:
-        """Mark it as closed; the stored file is closed when nobody has the view any more."""
-        self.closed = True
+    read = RangedFile.read_uncopied  # type: ignore[assignment]
