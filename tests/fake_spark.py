@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from parquet_keytools.spark.frames import KeyRequest
 from parquet_keytools.spark.pipelines.report import TaskResult
+
+
+def key_request_bytes(request: KeyRequest) -> bytes:
+    """Return the content of a request to wrap or unwrap, as `WorkerProcess.java` writes it."""
+    name = request.master_key_id.encode()
+    return len(name).to_bytes(2, "big") + name + request.key
 
 
 class FakeSpark:

@@ -6,10 +6,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from parquet_keytools.encryption.file_decryptor import decrypt_source
+from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source
-from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, ParquetFormatError
+from parquet_keytools.encryption.footer import KeyRetriever, open_footer, read_envelope
+from parquet_keytools.encryption.protection import FooterMode
+from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.secret_bytes import SecretBytes
 
 
@@ -85,6 +87,22 @@ def encrypted(data: bytes, encryption: FileEncryption) -> bytes:
     sink = MemorySink()
     encrypt_source(MemorySource(data), sink, encryption)
     return sink.contents()
+
+
+def decrypt_source(
+    source: MemorySource,
+    sink: MemorySink,
+    keys: KeyRetriever,
+    aad_prefix: bytes | None = None,
+    *,
+    threads: int = 2,
+) -> None:
+    """Decrypt an encrypted file as a whole, by the functions that `Keytools.decrypt_file` calls."""
+    envelope = read_envelope(source)
+    if envelope.mode is FooterMode.UNENCRYPTED:
+        raise NotEncryptedError(f"{source.path} is not encrypted.")
+    footer = open_footer(envelope, keys, aad_prefix)
+    decrypt_columns(source, sink, footer, column_deks(footer, keys), threads=threads)
 
 
 def decrypted(data: bytes, keys: NamedKeys, aad_prefix: bytes | None = None) -> bytes:

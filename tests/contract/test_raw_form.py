@@ -60,8 +60,12 @@ def test_damage_and_other_master_keys_are_found(kms: KmsClient) -> None:
     for data in (b"", bytes(20_000)):
         with pytest.raises(WrappedKeyInvalidError):
             kms.unwrap_raw(data, "one")
-    with pytest.raises(MasterKeyNotFoundError):
+    with pytest.raises(MasterKeyNotFoundError) as missing:
         kms.wrap_raw(CANARY, "three")
+    assert missing.value.master_key_id == "three"
+    with pytest.raises(MasterKeyNotFoundError) as missing:
+        kms.unwrap_raw(wrapped_key, "three")
+    assert missing.value.master_key_id == "three"
     with pytest.raises(ValueError, match="16, 24 or 32"):
         kms.wrap_raw(SecretBytes(b"short"), "one")
 
@@ -96,6 +100,28 @@ def test_old_versions_unwrap_until_they_are_disabled(operator: Keystore) -> None
     assert kms.unwrap_raw(new, "one") == CANARY
     with pytest.raises(MasterKeyDisabledError):
         kms.unwrap_raw(old, "one")
+
+
+def test_a_wrapped_key_that_is_base64_of_its_raw_form_needs_no_more_code() -> None:
+    """The hooks of a backend such as AWS: what is wrapped for Iceberg is what is wrapped for Parquet."""
+    asked = []
+
+    class Base64Kms(InMemoryKms):
+        _wrap_raw = KmsClient._wrap_raw
+        _unwrap_raw = KmsClient._unwrap_raw
+
+        def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
+            asked.append((key, master_key_id))
+            return "AAEC"
+
+        def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
+            asked.append((wrapped_key, master_key_id))
+            return CANARY
+
+    kms = Base64Kms({"one": MASTER_KEY})
+    assert kms.wrap_raw(CANARY, "one") == bytes([0, 1, 2])
+    assert kms.unwrap_raw(bytes([0, 1, 2]), "one") == CANARY
+    assert asked == [(CANARY, "one"), ("AAEC", "one")]
 
 
 def test_a_backend_without_a_raw_form_says_so() -> None:

@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_files import MemorySink, MemorySource, NamedKeys, encrypted
+from memory_files import MemorySink, MemorySource, NamedKeys, decrypt_source, encrypted
 
-from parquet_keytools.encryption.file_decryptor import decrypt_source
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source
 from parquet_keytools.encryption.footer import read_envelope

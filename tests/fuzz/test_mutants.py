@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_files import MemorySink, MemorySource
+from memory_files import MemorySink, MemorySource, decrypt_source
 from soak import how_many
 from vector_kit.good_files import good_vectors
 from vector_kit.sealed_file import Module, Place
@@ -33,7 +33,6 @@ from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.opening import Expectation
 from parquet_keytools.conformance.report import FileReport, Outcome, Verdict
 from parquet_keytools.conformance.verification import finder_of
-from parquet_keytools.encryption.file_decryptor import decrypt_source
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, read_struct, write_struct
 from parquet_keytools.storage.locations import FileLocation

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from parquet_keytools.encryption.aad_prefix import AadPrefix
 from parquet_keytools.encryption.file_rewriter import ChunkRewrite, RowGroupRewrite, rewrite_file
-from parquet_keytools.encryption.footer import Footer, KeyRetriever, open_footer, read_envelope
+from parquet_keytools.encryption.footer import Footer, KeyRetriever
 from parquet_keytools.encryption.module_cipher import ChunkCipher
-from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
+from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
-from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, NotEncryptedError, ParquetFormatError
+from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.collector import paused_collector, paused_for
 from parquet_keytools.format.column_selection import Selection, selected_footer, selected_sorting_columns
@@ -20,39 +19,6 @@ from parquet_keytools.secret_bytes import SecretBytes
 
 Deks = Mapping[tuple[str, ...], SecretBytes]
 """DEKs of columns with a column key, by path."""
-
-
-def decrypt_source(
-    source: ByteSource,
-    sink: ByteSink,
-    retriever: KeyRetriever,
-    aad_prefix: AadPrefix = None,
-    *,
-    threads: int = 2,
-    on_progress: Callable[[int], None] | None = None,
-) -> None:
-    """Decrypt an encrypted file as a whole.
-
-    Args:
-        source: The file.
-        sink: Where the plaintext file goes.
-        retriever: Where its DEKs come from.
-        aad_prefix: The prefix that is expected, or None to take what the file stores.
-        threads: How many threads work.
-        on_progress: Called with the number of bytes after each write, by any of the threads.
-
-    Raises:
-        NotEncryptedError: The file is not encrypted.
-        DecryptionError: A part of it does not authenticate.
-        ParquetFormatError: It is not what the format says, or a page is damaged.
-        ColumnAccessDeniedError: Keys of columns are unavailable.
-    """
-    envelope = read_envelope(source)
-    if envelope.mode is FooterMode.UNENCRYPTED:
-        raise NotEncryptedError(f"{source.path} is not encrypted.")
-    footer = open_footer(envelope, retriever, aad_prefix)
-    deks = column_deks(footer, retriever)
-    decrypt_columns(source, sink, footer, deks, threads=threads, on_progress=on_progress)
 
 
 def decrypt_columns(

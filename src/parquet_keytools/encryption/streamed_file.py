@@ -51,7 +51,6 @@ class StreamedFile:
         self.num_rows = 0
         self.size_bytes = 0
         self._sink = sink
-        self._encryption = encryption
         self._threads = threads
         footer = _footer_of(template)
         self._schema = footer.metadata.bytes_of(FileMetaData.schema)

@@ -19,9 +19,6 @@ from parquet_keytools.format.thrift_values import Struct, varint, write_struct
 MAX_PAGE_LENGTH = 2**31 - 1
 """`compressed_page_size` is a signed 32-bit integer."""
 
-CRC_FIELD_LENGTH = 6
-"""Length in bytes of a CRC field written by `with_sizes`: its field header and five bytes."""
-
 _MAX_SHORT_BINARY = 64
 """Longest value, such as a minimum in statistics, in a header that is of the usual shape."""
 
@@ -152,9 +149,9 @@ def with_sizes(header: bytes, facts: PageHeaderFacts, page_length: int, crc: int
         header: The header in the usual shape.
         facts: Of this header.
         page_length: The new `compressed_page_size` in bytes.
-        crc: The new CRC. Where it is None and the header has a CRC, the field takes `CRC_FIELD_LENGTH` bytes from
-            `crc_position` on, to be filled in by `padded_crc`: the length of a header is then known before its
-            page is encrypted.
+        crc: The new CRC. Where it is None and the header has a CRC, the field takes 6 bytes from `crc_position` on:
+            its header, and five bytes to be filled in by `padded_crc`. The length of a header is then known before
+            its page is encrypted.
     """
     size = varint(page_length << 1)
     if facts.crc is None:

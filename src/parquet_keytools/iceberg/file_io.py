@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -36,18 +35,6 @@ _ENCRYPTED_MAGICS = (b"AGS1", b"PARE")
 _METADATA_ENDINGS = (".json", ".json.gz")
 _VERSION_HINT = "version-hint.text"
 _MAX_HINT_BYTES = 4096
-
-_our_writer = ContextVar("our_writer", default=False)
-
-
-@contextlib.contextmanager
-def writing_allowed() -> Iterator[None]:
-    """Let this thread write files of encrypted tables: for our own writer, which encrypts them."""
-    token = _our_writer.set(True)
-    try:
-        yield
-    finally:
-        _our_writer.reset(token)
 
 
 class EncryptedFileIO(FileIO):
@@ -88,7 +75,7 @@ class EncryptedFileIO(FileIO):
         Raises:
             NotEncryptedError: It belongs to an encrypted table, and would be plaintext in it.
         """
-        if not _our_writer.get() and self.is_guarded(location):
+        if self.is_guarded(location):
             raise NotEncryptedError(
                 f"{location} belongs to an encrypted table, and PyIceberg would write it in plaintext.",
                 hint="Write through the table that `parquet_keytools.iceberg.load_table(catalog, name)` returns.",

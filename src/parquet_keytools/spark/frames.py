@@ -120,9 +120,3 @@ def read_key_request(content: bytes) -> KeyRequest:
     if not text:
         raise ValueError("the request's master key id is empty, or not UTF-8")
     return KeyRequest(text, content[_NAME_LENGTH.size + length :])
-
-
-def key_request_bytes(request: KeyRequest) -> bytes:
-    """Return the content of a request to wrap or unwrap."""
-    name = request.master_key_id.encode()
-    return _NAME_LENGTH.pack(len(name)) + name + request.key

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 import pytest
-from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted
+from memory_files import MemorySink, MemorySource, NamedKeys, decrypt_source, decrypted, encrypted
 
-from parquet_keytools.encryption.file_decryptor import decrypt_columns, decrypt_source
+from parquet_keytools.encryption.file_decryptor import decrypt_columns
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source, rekey_source
 from parquet_keytools.encryption.footer import read_envelope, read_footer

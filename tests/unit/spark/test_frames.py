@@ -4,6 +4,7 @@ import io
 import struct
 
 import pytest
+from fake_spark import key_request_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from parquet_keytools.spark.frames import (
     MalformedFrameError,
     Operation,
     frame_bytes,
-    key_request_bytes,
     read_frame,
     read_key_request,
 )

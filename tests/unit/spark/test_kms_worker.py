@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from fake_spark import key_request_bytes
 
 from parquet_keytools import SecretBytes, load_configuration
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsUnavailableError
@@ -30,7 +31,6 @@ from parquet_keytools.spark.frames import (
     Operation,
     Status,
     frame_bytes,
-    key_request_bytes,
     read_frame,
 )
 from parquet_keytools.spark.kms_worker import MOST_TOGETHER, THREADS, KmsWorker, WaitingRequests
