@@ -66,8 +66,8 @@ def test_another_kek_or_another_id(other: Kek) -> None:
 @pytest.mark.parametrize(
     ("wrapped_dek", "words"),
     [
-        ("!", "not base64"),
-        ("é", "not base64"),
+        ("!", "wrappedDEK: is not base64"),
+        ("é", "wrappedDEK: is not base64"),
         ("", "too short"),
         (base64.b64encode(bytes(28)).decode(), "too short"),
         (base64.b64encode(bytes(29)).decode(), "does not belong"),

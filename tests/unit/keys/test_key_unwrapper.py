@@ -12,6 +12,9 @@ from parquet_keytools.errors import (
     KeyNotAvailableError,
     KeytoolsError,
     KmsAccessDeniedError,
+    KmsError,
+    KmsUnavailableError,
+    MasterKeyDisabledError,
     WrappedKeyInvalidError,
 )
 from parquet_keytools.keys.key_material import KeyMaterial
@@ -24,6 +27,8 @@ from parquet_keytools.keys.key_wrapping import (
     decode_master_key_id,
     encode_master_key_id,
 )
+from parquet_keytools.kms.client import KmsClient, MasterKeyDescription
+from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.secret_bytes import SecretBytes
 
 ARN = "arn:aws:kms:eu-west-1:111122223333:key/1234abcd-12ab-34cd-56ef-1234567890ab"
@@ -44,7 +49,7 @@ def unwrapper(kms: FaultyKms, clock: TurnedClock) -> KeyUnwrapper:
     return KeyUnwrapper(kms, clock)
 
 
-def wrap(kms: FaultyKms, *ids: str, double: bool = True) -> tuple[list[SecretBytes], list[KeyMaterial]]:
+def wrap(kms: KmsClient, *ids: str, double: bool = True) -> tuple[list[SecretBytes], list[KeyMaterial]]:
     """Return DEKs and their key materials."""
     deks = [SecretBytes.random(128) for _ in ids]
     wrapping = Wrapping(double, 128, 600, "DEFAULT")
@@ -146,7 +151,69 @@ def test_key_encryption_key_of_another_file(kms: FaultyKms, unwrapper: KeyUnwrap
 def test_without_a_kms() -> None:
     material = KeyMaterial(True, "kf", "d2Rlaw==")
     (outcome,) = KmsKeys(KeyUnwrapper(None, TurnedClock()), 600).deks([material])
-    assert isinstance(outcome, KeyNotAvailableError) and "kms:" in str(outcome)
+    assert isinstance(outcome, KeyNotAvailableError) and "`kms:`" in str(outcome)
+    assert "wrapped by a KMS" in str(outcome)
+
+
+class MasterKeysThatFail(InMemoryKms):
+    """A KMS that can be told what to answer when it is called for a description."""
+
+    described = 0
+    failure: KmsError | None = None
+
+    def _describe(self, master_key_id: str) -> MasterKeyDescription:
+        self.described += 1
+        if self.failure is not None:
+            raise self.failure
+        return super()._describe(master_key_id)
+
+
+def error_of(kms: InMemoryKms, material: KeyMaterial) -> tuple[KmsKeys, KmsError]:
+    keys = KmsKeys(KeyUnwrapper(kms, TurnedClock()), 600)
+    (error,) = keys.deks([material])
+    assert isinstance(error, KmsError)
+    return keys, error
+
+
+@pytest.mark.parametrize("refusal", ["deny", "disable"])
+def test_a_refused_master_key_is_a_refusal(refusal: str) -> None:
+    kms = MasterKeysThatFail({"a:b": b"0123456789012345"})
+    material = replace(wrap(kms, "a:b")[1][0], master_key_id=encode_master_key_id("a:b"))
+    getattr(kms, refusal)("a:b")
+    keys, error = error_of(kms, material)
+    assert keys.refuses_key(material, error)
+    assert kms.described == (refusal == "disable")
+
+
+def test_a_master_key_that_does_not_exist_is_a_refusal() -> None:
+    kms = MasterKeysThatFail({"kc": b"0123456789012345"})
+    material = replace(wrap(kms, "kc")[1][0], master_key_id="nobody")
+    keys, error = error_of(kms, material)
+    assert keys.refuses_key(material, error) and kms.described == 0
+
+
+def test_a_version_that_is_disabled_refuses_no_master_key() -> None:
+    """Anybody who may write key material can name an old version: that would hide columns from their readers."""
+    kms = MasterKeysThatFail({"kc": b"0123456789012345"})
+    (material,) = wrap(kms, "kc")[1]
+    kms.add_version("kc")
+    kms.disable("kc", 1)
+    keys, error = error_of(kms, material)
+    assert isinstance(error, MasterKeyDisabledError)
+    assert not keys.refuses_key(material, error)
+    # Without an answer nothing is known, so nothing is hidden.
+    kms.disable("kc")
+    assert keys.refuses_key(material, error)
+    kms.failure = KmsUnavailableError(backend="test", operation="describe")
+    assert not keys.refuses_key(material, error)
+
+
+def test_what_a_damaged_key_ends_in_is_no_refusal() -> None:
+    kms = MasterKeysThatFail({"kf": b"0123456789012345", "kc": b"1234567890123450"})
+    material = replace(wrap(kms, "kc")[1][0], master_key_id="kf")
+    keys, error = error_of(kms, material)
+    assert isinstance(error, WrappedKeyInvalidError)
+    assert not keys.refuses_key(material, error) and kms.described == 0
 
 
 def test_files_never_choose_the_kms(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
