@@ -149,9 +149,9 @@ def with_sizes(header: bytes, facts: PageHeaderFacts, page_length: int, crc: int
         header: The header in the usual shape.
         facts: Of this header.
         page_length: The new `compressed_page_size` in bytes.
-        crc: The new CRC. Where it is None and the header has a CRC, the field takes 6 bytes from `crc_position` on:
-            its header, and five bytes to be filled in by `padded_crc`. The length of a header is then known before
-            its page is encrypted.
+        crc: The new CRC. Where it is None and the header has a CRC, the field takes 6 bytes from `crc_position`
+            on: its header, and five bytes to be filled in by `padded_crc`. The length of a header is then known
+            before its page is encrypted.
     """
     size = varint(page_length << 1)
     if facts.crc is None:

@@ -288,14 +288,13 @@ def test_a_plaintext_file_is_not_decrypted_or_rekeyed() -> None:
 
 def test_columns_whose_keys_are_missing_are_named() -> None:
     keys = NamedKeys()
-    columns = {("a",): ColumnKey(keys.new(b"ka"), b"ka"), ("b",): ColumnKey(keys.new(b"kb"), b"kb")}
-    data = encrypted(
-        _written(pa.table({"a": [1], "b": [2], "c": [3]})), FileEncryption(keys.new(b"kf"), b"kf", columns)
-    )
+    columns = {("a",): ColumnKey(keys.new(b"ka"), b"ka"), ("b", "x"): ColumnKey(keys.new(b"kb"), b"kb")}
+    table = pa.table({"a": [1], "b": [{"x": 2}], "c": [3]})
+    data = encrypted(_written(table), FileEncryption(keys.new(b"kf"), b"kf", columns))
     del keys.deks[b"kb"]
-    with pytest.raises(ColumnAccessDeniedError, match="'b'") as caught:
+    with pytest.raises(ColumnAccessDeniedError, match=r"'b\.x'") as caught:
         decrypted(data, keys)
-    assert caught.value.columns == ("b",)
+    assert caught.value.columns == ("b.x",)
 
 
 def test_a_summary_file_is_refused() -> None:
