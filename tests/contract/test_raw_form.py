@@ -104,7 +104,7 @@ def test_old_versions_unwrap_until_they_are_disabled(operator: Keystore) -> None
 
 def test_a_wrapped_key_that_is_base64_of_its_raw_form_needs_no_more_code() -> None:
     """The hooks of a backend such as AWS: what is wrapped for Iceberg is what is wrapped for Parquet."""
-    asked = []
+    asked: list[tuple[object, str]] = []
 
     class Base64Kms(InMemoryKms):
         _wrap_raw = KmsClient._wrap_raw
