@@ -59,7 +59,10 @@ def check_module(
 
 def check_padding(plaintext: bytes | bytearray, end: int, place: ModulePlace, book: RuleBook) -> None:
     """Check that a Thrift structure that ends at `end` fills the plaintext of its module."""
-    book.check("padding", end == len(plaintext), f"{len(plaintext) - end} bytes follow it.", place)
+    if end == len(plaintext):
+        book.holds("padding")
+    else:
+        book.broken("padding", f"{len(plaintext) - end} bytes follow it.", place)
 
 
 # --- pages, from header to header ---

@@ -138,20 +138,26 @@ class ChunkVerifier:
         if walk.stopped:
             self._lost_from = walk.next_ordinal
             return
+        # Messages are made where they are needed: chunks are many.
         place = chunk.place(ModuleType.COLUMN_META_DATA)
         num_values = metadata.num_values
-        message = f"the pages have {self._values} values, the metadata says {num_values}."
-        has_all = self._book.check("value-count", self._values == num_values, message, place)
-        if chunk.column.is_flat:
+        self._book.holds("value-count")
+        if self._values != num_values:
+            message = f"the pages have {self._values} values, the metadata says {num_values}."
+            self._book.broken("value-count", message, place)
+        if chunk.column.is_flat and num_values != self.num_rows:
             message = f"it has {num_values} values, and the row group {self.num_rows} rows."
-            has_all &= self._book.check("value-count", num_values == self.num_rows, message, place)
-        if not has_all:
+            self._book.broken("value-count", message, place)
+        if self._values != num_values or (chunk.column.is_flat and num_values != self.num_rows):
             # Which values belong to which rows cannot be told any more.
             self._is_lost = True
         if chunk.cipher is not None and first_data_page is not None:
             stated = metadata.data_page_offset
-            message = f"it is {stated}, and the first data page is at {first_data_page}."
-            self._book.check("data-page-offset", stated == first_data_page, message, place)
+            if stated == first_data_page:
+                self._book.holds("data-page-offset")
+            else:
+                message = f"it is {stated}, and the first data page is at {first_data_page}."
+                self._book.broken("data-page-offset", message, place)
 
     def check_page(self, page: Page, stored: memoryview, scratch: memoryview) -> None:
         """Authenticate one page, or as much of it as its algorithm and its CRC allow; for any thread.

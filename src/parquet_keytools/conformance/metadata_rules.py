@@ -106,7 +106,7 @@ class MetadataReader:
 
     def _check_metadata(self, metadata: ColumnMetaData, column: Column) -> None:
         """Raise `ParquetFormatError` if a required field is missing, or the metadata is another column's."""
-        if not metadata.struct.types().items() >= _REQUIRED.items():
+        if not metadata.struct.has_types(_REQUIRED):
             _refuse_incomplete(metadata)
         if metadata.type != column.type:
             raise ParquetFormatError(f"its type is {metadata.type}, and that of its column {column.type}.")

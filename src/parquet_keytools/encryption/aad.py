@@ -119,8 +119,8 @@ def module_aad(
         return file_aad + b"\x00"
     ordinals: tuple[int | None, ...] = (row_group_ordinal, column_ordinal)
     pack = _pack_two_ordinals
-    if module_type in _HAS_PAGE_ORDINAL:
-        ordinals = (*ordinals, page_ordinal)
+    if module_type is ModuleType.DATA_PAGE or module_type is ModuleType.DATA_PAGE_HEADER:
+        ordinals = (row_group_ordinal, column_ordinal, page_ordinal)
         pack = _pack_three_ordinals
     for ordinal in ordinals:
         if ordinal is None or not 0 <= ordinal <= MAX_ORDINAL:

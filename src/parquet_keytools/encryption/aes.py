@@ -34,13 +34,15 @@ class AesGcm:
     """AES-GCM under one key, for any number of threads (NIST SP 800-38D, spec 4.1.1).
 
     Attributes:
+        encrypt: `(nonce, plaintext, aad)`; returns the ciphertext and the tag.
         encrypt_into: `(nonce, plaintext, aad, out)`; `out` has the length of the plaintext and of the tag.
         decrypt_into: `(nonce, ciphertext and tag, aad, out)`; `out` has the length of the plaintext. Raises
             `InvalidTag`, and `out` is worth nothing then.
     """
 
-    __slots__ = ("decrypt_into", "encrypt_into")
+    __slots__ = ("decrypt_into", "encrypt", "encrypt_into")
 
+    encrypt: Callable[[Bytes, Bytes, Bytes], bytes]
     encrypt_into: Callable[[Bytes, Bytes, Bytes, Bytes], int]
     decrypt_into: Callable[[Bytes, Bytes, Bytes, Bytes], int]
 
@@ -48,14 +50,13 @@ class AesGcm:
         _check_length(dek)
         cipher = AESGCM(dek.reveal())
         # The bound methods themselves: pages are many, and a call in between costs as much as a small page.
+        self.encrypt = cipher.encrypt
         self.encrypt_into = cipher.encrypt_into
         self.decrypt_into = cipher.decrypt_into
 
     def tag(self, nonce: Bytes, data: Bytes, aad: bytes) -> bytes:
         """Return the tag alone, of 16 bytes, which is all that a signature keeps (spec 5.5)."""
-        out = bytearray(len(data) + TAG_LENGTH)
-        self.encrypt_into(nonce, data, aad, out)
-        return bytes(out[-TAG_LENGTH:])
+        return self.encrypt(nonce, data, aad)[-TAG_LENGTH:]
 
 
 class AesCtr:

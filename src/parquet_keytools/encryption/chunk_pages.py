@@ -158,19 +158,18 @@ def encrypt_pages(
         DecryptionError: A page does not authenticate.
     """
     plaintexts = _stored_pages(pages, first, last, stored, path)
+    ordinals = pages.ordinals[first:last]
     if reader is not None:
-        plaintexts = _decrypted(reader, plaintexts, pages.ordinals[first:last])
-    header_ends = pages.header_ends
-    header_base = header_start = header_ends[first - 1] if first else 0
-    headers = bytes(memoryview(pages.headers)[header_base : header_ends[last - 1]])
+        plaintexts = _decrypted(reader, plaintexts, ordinals)
+    header_base = header_start = pages.header_ends[first - 1] if first else 0
+    header_ends = pages.header_ends[first:last]
+    headers = bytes(pages.headers[header_base : header_ends[-1]])
     nonces = writer.cipher.nonces(2 * len(plaintexts))
     aads_of, write_framing, framing = writer.page_aads, _write_framing, writer.page_framing
     page_jobs: list[_Job] = []
     header_jobs: list[_Job] = []
     offset = taken = 0
-    for page, ordinal, header_end in zip(
-        plaintexts, pages.ordinals[first:last], header_ends[first:last], strict=True
-    ):
+    for page, ordinal, header_end in zip(plaintexts, ordinals, header_ends, strict=True):
         header_aad, page_aad = aads_of(ordinal)
         page_offset = offset + header_end - header_start + GCM_FRAMING
         end = page_offset + len(page) + framing
@@ -185,7 +184,7 @@ def encrypt_pages(
         taken += 24
         offset = end
     _run(writer.pages_into(encrypt=True), page_jobs)
-    if any(crc >= 0 for crc in pages.stored_crcs[first:last]):
+    if max(pages.stored_crcs[first:last]) >= 0:
         _fill_in_crcs(pages, first, header_jobs, page_jobs)
     _run(writer.cipher.gcm.encrypt_into, header_jobs)
 

@@ -14,7 +14,7 @@ from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.collector import paused_collector, paused_for
 from parquet_keytools.format.column_selection import Selection, selected_footer, selected_sorting_columns
 from parquet_keytools.format.file_layout import MAGIC
-from parquet_keytools.format.structs import FileMetaData, RowGroup
+from parquet_keytools.format.structs import ColumnChunk, FileMetaData, RowGroup
 from parquet_keytools.secret_bytes import SecretBytes
 
 Deks = Mapping[tuple[str, ...], SecretBytes]
@@ -123,9 +123,13 @@ def _plaintext_footer(
             selected_sorting_columns(row_group.struct, selection.column_ordinals)
             row_group.total_byte_size = sum(c.metadata.total_uncompressed_size for c in chunks)
         for chunk in chunks:
-            chunk.new_chunk.meta_data = chunk.new_metadata
-            chunk.new_chunk.crypto_metadata = None
-            chunk.new_chunk.encrypted_column_metadata = None
+            chunk.new_chunk.set_fields(
+                {
+                    ColumnChunk.meta_data: chunk.new_metadata,
+                    ColumnChunk.crypto_metadata: None,
+                    ColumnChunk.encrypted_column_metadata: None,
+                }
+            )
         row_group.columns = [chunk.new_chunk for chunk in chunks]
     metadata: FileMetaData = selection.metadata
     metadata.row_groups = new_row_groups

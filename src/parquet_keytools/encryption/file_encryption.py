@@ -18,6 +18,7 @@ from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.format.structs import (
     Aes,
+    ColumnChunk,
     ColumnCryptoMetaData,
     EncryptionAlgorithm,
     EncryptionWithColumnKey,
@@ -157,16 +158,26 @@ class OutputKeys:
         plaintext_footer = self.encryption.plaintext_footer
         if column_ordinal not in self._crypto_metadata:
             self._crypto_metadata[column_ordinal] = _crypto_metadata(key, path)
-        new.crypto_metadata = self._crypto_metadata[column_ordinal]
+        crypto_metadata = self._crypto_metadata[column_ordinal]
         if key is ColumnEncryption.PLAINTEXT or (key is ColumnEncryption.FOOTER_KEY and not plaintext_footer):
-            new.meta_data = metadata
-            new.encrypted_column_metadata = None
+            new.set_fields(
+                {
+                    ColumnChunk.meta_data: metadata,
+                    ColumnChunk.crypto_metadata: crypto_metadata,
+                    ColumnChunk.encrypted_column_metadata: None,
+                }
+            )
             return
         writer = chunk.writer
         assert writer is not None
         place = writer.place(ModuleType.COLUMN_META_DATA)
-        new.encrypted_column_metadata = writer.cipher.encrypt(metadata.serialise(), place)
-        new.meta_data = None
+        new.set_fields(
+            {
+                ColumnChunk.meta_data: None,
+                ColumnChunk.crypto_metadata: crypto_metadata,
+                ColumnChunk.encrypted_column_metadata: writer.cipher.encrypt(metadata.serialise(), place),
+            }
+        )
         if plaintext_footer:
             self._plaintext_footer.protect_chunk(new, metadata)
 

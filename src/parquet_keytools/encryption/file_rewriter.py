@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 from parquet_keytools.encryption.aad import MAX_ORDINAL, ModuleType
 from parquet_keytools.encryption.chunk_pages import ChunkPages, output_lengths, source_offsets
@@ -133,27 +134,30 @@ class ChunkRewrite:
 
     def _move(self, pages: ChunkPages, lengths: list[int], region: Region, offset: int, length: int) -> None:
         """Set all offsets and sizes that depend on where the pages are."""
-        old, new = self.places, self.new_metadata
-        new.total_compressed_size = length
+        old = self.places
+        new: dict[Any, int | None] = {ColumnMetaData.total_compressed_size: length}
         data_page, dictionary_page = old.data_page_offset, old.dictionary_page_offset
         has_dictionary_page = pages.has_dictionary_page
         if self.reader is None and self.writer is None:
             if data_page:
-                new.data_page_offset = _moved(data_page, pages, lengths, region, offset) or offset
+                new[ColumnMetaData.data_page_offset] = _moved(data_page, pages, lengths, region, offset) or offset
             if dictionary_page:
-                new.dictionary_page_offset = _moved(dictionary_page, pages, lengths, region, offset)
+                new[ColumnMetaData.dictionary_page_offset] = _moved(
+                    dictionary_page, pages, lengths, region, offset
+                )
         else:
             # Readers of encrypted files take the type of the first module from here.
             if has_dictionary_page or dictionary_page is not None:
-                new.dictionary_page_offset = offset if has_dictionary_page else None
+                new[ColumnMetaData.dictionary_page_offset] = offset if has_dictionary_page else None
             if data_page:
-                new.data_page_offset = offset + sum(lengths[: pages.first_data_page])
+                new[ColumnMetaData.data_page_offset] = offset + sum(lengths[: pages.first_data_page])
         index_page = old.index_page_offset
         if index_page:
-            new.index_page_offset = _moved(index_page, pages, lengths, region, offset)
+            new[ColumnMetaData.index_page_offset] = _moved(index_page, pages, lengths, region, offset)
         elif len(pages) and pages.first_data_page != 0 and not has_dictionary_page:
             # An index page comes first: without its offset nobody would know where the chunk begins.
-            new.index_page_offset = offset
+            new[ColumnMetaData.index_page_offset] = offset
+        self.new_metadata.set_fields(new)
         file_offset = self.chunk.file_offset
         if file_offset:
             self.new_chunk.file_offset = _moved(file_offset, pages, lengths, region, offset) or 0

@@ -294,17 +294,16 @@ class Footer:
         else:
             place = ModulePlace(ModuleType.COLUMN_META_DATA, row_group_ordinal, column.ordinal)
             metadata, _ = ColumnMetaData.read(cipher.decrypt(module, place))
-        name = f"row group {row_group_ordinal}, column {'.'.join(column.path)!r}"
         if metadata is None:
-            raise ParquetFormatError(f"{name}: the column metadata is missing (spec 5.3).", path=self.path)
-        if metadata.bytes_of(ColumnMetaData.path_in_schema) != _usual_path(
+            wrong = "the column metadata is missing (spec 5.3)."
+        elif metadata.bytes_of(ColumnMetaData.path_in_schema) == _usual_path(
             column.path
-        ) and metadata.path_in_schema != list(column.path):
-            raise ParquetFormatError(
-                f"{name}: the metadata is that of column {'.'.join(metadata.path_in_schema)!r}.",
-                path=self.path,
-            )
-        return metadata
+        ) or metadata.path_in_schema == list(column.path):
+            return metadata
+        else:
+            wrong = f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}."
+        name = f"row group {row_group_ordinal}, column {'.'.join(column.path)!r}"
+        raise ParquetFormatError(f"{name}: {wrong}", path=self.path)
 
 
 @functools.lru_cache(maxsize=32_768)

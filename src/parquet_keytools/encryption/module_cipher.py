@@ -35,6 +35,9 @@ _PARQUET_JAVA_HINT = (
 )
 
 
+_pack_length = struct.Struct("<I").pack
+_read_length = struct.Struct("<I").unpack_from
+
 _MOST_NONCES = 1_024
 
 _forks = 0
@@ -49,7 +52,10 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class _Nonces:
-    """Nonces of one key, taken from the system many at once: a call for each takes longer than a small page."""
+    """Nonces, taken from the system many at once: a call for each takes longer than a small page.
+
+    They are random, so that it does not matter which key takes which.
+    """
 
     __slots__ = ("_fork", "_lock", "_next", "_position", "_taken")
 
@@ -79,6 +85,9 @@ class _Nonces:
             return self._taken[start:end]
 
 
+_nonces = _Nonces()
+
+
 class ModuleCipher:
     """Encrypts and decrypts the modules of one file under one DEK, and counts how many it encrypts.
 
@@ -93,11 +102,10 @@ class ModuleCipher:
         self.gcm = AesGcm(dek)
         self._invocation_limit = min(invocation_limit, MAX_INVOCATIONS)
         self._invocations = 0
-        self._nonces = _Nonces()
 
     def nonces(self, count: int) -> bytes:
         """Return the bytes of fresh nonces; for any number of threads."""
-        return self._nonces.take(count)
+        return _nonces.take(count)
 
     def ctr(self) -> AesCtr:
         """Return AES-CTR under the same key, for the thread that asks."""
@@ -133,11 +141,8 @@ class ModuleCipher:
         if length - LENGTH_LENGTH > MAX_MODULE_LENGTH:
             raise FormatLimitError(f"{place.module_type.title}: {length} bytes are too long for a module.")
         aad = place.aad(self.file_aad)
-        nonce = self._nonces.take(1)
-        out = bytearray(length)
-        struct.pack_into("<I12s", out, 0, length - LENGTH_LENGTH, nonce)
-        self.gcm.encrypt_into(nonce, plaintext, aad, memoryview(out)[16:])
-        return bytes(out)
+        nonce = _nonces.take(1)
+        return b"".join((_pack_length(length - LENGTH_LENGTH), nonce, self.gcm.encrypt(nonce, plaintext, aad)))
 
     def decrypt(self, module: Bytes, place: ModulePlace) -> bytes:
         """Return the plaintext of a module that fills its container exactly.
@@ -169,7 +174,7 @@ def check_length_field(module: memoryview, length: int, place: ModulePlace) -> N
     Raises:
         DecryptionError: It does not.
     """
-    (stored,) = struct.unpack_from("<I", module)
+    (stored,) = _read_length(module)
     if stored != length - LENGTH_LENGTH:
         raise place.error(
             f"its length field says {stored} bytes, its container {length - LENGTH_LENGTH}.",
@@ -181,6 +186,7 @@ NO_PAGE_ORDINAL = -1
 """Stands for the dictionary page, which has none."""
 
 _pack_ordinal = struct.Struct("<h").pack
+_pack_ordinals = struct.Struct("<2h").pack
 _DATA, _DATA_HEADER = bytes((ModuleType.DATA_PAGE,)), bytes((ModuleType.DATA_PAGE_HEADER,))
 _DICTIONARY, _DICTIONARY_HEADER = (
     bytes((ModuleType.DICTIONARY_PAGE,)),
@@ -218,9 +224,12 @@ class ChunkCipher:
         self.column_ordinal = column_ordinal
         self.pages_are_gcm = algorithm is not Algorithm.AES_GCM_CTR_V1
         self.page_framing = GCM_FRAMING if self.pages_are_gcm else CTR_FRAMING
-        self._ordinals = module_aad(b"", ModuleType.COLUMN_META_DATA, row_group_ordinal, column_ordinal)[1:]
-        self._header_aad = cipher.file_aad + _DATA_HEADER + self._ordinals
-        self._page_aad = cipher.file_aad + _DATA + self._ordinals
+        if not (0 <= row_group_ordinal <= MAX_ORDINAL and 0 <= column_ordinal <= MAX_ORDINAL):
+            module_aad(b"", ModuleType.COLUMN_META_DATA, row_group_ordinal, column_ordinal)  # raises
+        self._ordinals = ordinals = _pack_ordinals(row_group_ordinal, column_ordinal)
+        file_aad = cipher.file_aad
+        self._header_aad = file_aad + _DATA_HEADER + ordinals
+        self._page_aad = file_aad + _DATA + ordinals
 
     def place(self, module_type: ModuleType, page_ordinal: int | None = None) -> ModulePlace:
         """Return the place of a module of this chunk."""

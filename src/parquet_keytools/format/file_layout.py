@@ -259,7 +259,7 @@ class ChunkPlaces(NamedTuple):
         if data is None or length is None:
             # One of them says what is missing.
             data, length = metadata.data_page_offset, metadata.total_compressed_size
-        return cls(data, dictionary, index, length, bloom_filter, bloom_filter_length)
+        return cls._make((data, dictionary, index, length, bloom_filter, bloom_filter_length))
 
 
 _PLACES = (
@@ -277,6 +277,9 @@ _INDEX_PLACES = (
     (ColumnChunk.offset_index_offset.field_id, WireType.I64),
     (ColumnChunk.offset_index_length.field_id, WireType.I32),
 )
+
+
+_NO_INDEXES = [None] * len(_INDEX_PLACES)
 
 
 def regions_of(
@@ -314,7 +317,10 @@ def regions_of(
         if page and (page < start or not start):
             start = page
     regions = [Region(RegionKind.PAGES, *ordinals, start, length)]
-    column_index, column_index_length, offset_index, offset_index_length = chunk.struct.numbers(_INDEX_PLACES)
+    indexes = chunk.struct.numbers(_INDEX_PLACES)
+    if bloom_filter is None and indexes == _NO_INDEXES:
+        return regions
+    column_index, column_index_length, offset_index, offset_index_length = indexes
     for kind, offset, index_length in (
         (RegionKind.BLOOM_FILTER, bloom_filter, bloom_filter_length),
         (RegionKind.COLUMN_INDEX, column_index, column_index_length),

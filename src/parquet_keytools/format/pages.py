@@ -81,6 +81,9 @@ class PageHeaderFacts(NamedTuple):
     rest_start: int
 
 
+_facts = PageHeaderFacts._make  # Twice as fast as calling the class.
+
+
 def read_page_header(data: bytes | bytearray | memoryview, offset: int) -> tuple[PageHeaderFacts, bytes]:
     """Read the page header at `offset`.
 
@@ -93,8 +96,8 @@ def read_page_header(data: bytes | bytearray | memoryview, offset: int) -> tuple
     """
     match = _usual_header().match(data, offset)
     if match is not None:
-        type_byte, size_bytes, crc_bytes = match.groups()
-        size = _varint_value(size_bytes)
+        header, type_byte, size_bytes, crc_bytes = match.group(0, 1, 2, 3)
+        size = size_bytes[0] if len(size_bytes) == 1 else _varint_value(size_bytes)
         size_start = match.start(2) - offset
         rest_start = size_start + len(size_bytes)
         crc = None
@@ -102,9 +105,8 @@ def read_page_header(data: bytes | bytearray | memoryview, offset: int) -> tuple
             rest_start += 1 + len(crc_bytes)
             value = _varint_value(crc_bytes)
             crc = ((value >> 1) ^ -(value & 1)) & 0xFFFF_FFFF
-        header = match[0]
         if not size & 1:
-            facts = PageHeaderFacts(type_byte[0] >> 1, size >> 1, crc, len(header), size_start, rest_start)
+            facts = _facts((type_byte[0] >> 1, size >> 1, crc, len(header), size_start, rest_start))
             return facts, header
     record, end = PageHeader.read(memoryview(data), offset)
     facts, reshaped = _in_usual_shape(record)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
@@ -66,6 +66,15 @@ class Record:
     def copy_of(self, field: _Field[T]) -> T | None:
         """Return a copy of a field's value, and read no other field for it; None where it is not set."""
         return field.load(self.struct.entry(field.field_id))
+
+    def set_fields(self, values: Mapping[_Field[Any], Any]) -> None:
+        """Set several fields at once, or remove those whose value is None."""
+        self.struct.set_entries(
+            {
+                field.field_id: None if value is None else field.codec.store(value)
+                for field, value in values.items()
+            }
+        )
 
     def serialise(self) -> bytes:
         """Return the bytes of the structure, unknown fields included."""

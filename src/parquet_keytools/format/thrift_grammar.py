@@ -32,6 +32,9 @@ COLUMN_FIELDS = (
 )
 """Ids and types of the fields of column metadata: the groups of the third expression of `usual`, in order."""
 
+ALWAYS_MATCHED = dict(COLUMN_FIELDS[:8])
+"""Ids and types of those of them that every struct has that the expression matches."""
+
 COLUMN_GROUPS = {field_id: (group, wire_type) for group, (field_id, wire_type) in enumerate(COLUMN_FIELDS, 1)}
 """Id of such a field -> its group, and its type."""
 

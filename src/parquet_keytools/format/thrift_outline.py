@@ -7,13 +7,13 @@ bytes: compared, copied and written as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.thrift_compact import ThriftReader
-from parquet_keytools.format.thrift_grammar import COLUMN_FIELDS, COLUMN_GROUPS
-from parquet_keytools.format.thrift_skim import Skimmer, Span, Spans, skimmer_of
+from parquet_keytools.format.thrift_grammar import ALWAYS_MATCHED, COLUMN_FIELDS, COLUMN_GROUPS
+from parquet_keytools.format.thrift_skim import Skimmer, Span, Spans, column_at, skimmer_of
 from parquet_keytools.format.thrift_values import (
     INTEGER_BITS,
     Struct,
@@ -78,6 +78,11 @@ class UnreadStruct(Struct):
             return super().types()
         return {field_id: place[0] for field_id, place in self._places(data).items()}
 
+    def has_types(self, wanted: Mapping[int, WireType]) -> bool:
+        """Return whether it has fields with these types, by id."""
+        is_usual = self._data is not None and self._column is not None and not self._changes
+        return (is_usual and wanted.items() <= ALWAYS_MATCHED.items()) or super().has_types(wanted)
+
     def entry(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field, to be looked at only: it is read for this call alone."""
         data, changes = self._data, self._changes
@@ -98,20 +103,27 @@ class UnreadStruct(Struct):
     def numbers(self, fields: Sequence[tuple[int, WireType]]) -> list[int | None]:
         """Return the values of fields that are integers; None where there is none, or of another type."""
         data, column, changes = self._data, self._column, self._changes
-        if data is None or column is None or changes:
+        if data is None or changes:
             return super().numbers(fields)
         found: list[int | None] = []
+        if column is None:
+            spans = self._spans or self._places(data)
+            for field_id, wire_type in fields:
+                its_type, start, end, _ = spans.get(field_id, _NO_SPAN)
+                found.append(_number_at(data, start, end) if its_type is wire_type else None)
+            return found
         for field_id, wire_type in fields:
             group, its_type = COLUMN_GROUPS.get(field_id, _NO_GROUP)
             value = column[group] if its_type is wire_type else None
             if value is None:
                 found.append(None)
+            elif len(value) == 4:
+                # Offsets in most files.
+                a, b, c, d = value
+                number = a & 0x7F | (b & 0x7F) << 7 | (c & 0x7F) << 14 | d << 21
+                found.append((number >> 1) ^ -(number & 1))
             else:
-                first = value[0]
-                if first > 0x7F:
-                    found.append(_number_at(value, 0, len(value)))
-                else:
-                    found.append((first >> 1) ^ -(first & 1))
+                found.append(_number_at(value, 0, len(value)))
         return found
 
     def entry_to_change(self, field_id: int) -> tuple[WireType, Any] | None:
@@ -140,6 +152,13 @@ class UnreadStruct(Struct):
             self._changes = {field_id: entry}
         else:
             self._changes[field_id] = entry
+
+    def set_entries(self, entries: Mapping[int, tuple[WireType, Any] | None]) -> None:
+        """Set or remove several fields, as `set_entry` does."""
+        if self._data is None:
+            super().set_entries(entries)
+        else:
+            self._changes = {**self._changes, **entries}
 
     def _place(self, data: bytes, field_id: int) -> Span | None:
         column = self._column
@@ -170,21 +189,32 @@ class UnreadStruct(Struct):
         changes = dict(self._changes)
         pieces = []
         at = self._start
+        column, spans = self._column, self._spans
         for field_id in sorted(changes):
-            place, changed = self._place(data, field_id), changes[field_id]
-            if place is None or changed is None or changed[0] is not place[0] or place[1] < at:
+            changed = changes[field_id]
+            if column is not None:
+                group, its_type = COLUMN_GROUPS.get(field_id, _NO_GROUP)
+                start, end = column.span(group)
+            else:
+                if spans is None:
+                    spans = self._places(data)
+                its_type, start, end, _ = spans.get(field_id, _NO_SPAN)
+            if changed is None or changed[0] is not its_type or start < at:
                 break
             # The header stays what it is, and what lies between two of these fields is copied at once.
-            pieces.append(data[at : place[1]])
+            pieces.append(data[at:start])
             pieces.append(write_value(*changed))
-            at = place[2]
+            at = end
         else:
             pieces.append(data[at : self._end])
             return b"".join(pieces)
         spans = self._places(data)
-        order = [field_id for field_id in spans if field_id not in changes or changes[field_id] is not None]
-        for field_id, changed in changes.items():
-            if changed is not None and field_id not in spans:
+        order = list(spans)
+        for field_id in sorted(changes):
+            if changes[field_id] is None:
+                if field_id in spans:
+                    order.remove(field_id)
+            elif field_id not in spans:
                 is_last = not order or field_id > max(order)
                 order.append(field_id)
                 if not is_last:
@@ -194,7 +224,8 @@ class UnreadStruct(Struct):
         for field_id in order:
             changed = changes.get(field_id)
             if changed is not None:
-                wire_type, value = changed[0], write_value(*changed)
+                wire_type = changed[0]
+                value = write_value(wire_type, changed[1])
             else:
                 wire_type, start, end, _ = spans[field_id]
                 value = data[start:end]
@@ -229,6 +260,7 @@ class UnreadStruct(Struct):
 
 
 _NO_GROUP = (0, WireType.STOP)
+_NO_SPAN: Span = (WireType.STOP, 0, 0, None)
 
 _CHANGEABLE = frozenset({WireType.STRUCT, WireType.LIST, WireType.SET, WireType.MAP})
 
@@ -281,10 +313,10 @@ def read_outline(data: bytes, offset: int, levels: int, max_memory: int | None =
         ParquetFormatError: As `read_struct`, for what lies deeper, too.
     """
     if levels == 0 and max_memory is None:
-        skimmer = skimmer_of(data, offset)
-        column = skimmer.match_column(data, offset)
+        column = column_at(data, offset)
         if column is not None:
             return UnreadStruct(data, offset, column.end(), None, column), column.end()
+        skimmer = skimmer_of(data, offset)
         spans: Spans = {}
         try:
             skimmer.struct_fields(0, spans)

@@ -70,6 +70,15 @@ def skimmer_of(data: bytes, offset: int) -> Skimmer:
     return Skimmer(data, offset, uses_expression=_skimmed_bytes >= _MANY_BYTES)
 
 
+def column_at(data: bytes, offset: int) -> re.Match[bytes] | None:
+    """Return what matches column metadata at `offset`; None where it is not usual, or too little was read."""
+    global _skimmed_bytes
+    if _skimmed_bytes < _MANY_BYTES:
+        _skimmed_bytes += len(data) - offset
+        return None
+    return usual()[2](data, offset)
+
+
 def _no_match(data: bytes, offset: int) -> None:
     return None
 

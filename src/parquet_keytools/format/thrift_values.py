@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -59,6 +59,10 @@ class Struct:
         """Return the types of all fields, by id."""
         return {field_id: wire_type for field_id, (wire_type, _) in self.fields.items()}
 
+    def has_types(self, wanted: Mapping[int, WireType]) -> bool:
+        """Return whether it has fields with these types, by id."""
+        return self.types().items() >= wanted.items()
+
     def entry(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field, to be looked at only."""
         return self.fields.get(field_id)
@@ -94,6 +98,11 @@ class Struct:
         fields[field_id] = entry
         if is_new and any(other > field_id for other in fields):
             self.fields = dict(sorted(fields.items()))
+
+    def set_entries(self, entries: Mapping[int, tuple[WireType, Any] | None]) -> None:
+        """Set or remove several fields, as `set_entry` does."""
+        for field_id, entry in entries.items():
+            self.set_entry(field_id, entry)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Struct) and self.fields == other.fields
