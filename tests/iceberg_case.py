@@ -18,6 +18,8 @@ from pyiceberg.io import OutputFile
 
 from parquet_keytools.iceberg import create_table, load_table
 from parquet_keytools.iceberg.encrypted_table import EncryptedTable
+from parquet_keytools.iceberg.located_tables import located_table
+from parquet_keytools.iceberg.table_audit import TableAudit
 from parquet_keytools.iceberg.written_files import StoredFileIO
 
 CANARY = "canary-4711"
@@ -84,6 +86,11 @@ class Lake:
         table = load_table(self.catalog(**properties), name)
         assert isinstance(table, EncryptedTable)
         return table
+
+    def findings(self, metadata_location: str) -> list[tuple[str, str]]:
+        """Return what is wrong with a table, all its files read: place and text of each."""
+        located = located_table(metadata_location, self.folder / "keytools.yaml")
+        return TableAudit(located.encryption, located.service, located.open_stored, with_data=True).run().findings
 
     def ids(self) -> list[int]:
         """Return what a fresh reader of ours finds in the column `id`."""

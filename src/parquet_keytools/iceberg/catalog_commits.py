@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from parquet_keytools.iceberg.key_entries import as_json
 from parquet_keytools.iceberg.table_metadata import EncryptionKey, read_document
 
 _KEYS, _KEY_ID = "encryption-keys", "key-id"
+_HASH = "metadata_hash"
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,15 @@ class _FileCommit(Catalog):
     # The name by which Glue's catalog calls it for managed storage.
     _write_metadata_no_exist_check = _write_metadata
 
+    # What the catalogs of Hive and Glue call with their own entry of a table, before they write.
+    def _convert_hive_into_iceberg(self, table: Any) -> Any:
+        _refuse_hashed(table.parameters)
+        return super()._convert_hive_into_iceberg(table)  # type: ignore[misc]
+
+    def _convert_glue_to_iceberg(self, glue_table: Any) -> Any:
+        _refuse_hashed(glue_table.get("Parameters"))
+        return super()._convert_glue_to_iceberg(glue_table)  # type: ignore[misc]
+
     def create_table(self, *arguments: Any, **named: Any) -> Any:
         try:
             return super().create_table(*arguments, **named)  # type: ignore[safe-super]
@@ -194,6 +204,20 @@ class _FileCommit(Catalog):
             with contextlib.suppress(Exception):
                 commit.storage.delete(location)
         commit.written.clear()
+
+
+def _refuse_hashed(parameters: Mapping[str, str] | None) -> None:
+    """Refuse a commit after which Iceberg's Java library would refuse the table.
+
+    Raises:
+        OutputError: The catalog has the hash of the metadata that Java keeps, of the form in which Java writes it.
+    """
+    if _HASH in (parameters or {}):
+        raise OutputError(
+            f"the catalog has a hash of the table's metadata, {_HASH}, which only Iceberg's Java library renews: "
+            "it would take the table for one that somebody changed after this commit.",
+            hint="Write this table with Java alone, or put it into a REST catalog.",
+        )
 
 
 def is_refusal(catalog: Catalog, error: Exception) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 from iceberg_case import Lake, rows
 from iceberg_reader import Warehouse, current_metadata
 from pyiceberg.catalog.rest import RestCatalog
+from pyiceberg.table import StaticTable
 from rest_catalog import RestServer, rest_server
 
-from parquet_keytools.errors import KeyMaterialError
+from parquet_keytools.errors import KeyMaterialError, NotEncryptedError
 from parquet_keytools.iceberg import create_table, load_table
 from parquet_keytools.iceberg.encrypted_table import EncryptedTable
 
@@ -62,6 +64,59 @@ def test_tables_are_made_written_and_rotated(server: tuple[RestServer, RestCatal
     assert sum(old[key_id] != new[key_id] for key_id in old) == 1
     assert len(ids(rest, catalog)) == 7
     lake.assert_no_plaintext()
+
+
+def test_the_past_is_read_and_a_static_table(server: tuple[RestServer, RestCatalog], lake: Lake) -> None:
+    rest, catalog = server
+    table = create(catalog)
+    table.append(rows(0, 5))
+    table.overwrite(rows(7, 9), "id >= 3")
+    table.rotate()
+    # A changed configuration stands for a process that has learnt nothing yet.
+    configuration = lake.folder / "keytools.yaml"
+    configuration.write_text(configuration.read_text() + "\n")
+    loaded = load_table(catalog, "db.people")
+    static = StaticTable.from_metadata(loaded.metadata_location, lake.catalog().properties)
+    for each in (loaded, static):
+        past = each.scan(snapshot_id=each.metadata.snapshots[0].snapshot_id).to_arrow()
+        assert sorted(past["id"].to_pylist()) == list(range(5))
+        assert sorted(each.scan().to_arrow()["id"].to_pylist()) == ids(rest, catalog) == [0, 1, 2, 7, 8]
+    assert lake.findings(loaded.metadata_location) == []
+
+
+def test_what_a_plain_client_appends_is_refused_and_reported(
+    server: tuple[RestServer, RestCatalog], lake: Lake
+) -> None:
+    """It knows no `encryption.key-id`: its files are plaintext, and its snapshot has no `key-id`."""
+    rest, catalog = server
+    create(catalog).append(rows(0, 5))
+    plain = lake.catalog().create_table("db.plain", rows(0, 1).schema)
+    plain.append(rows(5, 9))
+    written = json.loads(Path(plain.metadata_location.removeprefix("file://")).read_text())["snapshots"][0]
+    snapshot = {**written, "sequence-number": 2, "first-row-id": 5, "added-rows": 4}
+    assert "key-id" not in snapshot
+    branch = {"action": "set-snapshot-ref", "ref-name": "main", "type": "branch"}
+    status, _ = rest.commit(
+        "people",
+        {
+            "requirements": [],
+            "updates": [
+                {"action": "add-snapshot", "snapshot": snapshot},
+                {**branch, "snapshot-id": snapshot["snapshot-id"]},
+            ],
+        },
+    )
+    assert status == 200
+    loaded = load_table(catalog, "db.people")
+    with pytest.raises(NotEncryptedError, match="plaintext"):
+        loaded.scan().to_arrow()
+    with pytest.raises(NotEncryptedError, match="plaintext"):
+        loaded.append(rows(9, 10))
+    past = loaded.scan(snapshot_id=loaded.metadata.snapshots[0].snapshot_id).to_arrow()
+    assert sorted(past["id"].to_pylist()) == list(range(5))
+    places = [place for place, text in lake.findings(loaded.metadata_location) if "plaintext" in text]
+    assert any(snapshot["manifest-list"] in place for place in places), places
+    assert len(places) >= 3, "the list, the manifest and the data file"
 
 
 def test_a_conflict_is_repeated_and_a_lost_answer_is_no_failure(server: tuple[RestServer, RestCatalog]) -> None:
