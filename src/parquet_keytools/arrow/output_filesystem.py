@@ -38,19 +38,23 @@ class PendingHandler(DelegatingHandler):
     Arrow's writer of data sets goes on with what it has freed.
     """
 
-    def __init__(self, folder: FileLocation, keys: KeyService | None, table_name: str) -> None:
+    def __init__(
+        self, folder: FileLocation, keys: KeyService | None, table_name: str, *, durable: bool = True
+    ) -> None:
         """Make one.
 
         Args:
             folder: Where the files go.
             keys: Encrypt each file when it is complete; None where Arrow has encrypted it.
             table_name: The table of the files.
+            durable: Whether local files are synced to the disk, all together, before the first appears.
         """
         super().__init__(folder.filesystem)
         self._folder = folder
         self._start = len(folder.path.rstrip("/"))
         self._keys = keys
         self._table_name = table_name
+        self._durable = durable
         self._pending: list[PendingOutput] = []
         self._key_materials: dict[str, NewKeyMaterial] = {}
         self._replaced: list[str] = []
@@ -64,7 +68,7 @@ class PendingHandler(DelegatingHandler):
     def begin(self, path: str) -> PendingOutput:
         """Return the output of a file that the caller encrypts itself; `complete` says what lies beside it."""
         self._refuse_passed_over(path)
-        self._pending.append(pending_output(FileLocation(self.filesystem, path), keeps_open=False))
+        self._pending.append(self._begun(path))
         return self._pending[-1]
 
     def complete(self, key_material: NewKeyMaterial) -> None:
@@ -90,14 +94,17 @@ class PendingHandler(DelegatingHandler):
         with self._state:
             if self._discarded:
                 raise OutputError(f"{path} is not written: the data set failed.")
-            # There may be more files than a process may have open.
-            pending = pending_output(FileLocation(self.filesystem, path), keeps_open=False)
+            pending = self._begun(path)
             self._pending.append(pending)
             if self._keys is None:
                 return pending.open_stream()
         spool = PlaintextSpool(self._room, str(pending.target))
         complete = functools.partial(self._complete, self._keys, pending, spool)
         return pa.PythonFile(_EncryptedOnClose(spool, self._failing_at_commit, complete), mode="w")
+
+    def _begun(self, path: str) -> PendingOutput:
+        # There may be more files than a process may have open.
+        return pending_output(FileLocation(self.filesystem, path), keeps_open=False, durable=self._durable)
 
     def _complete(self, keys: KeyService, pending: PendingOutput, source: PlaintextSpool) -> None:
         """Encrypt a file whose plaintext is complete."""
@@ -176,8 +183,11 @@ class PendingHandler(DelegatingHandler):
         if self._failure is not None:
             raise self._failure
         put_all_in_place(
-            (pending, self._key_materials.get(pending.target.path, NewKeyMaterial(pending.target)))
-            for pending in self._pending
+            [
+                (pending, self._key_materials.get(pending.target.path, NewKeyMaterial(pending.target)))
+                for pending in self._pending
+            ],
+            durable=self._durable,
         )
         kept = {pending.target.path for pending in self._pending}
         # What there is to do about key material is done by those who wrote it.

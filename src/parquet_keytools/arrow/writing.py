@@ -62,6 +62,7 @@ def write_dataset(
     partitioning: Any,
     partitioning_flavor: str | None,
     write_options: Mapping[str, Any],
+    durable: bool,
     options: Mapping[str, Any],
 ) -> WriteResult:
     """Write a data set; see `Keytools.write_dataset`."""
@@ -94,13 +95,13 @@ def write_dataset(
         # What the KMS refuses, it refuses before Arrow's threads start.
         keys.wrap_keks(policy)
         file_options = file_format.make_write_options(**write_options)
-        handler = PendingHandler(folder, keys, policy.table_name)
+        handler = PendingHandler(folder, keys, policy.table_name, durable=durable)
     else:
         factory = encryptor.primed_factory(policy)
         connection = encryptor.connection_config()
         config = ds.ParquetEncryptionConfig(factory, connection, encryption_configuration(policy))
         file_options = file_format.make_write_options(encryption_config=config, **write_options)
-        handler = PendingHandler(folder, None, policy.table_name)
+        handler = PendingHandler(folder, None, policy.table_name, durable=durable)
     _log.info(
         "%s is encrypted by %s%s", folder, "the module encryptor" if reasons else "pyarrow", because(reasons)
     )

@@ -215,6 +215,7 @@ class Tables(Configured):
         partitioning_flavor: str | None = None,
         filesystem: Any = None,
         write_options: Mapping[str, Any] | None = None,
+        durable: bool = True,
         **options: Any,
     ) -> WriteResult:
         """Write a data set of encrypted files; they appear when all are complete.
@@ -227,6 +228,8 @@ class Tables(Configured):
             partitioning_flavor: `hive` unless a partitioning says otherwise.
             filesystem: A `pyarrow.fs` or fsspec file system.
             write_options: For the Parquet writer, such as `compression`.
+            durable: Whether local files are on the disk before the first appears. If not, a crash of the machine
+                may leave empty or damaged files.
             options: Further arguments of `pyarrow.dataset.write_dataset`.
 
         Raises:
@@ -243,6 +246,7 @@ class Tables(Configured):
                 partitioning=partitioning,
                 partitioning_flavor=partitioning_flavor,
                 write_options=write_options or {},
+                durable=durable,
                 options=options,
             )
 

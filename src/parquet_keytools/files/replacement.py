@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import TypeVar
 
@@ -117,11 +118,15 @@ def put_in_place(
         _place([(pending, new)], check)
 
 
-def put_all_in_place(outputs: Iterable[tuple[PendingOutput, NewKeyMaterial]]) -> None:
+def put_all_in_place(outputs: Iterable[tuple[PendingOutput, NewKeyMaterial]], *, durable: bool = True) -> None:
     """Put complete Parquet files in their places, each as `put_in_place` does.
 
     All are on the disk before the first appears. Disks and stores take many files at a time faster than one after
     the other.
+
+    Args:
+        outputs: The files, and what lies beside each.
+        durable: Whether they are synced to the disk: the files, if they were begun as durable, and their folders.
 
     Raises:
         OutputError: As with `put_in_place`. Some files may be in their places then, each of them whole.
@@ -131,13 +136,14 @@ def put_all_in_place(outputs: Iterable[tuple[PendingOutput, NewKeyMaterial]]) ->
         # Objects of a store have no folder that would be locked or synced.
         path = PurePosixPath(pending.target.path)
         folders.setdefault(str(path.parent if pending.target.is_local else path), []).append((pending, new))
-    _for_each(lambda output: output[0].sync(), [output for group in folders.values() for output in group])
-    _for_each(_put_in_folder, list(folders.values()))
+    if durable:
+        _for_each(lambda output: output[0].sync(), [output for group in folders.values() for output in group])
+    _for_each(partial(_put_in_folder, durable=durable), list(folders.values()))
 
 
-def _put_in_folder(outputs: Sequence[tuple[PendingOutput, NewKeyMaterial]]) -> None:
+def _put_in_folder(outputs: Sequence[tuple[PendingOutput, NewKeyMaterial]], *, durable: bool) -> None:
     with exclusive_folder(outputs[0][0].target):
-        _place(outputs)
+        _place(outputs, durable=durable)
 
 
 _FILES_AT_A_TIME = 16
@@ -161,10 +167,13 @@ def _for_each(step: Callable[[T], None], items: Sequence[T]) -> None:
             pass
 
 
-def _place(outputs: Sequence[tuple[PendingOutput, NewKeyMaterial]], check: Check | None = None) -> None:
+def _place(
+    outputs: Sequence[tuple[PendingOutput, NewKeyMaterial]], check: Check | None = None, *, durable: bool = True
+) -> None:
     """Put files of one folder in their places; old keys go when it is on the disk that the new files are there."""
     finishes = [_place_one(pending, new, check) for pending, new in outputs]
-    sync_folder(outputs[0][0].target)
+    if durable or any(new.key_materials is not None for _, new in outputs):
+        sync_folder(outputs[0][0].target)
     for finish in finishes:
         finish()
 

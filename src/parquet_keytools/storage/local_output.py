@@ -51,6 +51,7 @@ class LocalFile:
         like: The file that it is another version of, from which it takes owner, mode and all attributes.
         keeps_open: Whether it stays open until it is in its place; a process may have only so many open files.
         folder: Device and inode that its folder must have; None for any.
+        durable: Whether it is synced to the disk before it is in its place.
 
     Raises:
         OutputError: The folder is another one.
@@ -65,8 +66,10 @@ class LocalFile:
         like: FileLocation | None,
         keeps_open: bool,
         folder: FolderIdentity | None = None,
+        durable: bool = True,
     ) -> None:
         self._target = target
+        self._durable = durable
         self._folder_path = str(PurePosixPath(target.path).parent)
         self._name = PurePosixPath(target.path).name
         self._mode = mode
@@ -142,7 +145,8 @@ class LocalFile:
         if not self._is_synced:
             self._set_attributes(folder, file)
             self._identity = _identity(os.fstat(file))
-            os.fsync(file)
+            if self._durable:
+                os.fsync(file)
             self._is_synced = True
 
     def close(self) -> None:

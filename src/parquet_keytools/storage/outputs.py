@@ -242,6 +242,7 @@ def pending_output(
     overwrite: bool = True,
     keeps_open: bool = True,
     folder: FolderIdentity | None = None,
+    durable: bool = True,
 ) -> PendingOutput:
     """Begin a file that is discarded unless it is committed.
 
@@ -254,6 +255,7 @@ def pending_output(
         keeps_open: Whether a local file stays open until it is in its place. What stays open leaves nothing behind
             when the process is killed; a process may have only so many open files.
         folder: Device and inode that the folder of a local file must have; None for any.
+        durable: Whether a local file is synced to the disk before it is in its place.
 
     Raises:
         OutputError: The folder does not exist or is another one, the target is a folder, or is there and must not
@@ -266,7 +268,7 @@ def pending_output(
         remove_stored_leftovers(target)
         return _StoredOutput(target, overwrite=overwrite)
     like = like if like is not None and like.is_local else None
-    file = LocalFile(target, mode=mode, like=like, keeps_open=keeps_open, folder=folder)
+    file = LocalFile(target, mode=mode, like=like, keeps_open=keeps_open, folder=folder, durable=durable)
     return _LocalOutput(target, file, overwrite=overwrite)
 
 

@@ -70,6 +70,30 @@ def test_all_are_on_the_disk_before_the_first_appears(
     assert keytools.dataset(folder).to_table().num_rows == 60
 
 
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_a_data_set_that_need_not_last_is_not_synced(
+    tmp_path: Path, calls: list[tuple[str, str]], partitioned: bool
+) -> None:
+    keytools, folder = tools(), tmp_path / "data"
+    where: dict[str, Any] = {"partitioning": ["part"]} if partitioned else {}
+    keytools.write_dataset(TABLE, folder, durable=False, **where)
+    assert [kind for kind, _ in calls] == ["appears"] * len(files_of(folder))
+    assert keytools.dataset(folder).to_table().num_rows == 60
+
+
+def test_old_keys_go_when_it_is_on_the_disk_that_new_files_are_there(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    keytools, folder = tools(key_material="external"), tmp_path / "data"
+    names = {"basename_template": "{i}.parquet", "existing_data_behavior": "overwrite_or_ignore"}
+    keytools.write_dataset(TABLE, folder, **names)
+    calls.clear()
+    keytools.write_dataset(TABLE, folder, durable=False, **names)
+    appeared = calls.index(("appears", str(folder / "0.parquet")))
+    assert calls[appeared + 1] == ("folder", str(folder))
+    assert keytools.dataset(folder).to_table().num_rows == 60
+
+
 @pytest.mark.parametrize("key_material", ["internal", "external"])
 def test_a_file_that_cannot_be_synced_keeps_all_from_appearing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key_material: str
