@@ -1,15 +1,21 @@
-"""Encrypted tables of Iceberg under keys of OpenBao and of AWS, with the configurations of docs/iceberg.md."""
+"""Encrypted tables of Iceberg under keys of OpenBao, AWS and Google, with configurations of docs/iceberg.md."""
 
 from __future__ import annotations
 
+import base64
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import boto3
 import pytest
+from gcp_fake import KEY_RING, fake_gcp_kms
 from iceberg_case import Lake, rows
 from moto.server import ThreadedMotoServer
 from openbao import OpenBao
+
+from parquet_keytools.kms.gcp.connection import open_client
 
 PAGE = (Path(__file__).parents[2] / "docs" / "iceberg.md").read_text(encoding="utf-8")
 
@@ -34,6 +40,26 @@ def check(lake: Lake) -> list[str]:
     return keks
 
 
+def exchange_kek(lake: Lake, decrypt: Callable[[bytes], bytes], encrypt: Callable[[bytes], bytes]) -> None:
+    """Open the KEK of the table and wrap it again, as a client of others does; the table is read afterwards."""
+    path = Path(lake.load().metadata_location.removeprefix("file://"))
+    document = json.loads(path.read_text())
+    entry = document["encryption-keys"][0]
+    assert entry["encrypted-by-id"] == document["properties"]["encryption.key-id"]
+    kek = decrypt(base64.b64decode(entry["encrypted-key-metadata"]))
+    assert len(kek) == 16
+    wrapped = base64.b64encode(encrypt(kek)).decode()
+    assert wrapped != entry["encrypted-key-metadata"]
+    entry["encrypted-key-metadata"] = wrapped
+    path.write_text(json.dumps(document))
+    # A changed configuration: nothing is remembered.
+    configuration = lake.folder / "keytools.yaml"
+    configuration.write_text(configuration.read_text() + "\n")
+    before = lake.ids()
+    lake.load().append(rows(100, 101))
+    assert lake.ids() == [*before, 100]
+
+
 def test_openbao(tmp_path: Path, openbao: OpenBao, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VAULT_TOKEN", openbao.root_token)
     lake = Lake(tmp_path)
@@ -52,12 +78,41 @@ def test_aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         host, port = server.get_host_and_port()
         url = f"http://{host}:{port}"
-        arn = boto3.client("kms", endpoint_url=url).create_key()["KeyMetadata"]["Arn"]
+        client = boto3.client("kms", endpoint_url=url)
+        arn = client.create_key()["KeyMetadata"]["Arn"]
         text = configuration("aws.yaml").replace("region: eu-west-1", f'region: eu-west-1, endpoint_url: "{url}"')
         lake = Lake(tmp_path)
         (tmp_path / "keytools.yaml").write_text(re.sub(r'"arn:.*?"', f'"{arn}"', text))
         before, after = check(lake)
         assert before != after
         assert lake.metadata()["properties"]["encryption.key-id"] == arn
+        # The requests of Iceberg's AwsKeyManagementClient: with the algorithm, and without an encryption context.
+        how = {"KeyId": arn, "EncryptionAlgorithm": "SYMMETRIC_DEFAULT"}
+        exchange_kek(
+            lake,
+            lambda blob: client.decrypt(CiphertextBlob=blob, **how)["Plaintext"],
+            lambda kek: client.encrypt(Plaintext=kek, **how)["CiphertextBlob"],
+        )
     finally:
         server.stop()
+
+
+def test_google(tmp_path: Path) -> None:
+    with fake_gcp_kms("people-pii") as server:
+        # Iceberg's GcpKeyManagementClient needs the full name, and sends no additional authenticated data.
+        name = f"{KEY_RING}/cryptoKeys/people-pii"
+        text = configuration("google.yaml").replace(
+            "type: gcp", f'type: gcp, endpoint: "{server.endpoint}", insecure: true'
+        )
+        lake = Lake(tmp_path)
+        (tmp_path / "keytools.yaml").write_text(re.sub(r'"projects/.*?"', f'"{name}"', text))
+        before, after = check(lake)
+        assert before != after
+        assert lake.metadata()["properties"]["encryption.key-id"] == name
+        client = open_client(server.endpoint, insecure=True)
+        exchange_kek(
+            lake,
+            lambda ciphertext: client.decrypt(request={"name": name, "ciphertext": ciphertext}).plaintext,
+            lambda kek: client.encrypt(request={"name": name, "plaintext": kek}).ciphertext,
+        )
+        client.transport.close()
