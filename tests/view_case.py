@@ -32,16 +32,19 @@ class ViewCase:
         table: Settings beside the footer key.
         reading: Settings of reading.
         kms: Whose keys can be denied.
+        more: Settings beside these.
     """
 
     folder: Path
     table: dict[str, Any] = field(default_factory=dict)
     reading: dict[str, Any] = field(default_factory=dict)
     kms: InMemoryKms = field(default_factory=lambda: InMemoryKms(dict.fromkeys(KEYS)))
+    more: dict[str, Any] = field(default_factory=dict)
 
     def keytools(self, **reading: Any) -> Keytools:
         document = {
             "version": 1,
+            **self.more,
             "tables": {"t": {"footer_key": "footer", **self.table}},
             "reading": {**self.reading, **reading},
         }

@@ -65,6 +65,7 @@ class ColumnCheck:
 def named_master_keys(configuration: Configuration) -> dict[str, str]:
     """Return name -> identifier of all master keys that a configuration names, in their order."""
     names = [name for table in configuration.tables.values() for _, name in table.key_uses()]
+    names += [hash_key.master_key for hash_key in configuration.hash_keys.values()]
     references = {name: resolve_key(configuration, name) for name in [*names, *configuration.master_keys]}
     return {
         name: reference.master_key_id

@@ -22,6 +22,14 @@ from parquet_keytools.arrow.decryption_properties import (
     refuse_denied_filter,
 )
 from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
+from parquet_keytools.arrow.denied_columns import (
+    has_stand_ins,
+    hides_denied,
+    hint_for_denied,
+    nulls_denied,
+    schema_for_all,
+    shows_stand_ins,
+)
 from parquet_keytools.arrow.encryption_properties import has_arrow_encryption
 from parquet_keytools.arrow.lazy_dataset import DataSetHandler, LazyDataset, Reopen, needs_properties
 from parquet_keytools.arrow.read_options import ReadOptions
@@ -41,8 +49,6 @@ from parquet_keytools.storage.walk import LeftOutReason, ParquetFile, Unseen, da
 _log = logging.getLogger(__name__)
 
 _MOST_SHOWN = 5
-
-HINT_FOR_DENIED = "Name the columns that you need, or set `denied_columns: hide` under `reading`."
 
 
 @dataclass(frozen=True)
@@ -77,23 +83,6 @@ class ReadRequest:
     def decrypted_columns(self) -> Sequence[str] | None:
         """What has to be decrypted of a file: a filter may look at columns that are not read."""
         return self.columns if self.filters is None else None
-
-
-def hides_denied(keys: KeyService) -> bool:
-    """Tell whether columns whose keys are refused are left out."""
-    return keys.configuration.reading.denied_columns == "hide"
-
-
-def nulls_denied(keys: KeyService) -> bool:
-    """Tell whether columns whose keys are refused are null."""
-    return keys.configuration.reading.denied_columns == "null"
-
-
-def schema_for_all(schema: pa.Schema, opened: OpenedFile) -> pa.Schema:
-    """Return a schema in which all columns under keys of their own may be null, as they are for some readers."""
-    keyed = {c.path[0] for c in opened.footer.columns if c.encryption is ColumnEncryption.COLUMN_KEY}
-    fields = [field.with_nullable(field.nullable or field.name in keyed) for field in schema]
-    return pa.schema(fields, metadata=schema.metadata)
 
 
 def _dataset_files(folder: FileLocation) -> list[FileLocation]:
@@ -196,7 +185,7 @@ class DataSetFiles:
             self.opened,
             self._known,
             reopen,
-            shows_nulls=nulls_denied(keys),
+            denied_columns=keys.configuration.reading.denied_columns,
         )
         filesystem = pafs.PyFileSystem(handler)
         shared = _shared_format(self._known, self._options)
@@ -217,7 +206,7 @@ class DataSetFiles:
         self._partition_names = frozenset(() if found is None else found.schema.names)
         self._check_folders(frozenset[str]().union(*(_encrypted_columns(opened) for opened in held)))
         # What is not in the schema cannot be projected or filtered, so that Arrow never asks for its key.
-        denied = frozenset[str]().union(*(opened.denied_top_level for opened in held))
+        denied = frozenset[str]().union(*(opened.unshown_top_level for opened in held))
         self.hidden = denied if hides_denied(keys) else frozenset()
         fragments = list(made.get_fragments())
         if formats:
@@ -247,11 +236,12 @@ class DataSetFiles:
                 locations, request.table_name, request.aad_prefix, kms_keys=kms_keys, identities=self._identities
             )
         self._known.update(kms_keys.keys)
-        shows_nulls = nulls_denied(self._keys)
-        hides = hides_denied(self._keys) or shows_nulls
+        stand_ins = shows_stand_ins(self._keys)
+        hides = hides_denied(self._keys) or stand_ins
+        hint = hint_for_denied(self._keys)
         for opened in files:
-            refuse_denied_filter(opened, request.filters, shows_nulls=shows_nulls)
-            opened.refuse_denied(request.columns, hint="" if hides else HINT_FOR_DENIED, hides_refused=hides)
+            refuse_denied_filter(opened, request.filters, has_stand_ins=stand_ins)
+            opened.refuse_denied(request.columns, hint=hint, hides_refused=hides)
             if self._partition_names:
                 encrypted = _encrypted_columns(opened)
                 if not self._partition_names.isdisjoint(encrypted):
@@ -338,9 +328,12 @@ def _shared_format(known: Mapping[tuple[str, str], SecretBytes], options: ReadOp
 
 
 def _encrypted_columns(opened: OpenedFile) -> frozenset[str]:
-    """Return the names of top-level columns of a file that are encrypted, as a whole or in parts."""
+    """Return the names of top-level columns of a file that are encrypted or digests, as a whole or in parts."""
+    digested = frozenset(() if opened.digests is None else opened.digests.columns)
     return frozenset(
-        column.path[0] for column in opened.footer.columns if column.encryption is not ColumnEncryption.PLAINTEXT
+        column.path[0]
+        for column in opened.footer.columns
+        if column.encryption is not ColumnEncryption.PLAINTEXT or column.path in digested
     )
 
 
@@ -364,7 +357,7 @@ def _formats(
     """Return formats with decryption properties for the files that need their own, by path; tell the handler."""
     formats = {}
     for opened in held:
-        is_plain = not opened.is_encrypted or (handler.shows_nulls and opened.refused)
+        is_plain = not opened.is_encrypted or has_stand_ins(opened, handler.denied_columns)
         if not is_plain and needs_properties(opened) and not arrow_read_limits(opened):
             properties = make_decryption_properties(opened, columns=[])
             formats[opened.location.path] = options.file_format(decryption_properties=properties)

@@ -30,6 +30,8 @@ _NAME_COLUMNS = "Name the columns that you need: decryption_properties(path, col
 def arrow_read_limits(opened: OpenedFile) -> list[str]:
     """Return why pyarrow cannot decrypt a file by itself, a phrase each; empty if it can."""
     limits = [] if has_arrow_encryption() else [NO_ARROW_ENCRYPTION]
+    if opened.digests is not None:
+        limits.append("it shows values, and `denied_columns: hash` is set")
     has_own_keys = any(column.encryption is ColumnEncryption.COLUMN_KEY for column in opened.footer.columns)
     if opened.retriever.uses_data_keys and (has_own_keys or opened.kms_keys.answers):
         limits.append("it has no data keys for single columns")
@@ -177,11 +179,17 @@ Filters = Any
 """As `pyarrow.parquet.read_table` takes them: an expression, or tuples in disjunctive normal form."""
 
 
-def refuse_denied_filter(opened: OpenedFile, filters: Filters, *, shows_nulls: bool = False) -> None:
-    """Raise `ColumnAccessDeniedError` if filters look at a column that cannot be read, and is not null instead."""
+def refuse_denied_filter(opened: OpenedFile, filters: Filters, *, has_stand_ins: bool = False) -> None:
+    """Raise `ColumnAccessDeniedError` if filters look at a column that cannot be read.
+
+    Args:
+        opened: The file.
+        filters: What looks at columns.
+        has_stand_ins: Whether something else is shown in place of refused columns; filters then look at that.
+    """
     if filters is not None and opened.denied:
         names = columns_mentioned(filters, sorted(opened.denied_top_level))
-        opened.refuse_denied(names, hides_refused=shows_nulls)
+        opened.refuse_denied(names, hides_refused=has_stand_ins)
 
 
 def columns_mentioned(filters: Filters, names: Iterable[str]) -> list[str]:

@@ -81,9 +81,9 @@ class DataSetHandler(VerifiedHandler):
         known: Mapping[tuple[str, str], SecretBytes],
         reopen: Reopen,
         *,
-        shows_nulls: bool,
+        denied_columns: str,
     ) -> None:
-        super().__init__(filesystem, opened, shows_nulls=shows_nulls)
+        super().__init__(filesystem, opened, denied_columns=denied_columns)
         self.opened = opened
         self.reopen = reopen
         self.with_properties: set[str] = set()

@@ -10,27 +10,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
-from parquet_keytools.arrow.data_sets import (
-    HINT_FOR_DENIED,
-    DataSetFiles,
-    ReadRequest,
-    hides_denied,
-    nulls_denied,
-    schema_for_all,
-)
+from parquet_keytools.arrow.data_sets import DataSetFiles, ReadRequest
 from parquet_keytools.arrow.decryption_properties import (
     arrow_read_limits,
     make_decryption_properties,
     pandas_index,
     refuse_denied_filter,
 )
+from parquet_keytools.arrow.denied_columns import (
+    has_stand_ins,
+    hides_denied,
+    hint_for_denied,
+    nulls_denied,
+    schema_for_all,
+    shows_stand_ins,
+)
 from parquet_keytools.arrow.read_options import ReadOptions, with_extensions
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
 from parquet_keytools.config.mistakes import did_you_mean, one_of
 from parquet_keytools.files.conversion import decrypted_buffer, decrypted_metadata
 from parquet_keytools.files.key_service import KeyService, read_again_if_changed
-from parquet_keytools.files.opened_file import OpenedFile
+from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import open_source
+from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.plain_file import PlainFile
+from parquet_keytools.view.plain_input import PlainInput
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +74,12 @@ def read_metadata(
         raise IsADirectoryError(f"{location} is a folder: name one of its files")
     (opened,) = keys.open_files([location], table_name, aad_prefix)
     hint = "To leave these columns out, set `denied_columns: hide` under `reading`."
-    opened.refuse_denied(None, hint=hint, hides_refused=hides_denied(keys) or nulls_denied(keys))
+    opened.refuse_denied(None, hint=hint, hides_refused=hides_denied(keys) or shows_stand_ins(keys))
+    if opened.digests is not None:
+        with open_source(location) as source:
+            return pq.read_metadata(
+                PlainInput(PlainFile(opened, as_verified(opened, source), "hash", PageCache()))
+            )
     return pq.read_metadata(pa.BufferReader(decrypted_metadata(opened)))
 
 
@@ -86,14 +96,14 @@ def read_schema(
 
 def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, options: ReadOptions) -> pa.Table:
     columns = request.columns
-    shows_nulls = nulls_denied(keys)
-    refuse_denied_filter(opened, request.filters, shows_nulls=shows_nulls)
+    stand_ins = shows_stand_ins(keys)
+    refuse_denied_filter(opened, request.filters, has_stand_ins=stand_ins)
     if hides_denied(keys) and opened.denied:
         opened.refuse_denied(columns, hides_refused=True)
         columns = _without_denied(opened, columns)
-    hint = "" if hides_denied(keys) or shows_nulls else HINT_FOR_DENIED
-    opened.refuse_denied(columns, hint=hint, hides_refused=shows_nulls)
-    is_view = shows_nulls and bool(opened.refused)
+    opened.refuse_denied(columns, hint=hint_for_denied(keys), hides_refused=stand_ins)
+    denied_columns = keys.configuration.reading.denied_columns
+    is_view = has_stand_ins(opened, denied_columns)
     limits = arrow_read_limits(opened) if opened.is_encrypted else []
     _log.info("%s is decrypted by %s", opened.location, "the module encryptor" if limits else "pyarrow")
     properties = None
@@ -103,7 +113,7 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
     handler = VerifiedHandler(
         opened.location.filesystem,
         {opened.location.path: opened},
-        shows_nulls=shows_nulls,
+        denied_columns=denied_columns,
     )
     try:
         table = pq.read_table(
@@ -119,7 +129,7 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
         if properties is not None:
             decrypted_buffer(opened, decrypted_columns)
         raise
-    return table.cast(schema_for_all(table.schema, opened)) if shows_nulls else table
+    return table.cast(schema_for_all(table.schema, opened)) if nulls_denied(keys) else table
 
 
 def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:

@@ -12,6 +12,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.decryption_properties import arrow_read_limits
 from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
+from parquet_keytools.arrow.denied_columns import has_stand_ins
 from parquet_keytools.arrow.redacted_source import RedactedFooter, RedactedSource, redacted_footer
 from parquet_keytools.arrow.scan_start import called_by_arrow, is_thread_of_arrow, wait_for_start
 from parquet_keytools.errors import ParquetFormatError
@@ -46,7 +47,8 @@ class VerifiedHandler(DelegatingHandler):
     be read Arrow does not see that these are encrypted.
 
     Attributes:
-        shows_nulls: Whether refused columns are null.
+        denied_columns: What the configuration says of columns that cannot be read. If they are null, or digests of
+            values are shown, Arrow sees a view of the file.
     """
 
     def __init__(
@@ -54,18 +56,18 @@ class VerifiedHandler(DelegatingHandler):
         filesystem: pafs.FileSystem,
         files: FilesByPath,
         *,
-        shows_nulls: bool = False,
+        denied_columns: str = "error",
     ) -> None:
         """Make one.
 
         Args:
             filesystem: Where the files lie.
             files: The files; a path that is not among them is refused.
-            shows_nulls: Whether refused columns are null; Arrow then sees a view of the file.
+            denied_columns: See the attribute.
         """
         super().__init__(filesystem)
         self._files = files
-        self.shows_nulls = shows_nulls
+        self.denied_columns = denied_columns
         self._redacted: dict[str, RedactedFooter] = {}
         self._pages = PageCache()
 
@@ -98,8 +100,8 @@ class VerifiedHandler(DelegatingHandler):
         if not opened.location.is_local:
             source = SourceInParts(source)
         verified = as_verified(opened, source)
-        if self.shows_nulls and opened.refused:
-            return _SourceFile(PlainFile(opened, verified, "null", self._pages), file)
+        if has_stand_ins(opened, self.denied_columns):
+            return _SourceFile(PlainFile(opened, verified, self.denied_columns, self._pages), file)
         if opened.is_encrypted and not self.is_left_to_arrow(opened):
             return _SourceFile(PlainFile(opened, verified, "hide", self._pages), file)
         if opened.denied:

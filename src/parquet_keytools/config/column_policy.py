@@ -115,6 +115,29 @@ def resolve_columns(
     return keys
 
 
+def digest_columns(
+    table: TableSettings, leaf_paths: Sequence[ColumnPath], keyed: Collection[ColumnPath]
+) -> frozenset[ColumnPath]:
+    """Return the leaf columns of a file that are shown as digests with `denied_columns: hash`.
+
+    These are all that the table has under column_keys, but for its `shown_columns`. A mistake in a pattern there
+    leaves a column a digest.
+
+    Args:
+        table: The table of the file.
+        leaf_paths: Every leaf column.
+        keyed: Those that have a key of their own in the file, whatever the table says.
+    """
+    dotted_paths = _DottedPaths(leaf_paths)
+    covered = set(keyed)
+    for pattern in (pattern for patterns in table.column_keys.values() for pattern in patterns):
+        covered.update(dotted_paths.covered_by(pattern))
+        covered.update(dotted_paths.also_covered_by(pattern, ignores_case=False))
+    for pattern in table.shown_columns:
+        covered.difference_update(dotted_paths.covered_by(pattern))
+    return frozenset(covered)
+
+
 def _unlisted(
     table_name: str, table: TableSettings, dotted_paths: _DottedPaths, without_key: Sequence[ColumnPath]
 ) -> Iterator[Mistake]:

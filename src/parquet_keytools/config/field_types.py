@@ -100,11 +100,11 @@ Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 AadPrefixTemplate = Annotated[str, Field(min_length=1), AfterValidator(_checked_template)]
 Version = Annotated[Literal[1], BeforeValidator(_checked_whole_number)]
 DeniedColumns = Annotated[
-    Literal["error", "hide", "null"],
+    Literal["error", "hide", "null", "hash"],
     # In YAML the word without quotes is no text.
     BeforeValidator(
         lambda value: "null" if value is None else value,
-        json_schema_input_type=Literal["error", "hide", "null", None],
+        json_schema_input_type=Literal["error", "hide", "null", "hash", None],
     ),
 ]
 KeyLength = Annotated[Literal[128, 192, 256], BeforeValidator(_checked_whole_number)]

@@ -50,8 +50,15 @@ def configured_master_key_ids(configuration: Configuration) -> frozenset[str]:
     used = {name for table in configuration.tables.values() for _, name in table.key_names()}
     references = [_lookup(configuration, name) for name in used]
     in_tables = {found.master_key_id for found in references if isinstance(found, MasterKeyReference)}
+    of_digests = {hash_key_reference(configuration, name).master_key_id for name in configuration.hash_keys}
     moved = {new for pair in moved_master_key_ids(configuration) for new in pair}
-    return frozenset(in_tables | moved | set(configuration.master_keys.values()))
+    return frozenset(in_tables | of_digests | moved | set(configuration.master_keys.values()))
+
+
+def hash_key_reference(configuration: Configuration, name: str) -> MasterKeyReference:
+    """Return the master key that wraps a secret under `hash_keys`; it is never a data key."""
+    master_key = configuration.hash_keys[name].master_key
+    return MasterKeyReference(configuration.master_keys.get(master_key, master_key))
 
 
 def moved_master_key_ids(configuration: Configuration) -> list[tuple[str, str]]:
@@ -75,6 +82,8 @@ def check_key_names(configuration: Configuration, known_master_key_ids: frozense
     mistakes: list[Mistake] = []
     for name in sorted(configuration.data_keys.keys() & (known or ())):
         mistakes.append(Mistake(("data_keys", name), "a master key in the KMS has this name too."))
+    for name, hash_key in configuration.hash_keys.items():
+        mistakes += _checked_use(configuration, known, ("hash_keys", name, "master_key"), hash_key.master_key)
     for table_name, table in configuration.tables.items():
         for path, name in table.key_names():
             mistakes += _checked_use(configuration, known, ("tables", table_name, *path), name)

@@ -39,6 +39,7 @@ from parquet_keytools.kms.registry import client_class, known_names
 __all__ = [
     "Configuration",
     "ConfigurationWarning",
+    "HashKeySettings",
     "KeysWithoutMetadata",
     "ReadingSettings",
     "RotationSettings",
@@ -56,6 +57,15 @@ class KeysWithoutMetadata(Settings):
     footer: KeyName | None = Field(default=None, description="Name of the data key of the footer.")
     columns: dict[Text, KeyName] = Field(
         default={}, description="Dotted path of a column to the name of its data key."
+    )
+
+
+class HashKeySettings(Settings):
+    """The secret of digests that are shown in place of values, wrapped by a master key."""
+
+    master_key: KeyName = Field(description="Name of the master key that wraps the secret.")
+    wrapped_key: Text = Field(
+        description="The secret of 32 bytes as the KMS wrapped it; `parquet-keytools hash-key` makes one."
     )
 
 
@@ -79,7 +89,8 @@ class ReadingSettings(Settings):
     denied_columns: DeniedColumns = Field(
         default="error",
         description="What happens to columns whose keys the KMS refuses: reading them is an error, they are left "
-        "out, or their values are null. Any other failure is always an error.",
+        "out, or their values are null. Any other failure is always an error. With hash, refused columns are an "
+        "error, and the other columns under column_keys are shown as keyed digests of their values.",
     )
     file_unique_lengths: Literal["exact", "any"] = Field(
         default="exact",
@@ -123,6 +134,9 @@ class Configuration(Settings):
     )
     data_keys: dict[KeyName, DataKey] = Field(
         default={}, description="Data keys that the caller manages: name to base64 of 16, 24 or 32 bytes."
+    )
+    hash_keys: dict[KeyName, HashKeySettings] = Field(
+        default={}, description="Name to a secret for digests, with which tables name it as their hash_key."
     )
     tables: dict[Text, TableSettings] = Field(default={}, description="Name of a table to its settings.")
     reading: ReadingSettings = Field(default=ReadingSettings(), description="How files are read.")
@@ -202,8 +216,30 @@ class Configuration(Settings):
             if name not in self.data_keys:
                 hint = did_you_mean(name, self.data_keys)
                 yield Mistake(use, f"no key under data_keys is named {name!r}.", hint)
+        yield from self._impossible_digests()
         yield from self._ambiguous_prefixes()
         yield from self._impossible_moves()
+
+    def _impossible_digests(self) -> Iterator[Mistake]:
+        for name, hash_key in self.hash_keys.items():
+            path: YamlPath = ("hash_keys", name, "master_key")
+            if self.kms is None:
+                yield Mistake(path, "there is no kms that could hold master keys.")
+            elif hash_key.master_key in self.data_keys and hash_key.master_key not in self.master_keys:
+                yield Mistake(path, f"{hash_key.master_key!r} is a data key: master keys wrap secrets of digests.")
+        shows_digests = self.reading.denied_columns == "hash"
+        if shows_digests and not self.tables:
+            message = "without tables nothing says which columns are shown as digests."
+            yield Mistake(("reading", "denied_columns"), message, "Describe them under `tables:`.")
+        for name, table in self.tables.items():
+            if table.hash_key is None and shows_digests:
+                message = "with `denied_columns: hash` each table needs a hash_key."
+                hint = one_of(self.hash_keys) or "`parquet-keytools hash-key` makes one."
+                yield Mistake(("tables", name), message, hint)
+            elif table.hash_key is not None and table.hash_key not in self.hash_keys:
+                hint = did_you_mean(table.hash_key, self.hash_keys) or one_of(self.hash_keys)
+                message = f"no secret under hash_keys is named {table.hash_key!r}."
+                yield Mistake(("tables", name, "hash_key"), message, hint)
 
     def _ambiguous_prefixes(self) -> Iterator[Mistake]:
         templates = {name: table.aad_prefix for name, table in self.tables.items() if table.aad_prefix is not None}

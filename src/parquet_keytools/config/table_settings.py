@@ -34,6 +34,16 @@ class TableSettings(Settings):
         description="Names of keys that files of this table may be under in place of any key that it names, such "
         "as keys from before a change of the table. Nothing new is encrypted with them.",
     )
+    hash_key: KeyName | None = Field(
+        default=None,
+        description="Name under hash_keys of the secret for digests of this table's columns, for readers with "
+        "`denied_columns: hash`. Equal values have equal digests in all tables that name the same one.",
+    )
+    shown_columns: tuple[Text, ...] = Field(
+        default=(),
+        description="Columns under column_keys whose values readers with `denied_columns: hash` see, in place of "
+        "digests: dotted paths, parents, or globs.",
+    )
     unlisted_columns: Literal["plaintext", "footer_key", "error"] = Field(
         default="plaintext",
         description="What happens to columns that no key lists: they stay plaintext, are encrypted with the "
@@ -129,6 +139,9 @@ class TableSettings(Settings):
                 for name in ("plaintext_footer_key_values", "plaintext_footer_keys")
                 if name in self.model_fields_set
             ]
+        if self.shown_columns and self.hash_key is None:
+            message = "without hash_key no columns are shown as digests, and none needs to be excepted."
+            mistakes.append(Mistake(("shown_columns",), message))
         if self.kek_length_bits is not None and not self.double_wrapping:
             mistakes.append(Mistake(("kek_length_bits",), "without double_wrapping there are no KEKs."))
         if mistakes:

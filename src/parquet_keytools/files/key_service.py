@@ -30,6 +30,7 @@ from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoic
 from parquet_keytools.encryption.plaintext_footer import VisibleKeyValues
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, FileChangedError
+from parquet_keytools.files.digested_columns import with_digests
 from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.file_opening import WantedColumns, open_files
 from parquet_keytools.files.opened_file import OpenedFile
@@ -273,7 +274,7 @@ class KeyService:
         wanted: WantedColumns,
         kms_keys: KmsKeys | None,
     ) -> list[OpenedFile]:
-        return open_files(
+        files = open_files(
             locations,
             kms_keys or self.kms_keys(),
             self.data_keys,
@@ -285,6 +286,7 @@ class KeyService:
             allow_ctr=self.configuration.reading.ctr_files == "allow",
             wanted=wanted,
         )
+        return with_digests(self.configuration, self.kms_keys, table_name, files)
 
     def wrap_keks(self, policy: TablePolicy) -> None:
         """Have the KEKs of a table wrapped, so that its next files need no KMS; does nothing without KEKs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
@@ -45,6 +45,21 @@ class VerifiedTail:
 
 
 @dataclass(frozen=True)
+class ColumnDigests:
+    """What digests of the columns of a file are made with.
+
+    Attributes:
+        columns: Leaf paths of all columns that are shown as digests, if they are shown at all.
+        secret: The key of the digests; None where it is unavailable, or not needed.
+        deks: Leaf path of each of them that can be read -> its DEK; None where it has none of its own.
+    """
+
+    columns: frozenset[tuple[str, ...]]
+    secret: SecretBytes | None = field(default=None, repr=False)
+    deks: Mapping[tuple[str, ...], SecretBytes | None] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
 class OpenedFile:
     """A file that may be read.
 
@@ -57,7 +72,9 @@ class OpenedFile:
         deks: DEKs of columns with a column key, as far as they are available.
         denied: Paths of columns that cannot be read, and why.
         refused: Those of them whose keys this reader is not to have: the KMS refuses the very keys that the table
-            names. All else may be another answer tomorrow, or an attack.
+            names. All else may be another answer tomorrow, or an attack. Where the configuration says
+            `denied_columns: hash`, those that are shown as digests instead.
+        digests: What these are made with; None where no column of the file is to be shown so.
     """
 
     location: FileLocation
@@ -68,6 +85,7 @@ class OpenedFile:
     deks: dict[tuple[str, ...], SecretBytes]
     denied: dict[tuple[str, ...], KeytoolsError]
     refused: frozenset[tuple[str, ...]] = frozenset()
+    digests: ColumnDigests | None = None
 
     @property
     def is_encrypted(self) -> bool:
@@ -115,6 +133,12 @@ class OpenedFile:
     def denied_top_level(self) -> frozenset[str]:
         """Names of top-level columns that cannot be read as a whole."""
         return frozenset(path[0] for path in self.denied)
+
+    @property
+    def unshown_top_level(self) -> frozenset[str]:
+        """Those of `denied_top_level` of which no digests are shown."""
+        shown = frozenset(() if self.digests is None else self.refused)
+        return frozenset(path[0] for path in self.denied if path not in shown)
 
 
 @contextlib.contextmanager

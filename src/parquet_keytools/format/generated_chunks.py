@@ -13,7 +13,14 @@ _NULL_COUNT_FIELD_ID = 3
 
 
 def generated_chunk(
-    physical_type: int, path: tuple[str, ...], num_values: int, offset: int, length: int, *, is_null: bool = False
+    physical_type: int,
+    path: tuple[str, ...],
+    num_values: int,
+    offset: int,
+    length: int,
+    *,
+    is_null: bool = False,
+    has_levels: bool = False,
 ) -> ColumnChunk:
     """Return a plaintext chunk without compression.
 
@@ -21,13 +28,14 @@ def generated_chunk(
         physical_type: Of its column.
         path: Of its column.
         num_values: How many values it has, nulls included.
-        offset: Where its only page begins.
-        length: Of the page with its header, in bytes.
+        offset: Where its first page begins.
+        length: Of its pages with their headers, in bytes.
         is_null: Whether all values are null.
+        has_levels: Whether its pages have levels, where not all values are null.
     """
     metadata = ColumnMetaData()
     metadata.type = physical_type
-    encodings = [_PLAIN, _RLE] if is_null else [_PLAIN]
+    encodings = [_PLAIN, _RLE] if is_null or has_levels else [_PLAIN]
     metadata.struct.fields[_ENCODINGS_FIELD_ID] = (WireType.LIST, ThriftList(WireType.I32, encodings))
     metadata.path_in_schema = list(path)
     metadata.codec = 0

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from parquet_keytools import strict_base64
+from parquet_keytools.config.mistakes import Mistake
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.errors import (
     DecryptionError,
@@ -37,6 +38,15 @@ class IcebergKeys:
     """
 
     def __init__(self, service: KeyService) -> None:
+        """Make one; the KMS is called later.
+
+        Raises:
+            ConfigurationError: Columns are to be shown as digests, which nothing here does.
+        """
+        if service.configuration.reading.denied_columns == "hash":
+            message = "columns of Iceberg's tables cannot be shown as digests, and have no keys of their own."
+            hint = "Use another configuration for these tables."
+            raise service.configuration.error_for([Mistake(("reading", "denied_columns"), message, hint)])
         self.service = service
         self._keks: KekCache[tuple[str, bytes], SecretBytes] = KekCache(time.monotonic, "iceberg")
 

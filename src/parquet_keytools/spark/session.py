@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from parquet_keytools.config.loader import load_configuration
+from parquet_keytools.config.mistakes import Mistake
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.spark.bridge_jar import cached_jar
@@ -272,6 +273,7 @@ def session_settings(
             "the configuration has no kms, and Spark does not support data keys.",
             hint="Read and write with Keytools, or with parquet-keytools spark.",
         )
+    refuse_digests(configuration)
     text = carried(configuration) if file_on_nodes is None else carried_file(file_on_nodes)
     reading = configuration.reading
     properties = {
@@ -298,6 +300,14 @@ def session_settings(
     return {"spark.jars": jar or str(cached_jar())} | {
         f"{_HADOOP}{name}": value for name, value in properties.items()
     }
+
+
+def refuse_digests(configuration: Configuration) -> None:
+    """Raise `ConfigurationError` if columns are to be shown as digests: Spark's own reader shows their values."""
+    if configuration.reading.denied_columns == "hash":
+        message = "Spark's own reader cannot show digests in place of values."
+        hint = "Read with Keytools, or have Spark read `parquet-keytools serve --s3`, which shows them."
+        raise configuration.error_for([Mistake(("reading", "denied_columns"), message, hint)])
 
 
 def cache_name(*parts: object) -> str:

@@ -16,7 +16,14 @@ from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, refuse_values_of_folders
 from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
 from parquet_keytools.spark.carried_configuration import carried, configuration_identity
-from parquet_keytools.spark.session import AAD_PREFIX, FACTORY_OPTIONS, TABLE, cache_name, table_aad_prefix
+from parquet_keytools.spark.session import (
+    AAD_PREFIX,
+    FACTORY_OPTIONS,
+    TABLE,
+    cache_name,
+    refuse_digests,
+    table_aad_prefix,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
@@ -43,6 +50,7 @@ def table_options(
 
 def read_options(configuration: Configuration, table_name: str | None) -> dict[str, str]:
     """Return the options of a read; see `Keytools.spark_read_options`."""
+    refuse_digests(configuration)
     name, _ = configuration.select_table(table_name)
     options = {
         # Else a session that was not configured would read plaintext files in place of encrypted ones.

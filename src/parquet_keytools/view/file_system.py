@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import fsspec
 from pyarrow import fs as pafs
 
-from parquet_keytools.errors import OutputError
+from parquet_keytools.errors import KEY_REFUSALS, KeytoolsError, KmsError, OutputError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.plaintext_spool import SpoolRoom
 from parquet_keytools.keys.material_store import remove_key_materials
@@ -50,7 +50,8 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     Whoever writes a plain Parquet file through it, be it pyarrow, pandas, Polars, Dask, Ray or DuckDB, gets a file
     that is encrypted as its table says, with keys of its own. Nothing else than Parquet can be written.
 
-    Whoever reads an encrypted file through it sees a plain one, of the same length, decrypted as it is read.
+    Whoever reads an encrypted file through it sees a plain one, decrypted as it is read, of the same length unless
+    columns are shown as digests.
 
     It may be pickled, as `Keytools` may.
     """
@@ -155,12 +156,23 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             path = path.relative_to(self._root.path)
         return {
             "name": "" if path == PurePosixPath() else str(path),
-            "size": info.size or 0,
+            "size": self._size(info),
             # Neither is a pipe, a socket or a device; nobody opens one here.
             "type": _TYPES.get(info.type, "other"),
             "created": info.mtime,
             "modified": info.mtime,
         }
+
+    def _size(self, info: pafs.FileInfo) -> int:
+        """Return the length of a file as it is read: with digests it is longer than it is stored."""
+        if info.type == pafs.FileType.File and self._keys.configuration.reading.denied_columns == "hash":
+            try:
+                return self._files.open(FileLocation(self._root.filesystem, info.path)).size_bytes
+            except KeytoolsError as error:
+                # A file that cannot be opened does not hide those beside it.
+                if isinstance(error, KmsError) and not isinstance(error, KEY_REFUSALS):
+                    raise
+        return info.size or 0
 
     # --- Folders: as they are in the file system below -----------------------------------------------------
 

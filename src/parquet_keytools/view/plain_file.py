@@ -28,8 +28,11 @@ from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.view.chunk_view import ChunkView, HeldSource
+from parquet_keytools.view.digest_chunk import StandIn
+from parquet_keytools.view.digest_kinds import digest_kind, leaf_chains
 from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_footer import PlainTail, plain_tail
+from parquet_keytools.view.stand_ins import StandIns
 
 _numbers = itertools.count()
 
@@ -89,7 +92,8 @@ class PlainFile:
 
     Attributes:
         path: Its name, for error texts.
-        size_bytes: Length of the view: that of the file, unless more has to be said of refused columns than fits.
+        size_bytes: Length of the view: that of the file, unless it has digests, or more has to be said of refused
+            columns than fits.
     """
 
     def __init__(
@@ -123,9 +127,10 @@ class PlainFile:
         self._with_dictionary: set[tuple[int, int]] = set()
         self._index_places: dict[tuple[int, int], Region] = {}
         self._tail: PlainTail | None = None
+        self._stand_ins: StandIns | None = None
         self.size_bytes = source.size_bytes
         weakref.finalize(self, cache.forget, self._number)
-        if opened.is_encrypted:
+        if opened.is_encrypted or opened.digests is not None:
             with paused_collector():
                 self._lay_out(denied_columns)
 
@@ -134,10 +139,11 @@ class PlainFile:
         footer = opened.footer
         all_metadata: list[list[ColumnMetaData | None]] = [[None] * len(footer.columns) for _ in footer.row_groups]
         regions: list[Region] = []
+        digests = {} if opened.digests is None else opened.digests.deks
         for column in footer.columns:
-            if column.path in opened.denied:
+            if column.path in opened.denied and column.path not in digests:
                 continue
-            cipher = footer.cipher_of(column, opened.deks.get(column.path))
+            cipher = footer.cipher_of(column, opened.deks.get(column.path) or digests.get(column.path))
             self._ciphers[column.ordinal] = cipher
             is_hidden = denied_columns in ("hide", "null") and column.path[0] in opened.denied_top_level
             for row_group_ordinal, chunks in enumerate(footer.chunks):
@@ -145,19 +151,55 @@ class PlainFile:
                 all_metadata[row_group_ordinal][column.ordinal] = metadata
                 if metadata.dictionary_page_offset:
                     self._with_dictionary.add((row_group_ordinal, column.ordinal))
-                if not is_hidden:
+                if column.path in digests:
+                    # Its statistics and filters are of values.
+                    regions += regions_of(chunks[column.ordinal], metadata, row_group_ordinal, column.ordinal)[:1]
+                elif not is_hidden:
                     regions += regions_of(chunks[column.ordinal], metadata, row_group_ordinal, column.ordinal)
         try:
             arranged_regions = arranged(regions, footer.envelope.footer_offset, footer.metadata.created_by)
         except ParquetFormatError as error:
             raise ParquetFormatError(str(error), path=self.path) from None
-        self._regions = [region for region in arranged_regions if region.length != 0]
+        digested = {column.ordinal for column in footer.columns if column.path in digests}
+        stand_ins = self._arranged_stand_ins(
+            [region for region in arranged_regions if region.column_ordinal in digested], all_metadata
+        )
+        self._regions = [
+            region for region in arranged_regions if region.length != 0 and region.column_ordinal not in digested
+        ]
         self._starts = [region.offset for region in self._regions]
         for region in self._regions:
             if region.kind is RegionKind.OFFSET_INDEX:
                 self._index_places[region.row_group_ordinal, region.column_ordinal] = region
-        self._tail = plain_tail(opened, all_metadata, denied_columns)
+        offset = footer.envelope.footer_offset
+        if stand_ins:
+            assert opened.digests is not None
+            offset = stand_ins[-1].end
+            self._stand_ins = StandIns(self._number, self._cache, stand_ins, opened.digests.secret)
+        places = {(found.region.row_group_ordinal, found.region.column_ordinal): found for found in stand_ins}
+        self._tail = plain_tail(opened, all_metadata, denied_columns, offset, places)
         self.size_bytes = self._tail.size_bytes
+
+    def _arranged_stand_ins(
+        self, regions: list[Region], all_metadata: list[list[ColumnMetaData | None]]
+    ) -> list[StandIn]:
+        """Return the digests of chunks, one behind the other where the footer of the file begins."""
+        footer = self._opened.footer
+        chains = leaf_chains(footer.metadata.schema)
+        found: list[StandIn] = []
+        offset = footer.envelope.footer_offset
+        for region in sorted(regions):
+            metadata = all_metadata[region.row_group_ordinal][region.column_ordinal]
+            assert metadata is not None
+            chain = chains[region.column_ordinal]
+            num_rows = footer.row_groups[region.row_group_ordinal].num_rows
+            if metadata.num_values < 0 or num_rows < 0:
+                raise ParquetFormatError("a chunk has fewer values than none.", path=self.path)
+            created_by = footer.metadata.created_by
+            kind = digest_kind(chain[-1])
+            found.append(StandIn(chain, kind, metadata, region, num_rows, created_by, offset))
+            offset = found[-1].end
+        return found
 
     # --- Reading -------------------------------------------------------------------------------------------
 
@@ -192,10 +234,14 @@ class PlainFile:
                 [denied[path] for path in refused],
                 hint="Read other columns, or set `denied_columns: hide` under `reading`.",
             )
-        body_end = min(end, tail.offset)
-        if offset < body_end:
-            with naming_place(self._opened.location, self._opened.footer.columns):
+        pages_end = self._opened.footer.envelope.footer_offset
+        body_end = min(end, pages_end)
+        with naming_place(self._opened.location, self._opened.footer.columns):
+            if offset < body_end:
                 self._read_body(offset, out[: body_end - offset])
+            start, stop = max(offset, pages_end), min(end, tail.offset)
+            if self._stand_ins is not None and start < stop:
+                self._stand_ins.read_into(self._pages_of, self.path, start, out[start - offset : stop - offset])
         if offset < MAGIC_LENGTH:
             out[: MAGIC_LENGTH - offset] = MAGIC[offset:end]
         if end > tail.offset:
@@ -243,18 +289,30 @@ class PlainFile:
         with self._lock:
             view = self._views.get(position)
             if view is None:
-                place = region.row_group_ordinal, region.column_ordinal
-                index = self._index_places.get(place)
-                view = self._views[position] = ChunkView(
-                    self._number,
-                    region,
-                    self._reader(region),
-                    self._cache,
-                    expects_dictionary_page=place in self._with_dictionary,
-                    offset_index=None if index is None else self._reader_of(index),
-                    piece_length=_LOCAL_PIECE if self._opened.location.is_local else region.limit,
-                )
+                view = self._views[position] = self._new_chunk_view(region)
             return view
+
+    def _new_chunk_view(self, region: Region) -> ChunkView:
+        place = region.row_group_ordinal, region.column_ordinal
+        index = self._index_places.get(place)
+        return ChunkView(
+            self._number,
+            region,
+            self._reader(region),
+            self._cache,
+            expects_dictionary_page=place in self._with_dictionary,
+            offset_index=None if index is None else self._reader_of(index),
+            piece_length=_LOCAL_PIECE if self._opened.location.is_local else region.limit,
+        )
+
+    def _pages_of(self, region: Region) -> memoryview:
+        """Return the pages of a chunk that is shown as digests only, in plaintext."""
+        length = _end_of(region) - region.offset
+        if self._ciphers[region.column_ordinal] is None:
+            return memoryview(self._source.read_at(region.offset, length))
+        pages = memoryview(bytearray(length))
+        self._new_chunk_view(region).read_into(self._source, region.offset, pages)
+        return pages
 
     def _reader(self, region: Region) -> ChunkCipher:
         cipher = self._ciphers[region.column_ordinal]

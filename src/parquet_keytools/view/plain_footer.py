@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING
@@ -16,9 +16,11 @@ from parquet_keytools.format.file_layout import MAGIC
 from parquet_keytools.format.generated_chunks import generated_chunk, null_page
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.view.digest_chunk import StandIn
+from parquet_keytools.view.digest_kinds import digest_kind, digest_schema, highest_levels, leaf_chains, repetition
 
 _REPETITION_FIELD_ID = 3
-_REQUIRED, _OPTIONAL, _REPEATED = 0, 1, 2
+_REQUIRED, _OPTIONAL = 0, 1
 
 _REFUSED_PAGE = b"\xff" * 8
 """Stands where a refused column seems to lie: no header of a page begins so."""
@@ -63,23 +65,34 @@ class PlainTail:
         return self.refused_paths[first : last + 1]
 
 
-def plain_tail(opened: OpenedFile, chunks: Chunks, denied_columns: str) -> PlainTail:
+def plain_tail(
+    opened: OpenedFile,
+    chunks: Chunks,
+    denied_columns: str,
+    offset: int,
+    stand_ins: Mapping[tuple[int, int], StandIn],
+) -> PlainTail:
     """Return the end of the view of an encrypted file.
 
-    The view is as long as the file: its footer is shorter, and the difference is filled with zeros before it.
+    Without digests the view is as long as the file: its footer is shorter, and the difference is filled with zeros
+    before it.
 
     Args:
         opened: The file.
         chunks: The metadata of its chunks.
         denied_columns: What happens to columns that cannot be read: `hide` leaves out the top-level columns that
             they are of, `null` makes these null, and with any other value they are shown and reading them fails.
+        offset: Where the end begins: at the footer of the file, or behind the digests.
+        stand_ins: (row group ordinal, column ordinal) -> the digests of a chunk.
     """
     footer = opened.footer
-    builder = _TailBuilder(opened, denied_columns)
+    builder = _TailBuilder(opened, denied_columns, offset, stand_ins)
     metadata = builder.selection.metadata
     metadata.row_groups = [
-        builder.row_group(row_group, old_chunks, all_metadata)
-        for row_group, old_chunks, all_metadata in zip(footer.row_groups, footer.chunks, chunks, strict=True)
+        builder.row_group(ordinal, row_group, old_chunks, all_metadata)
+        for ordinal, (row_group, old_chunks, all_metadata) in enumerate(
+            zip(footer.row_groups, footer.chunks, chunks, strict=True)
+        )
     ]
     if builder.nulls:
         metadata.schema = builder.schema()
@@ -87,7 +100,6 @@ def plain_tail(opened: OpenedFile, chunks: Chunks, denied_columns: str) -> Plain
     metadata.footer_signing_key_metadata = None
     data = metadata.serialise()
     trailer = data + struct.pack("<I", len(data)) + MAGIC
-    offset = footer.envelope.footer_offset
     generated = bytes(builder.generated)
     filling = bytes(max(opened.tail.size_bytes - offset - len(generated) - len(trailer), 0))
     return PlainTail(
@@ -109,14 +121,22 @@ class _TailBuilder:
         nulls: Column ordinal -> highest definition and repetition level, of columns that are made null.
     """
 
-    def __init__(self, opened: OpenedFile, denied_columns: str) -> None:
+    def __init__(
+        self,
+        opened: OpenedFile,
+        denied_columns: str,
+        offset: int,
+        stand_ins: Mapping[tuple[int, int], StandIn],
+    ) -> None:
         footer = opened.footer
         self._opened = opened
+        self._offset = offset
+        self._stand_ins = stand_ins
+        digested = frozenset(() if opened.digests is None else opened.digests.columns)
         self._denied = opened.denied_top_level
         self.generated = bytearray()
         self.refused: dict[tuple[str, ...], int] = {}
         self.nulls: dict[int, tuple[int, int]] = {}
-        self._types = [element.type or 0 for element in footer.metadata.schema if element.type is not None]
         names = {column.path[0] for column in footer.columns}
         columns = key_values = None
         if self._denied and denied_columns == "hide":
@@ -129,23 +149,35 @@ class _TailBuilder:
         elif self._denied:
             key_values = shown_key_values(opened, names)
             for column in footer.columns:
-                if column.path in opened.denied:
-                    self.refused[column.path] = footer.envelope.footer_offset + len(self.generated)
+                if column.path in opened.denied and not (column.path in opened.refused and digested):
+                    self.refused[column.path] = offset + len(self.generated)
                     self.generated += _REFUSED_PAGE
         self.selection = selected_footer(footer.metadata, footer.leaves, columns, None, key_values)
+        schema = footer.metadata.schema
+        if digested:
+            chains = leaf_chains(schema)
+            kinds = {c.ordinal: digest_kind(chains[c.ordinal][-1]) for c in footer.columns if c.path in digested}
+            schema = self.selection.metadata.schema = digest_schema(schema, kinds)
+        self._types = [element.type or 0 for element in schema if element.type is not None]
 
     def row_group(
-        self, row_group: RowGroup, chunks: Sequence[ColumnChunk], all_metadata: Sequence[ColumnMetaData | None]
+        self,
+        row_group_ordinal: int,
+        row_group: RowGroup,
+        chunks: Sequence[ColumnChunk],
+        all_metadata: Sequence[ColumnMetaData | None],
     ) -> RowGroup:
         """Return a row group for the new footer."""
         new: RowGroup = row_group.shallow_copy()
         new.columns = columns = [
-            self._chunk(ordinal, row_group.num_rows, chunks[ordinal], all_metadata[ordinal])
+            self._digests(row_group_ordinal, ordinal)
+            if (row_group_ordinal, ordinal) in self._stand_ins
+            else self._chunk(ordinal, row_group.num_rows, chunks[ordinal], all_metadata[ordinal])
             for ordinal in self.selection.column_ordinals
         ]
         if not self._denied:
             return new
-        if self.nulls:
+        if self.nulls or self._opened.digests is not None:
             selected_sorting_columns(new.struct, [])
         elif len(columns) < len(chunks):
             selected_sorting_columns(new.struct, self.selection.column_ordinals)
@@ -157,13 +189,24 @@ class _TailBuilder:
         new.file_offset = None
         return new
 
+    def _digests(self, row_group_ordinal: int, ordinal: int) -> ColumnChunk:
+        stand_in = self._stand_ins[row_group_ordinal, ordinal]
+        return generated_chunk(
+            self._types[ordinal],
+            self._opened.footer.columns[ordinal].path,
+            stand_in.metadata.num_values,
+            stand_in.offset,
+            stand_in.length,
+            has_levels=highest_levels(stand_in.chain) != (0, 0),
+        )
+
     def _chunk(
         self, ordinal: int, num_rows: int, chunk: ColumnChunk, metadata: ColumnMetaData | None
     ) -> ColumnChunk:
         column = self._opened.footer.columns[ordinal]
         if ordinal in self.nulls:
             page = null_page(num_rows, *self.nulls[ordinal])
-            offset = self._opened.footer.envelope.footer_offset + len(self.generated)
+            offset = self._offset + len(self.generated)
             self.generated += page
             return generated_chunk(self._types[ordinal], column.path, num_rows, offset, len(page), is_null=True)
         if metadata is None:
@@ -189,7 +232,7 @@ class _TailBuilder:
         """Return the schema in which columns that are made null may be null."""
         schema = list(self.selection.metadata.schema)
         for position in _top_level_positions(schema):
-            if schema[position].name in self._denied and _repetition(schema[position]) == _REQUIRED:
+            if schema[position].name in self._denied and repetition(schema[position]) == _REQUIRED:
                 schema[position] = schema[position].shallow_copy()
                 schema[position].struct.set_entry(_REPETITION_FIELD_ID, (WireType.I32, _OPTIONAL))
         return schema
@@ -199,11 +242,6 @@ def _shorter(length: int, modules: int) -> int:
     if length < modules * GCM_FRAMING:
         raise ParquetFormatError(f"{length} bytes are too few for what is encrypted there.")
     return length - modules * GCM_FRAMING
-
-
-def _repetition(element: SchemaElement) -> int:
-    entry = element.struct.entry(_REPETITION_FIELD_ID)
-    return entry[1] if entry is not None and entry[0] is WireType.I32 else _REQUIRED
 
 
 def _top_level_positions(schema: Sequence[SchemaElement]) -> list[int]:
@@ -222,20 +260,10 @@ def _levels(
     schema: Sequence[SchemaElement], denied: frozenset[str], paths: Sequence[tuple[str, ...]]
 ) -> dict[int, tuple[int, int]]:
     """Return the highest definition and repetition levels of leaves of top-level columns that are made null."""
-    found: list[tuple[int, int]] = []
-    rest = iter(schema[1:])
-
-    def descend(element: SchemaElement, depth: int, definition: int, repetition: int) -> None:
-        kind = _repetition(element)
-        if depth == 0 and kind == _REQUIRED:
-            kind = _OPTIONAL
-        definition += kind in (_OPTIONAL, _REPEATED)
-        repetition += kind == _REPEATED
-        for _ in range(element.num_children or 0):
-            descend(next(rest), depth + 1, definition, repetition)
-        if element.type is not None:
-            found.append((definition, repetition))
-
-    for _ in range(schema[0].num_children or 0):
-        descend(next(rest), 0, 0, 0)
-    return {ordinal: levels for ordinal, levels in enumerate(found) if paths[ordinal][0] in denied}
+    found = {}
+    for ordinal, chain in enumerate(leaf_chains(schema)):
+        if paths[ordinal][0] in denied:
+            definition, repeated = highest_levels(chain)
+            # A required column is optional for this reader.
+            found[ordinal] = definition + (repetition(chain[0]) == _REQUIRED), repeated
+    return found

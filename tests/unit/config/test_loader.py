@@ -143,7 +143,12 @@ MISTAKES = {
     "version yes": ("version: yes\n", "version", 1, ["whole number", "true or false"]),
     "version 1.0": ("version: 1.0\n", "version", 1, ["whole number"]),
     "unknown section": ("version: 1\nmaster_key: {}\n", "master_key", 2, ["not known", "'master_keys'?"]),
-    "nothing like it": ("version: 1\nqqq: {}\n", "qqq", 2, ["not known", "Known: 'data_keys', 'kms'"]),
+    "nothing like it": (
+        "version: 1\nqqq: {}\n",
+        "qqq",
+        2,
+        ["not known", "Known: 'data_keys', 'hash_keys', 'kms'"],
+    ),
     "unknown field": (
         TABLE + "    unlisted_colums: footer_key\n",
         "tables.flights.unlisted_colums",
@@ -174,7 +179,7 @@ MISTAKES = {
         "version: 1\nreading: {denied_columns: hidden}\n",
         "reading.denied_columns",
         2,
-        ["'error', 'hide' or 'null'", "Did you mean 'hide'?"],
+        ["'error', 'hide', 'null' or 'hash'", "Did you mean 'hide'?"],
     ),
     "boolean as a choice": (
         "version: 1\nreading:\n  plaintext_files: no\n",

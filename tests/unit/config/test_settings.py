@@ -21,6 +21,8 @@ KMS = {"type": "in_memory", "keys": ["footer", "pii"]}
 
 def configuration(**table):
     document = {"version": 1, "kms": KMS, "tables": {"flights": {"footer_key": "footer", **table}}}
+    if "hash_key" in table:
+        document["hash_keys"] = {table["hash_key"]: {"master_key": "pii", "wrapped_key": "x"}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return parse_configuration(document)
@@ -34,6 +36,8 @@ def test_defaults():
     assert table(column_keys={"pii": ["tailnum"]}).model_dump() == {
         "footer_key": "footer",
         "column_keys": {"pii": ("tailnum",)},
+        "hash_key": None,
+        "shown_columns": (),
         "unlisted_columns": "plaintext",
         "plaintext_columns": (),
         "plaintext_footer": False,
@@ -64,6 +68,8 @@ def test_everything_can_be_said():
     fields = {
         "column_keys": {"pii": ["tailnum", "passenger.*"]},
         "also_trusted": ["pii_2024"],
+        "hash_key": "pseudonyms",
+        "shown_columns": ["passenger.seat"],
         "unlisted_columns": "error",
         "plaintext_columns": ["year"],
         "plaintext_footer": True,

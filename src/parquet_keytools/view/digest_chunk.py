@@ -1,0 +1,307 @@
+"""Column chunks of digests that stand for those of a file: how long one is, and how it is made.
+
+A stand-in is as long as its values could need, which the footer alone says: a view has to know its length before
+anything is decrypted. It has V1 pages of digests in plain encoding. Where some values are null, the room that they
+leave is in the definition levels: runs of no values, which are all zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.file_layout import MAGIC, Region
+from parquet_keytools.format.pages import MAX_PAGE_LENGTH, padded_header, read_page_header
+from parquet_keytools.format.structs import (
+    ColumnChunk,
+    ColumnMetaData,
+    DataPageHeader,
+    FileMetaData,
+    PageHeader,
+    RowGroup,
+    SchemaElement,
+)
+from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.view.digest_kinds import INT96, DigestKind, highest_levels, without_annotations
+
+DIGEST_LENGTH = 16
+"""Length of a digest in bytes; as text it has twice as many digits."""
+
+_PAGE_VALUES = 16 * 1024
+"""About how many values a page has."""
+
+_HEADER_LENGTH = 64
+"""Of each page: the fields of the header take at most 40 bytes, the rest is padding."""
+
+_LEVELS_SLACK = 16
+"""Bytes of the lengths of both kinds of levels, and of a last run that is not full."""
+
+_PLAIN, _RLE = 0, 3
+_ENCODINGS_FIELD_ID = 2
+
+
+def digest(secret: SecretBytes, kind: DigestKind, value: object) -> bytes:
+    """Return the digest of a value; docs/views.md describes it for others."""
+    message = kind.name.encode() + b"\0" + kind.canonical(value)
+    return hmac.digest(secret.reveal(), message, "sha256")[:DIGEST_LENGTH]
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A chunk of digests, yet to be made.
+
+    Attributes:
+        chain: The elements of the file's schema that lead to the column.
+        kind: What its values are.
+        metadata: Of the chunk in the file.
+        region: Where the pages of the chunk lie in the file.
+        num_rows: Of its row group.
+        created_by: The writer of the file.
+        offset: Where the stand-in begins in the view.
+    """
+
+    chain: Sequence[SchemaElement]
+    kind: DigestKind
+    metadata: ColumnMetaData
+    region: Region
+    num_rows: int
+    created_by: str | None
+    offset: int
+
+    @property
+    def length(self) -> int:
+        """Length in bytes."""
+        values = self.metadata.num_values
+        pages = -(-self.num_rows // self._page_rows) if self.num_rows else 1
+        eights = (values + 7 * pages) // 8
+        return pages * (_HEADER_LENGTH + _LEVELS_SLACK) + self._value_length * values + self._level_length * eights
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the view."""
+        return self.offset + self.length
+
+    @property
+    def _page_rows(self) -> int:
+        return max(1, _PAGE_VALUES * self.num_rows // max(self.metadata.num_values, 1))
+
+    @property
+    def _value_length(self) -> int:
+        return 4 + (DIGEST_LENGTH if self.kind.is_binary else 2 * DIGEST_LENGTH)
+
+    @property
+    def _level_length(self) -> int:
+        """How many bytes the levels of eight values take at most: bit-packed, with the header of the run."""
+        return sum(1 + level.bit_length() for level in highest_levels(self.chain) if level)
+
+    def make(self, pages: memoryview, secret: SecretBytes) -> bytes:
+        """Return the stand-in.
+
+        Args:
+            pages: The pages of the chunk in plaintext.
+            secret: The key of the digests.
+
+        Raises:
+            ParquetFormatError: The pages are not what the footer says, or cannot be decoded. No value is in its
+                text.
+        """
+        rows = None
+        if self.num_rows:
+            # The text of the error may quote values.
+            with contextlib.suppress(pa.ArrowException, OSError, ValueError, OverflowError):
+                rows = self._digests(pages, secret)
+            if rows is None:
+                raise ParquetFormatError("the values of a column that is shown as digests cannot be decoded.")
+            if rows.num_rows != self.num_rows:
+                raise ParquetFormatError(f"a chunk has {rows.num_rows} rows, and its row group {self.num_rows}.")
+        made: list[bytes] = []
+        num_values = 0
+        step = self._page_rows
+        for start in range(0, max(self.num_rows, 1), step):
+            body, count = self._no_values if rows is None else _arrow_page(rows.slice(start, step))
+            num_values += count
+            length = _LEVELS_SLACK + self._value_length * count + self._level_length * -(-count // 8)
+            if start + step >= self.num_rows:
+                length = self.length - sum(map(len, made)) - _HEADER_LENGTH
+            made.append(self._page(body, count, length))
+        if num_values != self.metadata.num_values:
+            raise ParquetFormatError(
+                f"a chunk has {num_values} values, and its metadata says {self.metadata.num_values}."
+            )
+        return b"".join(made)
+
+    @property
+    def _no_values(self) -> tuple[bytes, int]:
+        """What `_arrow_page` returns, for no rows: lengths of levels that are not there."""
+        return bytes(4 * sum(level > 0 for level in highest_levels(self.chain))), 0
+
+    def _page(self, body: bytes, count: int, length: int) -> bytes:
+        """Return a page of `length` bytes beyond the header's: levels and values as pyarrow has them in `body`."""
+        definition, repetition = highest_levels(self.chain)
+        start = 4 + _length_at(body, 0) if repetition else 0
+        if definition:
+            levels_end = start + 4 + _length_at(body, start)
+            room = length - len(body) + levels_end - start - 4
+            if room < levels_end - start - 4:
+                raise ParquetFormatError("the levels of a column that is shown as digests are too long.")
+            levels = body[start + 4 : levels_end].ljust(room, b"\0")
+            body = b"".join((body[:start], struct.pack("<I", room), levels, body[levels_end:]))
+        data_page = DataPageHeader()
+        data_page.num_values = count
+        for field_id, encoding in ((2, _PLAIN), (3, _RLE), (4, _RLE)):
+            data_page.struct.set_entry(field_id, (WireType.I32, encoding))
+        header = PageHeader()
+        header.type = PageHeader.DATA_PAGE
+        header.uncompressed_page_size = header.compressed_page_size = len(body)
+        header.data_page_header = data_page
+        # A required column has no levels that could be longer, and as many values as there are rows.
+        return padded_header(header.serialise(), _HEADER_LENGTH + length - len(body)) + body
+
+    def _digests(self, pages: memoryview, secret: SecretBytes) -> pa.Table:
+        """Return the column with digests in place of its values."""
+        table = self._decoded(pages, "ns")
+        nanoseconds = None
+        if self.chain[-1].type == INT96:
+            # One of the two overflows for distant years, and the other is not exact.
+            nanoseconds, table = _leaf_of(_array(table)), self._decoded(pages, "us")
+        column = _array(table)
+        digests = _with_leaf(column, self._leaf_digests(_leaf_of(column), nanoseconds, secret))
+        return pa.table([digests], schema=pa.schema([table.schema.field(0).with_type(digests.type)]))
+
+    def _leaf_digests(self, leaf: pa.Array, nanoseconds: pa.Array | None, secret: SecretBytes) -> pa.Array:
+        if nanoseconds is not None:
+            values = [
+                None if micros is None else micros * 1000 + (nanos - micros * 1000) % (1 << 64)
+                for micros, nanos in zip(
+                    leaf.cast(pa.int64()).to_pylist(), nanoseconds.cast(pa.int64()).to_pylist(), strict=True
+                )
+            ]
+            known: dict[int, int] = {}
+            indices = [None if value is None else known.setdefault(value, len(known)) for value in values]
+            distinct = pa.array(indices, pa.int32())
+            dictionary: Sequence[object] = list(known)
+        else:
+            encoded = leaf.dictionary_encode()
+            distinct, dictionary = encoded.indices, encoded.dictionary.to_pylist()
+        digests = [digest(secret, self.kind, value) for value in dictionary]
+        if self.kind.is_binary:
+            return pa.array(digests, pa.large_binary()).take(distinct)
+        return pa.array([found.hex() for found in digests], pa.large_string()).take(distinct)
+
+    def _decoded(self, pages: memoryview, int96_unit: str) -> pa.Table:
+        """Return the column as pyarrow reads it, without what types mean: a list for all that is repeated."""
+        file = pq.ParquetFile(
+            pa.BufferReader(self._file_of(pages)), pre_buffer=False, coerce_int96_timestamp_unit=int96_unit
+        )
+        # Threads of Arrow may wait for this already.
+        return file.read(use_threads=False)
+
+    def _file_of(self, pages: memoryview) -> pa.Buffer:
+        """Return a file that has only this chunk."""
+        moved = self.region.offset - len(MAGIC)
+        metadata = ColumnMetaData()
+        old = self.metadata
+        metadata.type, metadata.path_in_schema, metadata.codec = old.type, old.path_in_schema, old.codec
+        encodings = old.struct.entry(_ENCODINGS_FIELD_ID)
+        if encodings is not None:
+            metadata.struct.set_entry(_ENCODINGS_FIELD_ID, encodings)
+        metadata.num_values = old.num_values
+        metadata.total_uncompressed_size = old.total_uncompressed_size
+        metadata.total_compressed_size = old.total_compressed_size
+        # Some writers leave 0 where there is a dictionary only.
+        metadata.data_page_offset = max(old.data_page_offset - moved, len(MAGIC))
+        if old.dictionary_page_offset:
+            metadata.dictionary_page_offset = old.dictionary_page_offset - moved
+        chunk = ColumnChunk()
+        chunk.file_offset = 0
+        chunk.meta_data = metadata
+        row_group = RowGroup()
+        row_group.columns = [chunk]
+        row_group.total_byte_size = old.total_uncompressed_size
+        row_group.num_rows = self.num_rows
+        root = SchemaElement()
+        root.name = "schema"
+        root.num_children = 1
+        footer = FileMetaData()
+        footer.version = 2
+        footer.schema = [root, *(_alone(element) for element in self.chain)]
+        footer.num_rows = self.num_rows
+        footer.row_groups = [row_group]
+        footer.created_by = self.created_by
+        data = footer.serialise()
+        return pa.py_buffer(b"".join((MAGIC, pages, data, struct.pack("<I", len(data)), MAGIC)))
+
+
+def _alone(element: SchemaElement) -> SchemaElement:
+    """Return an element with no more than one child, and nothing that says what its values mean."""
+    new = without_annotations(element)
+    if new.num_children:
+        new.num_children = 1
+    return new
+
+
+def _array(table: pa.Table) -> pa.Array:
+    chunks = table.column(0).chunks
+    return (
+        chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks or [pa.array([], table.schema.field(0).type)])
+    )
+
+
+def _leaf_of(column: pa.Array) -> pa.Array:
+    """Return the values of the leaf of a column that has only one."""
+    while pa.types.is_nested(column.type):
+        column = column.field(0) if pa.types.is_struct(column.type) else column.values
+    return column
+
+
+def _with_leaf(column: pa.Array, leaf: pa.Array) -> pa.Array:
+    """Return a column with other values in its leaf, as many as `_leaf_of` returns."""
+    if not pa.types.is_nested(column.type):
+        return leaf
+    if column.offset:
+        raise ValueError("a slice")
+    if pa.types.is_struct(column.type):
+        inner = _with_leaf(column.field(0), leaf)
+        fields = [column.type.field(0).with_type(inner.type)]
+        own: list[pa.Buffer | None] = column.buffers()[:1]
+        return pa.Array.from_buffers(pa.struct(fields), len(column), own, column.null_count, 0, [inner])
+    inner = _with_leaf(column.values, leaf)
+    kind = pa.list_(column.type.value_field.with_type(inner.type))
+    own = column.buffers()[:2]
+    return pa.Array.from_buffers(kind, len(column), own, column.null_count, 0, [inner])
+
+
+def _arrow_page(rows: pa.Table) -> tuple[bytes, int]:
+    """Return a page of rows as pyarrow writes it, without its header, and how many values it has."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        rows,
+        sink,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=False,
+        data_page_version="1.0",
+        data_page_size=MAX_PAGE_LENGTH,
+        row_group_size=rows.num_rows,
+        max_rows_per_page=rows.num_rows,
+        store_schema=False,
+    )
+    written = memoryview(sink.getvalue())
+    facts, data = read_page_header(written, len(MAGIC))
+    start = len(MAGIC) + facts.length
+    header, _ = PageHeader.read(data)
+    assert header.data_page_header is not None
+    return bytes(written[start : start + facts.page_length]), header.data_page_header.num_values
+
+
+def _length_at(data: bytes, offset: int) -> int:
+    (length,) = struct.unpack_from("<I", data, offset)
+    return int(length)

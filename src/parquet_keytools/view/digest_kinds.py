@@ -1,0 +1,217 @@
+"""Which digests a column has: the canonical bytes of its values by their type, and the column in the schema.
+
+Values are equal here where SQL says so: whatever the width of integers, the scale of decimals, the unit of times.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parquet_keytools.format.structs import SchemaElement
+from parquet_keytools.format.thrift_compact import Struct, WireType
+
+_TYPE_LENGTH, _REPETITION, _CONVERTED_TYPE, _SCALE, _PRECISION, _LOGICAL_TYPE = 2, 3, 6, 7, 8, 10
+"""Field ids of SchemaElement."""
+
+_BOOLEAN, INT32, INT64, INT96, _FLOAT, _DOUBLE, _BYTE_ARRAY, _FIXED = range(8)
+"""Physical types."""
+
+_STRING_TYPE, _ENUM_TYPE, _DECIMAL_TYPE, _DATE_TYPE, _TIME_TYPE, _TIMESTAMP_TYPE = 1, 4, 5, 6, 7, 8
+_INTEGER_TYPE, _JSON_TYPE, _FLOAT16_TYPE, _VARIANT_TYPE = 10, 12, 15, 16
+"""Field ids of the union LogicalType."""
+
+_OF_CONVERTED = {
+    0: (_STRING_TYPE, 0),
+    4: (_ENUM_TYPE, 0),
+    5: (_DECIMAL_TYPE, 0),
+    6: (_DATE_TYPE, 0),
+    7: (_TIME_TYPE, 1),
+    8: (_TIME_TYPE, 2),
+    9: (_TIMESTAMP_TYPE, 1),
+    10: (_TIMESTAMP_TYPE, 2),
+    **dict.fromkeys((11, 12, 13, 14), (_INTEGER_TYPE, 0)),
+    19: (_JSON_TYPE, 0),
+}
+"""ConvertedType -> logical type, and unit: 1 for milliseconds, 2 for microseconds. Others mean nothing here."""
+
+_NANOSECONDS = {1: 1_000_000, 2: 1_000, 3: 1}
+"""Field id in the union TimeUnit -> nanoseconds."""
+
+Canonical = Callable[[Any], bytes]
+"""Returns the bytes of a value, which is as it is stored: an int, a float, a bool, or bytes."""
+
+
+@dataclass(frozen=True)
+class DigestKind:
+    """What the values of a column are, for their digests.
+
+    Attributes:
+        name: Values of kinds with other names never have the same digest.
+        canonical: Makes the bytes of a value.
+    """
+
+    name: str
+    canonical: Canonical
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether digests are shown as bytes; else as hexadecimal digits."""
+        return self.name == "binary"
+
+
+def leaf_chains(schema: Sequence[SchemaElement]) -> list[list[SchemaElement]]:
+    """Return for each leaf the elements that lead to it: the top-level column first, the leaf last.
+
+    Args:
+        schema: As `format.file_layout.leaf_columns` takes it.
+    """
+    chains: list[list[SchemaElement]] = []
+    above: list[SchemaElement] = []
+    waiting: list[int] = []
+    for element in schema[1:]:
+        while waiting and waiting[-1] == 0:
+            waiting.pop()
+            above.pop()
+        if waiting:
+            waiting[-1] -= 1
+        if element.num_children:
+            above.append(element)
+            waiting.append(element.num_children)
+        elif element.type is not None:
+            chains.append([*above, element])
+    return chains
+
+
+def repetition(element: SchemaElement) -> int:
+    """Return 0 for required, 1 for optional, 2 for repeated."""
+    return _number(element.struct, _REPETITION) or 0
+
+
+def highest_levels(chain: Sequence[SchemaElement]) -> tuple[int, int]:
+    """Return the highest definition and repetition level of a leaf."""
+    kinds = [repetition(element) for element in chain]
+    return sum(kind != 0 for kind in kinds), kinds.count(2)
+
+
+def digest_kind(leaf: SchemaElement) -> DigestKind:
+    """Return what the values of a leaf column are."""
+    physical, of = leaf.type or 0, leaf.struct
+    logical, facts, unit = _logical_type(of)
+    if physical == _BOOLEAN:
+        return DigestKind("boolean", lambda value: b"true" if value else b"false")
+    if physical in (_FLOAT, _DOUBLE):
+        return DigestKind("float", _float)
+    if physical == INT96:
+        return DigestKind("timestamp", _decimal_text)
+    if logical == _DECIMAL_TYPE and physical in (INT32, INT64, _BYTE_ARRAY, _FIXED):
+        scale = _number(facts, 1) if facts is not None else _number(of, _SCALE)
+        return DigestKind("number", _decimal(scale or 0))
+    if physical in (INT32, INT64):
+        if logical == _DATE_TYPE:
+            return DigestKind("date", _decimal_text)
+        if logical in (_TIME_TYPE, _TIMESTAMP_TYPE):
+            nanoseconds = _NANOSECONDS[unit]
+            name = "time" if logical == _TIME_TYPE else "timestamp"
+            return DigestKind(name, lambda value: _decimal_text(value * nanoseconds))
+        if logical == _INTEGER_TYPE and not _is_signed(facts):
+            mask = (1 << (32 if physical == INT32 else 64)) - 1
+            return DigestKind("number", lambda value: _decimal_text(value & mask))
+        return DigestKind("number", _decimal_text)
+    if logical == _FLOAT16_TYPE and physical == _FIXED and _number(of, _TYPE_LENGTH) == 2:
+        return DigestKind("float", lambda value: _float(struct.unpack("<e", value)[0]))
+    if logical in (_STRING_TYPE, _ENUM_TYPE, _JSON_TYPE) and physical == _BYTE_ARRAY:
+        return DigestKind("string", bytes)
+    return DigestKind("binary", bytes)
+
+
+def digest_schema(schema: Sequence[SchemaElement], kinds: Mapping[int, DigestKind]) -> list[SchemaElement]:
+    """Return a schema in which columns hold digests.
+
+    Args:
+        schema: Of the file.
+        kinds: Leaf ordinal -> what it holds in the file, for these columns.
+    """
+    changed: dict[int, SchemaElement] = {}
+    for ordinal, chain in enumerate(leaf_chains(schema)):
+        if ordinal not in kinds:
+            continue
+        changed[id(chain[-1])] = _digest_leaf(chain[-1], kinds[ordinal])
+        for group in chain[:-1]:
+            logical, _, _ = _logical_type(group.struct)
+            if logical == _VARIANT_TYPE:  # Digests are no parts of one.
+                changed[id(group)] = without_annotations(group)
+    return [changed.get(id(element), element) for element in schema]
+
+
+def without_annotations(element: SchemaElement) -> SchemaElement:
+    """Return an element without what says more of its values than their physical type."""
+    new = element.shallow_copy()
+    for field_id in (_CONVERTED_TYPE, _SCALE, _PRECISION, _LOGICAL_TYPE):
+        new.struct.fields.pop(field_id, None)
+    return new
+
+
+def _digest_leaf(leaf: SchemaElement, kind: DigestKind) -> SchemaElement:
+    new = without_annotations(leaf)
+    new.struct.fields.pop(_TYPE_LENGTH, None)
+    new.type = _BYTE_ARRAY
+    if not kind.is_binary:
+        new.struct.set_entry(_CONVERTED_TYPE, (WireType.I32, 0))
+        string = Struct({_STRING_TYPE: (WireType.STRUCT, Struct())})
+        new.struct.set_entry(_LOGICAL_TYPE, (WireType.STRUCT, string))
+    return new
+
+
+def _logical_type(of: Struct) -> tuple[int | None, Struct | None, int]:
+    """Return the logical type of an element, its facts where it has any, and the unit of a time."""
+    entry = of.entry(_LOGICAL_TYPE)
+    if entry is not None and entry[0] is WireType.STRUCT:
+        for logical, (wire_type, facts) in entry[1].fields.items():
+            if wire_type is WireType.STRUCT:
+                return _known(logical, facts)
+    converted = _number(of, _CONVERTED_TYPE)
+    logical, unit = _OF_CONVERTED.get(-1 if converted is None else converted, (None, 0))
+    return logical, None, unit
+
+
+def _known(logical: int, facts: Struct) -> tuple[int | None, Struct, int]:
+    unit = facts.entry(2)
+    if logical not in (_TIME_TYPE, _TIMESTAMP_TYPE):
+        return logical, facts, 0
+    found = next(iter(unit[1].fields), 0) if unit is not None and unit[0] is WireType.STRUCT else 0
+    # A unit that nobody knows: the numbers as they are.
+    return (logical, facts, found) if found in _NANOSECONDS else (None, facts, 0)
+
+
+def _is_signed(facts: Struct | None) -> bool:
+    entry = None if facts is None else facts.entry(2)
+    return entry is not None and entry[0] is WireType.TRUE
+
+
+def _number(of: Struct, field_id: int) -> int | None:
+    entry = of.entry(field_id)
+    return entry[1] if entry is not None and entry[0] is WireType.I32 else None
+
+
+def _decimal_text(value: int) -> bytes:
+    return b"%d" % value
+
+
+def _decimal(scale: int) -> Canonical:
+    def canonical(value: int | bytes) -> bytes:
+        unscaled = int.from_bytes(value, "big", signed=True) if isinstance(value, bytes) else value
+        digits = str(abs(unscaled)).rjust(scale + 1, "0")
+        whole, fraction = digits[: len(digits) - scale], digits[len(digits) - scale :].rstrip("0")
+        sign = "-" if unscaled < 0 else ""
+        return f"{sign}{whole}.{fraction}".rstrip(".").encode()
+
+    return canonical
+
+
+def _float(value: float) -> bytes:
+    """Return the big-endian bytes of a double: one for both zeros, and one for all NaN."""
+    return struct.pack(">d", math.nan if math.isnan(value) else value + 0.0)
