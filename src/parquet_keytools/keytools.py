@@ -12,6 +12,7 @@ from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.facade.file_systems import FileSystems
 from parquet_keytools.facade.footers import Footers
+from parquet_keytools.facade.hash_keys import HashKeys
 from parquet_keytools.facade.key_rotation import KeyRotation
 from parquet_keytools.facade.lazy_frames import LazyFrames
 from parquet_keytools.facade.whole_files import WholeFiles
@@ -21,7 +22,7 @@ from parquet_keytools.runtime.summary import Summarised
 from parquet_keytools.storage.locations import PathLike
 
 
-class Keytools(LazyFrames, Footers, FileSystems, WholeFiles, KeyRotation, Summarised):
+class Keytools(LazyFrames, Footers, FileSystems, WholeFiles, KeyRotation, HashKeys, Summarised):
     """Encrypts and decrypts Parquet files as a configuration says.
 
     May be used from any number of threads, after a fork, and pickled to worker processes; a pickle holds the
@@ -29,7 +30,7 @@ class Keytools(LazyFrames, Footers, FileSystems, WholeFiles, KeyRotation, Summar
 
     Each part has the methods of one subject: `Tables` reads and writes with pyarrow and Spark, `LazyFrames` reads
     with Polars, `FileSystems` makes file systems for programs that know nothing of encryption, `WholeFiles`
-    converts and checks files as they are, and `KeyRotation` changes keys.
+    converts and checks files as they are, `KeyRotation` changes keys, and `HashKeys` makes secrets of digests.
     """
 
     def __init__(

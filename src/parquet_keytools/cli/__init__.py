@@ -13,6 +13,7 @@ from parquet_keytools.cli import (
     decrypt,
     demo,
     encrypt,
+    hash_key,
     iceberg,
     inspect,
     keys,
@@ -66,6 +67,7 @@ app.command("decrypt")(decrypt.decrypt_command)
 app.command("rekey")(rekey.rekey_command)
 app.command("rotate")(rotate.rotate_command)
 app.command("keys")(keys.keys_command)
+app.command("hash-key")(hash_key.hash_key_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("verify")(verify.verify_command)
 app.command("serve", short_help="Serve files as plain Parquet over HTTP and S3.")(serve.serve_command)

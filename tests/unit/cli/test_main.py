@@ -45,7 +45,7 @@ def test_help_imports_nothing_slow() -> None:
 def test_help_names_every_command_and_the_exit_statuses(run) -> None:
     done = run("--help")
     assert done.exit_code == 0
-    for name in ("demo", "check", "encrypt", "decrypt", "rekey", "rotate", "keys", "keystore"):
+    for name in ("demo", "check", "encrypt", "decrypt", "rekey", "rotate", "keys", "hash-key", "keystore"):
         assert f"\n  {name} " in done.stdout
     assert "Exit status: 0 done; 1 the check failed, or some files failed; 2 wrong usage" in done.stdout
     for group in ([], ["keystore"], ["spark"]):
