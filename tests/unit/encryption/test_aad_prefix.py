@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_files import MemorySource, NamedKeys, encrypted
 
+from parquet_keytools.encryption.aad import ModuleType, module_aad
 from parquet_keytools.encryption.aad_prefix import (
     ExpectedAadPrefix,
+    aad_prefixes,
     delimited_prefix,
     expected_aad_prefix,
     without_delimiter,
@@ -197,3 +199,40 @@ def test_with_any_length_a_given_prefix_needs_the_delimiter(length: int) -> None
     shown = replace(_envelope(b"part10", bytes(7)), aad_prefix=b"part1", aad_file_unique=b"0" + bytes(7))
     with pytest.raises(AadPrefixError):
         shown.open(KEYS.deks[b"kf"], given_alone)
+
+
+# --- a page in the place of the footer ---
+
+PAGE = (ModuleType.DATA_PAGE, 3, 4, 5)
+
+
+@pytest.mark.parametrize("stored", [None, b"part1"])
+@pytest.mark.parametrize("expected", [None, ExpectedAadPrefix.of_text("part1", any_file_unique=True)])
+def test_a_file_unique_that_ends_like_the_aad_of_a_page(
+    stored: bytes | None, expected: ExpectedAadPrefix | None
+) -> None:
+    """Its footer could be a page, whose bytes somebody had written as values."""
+    moved = module_aad(UNIQUE, *PAGE)[:-1]
+    with pytest.raises(DecryptionError, match="a data page is in the place of the footer") as caught:
+        aad_prefixes(expected, stored, moved, "a.parquet", supply_aad_prefix=expected is not None and not stored)
+    assert "a.parquet: the file unique has 14 bytes, not 8, and ends" in str(caught.value)
+
+
+def test_a_prefix_and_a_file_unique_that_end_together_like_the_aad_of_a_page() -> None:
+    """A writer's random bytes look so, too: whoever knows the prefix can read the file."""
+    whole = module_aad(UNIQUE, *PAGE)[:-1]
+    prefix, unique = whole[:-8], whole[-8:]
+    with pytest.raises(DecryptionError, match="the AAD prefix and the file unique together") as caught:
+        aad_prefixes(None, prefix, unique, "a.parquet", supply_aad_prefix=False)
+    assert "a.parquet" in str(caught.value) and "supply it" in str(caught.value)
+    assert aad_prefixes(prefix, prefix, unique, "a.parquet", supply_aad_prefix=False) == (prefix,)
+    for any_file_unique in (False, True):
+        expected = ExpectedAadPrefix((prefix,), any_file_unique)
+        assert aad_prefixes(expected, prefix, unique, "a.parquet", supply_aad_prefix=False) == (prefix,)
+
+
+def test_a_refusal_names_the_file() -> None:
+    expected = ExpectedAadPrefix.of_text("part1")
+    for stored, unique in ((b"other", UNIQUE), (None, UNIQUE), (b"part1", bytes(9)), (b"part1", None)):
+        with pytest.raises(KeytoolsError, match=r"a\.parquet"):
+            aad_prefixes(expected, stored, unique, "a.parquet", supply_aad_prefix=False)

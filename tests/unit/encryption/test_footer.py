@@ -166,6 +166,21 @@ def test_the_2018_draft_is_recognised(keys: NamedKeys) -> None:
         read_envelope(MemorySource(_with_footer(encrypted(_plain(), _encryption(keys)), draft)))
 
 
+def test_the_2019_draft_is_recognised(keys: NamedKeys) -> None:
+    def draft(footer: bytes) -> bytes:
+        metadata, end = FileMetaData.read(footer)
+        metadata.struct.fields[9] = (WireType.TRUE, None)
+        return metadata.serialise() + footer[end:]
+
+    signed = encrypted(_plain(), _encryption(keys, plaintext_footer=True))
+    with pytest.raises(DraftFormatError, match="2019"):
+        read_envelope(MemorySource(_with_footer(signed, draft)))
+
+
+def test_an_encrypted_footer_has_no_signature(keys: NamedKeys) -> None:
+    assert read_envelope(MemorySource(encrypted(_plain(), _encryption(keys)))).signature == b""
+
+
 def test_an_unknown_algorithm_is_refused(keys: NamedKeys) -> None:
     def other(footer: bytes) -> bytes:
         crypto, end = FileCryptoMetaData.read(footer)
