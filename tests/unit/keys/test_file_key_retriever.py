@@ -69,6 +69,20 @@ def test_external_key_material_is_read_once(kms: FaultyKms, location: FileLocati
     assert found.key_materials == {"columnKey0": material}
 
 
+def test_key_material_that_could_not_be_read_stays_unread(
+    kms: FaultyKms, location: FileLocation, material: KeyMaterial
+) -> None:
+    """A key that could not be compared with the table must not be there a moment later."""
+    found = retriever(kms, location)
+    wanted = [(("a",), KeyReference("columnKey0").serialise())]
+    (missing,) = found.column_deks(wanted)
+    assert isinstance(missing, KeyMaterialError)
+    write_key_materials(location, {"columnKey0": material})
+    assert found.column_deks(wanted) == [missing]
+    assert found.key_materials is None
+    assert retriever(kms, location).column_deks(wanted) == [DEK]
+
+
 def test_reference_that_leads_nowhere(kms: FaultyKms, location: FileLocation, material: KeyMaterial) -> None:
     write_key_materials(location, {"columnKey0": material})
     found = retriever(kms, location)
@@ -105,10 +119,10 @@ def test_files_without_key_metadata(location: FileLocation) -> None:
     found = retriever(None, location, data_keys)
     assert found.footer_dek(None) == DATA_KEYS["kf"]
     assert found.footer_dek(b"") == DATA_KEYS["kf"]
-    outcomes = found.column_deks([(("double_field",), None), (("a", "b"), b""), (("other",), None)])
+    outcomes = found.column_deks([(("double_field",), None), (("a", "b"), b""), (("other", "x"), None)])
     assert outcomes[:2] == [DATA_KEYS["kc1"], DATA_KEYS["kc2"]]
     assert isinstance(outcomes[2], KeyNotAvailableError)
-    assert "column 'other' has no key metadata" in str(outcomes[2])
+    assert "column 'other.x' has no key metadata" in str(outcomes[2])
 
 
 def test_key_metadata_goes_before_the_configuration(location: FileLocation) -> None:

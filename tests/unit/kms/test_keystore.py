@@ -29,7 +29,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
-from parquet_keytools.kms.client import UnwrapRequest
+from parquet_keytools.kms.client import MasterKeyDescription, UnwrapRequest
 from parquet_keytools.kms.keystore import document as keystore_document
 from parquet_keytools.kms.keystore import private_file
 from parquet_keytools.kms.keystore.client import KeystoreKms, KeystoreSettings
@@ -911,3 +911,50 @@ def test_no_error_shows_a_secret(path: Path, kms: KeystoreKms) -> None:
 def test_two_wraps_share_no_nonce() -> None:
     texts = {wrap_key(SecretBytes(bytes(32)), KEY, b"")[:16] for _ in range(1000)}
     assert len(texts) == 1000
+
+
+# --- what errors and descriptions say ---
+
+CALLS: list[tuple[str, Callable[[KeystoreKms, str], object]]] = [
+    ("wrap", lambda kms, name: kms.wrap(KEY, name)),
+    ("wrap", lambda kms, name: kms.wrap_raw(KEY, name)),
+    ("unwrap", lambda kms, name: kms.unwrap(f"keystore:v1:{'A' * 60}", name)),
+    ("unwrap", lambda kms, name: kms.unwrap_raw(bytes(60), name)),
+    ("describe", lambda kms, name: kms.describe(name)),
+]
+
+
+@pytest.mark.parametrize(("operation", "call"), CALLS)
+def test_errors_name_the_operation_and_the_master_key(
+    path: Path, operation: str, call: Callable[[KeystoreKms, str], object]
+) -> None:
+    with pytest.raises(MasterKeyNotFoundError) as caught:
+        call(KeystoreKms(path, right), "nobody")
+    facts = (caught.value.backend, caught.value.operation, caught.value.master_key_id)
+    assert facts == ("keystore", operation, "nobody")
+
+
+def test_a_disabled_master_key_names_the_operation(path: Path) -> None:
+    kms = KeystoreKms(path, right)
+    wrapped, raw = kms.wrap(KEY, "b"), kms.wrap_raw(KEY, "b")
+    Keystore(path, right).set_enabled("b", False)
+    for operation, call in [
+        *((operation, lambda call=call: call(kms, "b")) for operation, call in CALLS[:2]),
+        ("unwrap", lambda: kms.unwrap(wrapped, "b")),
+        ("unwrap", lambda: kms.unwrap_raw(raw, "b")),
+    ]:
+        with pytest.raises(MasterKeyDisabledError) as caught:
+            call()
+        assert (caught.value.operation, caught.value.master_key_id) == (operation, "b")
+
+
+def test_a_keystore_that_is_not_there_cannot_be_listed(tmp_path: Path) -> None:
+    with pytest.raises(KmsConfigurationError) as caught:
+        KeystoreKms(tmp_path / "none.json", right).master_key_ids()
+    assert (caught.value.operation, caught.value.master_key_id) == ("connect", None)
+
+
+def test_a_description_says_all_that_is_known(path: Path) -> None:
+    assert KeystoreKms(path, right).describe("a") == MasterKeyDescription(
+        "a", enabled=True, current_version="2", enabled_versions=("1", "2"), origin="keystore"
+    )
