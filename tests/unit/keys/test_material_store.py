@@ -1,4 +1,5 @@
 import json
+import stat
 import tracemalloc
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.material_store import (
     parse_key_materials,
     read_key_materials,
+    remove_key_materials,
     serialise_key_materials,
     write_key_materials,
 )
+from parquet_keytools.storage.local_files import identity_of_folder
 from parquet_keytools.storage.locations import FileLocation, key_material_location
 
 MATERIALS = {
@@ -157,3 +160,47 @@ def test_what_nobody_authenticated_is_not_built(nested: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 3 * len(content)
     finally:
         tracemalloc.stop()
+
+
+def test_what_is_wrong_is_said_of_the_key_material_file(location: FileLocation) -> None:
+    written = Path(key_material_location(location).path)
+    written.write_bytes(b"[]")
+    with pytest.raises(KeyMaterialError) as caught:
+        read_key_materials(location)
+    assert caught.value.path == str(written)
+
+
+def _mode(path: str) -> int:
+    return stat.S_IMODE(Path(path).stat().st_mode)
+
+
+def test_permissions_are_those_of_the_parquet_file_or_of_what_was_there(location: FileLocation) -> None:
+    """Key material that more may read than before, or that its readers may not read any more."""
+    Path(location.path).touch()
+    Path(location.path).chmod(0o640)
+    write_key_materials(location, MATERIALS, like=location)
+    written = key_material_location(location).path
+    assert _mode(written) == 0o640
+    Path(written).chmod(0o604)
+    write_key_materials(location, {}, like=location)
+    assert _mode(written) == 0o604 and read_key_materials(location) == {}
+
+
+def test_another_folder_of_the_same_name_is_left_alone(location: FileLocation, tmp_path: Path) -> None:
+    """Somebody exchanged the folder while its files were rotated."""
+    there, elsewhere = identity_of_folder(str(tmp_path)), identity_of_folder("/")
+    write_key_materials(location, MATERIALS, folder=there)
+    with pytest.raises(OutputError, match="folder"):
+        write_key_materials(location, {}, folder=elsewhere)
+    with pytest.raises(OutputError, match="folder"):
+        remove_key_materials(location, elsewhere)
+    assert read_key_materials(location) == MATERIALS
+    remove_key_materials(location, there)
+    assert not Path(key_material_location(location).path).exists()
+    remove_key_materials(location, there)
+
+
+def test_content_has_no_white_space(location: FileLocation) -> None:
+    write_key_materials(location, MATERIALS)
+    content = Path(key_material_location(location).path).read_bytes()
+    assert content.startswith(b'{"footerKey":"{') and b'","columnKey0":"{' in content
