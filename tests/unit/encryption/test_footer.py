@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +13,7 @@ from memory_files import MemorySource, NamedKeys, encrypted
 
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.footer import read_envelope, read_footer
+from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.errors import (
     AadPrefixError,
@@ -228,3 +230,60 @@ def test_crypto_metadata_of_another_column_is_refused(keys: NamedKeys) -> None:
         changed.unverified_footer()
     with pytest.raises(FooterSignatureError):
         changed.open(keys.deks[b"kf"])
+
+
+@pytest.mark.parametrize("plaintext_footer", [False, True])
+def test_a_footer_is_sealed_by_its_own_cipher_alone(keys: NamedKeys, plaintext_footer: bool) -> None:
+    """Another read of a file may return another file: it must not pass for the one whose footer was opened."""
+    data = encrypted(_plain(), _encryption(keys, plaintext_footer=plaintext_footer))
+    envelope = read_envelope(MemorySource(data))
+    cipher = envelope.open(keys.deks[b"kf"]).cipher
+    assert cipher is not None and envelope.is_sealed_by(cipher)
+    assert read_envelope(MemorySource(data)).is_sealed_by(cipher)
+    assert not envelope.is_sealed_by(ModuleCipher(SecretBytes.random(128), cipher.file_aad))
+    assert not envelope.is_sealed_by(ModuleCipher(keys.deks[b"kf"], cipher.file_aad + b"x"))
+    altered = replace(envelope, body=envelope.body[:-1] + bytes([envelope.body[-1] ^ 1]))
+    assert not altered.is_sealed_by(cipher)
+    # The same keys, written again: another file unique.
+    again = encrypted(_plain(), _encryption(keys, plaintext_footer=plaintext_footer))
+    assert not read_envelope(MemorySource(again)).is_sealed_by(cipher)
+
+
+def test_a_column_without_its_key_has_no_cipher(keys: NamedKeys) -> None:
+    columns = {("c", "d"): ColumnKey(keys.deks[b"ka"], b"ka")}
+    footer = read_footer(MemorySource(encrypted(_plain(), FileEncryption(keys.deks[b"kf"], b"kf", columns))), keys)
+    column = next(column for column in footer.columns if column.path == ("c", "d"))
+    with pytest.raises(KeyNotAvailableError, match=r"memory\.parquet: no key is given for column 'c\.d'"):
+        footer.cipher_of(column, None)
+
+
+def test_metadata_of_some_row_groups(keys: NamedKeys) -> None:
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"a": range(6), "b": range(6)}), stream, row_group_size=2)
+    footer = read_footer(MemorySource(encrypted(stream.getvalue(), _encryption(keys))), keys)
+    deks = {("a",): keys.deks[b"ka"]}
+    assert set(footer.column_metadata(deks, (place for place in (2, 0)))) == {(2, 0), (0, 0), (2, 1), (0, 1)}
+    assert len(footer.column_metadata(deks)) == 6
+    assert set(footer.column_metadata({}, [1])) == {(1, 1)}
+
+
+def test_metadata_of_another_column_is_refused() -> None:
+    """A reader would look for the values of one column in the pages of another."""
+
+    def swapped(footer: bytes) -> bytes:
+        metadata, end = FileMetaData.read(footer)
+        (group,) = metadata.row_groups
+        first, second, *others = group.columns
+        group.columns = [second, first, *others]
+        metadata.row_groups = [group]
+        return metadata.serialise() + footer[end:]
+
+    footer = read_footer(MemorySource(_with_footer(_plain(), swapped)), None)
+    with pytest.raises(ParquetFormatError, match="row group 0, column 'a': the metadata is that of column 'b'"):
+        footer.column_metadata({})
+
+
+def test_another_prefix_is_said_of_the_file(keys: NamedKeys) -> None:
+    data = encrypted(_plain(), _encryption(keys, aad_prefix=b"p"))
+    with pytest.raises(AadPrefixError, match=r"^memory\.parquet: the file stores another AAD prefix"):
+        read_envelope(MemorySource(data)).file_aads(b"q")
