@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 import pytest
+from gcp_fake import KEY_RING, FakeGcpKms
 from typer.testing import CliRunner
 
 from parquet_keytools import Keytools
@@ -118,8 +119,16 @@ class Refusing(http.server.BaseHTTPRequestHandler):
         """Quiet."""
 
 
-@pytest.fixture(params=["aws", "vault"])
+@pytest.fixture(params=["aws", "gcp", "vault"])
 def expired(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    if request.param == "gcp":
+        fake = FakeGcpKms()
+        # As Cloud KMS answers to an access token that has expired.
+        fake.fail("UNAUTHENTICATED", message="Request had invalid authentication credentials.")
+        place = dict(zip(("project", "location", "key_ring"), KEY_RING.split("/")[1::2], strict=True))
+        yield {"type": "gcp", "endpoint": fake.endpoint, "insecure": True, **place}
+        fake.stop()
+        return
     answers = {
         "aws": (400, {"__type": "ExpiredTokenException", "message": "The security token included is expired"}),
         "vault": (403, {"errors": ["permission denied"]}),

@@ -84,11 +84,20 @@ def as_dataset_source(data: Any) -> Any:
         return data
     if isinstance(data, ds.Scanner):
         return data.to_reader()
-    if type(data).__module__.partition(".")[0] == "pandas":
-        # With the metadata from which pandas makes the same index again.
-        return pa.table(data)
-    if hasattr(data, "__arrow_c_stream__"):
-        return _without_views(pa.RecordBatchReader.from_stream(data))
+    try:
+        if type(data).__module__.partition(".")[0] == "pandas":
+            # With the metadata from which pandas makes the same index again.
+            return pa.table(data)
+        if hasattr(data, "__arrow_c_stream__"):
+            return _without_views(pa.RecordBatchReader.from_stream(data))
+    except pa.ArrowInvalid as error:
+        if "non-struct" not in str(error):
+            raise
+        raise TypeError(
+            f"{type(data).__qualname__} is one column, and no table: give a DataFrame, such as `data.to_frame()`."
+        ) from None
+    if hasattr(data, "collect") and hasattr(data, "lazy"):
+        raise TypeError(f"{type(data).__qualname__} is a query that did not run: give `data.collect()`.")
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, dict)):
         parts = [as_dataset_source(part) for part in data]
         if parts and all(isinstance(part, (pa.Table, pa.RecordBatch)) for part in parts):

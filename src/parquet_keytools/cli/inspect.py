@@ -63,6 +63,12 @@ def inspect_command(
 
 
 def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str | None) -> Inspection:
+    if Path(file).expanduser().is_dir():
+        raise typer.BadParameter(
+            f"{file} is a folder, and `inspect` shows one file. `verify` checks all files of a folder, and `keys` "
+            "shows the master keys that they need.",
+            param_hint="FILE",
+        )
     if config is not None:
         from parquet_keytools.cli.options import location_of
         from parquet_keytools.keytools import Keytools

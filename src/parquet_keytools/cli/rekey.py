@@ -145,9 +145,11 @@ def _in_place(keytools: Keytools, source: str, options: dict[str, Any], *, as_js
         say_failures,
         say_left_behind,
         say_stopped,
+        saying_what_was_done,
     )
 
     started = time.monotonic()
+    again = "Give the same command again; without --journal it begins with the first file."
     location = locations_of([source], "SRC")
     is_folder = location.is_folder()
     with FilesDocument(wanted=as_json) as document:
@@ -156,11 +158,13 @@ def _in_place(keytools: Keytools, source: str, options: dict[str, Any], *, as_js
 
             def on_file(file: FileRotation) -> None:
                 count(file)
+                done[file.outcome] += 1
                 document.add(rekeyed_document(file))
 
-            report = keytools.rekey_in_place(
-                location, keep_results=False, on_file=on_file, on_progress=progress.advance, **options
-            )
+            with saying_what_was_done(again) as done:
+                report = keytools.rekey_in_place(
+                    location, keep_results=False, on_file=on_file, on_progress=progress.advance, **options
+                )
         document.end(rekeyed_summary(report))
     say_failures([(file.path, file.error) for file in report.failures if file.error is not None])
     say_left_behind(report.left_behind)

@@ -155,15 +155,22 @@ def _refuse(option: str, others: dict[str, bool]) -> None:
 
 def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any], *, as_json: bool) -> None:
     from parquet_keytools.cli.output import FilesDocument, file_counter
-    from parquet_keytools.cli.rotation_report import RotationTally, exit_with, rotation_document
+    from parquet_keytools.cli.rotation_report import (
+        RotationTally,
+        exit_with,
+        rotation_document,
+        saying_what_was_done,
+    )
     from parquet_keytools.rotation.report import FileRotation
 
     tally = RotationTally()
+    again = "Give the same command again: it does the rest."
     with FilesDocument(wanted=as_json) as document:
-        with file_counter() as count:
+        with file_counter() as count, saying_what_was_done(again) as done:
 
             def on_file(file: FileRotation) -> None:
                 count(file)
+                done[file.outcome] += 1
                 tally.add(file)
                 if as_json:
                     document.add(rotation_document(file))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -80,6 +82,22 @@ def say_stopped(report: RotationReport) -> None:
     if why in (error_text(file.error) for file in report.failures if file.error is not None):
         why = "files after it were not processed, because they would fail, too."
     say(f"Stopped: {why}")
+
+
+@contextlib.contextmanager
+def saying_what_was_done(again: str) -> Iterator[Counter[RotationOutcome]]:
+    """Yield counts of files by outcome, and print them if Ctrl-C or SIGTERM ends the block.
+
+    Args:
+        again: How the run is continued.
+    """
+    done: Counter[RotationOutcome] = Counter()
+    try:
+        yield done
+    except KeyboardInterrupt:
+        if done:
+            say(f"Before this: {files_text(done)}. {again}")
+        raise
 
 
 def say_left_behind(left_behind: list[str]) -> None:

@@ -153,7 +153,8 @@ def _name_in(folder: FileLocation, file: FileLocation) -> str:
 def _surroundings(folder: FileLocation, left_out: Sequence[LeftOut]) -> Surroundings:
     summaries = [left.location for left in left_out if left.reason is LeftOutReason.SUMMARY]
     return Surroundings(
-        summary_files=sorted({summary.name for summary in summaries}),
+        # Dask writes one without rows, which is encrypted like any other file.
+        summary_files=sorted({summary.name for summary in summaries if not _is_encrypted(summary)}),
         listed_files=sorted({name for summary in summaries for name in _listed_files(folder, summary)}),
         orphaned_key_materials=sorted(
             {left.location.name for left in left_out if left.reason is LeftOutReason.KEY_MATERIAL}
@@ -180,6 +181,16 @@ def _listed_files(folder: FileLocation, summary: FileLocation) -> Iterator[str]:
         return
     within = PurePosixPath(_name_in(folder, summary)).parent
     yield from (str(within / path) for path in paths if path)
+
+
+def _is_encrypted(location: FileLocation) -> bool:
+    """Return whether a file has an encrypted footer, and so shows nothing."""
+    try:
+        with open_source(location) as source:
+            envelope = check_envelope(source, RuleBook(FILE_SCOPES))
+            return envelope is not None and envelope.mode is FooterMode.ENCRYPTED_FOOTER
+    except (OSError, KeytoolsError):
+        return False
 
 
 def _may_be_plaintext(location: FileLocation) -> bool:

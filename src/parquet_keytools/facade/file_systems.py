@@ -36,6 +36,12 @@ class FileSystems(Configured):
         Raises:
             ConfigurationError: There is no such table, or fsspec is not installed.
         """
+        if table_name is not None and table_name not in self.configuration.tables and "/" in table_name:
+            raise ConfigurationError(
+                f"{table_name!r} is a place, and `filesystem` takes the name of a table.",
+                hint="Open files by paths: `keytools.filesystem().open(path)`; `filesystem=` is where they are. "
+                "For a file system whose root is a folder, use `keytools.view(path)`.",
+            )
         return self._make(table_name, filesystem, None)
 
     def view(

@@ -140,7 +140,8 @@ def check_target_folder(source: FileLocation, target: FileLocation, *, overwrite
     if not overwrite and _has_files(target):
         raise OutputError(
             f"the folder {target} is not empty.",
-            hint="Name another one, or give --overwrite to replace files of the same names in it.",
+            hint="Name another one, give --skip-existing to continue a run that was cut off, or --overwrite to "
+            "replace files of the same names in it.",
         )
 
 

@@ -130,6 +130,9 @@ def _opened(url: str, first: int, last: int) -> Any:
         error.close()
         if error.code == 416:
             raise _error(errno.EIO, "the file is empty, or became shorter", url) from None
+        if error.code == 404 and any(mark in url.partition("?")[0] for mark in "*["):
+            why = "the server answers with HTTP status 404; web servers do not list files: name each, not a glob"
+            raise _error(errno.ENOENT, why, url) from None
         number = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 410: errno.ENOENT}.get(error.code)
         raise _error(number or errno.EIO, f"the server answers with HTTP status {error.code}", url) from None
     except urllib.error.URLError as error:

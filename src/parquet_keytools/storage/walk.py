@@ -46,7 +46,7 @@ _MAGIC = frozenset({MAGIC, MAGIC_ENCRYPTED_FOOTER})
 class LeftOutReason(StrEnum):
     """Why something is left out."""
 
-    SUMMARY = "a summary of footers: it would show statistics in plaintext, and would not fit the new files"
+    SUMMARY = "a summary of footers: it could show statistics in plaintext, and would not fit the new files"
     KEY_MATERIAL = "key material of a Parquet file that is not here"
     PASSED_OVER = "readers of data sets pass over names that begin with a dot or an underscore"
     NOT_PARQUET = "not a Parquet file"

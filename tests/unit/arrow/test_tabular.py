@@ -55,6 +55,28 @@ def test_whatever_has_rows_is_written(tmp_path: Path, source: str, settings: dic
         assert found.cast(TABLE.schema).sort_by("a").equals(TABLE)
 
 
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (
+            lambda: pd.Series([1]),
+            r"Series is one column, and no table: give a .*such as `data.to_frame\(\)`",
+        ),
+        (
+            lambda: pl.Series([1]),
+            r"Series is one column, and no table: give a .*such as `data.to_frame\(\)`",
+        ),
+        (lambda: pl.LazyFrame({"a": [1]}), r"LazyFrame is a query that did not run: give `data.collect\(\)`"),
+    ],
+    ids=["series of pandas", "series of Polars", "lazy frame"],
+)
+def test_what_is_no_table_says_how_it_becomes_one(tmp_path: Path, data: Callable[[], Any], text: str) -> None:
+    for write in (tools().write_table, tools().write_dataset):
+        with pytest.raises(TypeError, match=text):
+            write(data(), tmp_path / "x.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_index_of_a_frame_comes_back(tmp_path: Path) -> None:
     frame = pd.DataFrame({"a": [1, 2]}, index=pd.Index([5, 6], name="number"))
     keytools = tools()

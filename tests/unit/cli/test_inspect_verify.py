@@ -75,6 +75,14 @@ def test_inspect_gives_json(run, config: Path, encrypted: Path) -> None:
     assert {"data page", "data page header"} <= {module["module_type"] for module in modules}
 
 
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_inspect_of_a_folder_says_what_takes_folders(run, config: Path, encrypted: Path, with_keys: bool) -> None:
+    done = run("inspect", encrypted.parent, *(["--config", config] if with_keys else []))
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert "is a folder, and `inspect` shows one file. `verify` checks all files of a folder, and `keys`" in said
+
+
 def test_inspect_takes_any_file(run, plain: Path, tmp_path: Path) -> None:
     assert "not encrypted" in run("inspect", plain).stdout
     # The folder's name has a number that grows from run to run.

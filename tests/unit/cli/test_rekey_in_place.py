@@ -177,7 +177,9 @@ def test_with_a_journal_it_goes_on(run, keystore_case, tmp_path: Path, monkeypat
 
     arguments = ["rekey", case.data, "--config", case.config, "--in-place", "--journal", journal, "--json"]
     monkeypatch.setattr(rekeying._Rekeying, "rekey", rekey)
-    assert run(*arguments).exit_code == 130
+    done = run(*arguments)
+    assert done.exit_code == 130
+    assert "Before this: 1 file: 1 rekeyed. Give the same command again; without --journal" in done.stderr
     monkeypatch.undo()
     first = case.files[0].read_bytes()
     document = json.loads(run(*arguments).stdout)

@@ -168,6 +168,7 @@ def test_a_run_that_was_cut_off_goes_on(run, keystore_case, tmp_path: Path, monk
     monkeypatch.setattr(rewrapping.Rewrapping, "_finish", finish)
     done = run(*arguments)
     assert done.exit_code == 130
+    assert "Before this: 1 file: 1 rotated. Give the same command again: it does the rest." in done.stderr
     document = json.loads(done.stdout)
     assert [file["path"] for file in document["files"]] == [str(case.files[0])]
     assert document["complete"] is False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -663,6 +664,16 @@ def test_plaintext_that_was_left_behind_is_found(make) -> None:
     make("signed.parquet", plaintext_footer=True).rename(folder / "_temporary" / "signed.parquet")
     make("hidden.parquet").rename(folder / ".hidden.parquet")
     assert not data_set_rules(keytools().verify_folder(folder))
+
+
+def test_a_summary_that_is_encrypted_shows_nothing(make) -> None:
+    # As Dask writes one through the file system.
+    path = make("part-0.parquet")
+    shutil.copy(path, path.with_name("_common_metadata"))
+    assert not data_set_rules(keytools().verify_folder(path.parent))
+    signed = make("signed.parquet", plaintext_footer=True)
+    signed.rename(path.with_name("_common_metadata"))
+    assert data_set_rules(keytools().verify_folder(path.parent)) == {"summary-file"}
 
 
 def test_a_file_that_a_summary_lists_is_missed(make) -> None:

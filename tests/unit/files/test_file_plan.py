@@ -100,7 +100,7 @@ def test_a_target_that_exists_needs_consent(located, folder: Path, tmp_path: Pat
     source = located(folder)
     plan_files(source, located(target))
     (target / "a.parquet").write_text("precious")
-    with pytest.raises(OutputError, match=r"not empty.*--overwrite"):
+    with pytest.raises(OutputError, match=r"not empty.*--skip-existing .*--overwrite"):
         plan_files(source, located(target))
     with pytest.raises(OutputError, match=r"exists already.*--overwrite"):
         plan_files(located(folder / "a.parquet"), located(target / "a.parquet"))

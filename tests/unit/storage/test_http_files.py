@@ -126,7 +126,11 @@ def test_only_what_is_wanted_is_sent(tmp_path: Path, serve: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind", "text"),
-    [("missing.parquet", FileNotFoundError, "HTTP status 404"), ("forbidden.parquet", PermissionError, "403")],
+    [
+        ("missing.parquet", FileNotFoundError, "HTTP status 404$"),
+        ("*.parquet", FileNotFoundError, "404; web servers do not list files: name each, not a glob$"),
+        ("forbidden.parquet", PermissionError, "403"),
+    ],
 )
 def test_errors_name_the_address_without_its_signature(
     serve: Any, name: str, kind: type[OSError], text: str

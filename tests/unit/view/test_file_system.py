@@ -119,6 +119,14 @@ def test_a_writer_that_nobody_closes_writes_nothing(tmp_path: Path, caplog: pyte
     assert f"{path} is not written, because its writer was never closed" in caplog.text
 
 
+@pytest.mark.parametrize("place", ["memory://", "s3://bucket/folder", "/data/folder", "folder/x.parquet"])
+def test_a_place_is_no_table(place: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"is a place, and `filesystem` takes .* a table\. Open files"):
+        tools().filesystem(place)
+    with pytest.raises(ConfigurationError, match="there is no table 'other'"):
+        tools().filesystem("other")
+
+
 @pytest.mark.parametrize("engine", ["duckdb", "pyarrow"])
 def test_values_under_a_key_are_not_in_names_of_folders(tmp_path: Path, engine: str) -> None:
     keytools = tools(column_keys={"kb": ["b*"]})

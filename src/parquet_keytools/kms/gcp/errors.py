@@ -49,8 +49,8 @@ _BY_STATUS: dict[str, type[KmsError]] = {
 }
 
 _CREDENTIALS_HINT = (
-    "Check the credentials: `gcloud auth application-default login`, GOOGLE_APPLICATION_CREDENTIALS, "
-    "credentials_file, or the service account of this machine."
+    "Check the credentials, which may have expired: `gcloud auth application-default login`, "
+    "GOOGLE_APPLICATION_CREDENTIALS, credentials_file, or the service account of this machine."
 )
 _HINTS = {
     "FAILED_PRECONDITION": "The key has no primary version, its version is disabled or destroyed, or it is not a "
