@@ -139,7 +139,7 @@ def compile_java(sources: list[Path], target: Path, path: list[Path]) -> None:
         timeout=MOST_SECONDS,
     )
     # The exit status is 0 in any case.
-    assert (target / f"{PROGRAM.stem}.class").exists(), done.stdout + done.stderr
+    assert all(list(target.rglob(f"{source.stem}.class")) for source in sources), done.stdout + done.stderr
 
 
 def java() -> str:
