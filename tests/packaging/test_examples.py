@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 def test_it_runs(path: Path, tmp_path: Path) -> None:
     if path.stem.startswith("spark_") and os.environ.get("SPARK") == "no":
         pytest.skip("SPARK=no leaves the examples with Spark out")
+    # Spark starts in half of the time. What users set themselves goes on.
+    java = f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} {import_module('services.spark_jvm').JAVA_OPTIONS}"
     work, temporary = tmp_path / "work", tmp_path / "temporary"
     work.mkdir()
     temporary.mkdir()
@@ -21,7 +24,7 @@ def test_it_runs(path: Path, tmp_path: Path) -> None:
         [sys.executable, "-W", "error::DeprecationWarning:__main__", path],
         cwd=work,
         # Paths of Ray's sockets must be short.
-        env=os.environ | {"TMPDIR": str(temporary), "RAY_TMPDIR": "/tmp"},
+        env=os.environ | {"TMPDIR": str(temporary), "RAY_TMPDIR": "/tmp", "SPARK_SUBMIT_OPTS": java},
         capture_output=True,
         text=True,
         timeout=120,

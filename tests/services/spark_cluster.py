@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from spark_jvm import JAVA_OPTIONS
+
 JAVA_MISSING = (
     "the tests with Spark need Java 17: install it with `apt-get install openjdk-17-jre-headless`, or leave these "
     "tests out with `make test SPARK=no`"
@@ -117,13 +119,12 @@ class SparkCluster:
 
         home = Path(pyspark.__file__).parent
         kind = "master.Master" if name == "master" else "worker.Worker"
-        # -XX: a master and a worker do little.
         environment = {
             **self._environment,
             **(environment or {}),
             "SPARK_HOME": str(home),
             "SPARK_DAEMON_MEMORY": "256m",
-            "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+            "SPARK_DAEMON_JAVA_OPTS": JAVA_OPTIONS,
             "PYSPARK_PYTHON": sys.executable,
         }
         with (self.folder / f"{name}.log").open("wb") as log:
