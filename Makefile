@@ -80,6 +80,7 @@ coverage: $(TEST_INSTALLED) java ## All tests, slowed down by measuring lines an
 soak: mutants mutation ## Hours: all mutants, crash points and races in place of samples, and mutation testing
 	SOAK=yes $(BIN)/python -m pytest --timeout=7200 tests/tamper/test_rotation_crashes.py \
 		tests/tamper/test_write_crashes.py tests/tamper/test_two_users.py \
+		tests/tamper/test_iceberg_crashes.py tests/tamper/test_iceberg_users.py \
 		tests/tamper/test_rotation_concurrency.py tests/services/test_s3_rotation.py \
 		tests/interop/test_view_matrix.py tests/unit/serve
 

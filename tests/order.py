@@ -36,7 +36,9 @@ LONGEST_FIRST: dict[str, str] = {
     "tamper/test_silent_failures.py": "silent failures",
     "packaging/test_demo.py": "demo",
     "packaging/test_wheel.py": "wheel",
+    "tamper/test_iceberg_crashes.py": "crashes of Iceberg writers",
     "unit/iceberg/test_writing.py": "tables of Iceberg",
+    "tamper/test_iceberg_users.py": "users of an Iceberg table",
     "unit/arrow/test_call_counts.py": "number of calls",
 }
 """File -> group, in the order in which they begin."""

@@ -276,7 +276,7 @@ def verify(victim: Victim, location: str) -> None:
     located = located_table(
         str(victim.metadata_file), Path(victim.properties["keytools.config"]), properties=victim.properties
     )
-    report = TableAudit(located.encryption, located.service, located.open_stored, with_data=True).run()
+    report = TableAudit(located, with_data=True).run()
     problems = [problem for link, problem in report.findings if link == f"data file {location}"]
     if problems:
         raise DecryptionError(f"the data file {location}: {problems}")

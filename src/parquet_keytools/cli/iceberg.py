@@ -162,7 +162,7 @@ def _audit(
     from parquet_keytools.iceberg.table_audit import TableAudit
 
     located = _located(table, config, catalog, properties)
-    return TableAudit(located.encryption, located.service, located.open_stored, with_data=with_data).run()
+    return TableAudit(located, with_data=with_data).run()
 
 
 def _show(report: TableReport, as_json: bool, *, as_tree: bool) -> None:

@@ -63,8 +63,9 @@ def table_document(report: TableReport) -> dict[str, Any]:
                 "lists": [child.location for child in link.children],
                 "problems": link.problems,
             }
-            for link in (*report.links.values(), *report.statistics)
+            for link in report.files
         ],
+        "orphan_files": report.orphans,
         "plaintext_files": report.plaintext_files if encryption.is_encrypted else [],
         "findings": [{"link": link, "problem": problem} for link, problem in report.findings],
     }
@@ -212,8 +213,16 @@ def print_findings(report: TableReport) -> None:
         answer(
             f"No snapshot needs {number_of(len(report.unneeded_keys), 'key')}: {', '.join(report.unneeded_keys)}"
         )
+    for orphan in (report.orphans or [])[:_MOST_CHILDREN]:
+        answer(f"orphan: nothing names {orphan}")
+    if report.orphans:
+        more = len(report.orphans) - _MOST_CHILDREN
+        answer(
+            (f"And {more:,} more orphans. " if more > 0 else "")
+            + "A commit that was killed left them, or one that is under way."
+        )
     shared = sum(link.is_shared for link in report.links.values())
-    files = number_of(len(report.links) + len(report.statistics), "file")
+    files = number_of(len(report.files), "file")
     snapshots = number_of(len(encryption.snapshots), "snapshot")
     answer(f"{snapshots}, {files}, {shared:,} of them shared by snapshots; master keys: {_names(report)}.")
     if not encryption.is_encrypted:

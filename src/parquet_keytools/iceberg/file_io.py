@@ -23,11 +23,11 @@ from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
 from parquet_keytools.iceberg.manifests import ListedFile, manifests_in
+from parquet_keytools.iceberg.stored_files import MAPPING_PROPERTY, check_place, mapped_location, open_as_stored
 from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, parse_table_metadata, read_metadata_file
 from parquet_keytools.storage.sources import ArrowSource
 
 CONFIG_PROPERTY = "keytools.config"
-MAPPING_PROPERTY = "keytools.location-mapping"
 IO_IMPL_PROPERTY = "keytools.io-impl"
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 
@@ -100,7 +100,9 @@ class EncryptedFileIO(FileIO):
 
     def storage(self, location: str) -> FileIO:
         """Return the FileIO that reads and writes the bytes of a location as they are."""
-        mapped = self.mapped(location)
+        return self._storage_of(self.mapped(location))
+
+    def _storage_of(self, mapped: str) -> FileIO:
         scheme = mapped.partition(":")[0] if ":" in mapped else ""
         beneath = self._beneath.get(scheme)
         if beneath is None:
@@ -112,8 +114,7 @@ class EncryptedFileIO(FileIO):
 
     def open_stored(self, location: str) -> pa.NativeFile:
         """Open a file as it is stored."""
-        stream = self.storage(location).new_input(self.mapped(location)).open()
-        return stream if isinstance(stream, pa.NativeFile) else pa.PythonFile(stream, mode="r")
+        return open_as_stored(self._storage_of, location, self._mapping)
 
     # --- what is known ---
 
@@ -215,6 +216,7 @@ class EncryptedFileIO(FileIO):
             return self._open_unknown(location)
         snapshot = table.snapshot_of(location)
         if snapshot is not None:
+            check_place(location, table.encryption.metadata_location, self._mapping)
             name = f"manifest list {location} of snapshot {snapshot.snapshot_id}"
             content = self._read_stream(location, table.list_key(snapshot), None, name)
             table.learn(location, manifests_in(content, name))
@@ -292,27 +294,6 @@ class EncryptedInputFile(InputFile):
     def open(self, seekable: bool = True) -> Any:
         """Open it; see `EncryptedFileIO.open_plaintext`."""
         return self._file_io.open_plaintext(self.location)
-
-
-def mapped_location(location: str, mapping: str) -> str:
-    """Return where a location lies, by the property `keytools.location-mapping`; the longest `from` decides.
-
-    Raises:
-        ConfigurationError: The property is not valid.
-    """
-    if not mapping:
-        return location
-    pairs = [pair.split("=", 1) for pair in mapping.split(",")]
-    if any(len(pair) != 2 or not all(pair) for pair in pairs):
-        raise ConfigurationError(
-            f"{MAPPING_PROPERTY} is not `from=to`, several with commas between them.", hint="Write both locations."
-        )
-    begin, replacement = max(
-        ((begin, to) for begin, to in pairs if location.startswith(begin)),
-        key=lambda pair: len(pair[0]),
-        default=("", ""),
-    )
-    return replacement + location[len(begin) :]
 
 
 def _unpickled(kind: type[EncryptedFileIO], properties: dict[str, str], metadata: list[str]) -> EncryptedFileIO:

@@ -10,12 +10,20 @@ from pathlib import Path
 import pyarrow as pa
 from pyiceberg.catalog import load_catalog
 from pyiceberg.io import PY_IO_IMPL, FileIO, load_file_io
+from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.typedef import EMPTY_DICT
 
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, MAPPING_PROPERTY, mapped_location
+from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY
+from parquet_keytools.iceberg.stored_files import (
+    MAPPING_PROPERTY,
+    mapped_location,
+    open_as_stored,
+    stored_location,
+)
 from parquet_keytools.iceberg.table_metadata import TableEncryption, parse_table_metadata, read_metadata_file
+from parquet_keytools.storage.locations import FileLocation
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,26 @@ class LocatedTable:
 
     def open_stored(self, location: str) -> pa.NativeFile:
         """Open a file as it is stored."""
-        return _open(self.file_io, location, self.mapping)
+        return open_as_stored(lambda _: self.file_io, location, self.mapping)
+
+    def path_of(self, location: str) -> str:
+        """Return the path of a location on its file system."""
+        mapped = mapped_location(location, self.mapping)
+        try:
+            return PyArrowFileIO.parse_location(mapped)[2]
+        except ValueError:
+            return mapped
+
+    def folder(self) -> FileLocation | None:
+        """Return the folder of the table: that of the folder `metadata` with its metadata file, or None.
+
+        The location in the file is not taken: whoever changed it could let us list anything.
+        """
+        folder, _, _ = self.encryption.metadata_location.rpartition("/")
+        above, _, name = folder.rpartition("/")
+        if name != "metadata" or not above:
+            return None
+        return stored_location(self.file_io, mapped_location(above, self.mapping))
 
 
 def located_table(
@@ -70,11 +97,6 @@ def located_table(
     beneath = {name: value for name, value in given.items() if name != PY_IO_IMPL}
     mapping = given.get(MAPPING_PROPERTY, "")
     file_io = load_file_io(beneath, mapped_location(table, mapping))
-    with _open(file_io, table, mapping) as file:
+    with open_as_stored(lambda _: file_io, table, mapping) as file:
         encryption = parse_table_metadata(read_metadata_file(file, table), table)
     return LocatedTable(encryption, service, file_io, mapping)
-
-
-def _open(file_io: FileIO, location: str, mapping: str) -> pa.NativeFile:
-    stream = file_io.new_input(mapped_location(location, mapping)).open()
-    return stream if isinstance(stream, pa.NativeFile) else pa.PythonFile(stream, mode="r")

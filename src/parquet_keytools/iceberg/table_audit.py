@@ -5,33 +5,36 @@ Nothing stops at the first finding. What a broken link leads to is not reached, 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, KmsError, WrappedKeyInvalidError
-from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.ags1 import MAGIC
 from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file, read_stream
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
 from parquet_keytools.iceberg.key_entries import is_young, master_key_of
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.located_tables import LocatedTable
 from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in
+from parquet_keytools.iceberg.stored_files import check_place
 from parquet_keytools.iceberg.table_metadata import SnapshotKey, TableEncryption
 from parquet_keytools.storage.sources import ArrowSource
+from parquet_keytools.storage.walk import all_files
 
 _MS_A_DAY = 86_400_000
 _PARQUET = "PARQUET"
 _ENCRYPTED = (MAGIC, b"PARE")
+_PLAINTEXT = (b"PAR1", b"Obj\x01", b"PFA1")
+_BESIDE_TABLES = (".crc", "version-hint.text")
+"""Files of Hadoop that no metadata file names."""
 _UNREADABLE = (KeytoolsError, OSError, ValueError, pa.ArrowException)
 """Also what a location is refused with: a scheme that PyIceberg does not know is a ValueError."""
-
-OpenStored = Callable[[str], pa.NativeFile]
 
 
 @dataclass
@@ -92,9 +95,11 @@ class TableReport:
         keks: Its KEKs.
         lists: The manifest lists of its snapshots, in their order.
         statistics: Files with statistics, of the table and of its partitions.
+        plaintext_orphans: Plaintext files in the folder of an encrypted table that nothing names.
         problems: What is wrong with the metadata file itself.
         unneeded_keys: Entries of `encryption-keys` that no snapshot needs.
         links: All files, each once.
+        orphans: Locations of files in the folder of the table that nothing names; None where that is unknown.
         kms_failed: Whether the KMS could not be reached or refused: then it is the reason of other problems too.
     """
 
@@ -102,9 +107,11 @@ class TableReport:
     keks: list[KekReport] = field(default_factory=list)
     lists: list[ChainLink] = field(default_factory=list)
     statistics: list[ChainLink] = field(default_factory=list)
+    plaintext_orphans: list[ChainLink] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unneeded_keys: list[str] = field(default_factory=list)
     links: dict[str, ChainLink] = field(default_factory=dict)
+    orphans: list[str] | None = None
     kms_failed: bool = False
 
     @property
@@ -113,17 +120,18 @@ class TableReport:
         return [
             *((f"metadata file {self.encryption.metadata_location}", problem) for problem in self.problems),
             *((f"KEK {kek.key_id!r}", problem) for kek in self.keks for problem in kek.problems),
-            *(
-                (f"{link.kind} {link.location}", problem)
-                for link in (*self.links.values(), *self.statistics)
-                for problem in link.problems
-            ),
+            *((f"{link.kind} {link.location}", problem) for link in self.files for problem in link.problems),
         ]
+
+    @property
+    def files(self) -> list[ChainLink]:
+        """All files that were looked at."""
+        return [*self.links.values(), *self.statistics, *self.plaintext_orphans]
 
     @property
     def plaintext_files(self) -> list[str]:
         """Locations of the plaintext files in this encrypted table."""
-        return [link.location for link in (*self.links.values(), *self.statistics) if not link.is_encrypted]
+        return [link.location for link in self.files if not link.is_encrypted]
 
     @property
     def master_key_ids(self) -> list[str]:
@@ -136,21 +144,19 @@ class TableAudit:
     """Walks down the key chain.
 
     Args:
-        encryption: What the metadata file says.
-        service: The configuration and its KMS.
-        open_stored: Opens a file as it is stored.
+        located: The table.
         with_data: Whether every file is decrypted, or only manifest lists and manifests.
     """
 
-    def __init__(
-        self, encryption: TableEncryption, service: KeyService, open_stored: OpenStored, *, with_data: bool
-    ) -> None:
-        self._chain = KeyChain(encryption, IcebergKeys(service))
-        self._open_stored = open_stored
+    def __init__(self, located: LocatedTable, *, with_data: bool) -> None:
+        self._located = located
+        self._chain = KeyChain(located.encryption, IcebergKeys(located.service))
+        self._open_stored = located.open_stored
         self._with_data = with_data
-        self._report = TableReport(encryption)
+        self._report = TableReport(located.encryption)
         self._fingerprint_key = secrets.token_bytes(32)
         self._fingerprints: dict[bytes, str] = {}
+        self._is_complete = True
 
     def run(self) -> TableReport:
         """Return what was found."""
@@ -160,6 +166,8 @@ class TableAudit:
             self._report.lists.append(self._list_of(snapshot))
         for location in encryption.statistics:
             self._add_statistics(location)
+        if self._with_data:
+            self._add_orphans()
         if encryption.is_encrypted and encryption.master_key_id is None:
             self._report.problems.append(
                 "the property encryption.key-id is missing: writers would make plaintext files"
@@ -170,7 +178,7 @@ class TableAudit:
             except KeyMaterialError as error:
                 self._report.problems.append(str(error))
         if encryption.is_encrypted:
-            for link in (*self._report.links.values(), *self._report.statistics):
+            for link in self._report.files:
                 if not link.is_encrypted:
                     link.problems.insert(0, "it is a plaintext file in an encrypted table")
         return self._report
@@ -217,15 +225,18 @@ class TableAudit:
             known.problems.append(f"snapshot {snapshot.snapshot_id} has the same manifest list as another one")
             return link
         self._report.links[link.location] = link
+        encryption = self._report.encryption
         name = f"manifest list {snapshot.manifest_list} of snapshot {snapshot.snapshot_id}"
         try:
             key = None
             if snapshot.key_id is not None:
                 key = self._chain.manifest_list_key(snapshot.key_id, snapshot.snapshot_id)
             self._note_key(link, key)
+            check_place(snapshot.manifest_list, encryption.metadata_location, self._located.mapping)
             manifests = manifests_in(self._content(link, key, name), name)
         except _UNREADABLE as error:
             link.problems.append(_text_of(error))
+            self._is_complete = False
             return link
         link.children = [self._manifest(file, snapshot.snapshot_id) for file in manifests]
         return link
@@ -240,6 +251,7 @@ class TableAudit:
                 files = files_in(self._content(link, key, file.name), file.name)
             except _UNREADABLE as error:
                 link.problems.append(_text_of(error))
+                self._is_complete = False
                 files = []
             # An entry of a deleted file is history: the file itself may be gone.
             link.children = [self._data_file(child) for child in files if child.is_live]
@@ -303,6 +315,7 @@ class TableAudit:
     def _add_statistics(self, location: str) -> None:
         link = ChainLink(location, "statistics file", None, is_encrypted=False)
         try:
+            check_place(location, self._report.encryption.metadata_location, self._located.mapping)
             with self._open_stored(location) as stored:
                 # The format gives statistics no key: what begins like a stream is at least no plaintext.
                 link.is_encrypted = stored.read(len(MAGIC)) in _ENCRYPTED
@@ -310,6 +323,30 @@ class TableAudit:
         except _UNREADABLE as error:
             link.problems.append(_text_of(error))
         self._report.statistics.append(link)
+
+    def _add_orphans(self) -> None:
+        """Find what lies in the folder of the table and nothing names: commits that were killed leave it."""
+        encryption, located = self._report.encryption, self._located
+        folder = located.folder()
+        if folder is None or not self._is_complete or not encryption.is_encrypted:
+            return
+        links = (*self._report.links.values(), *self._report.statistics)
+        locations = [
+            encryption.metadata_location,
+            *encryption.earlier_metadata,
+            *(link.location for link in links),
+        ]
+        named = {located.path_of(location) for location in locations}
+        prefix = encryption.metadata_location.rsplit("/", 2)[0]
+        self._report.orphans = []
+        for file in all_files(folder):
+            if file.path in named or file.name.endswith(_BESIDE_TABLES):
+                continue
+            location = f"{prefix}/{file.path_within(folder)}"
+            self._report.orphans.append(location)
+            with contextlib.suppress(*_UNREADABLE), self._open_stored(location) as stored:
+                if stored.read(len(MAGIC)) in _PLAINTEXT:
+                    self._report.plaintext_orphans.append(ChainLink(location, "orphan", stored.size(), False))
 
 
 def _text_of(error: Exception) -> str:

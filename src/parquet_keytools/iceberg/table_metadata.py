@@ -79,6 +79,7 @@ class TableEncryption:
         keys: `encryption-keys`, by `key_id`.
         snapshots: Its snapshots, in the order of the file.
         current_snapshot_id: None where the table is empty.
+        earlier_metadata: Locations of the metadata files before, as far as it lists them.
         statistics: Locations of Puffin files with statistics of the table, and of files with those of partitions.
     """
 
@@ -90,6 +91,7 @@ class TableEncryption:
     snapshots: tuple[SnapshotKey, ...]
     current_snapshot_id: int | None
     statistics: tuple[str, ...]
+    earlier_metadata: tuple[str, ...] = ()
 
     @property
     def master_key_id(self) -> str | None:
@@ -184,6 +186,10 @@ class _Reader:
             snapshots=tuple(map(self.snapshot, self.items(document, "snapshots"))),
             current_snapshot_id=current if type(current) is int and current != -1 else None,
             statistics=tuple(self.text(item, "statistics-path", "a statistics file") for item in statistics),
+            earlier_metadata=tuple(
+                self.text(item, "metadata-file", "the metadata log")
+                for item in self.items(document, "metadata-log")
+            ),
         )
         current_id = table.current_snapshot_id
         if table.is_encrypted and current_id is not None and table.snapshot(current_id) is None:

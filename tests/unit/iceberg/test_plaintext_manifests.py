@@ -63,7 +63,7 @@ def path_of(location: str) -> Path:
 
 def audit(lake: Lake) -> TableReport:
     located = located_table(lake.load().metadata_location, lake.folder / "keytools.yaml")
-    return TableAudit(located.encryption, located.service, located.open_stored, with_data=True).run()
+    return TableAudit(located, with_data=True).run()
 
 
 def test_it_is_refused_and_reported_and_what_it_lists_is_checked(lake: Lake) -> None:
@@ -147,9 +147,9 @@ def test_whatever_a_metadata_file_claims_the_report_goes_on(lake: Lake) -> None:
     document["properties"]["encryption.key-id"] = "keyB"
     path_of(location).write_text(json.dumps(document))
     located = located_table(location, lake.folder / "keytools.yaml")
-    report = TableAudit(located.encryption, located.service, located.open_stored, with_data=True).run()
+    report = TableAudit(located, with_data=True).run()
     problems = dict(report.findings)
     assert "encryption.key-id is 'keyB'" in problems[f"metadata file {location}"]
-    assert "it cannot be read" in problems["manifest list unknown://place/list.avro"]
+    assert "which is in 'unknown'" in problems["manifest list unknown://place/list.avro"]
     assert len(report.findings) == 4 and sum("file:///\0" in link for link, _ in report.findings) == 2
     assert report.lists[1].children

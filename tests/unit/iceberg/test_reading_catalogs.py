@@ -19,7 +19,7 @@ from rest_catalog import rest_server
 
 from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError
 from parquet_keytools.iceberg import EncryptedFileIO, create_table, load_table
-from parquet_keytools.iceberg.file_io import mapped_location
+from parquet_keytools.iceberg.stored_files import mapped_location
 
 
 @pytest.fixture
