@@ -39,8 +39,8 @@ HIDDEN_PARTITIONS = {
 }
 """The names of data files would show the values that rows are partitioned by, or will be once."""
 
-_PATIENCE = {TableProperties.COMMIT_NUM_RETRIES: "30", TableProperties.COMMIT_MAX_RETRY_WAIT_MS: "1000"}
-"""Where the table does not say it: PyIceberg's 4 retries are few for several writers."""
+_PATIENCE = {TableProperties.COMMIT_NUM_RETRIES: "100", TableProperties.COMMIT_MAX_RETRY_WAIT_MS: "200"}
+"""Where the table does not say it: 4 retries are few for several writers; who waits long comes second again."""
 
 
 def as_written(metadata: TableMetadata) -> TableMetadata:

@@ -18,6 +18,7 @@ from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.iceberg.ags1 import Ags1Reader
+from parquet_keytools.iceberg.bounded_avro import read_plaintext
 from parquet_keytools.iceberg.data_files import UncopiedInput, check_length, open_data_file, read_stream
 from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
@@ -218,14 +219,16 @@ class EncryptedFileIO(FileIO):
         if snapshot is not None:
             check_place(location, table.encryption.metadata_location, self._mapping)
             name = f"manifest list {location} of snapshot {snapshot.snapshot_id}"
-            content = self._read_stream(location, table.list_key(snapshot), None, name)
-            table.learn(location, manifests_in(content, name))
+            list_key = table.list_key(snapshot)
+            content = self._read_stream(location, list_key, None, name)
+            table.learn(location, manifests_in(content, name, authentic=list_key is not None))
             return io.BytesIO(content)
         file = table.file_at(location)
         assert file is not None
         if file.kind == "manifest":
-            content = self._read_stream(location, file.key_metadata(), file.length, file.name)
-            table.learn_later(location, content)
+            key = file.key_metadata()
+            content = self._read_stream(location, key, file.length, file.name)
+            table.learn_later(location, content, authentic=key is not None)
             return io.BytesIO(content)
         return self._open_data(file)
 
@@ -236,7 +239,7 @@ class EncryptedFileIO(FileIO):
         with stored:
             if key is None:
                 self._refuse_plaintext(name)
-                return bytes(stored.read())
+                return read_plaintext(stored)
             return read_stream(stored, key, listed_length, name)
 
     def _open_data(self, file: ListedFile) -> Any:

@@ -41,7 +41,7 @@ class KnownTable:
         self._lists = {snapshot.manifest_list: snapshot for snapshot in encryption.snapshots}
         self._files: dict[str, ListedFile] = {}
         self._lock = ForkSafeLock()
-        self._pending: dict[str, SecretBytes] = {}
+        self._pending: dict[str, tuple[SecretBytes, bool]] = {}
         self._read: set[str] = set()
 
     def snapshot_of(self, manifest_list: str) -> SnapshotKey | None:
@@ -64,17 +64,18 @@ class KnownTable:
         if found is None and self._pending:
             with self._lock:
                 # It stays pending until it is learnt: other threads wait for it here.
-                for manifest, content in self._pending.items():
-                    self.learn(manifest, files_in(content.reveal(), f"manifest {manifest}"))
+                for manifest, (content, authentic) in self._pending.items():
+                    name = f"manifest {manifest}"
+                    self.learn(manifest, files_in(content.reveal(), name, authentic=authentic))
                 self._pending = {}
             found = self._files.get(location)
         return found
 
-    def learn_later(self, manifest: str, content: bytes) -> None:
+    def learn_later(self, manifest: str, content: bytes, *, authentic: bool) -> None:
         """Take a manifest, which is looked into once one of its files is opened: planning a scan opens none."""
         with self._lock:
             if manifest not in self._read:
-                self._pending[manifest] = SecretBytes(content)
+                self._pending[manifest] = SecretBytes(content), authentic
                 self._read.add(manifest)
 
     def learn(self, read_location: str, files: Iterable[ListedFile]) -> None:

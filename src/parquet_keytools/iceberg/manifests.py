@@ -18,6 +18,7 @@ from pyiceberg.typedef import Record
 from pyiceberg.types import StructType
 
 from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.iceberg.bounded_avro import BoundedAvroFile
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -67,26 +68,29 @@ class ListedFile:
         )
 
 
-def manifests_in(content: bytes, name: str) -> list[ListedFile]:
+def manifests_in(content: bytes, name: str, *, authentic: bool) -> list[ListedFile]:
     """Return the manifests in a manifest list.
 
     Args:
         content: Its plaintext.
         name: What errors call it.
+        authentic: Whether it was encrypted; plaintext may be anybody's.
 
     Raises:
         ParquetFormatError: It is no manifest list.
     """
     return [
         ListedFile(path, "manifest", "AVRO", length, is_live=True, encoded_key=_secret(key))
-        for path, length, key in _records(content, _LIST_FIELDS, name)
+        for path, length, key in _records(content, _LIST_FIELDS, name, authentic)
     ]
 
 
-def files_in(content: bytes, name: str) -> list[ListedFile]:
+def files_in(content: bytes, name: str, *, authentic: bool) -> list[ListedFile]:
     """Return the files in a manifest; arguments and errors as with `manifests_in`."""
     files = []
-    for status, content_type, path, file_format, length, key in _records(content, _MANIFEST_FIELDS, name):
+    for status, content_type, path, file_format, length, key in _records(
+        content, _MANIFEST_FIELDS, name, authentic
+    ):
         file_format = str(file_format).upper()
         kind = "deletion vector file" if file_format == "PUFFIN" else _CONTENTS.get(content_type, "file")
         files.append(ListedFile(path, kind, file_format, length, status != _DELETED, _secret(key)))
@@ -112,11 +116,13 @@ class _InMemory(InputFile):
         return io.BytesIO(self._content)
 
 
-def _records(content: bytes, field_ids: Sequence[int], name: str) -> list[tuple[Any, ...]]:
+def _records(content: bytes, field_ids: Sequence[int], name: str, authentic: bool) -> list[tuple[Any, ...]]:
     """Return some fields of all records."""
     kind = ""
     try:
-        with AvroFile[Record](_InMemory(content)) as reader:
+        file = _InMemory(content)
+        avro_file: AvroFile[Record] = AvroFile(file) if authentic else BoundedAvroFile(file)
+        with avro_file as reader:
             # What a read schema leaves out, PyIceberg cannot skip where it is a map or a list.
             reader.reader = _pruned(reader.schema.as_struct(), reader.reader, field_ids)
             return [_fields(record, field_ids) for record in reader]

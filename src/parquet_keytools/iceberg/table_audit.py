@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, KmsError, WrappedKeyInvalidError
 from parquet_keytools.iceberg.ags1 import MAGIC
+from parquet_keytools.iceberg.bounded_avro import read_plaintext
 from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file, read_stream
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
 from parquet_keytools.iceberg.key_entries import is_young, master_key_of
@@ -233,7 +234,7 @@ class TableAudit:
                 key = self._chain.manifest_list_key(snapshot.key_id, snapshot.snapshot_id)
             self._note_key(link, key)
             check_place(snapshot.manifest_list, encryption.metadata_location, self._located.mapping)
-            manifests = manifests_in(self._content(link, key, name), name)
+            manifests = manifests_in(self._content(link, key, name), name, authentic=key is not None)
         except _UNREADABLE as error:
             link.problems.append(_text_of(error))
             self._is_complete = False
@@ -248,7 +249,7 @@ class TableAudit:
             try:
                 key = file.key_metadata()
                 self._note_key(link, key)
-                files = files_in(self._content(link, key, file.name), file.name)
+                files = files_in(self._content(link, key, file.name), file.name, authentic=key is not None)
             except _UNREADABLE as error:
                 link.problems.append(_text_of(error))
                 self._is_complete = False
@@ -293,7 +294,7 @@ class TableAudit:
     def _content(self, link: ChainLink, key: StandardKeyMetadata | None, name: str) -> bytes:
         with self._open_stored(link.location) as stored:
             if key is None:
-                return bytes(stored.read())
+                return read_plaintext(stored)
             if key.file_length is None:
                 link.problems.append("its key metadata has no file_length, so blocks cut off its end go unseen")
             listed_length, link.length = link.length, stored.size()
