@@ -15,7 +15,6 @@ STUBS_ARE_WRONG = {
     # That KMS clients return bytes, and that factories return encryption properties to write with.
     "pyarrow_interop.py",
     # Of other engines: their own types.
-    "iceberg_table.py",
     "polars_lazy_frames.py",
     "ray_tasks.py",
     "served_files.py",

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parquet_keytools.iceberg.encrypted_table import EncryptedTable
     from parquet_keytools.iceberg.file_io import EncryptedFileIO
     from parquet_keytools.iceberg.loading import create_table, load_table
 
 _HOMES = {
     "create_table": "parquet_keytools.iceberg.loading",
     "EncryptedFileIO": "parquet_keytools.iceberg.file_io",
+    "EncryptedTable": "parquet_keytools.iceberg.encrypted_table",
     "load_table": "parquet_keytools.iceberg.loading",
 }
 
-__all__ = ["EncryptedFileIO", "create_table", "load_table"]
+__all__ = ["EncryptedFileIO", "EncryptedTable", "create_table", "load_table"]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,13 +25,20 @@ from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
 from parquet_keytools.iceberg.manifests import ListedFile, manifests_in
 from parquet_keytools.iceberg.stored_files import MAPPING_PROPERTY, check_place, mapped_location, open_as_stored
-from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, parse_table_metadata, read_metadata_file
+from parquet_keytools.iceberg.table_metadata import (
+    KEY_ID_PROPERTY,
+    TableEncryption,
+    parse_table_metadata,
+    read_metadata_file,
+)
 from parquet_keytools.storage.sources import ArrowSource
 
 CONFIG_PROPERTY = "keytools.config"
 IO_IMPL_PROPERTY = "keytools.io-impl"
+PLAINTEXT_TABLES_PROPERTY = "keytools.plaintext-tables"
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 
+_OURS = "parquet_keytools.iceberg.EncryptedFileIO"
 _ENCRYPTED_MAGICS = (b"AGS1", b"PARE")
 _METADATA_ENDINGS = (".json", ".json.gz")
 _VERSION_HINT = "version-hint.text"
@@ -41,11 +48,12 @@ _MAX_HINT_BYTES = 4096
 class EncryptedFileIO(FileIO):
     """Reads encrypted and plaintext tables, and refuses to write to encrypted ones.
 
-    Properties of the catalog or the table:
+    Properties of the catalog; a table that has such properties itself is refused, for anybody may have set them:
 
     - `keytools.config`: path of the YAML configuration with the KMS; by default `PARQUET_KEYTOOLS_CONFIG`.
     - `keytools.location-mapping`: `from=to`, several with commas: where locations that begin with `from` lie.
     - `keytools.io-impl`: the FileIO beneath; by default the one that PyIceberg takes for the location.
+    - `keytools.plaintext-tables`: `reject` where each table is encrypted, so that none that lost its keys is read.
 
     It may be used from any number of threads, and pickled to worker processes; a pickle holds no key.
     """
@@ -60,6 +68,10 @@ class EncryptedFileIO(FileIO):
             )
         self._known = known_tables(configuration_file)
         self._mapping = properties.get(MAPPING_PROPERTY, "")
+        plaintext_tables = properties.get(PLAINTEXT_TABLES_PROPERTY, "allow")
+        if plaintext_tables not in ("allow", "reject"):
+            raise ConfigurationError(f"{PLAINTEXT_TABLES_PROPERTY} is {plaintext_tables!r}: not allow or reject.")
+        self._rejects_plaintext = plaintext_tables == "reject"
         self._beneath: dict[str, FileIO] = {}
         self._tables: dict[str, KnownTable] = {}
         self._unread_metadata: list[str] = []
@@ -132,7 +144,8 @@ class EncryptedFileIO(FileIO):
     def is_guarded(self, location: str) -> bool:
         """Return whether a location belongs to an encrypted table, as far as anything says so."""
         return (
-            KEY_ID_PROPERTY in self.properties
+            self._rejects_plaintext
+            or KEY_ID_PROPERTY in self.properties
             or bool(self._tables or self._unread_metadata)
             or self._known.holding(location) is not None
         )
@@ -143,13 +156,22 @@ class EncryptedFileIO(FileIO):
         Raises:
             ParquetFormatError: It is no metadata file.
             KeyMaterialError: Its `encryption-keys` are not what the format says.
+            NotEncryptedError: The table is not encrypted, and `keytools.plaintext-tables` rejects it.
+            ConfigurationError: It sets properties that only the catalog may have.
         """
         with self.open_stored(location) as file:
             content = read_metadata_file(file, location)
         encryption = parse_table_metadata(content, location)
+        _check_properties(encryption)
         if encryption.is_encrypted:
             table = self._known.add(encryption)
             self._tables[location] = table
+        elif self._rejects_plaintext:
+            raise NotEncryptedError(
+                f"{location}: the table is not encrypted, and the catalog has encrypted ones alone.",
+                hint="If it was encrypted, somebody took the keys out of its metadata file: restore it. Else set "
+                f"{PLAINTEXT_TABLES_PROPERTY} to allow.",
+            )
         return content
 
     def _find(self, location: str) -> KnownTable | None:
@@ -297,6 +319,18 @@ class EncryptedInputFile(InputFile):
     def open(self, seekable: bool = True) -> Any:
         """Open it; see `EncryptedFileIO.open_plaintext`."""
         return self._file_io.open_plaintext(self.location)
+
+
+def _check_properties(encryption: TableEncryption) -> None:
+    """Refuse properties with which a changed metadata file would choose our configuration, or code to run."""
+    names = [name for name in encryption.properties if name.startswith("keytools.")]
+    if encryption.is_encrypted and encryption.properties.get(PY_IO_IMPL, _OURS) != _OURS:
+        names.append(PY_IO_IMPL)
+    if names:
+        raise ConfigurationError(
+            f"{encryption.metadata_location}: the table has the property {names[0]}, which catalogs alone have.",
+            hint="Do not trust this metadata file if you did not set it; else set it in the catalog.",
+        )
 
 
 def _unpickled(kind: type[EncryptedFileIO], properties: dict[str, str], metadata: list[str]) -> EncryptedFileIO:

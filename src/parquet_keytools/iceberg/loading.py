@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import overload
 
 import pyarrow as pa
 from pyiceberg.catalog import Catalog, load_catalog
@@ -16,7 +17,7 @@ from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
 from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
 from parquet_keytools.encryption.aes import KEY_LENGTHS_BITS
-from parquet_keytools.errors import ConfigurationError, NotEncryptedError
+from parquet_keytools.errors import ConfigurationError, KeyMaterialError, NotEncryptedError
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing
 from parquet_keytools.iceberg.encrypted_table import (
     HIDDEN_PARTITIONS,
@@ -24,13 +25,23 @@ from parquet_keytools.iceberg.encrypted_table import (
     refuse_encryption_properties,
 )
 from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, EncryptedFileIO
-from parquet_keytools.iceberg.key_entries import wrap_kek
+from parquet_keytools.iceberg.key_entries import master_key_of, wrap_kek
 from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, KEY_LENGTH_PROPERTY
 from parquet_keytools.iceberg.written_files import StoredFileIO
 from parquet_keytools.secret_bytes import SecretBytes
 
 
-def load_table(catalog: Catalog, identifier: str | Identifier) -> Table:
+@overload
+def load_table(catalog: Catalog, identifier: str | Identifier) -> Table: ...
+
+
+@overload
+def load_table(catalog: Catalog, identifier: str | Identifier, *, encryption_key: str) -> EncryptedTable: ...
+
+
+def load_table(
+    catalog: Catalog, identifier: str | Identifier, *, encryption_key: str | None = None
+) -> Table | EncryptedTable:
     """Load a table, and learn its keys from its metadata file.
 
     PyIceberg reads this file itself with most catalogs. A REST catalog sends its content, of which PyIceberg keeps
@@ -39,9 +50,14 @@ def load_table(catalog: Catalog, identifier: str | Identifier) -> Table:
     Args:
         catalog: Any catalog of PyIceberg whose `py-io-impl` is `parquet_keytools.iceberg.EncryptedFileIO`.
         identifier: Name of the table.
+        encryption_key: The master key that it must be under: its name in the configuration, or its identifier in
+            the KMS. Nothing authenticates a metadata file: without this, a table whose keys somebody took out of
+            it, with files of theirs, is loaded as a plaintext table. None takes what the file says.
 
     Raises:
         ConfigurationError: The catalog has another FileIO.
+        NotEncryptedError: The table is not encrypted, and should be.
+        KeyMaterialError: It is under another master key.
         KeytoolsError: Another subclass says what is wrong with the metadata file.
     """
     table = catalog.load_table(identifier)
@@ -52,7 +68,27 @@ def load_table(catalog: Catalog, identifier: str | Identifier) -> Table:
         )
     if table.metadata_location not in table.io.tables:
         table.io.read_metadata(table.metadata_location)
-    return EncryptedTable(table) if table.metadata_location in table.io.tables else table
+    known = table.io.tables.get(table.metadata_location)
+    if encryption_key is not None:
+        if known is None:
+            raise NotEncryptedError(
+                f"{table.metadata_location}: the table is not encrypted, and should be under {encryption_key!r}.",
+                hint="Somebody may have taken the keys out of its metadata file: restore it from a backup.",
+            )
+        expected = _master_key(table.io, encryption_key)
+        found = {master_key_of(known.encryption), *(kek.encrypted_by_id for kek in known.encryption.keks)}
+        if {_master_key(table.io, each) for each in found} != {expected}:
+            raise KeyMaterialError(
+                f"the table is under the master key {sorted(found)[0]!r}, and should be under {expected!r}.",
+                path=table.metadata_location,
+                hint="Somebody may have put another table in its place: restore its metadata file from a backup.",
+            )
+    return EncryptedTable(table) if known is not None else table
+
+
+def _master_key(reader: EncryptedFileIO, name: str) -> str:
+    """Return the identifier in the KMS of a master key, by its name in the configuration or that identifier."""
+    return reader.keys.service.configuration.master_keys.get(name, name)
 
 
 def load_table_to_write(
@@ -123,8 +159,7 @@ def create_table(
         raise ConfigurationError(f"a key of {data_key_length_bits} bits is no AES key: 128, 192 or 256 bits.")
     refuse_encryption_properties(properties)
     reader = EncryptedFileIO(catalog.properties)
-    configuration = reader.keys.service.configuration
-    master_key_id = configuration.master_keys.get(encryption_key, encryption_key)
+    master_key_id = _master_key(reader, encryption_key)
     # Whether the KMS has this key, and lets it be used, is found out before there is a table.
     wrap_kek(reader.keys, SecretBytes.random(data_key_length_bits), master_key_id)
     committing(catalog, StoredFileIO(reader), KeyChanges()).create_table(
@@ -142,6 +177,4 @@ def create_table(
             KEY_LENGTH_PROPERTY: str(data_key_length_bits // 8),
         },
     )
-    table = load_table(catalog, identifier)
-    assert isinstance(table, EncryptedTable)
-    return table
+    return load_table(catalog, identifier, encryption_key=encryption_key)

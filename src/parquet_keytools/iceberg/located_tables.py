@@ -90,8 +90,12 @@ def located_table(
     if catalog_name is not None:
         if config is not None:
             given.setdefault(CONFIG_PROPERTY, str(config))
-        loaded = load_catalog(catalog_name, **given).load_table(table)
-        table, given = loaded.metadata_location, {**loaded.io.properties, **given}
+        catalog = load_catalog(catalog_name, **given)
+        loaded = catalog.load_table(table)
+        # Of ours, those of the catalog hold: a table's own may be anybody's.
+        of_storage = {n: v for n, v in loaded.io.properties.items() if not n.startswith("keytools.")}
+        ours = {n: v for n, v in catalog.properties.items() if n.startswith("keytools.")}
+        table, given = loaded.metadata_location, {**of_storage, **ours, **given}
     elif "://" not in table and not table.startswith("file:"):
         table = str(Path(table).expanduser().absolute())
     beneath = {name: value for name, value in given.items() if name != PY_IO_IMPL}

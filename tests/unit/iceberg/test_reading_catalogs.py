@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import pickle
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from pyiceberg.table import StaticTable, Table
 from pyiceberg.types import StringType
 from rest_catalog import rest_server
 
-from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError
-from parquet_keytools.iceberg import EncryptedFileIO, create_table, load_table
+from parquet_keytools.errors import ConfigurationError, KeyMaterialError, KeyNotAvailableError, NotEncryptedError
+from parquet_keytools.iceberg import EncryptedFileIO, EncryptedTable, create_table, load_table
 from parquet_keytools.iceberg.stored_files import mapped_location
 
 
@@ -143,3 +144,78 @@ def test_the_longest_beginning_of_a_location_decides(mapping: str, expected: str
 def test_a_mapping_that_is_none_is_refused(mapping: str) -> None:
     with pytest.raises(ConfigurationError, match="from=to"):
         mapped_location("file:/warehouse/x", mapping)
+
+
+# --- tables that lost their keys, and properties that are not a table's to set ---
+
+
+def strip(lake: Lake) -> None:
+    """Take all that says that the table is encrypted out of its metadata file, and put plaintext into it."""
+    table = lake.load()
+    plain = lake.catalog().create_table("db.forged", rows(0, 1).schema)
+    plain.append(rows(900, 903))
+    forged = json.loads(path_of(plain.metadata_location).read_text())
+    document = json.loads(path_of(table.metadata_location).read_text())
+    document["properties"].pop("encryption.key-id")
+    document.pop("encryption-keys")
+    document["format-version"] = 2
+    document["snapshots"] = forged["snapshots"]
+    document["current-snapshot-id"] = forged["current-snapshot-id"]
+    document["refs"] = forged["refs"]
+    document["snapshot-log"] = forged["snapshot-log"]
+    path_of(table.metadata_location).write_text(json.dumps(document))
+
+
+def path_of(location: str) -> Path:
+    return Path(location.removeprefix("file://"))
+
+
+def test_a_table_that_lost_its_keys_is_refused_where_it_is_known_to_be_encrypted(lake: Lake) -> None:
+    lake.create().append(rows(0, 3))
+    assert isinstance(load_table(lake.catalog(), "db.people", encryption_key="pii"), EncryptedTable)
+    assert isinstance(load_table(lake.catalog(), "db.people", encryption_key="keyA"), EncryptedTable)
+    with pytest.raises(KeyMaterialError, match="'keyA', and should be under 'keyB'"):
+        load_table(lake.catalog(), "db.people", encryption_key="keyB")
+    strip(lake)
+    with pytest.raises(NotEncryptedError, match="should be under 'pii'"):
+        load_table(lake.catalog(), "db.people", encryption_key="pii")
+    strict = {"keytools.plaintext-tables": "reject"}
+    for load in (lake.catalog(**strict).load_table, lambda name: load_table(lake.catalog(**strict), name)):
+        with pytest.raises(NotEncryptedError, match="encrypted ones alone"):
+            load("db.people")
+    # Otherwise it is a plaintext table, as others in the catalog are.
+    assert not isinstance(load_table(lake.catalog(), "db.people"), EncryptedTable)
+
+
+def test_a_catalog_of_encrypted_tables_reads_and_writes_them_alone(lake: Lake) -> None:
+    strict = lake.catalog(**{"keytools.plaintext-tables": "reject"})
+    table = create_table(strict, "db.people", rows(0, 1).schema, encryption_key="pii")
+    table.append(rows(0, 3))
+    assert len(strict.load_table("db.people").scan().to_arrow()) == 3
+    with pytest.raises(NotEncryptedError):
+        strict.create_table("db.plain", rows(0, 1).schema)
+    (lake.warehouse / "plain.parquet").write_bytes(b"PAR1")
+    with pytest.raises(NotEncryptedError, match="plaintext file"):
+        EncryptedFileIO(dict(strict.properties)).read_all(f"file://{lake.warehouse}/plain.parquet")
+    with pytest.raises(ConfigurationError, match="not allow or reject"):
+        EncryptedFileIO({**strict.properties, "keytools.plaintext-tables": "perhaps"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("keytools.config", "/tmp/theirs.yaml"),
+        ("keytools.io-impl", "their.code.FileIO"),
+        ("keytools.plaintext-tables", "allow"),
+        ("py-io-impl", "pyiceberg.io.pyarrow.PyArrowFileIO"),
+    ],
+)
+def test_a_table_does_not_choose_our_properties(lake: Lake, name: str, value: str) -> None:
+    lake.create().append(rows(0, 3))
+    location = lake.load().metadata_location
+    document = json.loads(path_of(location).read_text())
+    document["properties"][name] = value
+    path_of(location).write_text(json.dumps(document))
+    for load in (lake.catalog().load_table, lambda name: load_table(lake.catalog(), name)):
+        with pytest.raises(ConfigurationError, match=f"the table has the property {name}"):
+            load("db.people")
