@@ -90,7 +90,7 @@ class Lake:
     def findings(self, metadata_location: str) -> list[tuple[str, str]]:
         """Return what is wrong with a table, all its files read: place and text of each."""
         located = located_table(metadata_location, self.folder / "keytools.yaml")
-        return TableAudit(located.encryption, located.service, located.open_stored, with_data=True).run().findings
+        return TableAudit(located, with_data=True).run().findings
 
     def ids(self) -> list[int]:
         """Return what a fresh reader of ours finds in the column `id`."""
