@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+from view_case import ViewCase, parquet_bytes
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError, KeytoolsError
@@ -332,3 +333,47 @@ def test_refused_columns(lake: Lake, denied_columns: str, tmp_path: Path) -> Non
             if denied_columns == "hide"
             else {"id": 0, "carrier": 3 * ROWS, "price": 0, "legs": 3 * ROWS, "month": 0}
         )
+
+
+@pytest.mark.parametrize("position", [0, 20, 40])
+@pytest.mark.parametrize("rows_of_group", [1_000, 300])
+def test_a_query_for_all_other_columns_works(
+    tmp_path: Path, position: int, rows_of_group: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DuckDB reads row groups as a whole, refused columns too, if nearly all is asked for."""
+    names = [f"c{n}" for n in range(40)]
+    names.insert(position, "secret")
+    table = pa.table({name: range(1_000) for name in names})
+    case = ViewCase(tmp_path, {"column_keys": {"secret": ["secret"]}, "unlisted_columns": "footer_key"})
+    case.encrypt(parquet_bytes(table, row_group_size=rows_of_group))
+    case.kms.deny("secret")
+    view = case.keytools(denied_columns="error").view(tmp_path)
+    others = ", ".join(f"sum({name})" for name in names if name != "secret")
+    with duckdb.connect() as connection:
+        connection.register_filesystem(view)
+        found = connection.sql(f"select {others} from 'keytools://x.parquet'").fetchall()
+        assert found == [(sum(range(1_000)),) * 40]
+        assert "a query that asks for secret will fail" in caplog.text
+        for query in ("sum(secret)", "c0, secret", "*", f"{others}, sum(secret)"):
+            with pytest.raises(duckdb.Error):
+                connection.sql(f"select {query} from 'keytools://x.parquet'").fetchall()
+    for filesystem in (view, view.arrow):
+        with pytest.raises(ColumnAccessDeniedError, match="secret"):
+            pq.read_table("x.parquet", filesystem=filesystem)
+        assert pq.read_table("x.parquet", filesystem=filesystem, columns=["c0", "c39"]).num_columns == 2
+    with view.open("x.parquet") as file, pytest.raises(Exception, match=r"(?i)thrift|secret"):
+        pl.read_parquet(file, columns=["c0", "secret"])
+
+
+def test_a_read_of_round_lengths_passes_over_refused_columns(tmp_path: Path) -> None:
+    """As kernels and HTTP clients read: only who begins or ends where the column does asks for it."""
+    case = ViewCase(tmp_path, {"column_keys": {"secret": ["secret"]}, "unlisted_columns": "footer_key"})
+    path = case.encrypt(parquet_bytes(pa.table({"id": range(50_000), "secret": range(50_000)})))
+    case.kms.deny("secret")
+    file = case.view(path, denied_columns="error")
+    whole = b"".join(
+        file.read_at(start, min(4_093, file.size_bytes - start)) for start in range(0, file.size_bytes, 4_093)
+    )
+    assert pq.read_table(pa.BufferReader(whole), columns=["id"])["id"].to_pylist() == list(range(50_000))
+    with pytest.raises(OSError, match=r"(?i)thrift"):
+        pq.read_table(pa.BufferReader(whole))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import errno
+import inspect
 import os
 import secrets
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
+from types import FrameType
 from typing import Any, Protocol
 
 import fsspec
@@ -110,7 +112,11 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """Open a file: `rb`, which decrypts what is read, or `wb` and `xb`, which encrypt when it is closed."""
         location = self._location(path)
         if mode == "rb":
-            return PlainInput(self._files.open(location), partial(self.open, path))
+            return PlainInput(
+                self._files.open(location),
+                partial(self.open, path),
+                whole_row_groups=not _is_opened_by_arrow(inspect.currentframe()),
+            )
         if mode not in ("wb", "xb"):
             raise OutputError(
                 f"{location} is not opened with mode {mode!r}: a Parquet file is written as a whole.",
@@ -273,6 +279,13 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 hint="Write the file again under the other name.",
             )
         return source, target
+
+
+def _is_opened_by_arrow(frame: FrameType | None) -> bool:
+    """Tell whether pyarrow opens a file: it reads nothing but chunks that are asked for."""
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "fsspec.spec"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == pafs.__name__
 
 
 def _raise_unless_missing(error: OSError) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import struct
 import weakref
 from bisect import bisect_right
@@ -33,6 +34,8 @@ from parquet_keytools.view.digest_kinds import digest_kind, leaf_chains
 from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_footer import PlainTail, plain_tail
 from parquet_keytools.view.stand_ins import StandIns
+
+_log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
 
@@ -126,6 +129,8 @@ class PlainFile:
         self._starts: list[int] = []
         self._with_dictionary: set[tuple[int, int]] = set()
         self._index_places: dict[tuple[int, int], Region] = {}
+        self._has_warned = False
+        self._row_groups: dict[int, tuple[int, int]] = {}
         self._tail: PlainTail | None = None
         self._stand_ins: StandIns | None = None
         self.size_bytes = source.size_bytes
@@ -169,8 +174,12 @@ class PlainFile:
         ]
         self._starts = [region.offset for region in self._regions]
         for region in self._regions:
+            row_group = region.row_group_ordinal
             if region.kind is RegionKind.OFFSET_INDEX:
-                self._index_places[region.row_group_ordinal, region.column_ordinal] = region
+                self._index_places[row_group, region.column_ordinal] = region
+            elif region.kind is RegionKind.PAGES:
+                start, _ = self._row_groups.get(row_group, (region.offset, 0))
+                self._row_groups[row_group] = (start, _end_of(region))
         offset = footer.envelope.footer_offset
         if stand_ins:
             assert opened.digests is not None
@@ -203,8 +212,14 @@ class PlainFile:
 
     # --- Reading -------------------------------------------------------------------------------------------
 
-    def read_at(self, offset: int, length: int) -> bytes:
+    def read_at(self, offset: int, length: int, *, whole_row_groups: bool = False) -> bytes:
         """Return exactly `length` bytes from `offset`.
+
+        Args:
+            offset: From the start of the file.
+            length: How many bytes.
+            whole_row_groups: Whether a read of all that is shown of a row group may have refused columns in it:
+                DuckDB reads so where it needs nearly all. What is read in place of them is no valid page.
 
         Raises:
             ParquetFormatError: They are not in the file, or a page is not what its header says.
@@ -218,17 +233,23 @@ class PlainFile:
                 f"bytes {offset} to {end} are outside of the file of {self.size_bytes} bytes", path=self.path
             )
         # Bytes that are written in their place, once: to copy them would cost as much as to decrypt them.
-        return self._cache.buffers.filled(length, partial(self._fill, offset))
+        return self._cache.buffers.filled(length, partial(self._fill, offset, whole_row_groups))
 
-    def _fill(self, offset: int, out: memoryview) -> None:
+    def _fill(self, offset: int, whole_row_groups: bool, out: memoryview) -> None:
         """Write each byte of `out`."""
         end = offset + len(out)
         tail = self._tail
         if tail is None:
             out[:] = self._source.read_at(offset, len(out))
             return
-        if refused := tail.refused_in(offset, end):
-            denied = self._opened.denied
+        refused = tail.refused_in(offset, end)
+        denied = self._opened.denied
+        if refused and whole_row_groups and self._has_row_group(offset, end):
+            if not self._has_warned:
+                self._has_warned = True
+                names = ", ".join(".".join(path) for path in refused)
+                _log.warning("%s: a query that asks for %s will fail: the key is refused", self.path, names)
+        elif refused:
             raise ColumnAccessDeniedError(
                 [".".join(path) for path in refused],
                 [denied[path] for path in refused],
@@ -247,6 +268,10 @@ class PlainFile:
         if end > tail.offset:
             start = max(offset, tail.offset)
             out[start - offset :] = tail.data[start - tail.offset : end - tail.offset]
+
+    def _has_row_group(self, offset: int, end: int) -> bool:
+        """Tell whether a range has all chunks of a row group."""
+        return any(offset <= start and stop <= end for start, stop in self._row_groups.values())
 
     def _read_body(self, offset: int, out: memoryview) -> None:
         end = offset + len(out)

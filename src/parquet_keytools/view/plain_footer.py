@@ -53,12 +53,17 @@ class PlainTail:
         return self.offset + len(self.data)
 
     def refused_in(self, offset: int, end: int) -> tuple[tuple[str, ...], ...]:
-        """Return the paths of refused columns that a range would read.
+        """Return the paths of refused columns that a range asks for: it begins or ends where one of them does.
 
-        Readers take the last bytes of a file at once, to have its footer: they do not mean what lies before it.
+        Readers take the last bytes of a file at once, to have its footer, and read blocks of round lengths: they
+        do not mean all that lies there. Who does gets what is no valid page.
         """
         stop = self.refused_start + len(self.refused_paths) * len(_REFUSED_PAGE)
         if offset >= stop or end <= self.refused_start or end > self.footer_offset:
+            return ()
+        is_begin = offset >= self.refused_start and (offset - self.refused_start) % len(_REFUSED_PAGE) == 0
+        is_end = end <= stop and (end - self.refused_start) % len(_REFUSED_PAGE) == 0
+        if not is_begin and not is_end:
             return ()
         first = max(offset - self.refused_start, 0) // len(_REFUSED_PAGE)
         last = (min(end, stop) - 1 - self.refused_start) // len(_REFUSED_PAGE)
