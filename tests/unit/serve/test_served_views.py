@@ -167,7 +167,7 @@ def test_a_kms_that_goes_away(case: ViewCase) -> None:
 def test_without_its_kms_open_files_go_on_and_others_wait(
     case: ViewCase, cache_lifetime_seconds: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (case.folder / "data" / "y.parquet").write_bytes((case.folder / "data" / "x.parquet").read_bytes())
+    case.keytools().encrypt_file(case.folder / "plain.parquet", case.folder / "data" / "y.parquet")
     keytools = case.keytools(cache_lifetime_seconds=cache_lifetime_seconds)
     whole = keytools.open(case.folder / "data" / "x.parquet").read()
     keytools.clear_caches()
@@ -191,7 +191,7 @@ def test_without_its_kms_open_files_go_on_and_others_wait(
         with pytest.raises(OSError, match="Input/output error"):
             mounted.open("/y.parquet", os.O_RDONLY)
         patch.undo()
-        assert ask(server, "y.parquet")[2] == whole
+        assert ask(server, "y.parquet")[2] == keytools.open(case.folder / "data" / "y.parquet").read()
     assert [r.levelname for r in caplog.records if "unreachable here" in r.getMessage()][:2] == ["WARNING"] * 2
 
 
