@@ -188,7 +188,10 @@ class DataSetFiles:
             denied_columns=keys.configuration.reading.denied_columns,
         )
         filesystem = pafs.PyFileSystem(handler)
-        shared = _shared_format(self._known, self._options)
+        if keys.configuration.reading.denied_columns == "hash":
+            shared = self._options.file_format()
+        else:
+            shared = _shared_format(self._known, self._options)
         formats = _formats([first], handler, self._options)
         first_format = formats.get(paths[0], shared)
         file_schema = first_format.make_fragment(paths[0], filesystem).physical_schema

@@ -117,7 +117,8 @@ class VerifiedHandler(DelegatingHandler):
 
     def is_left_to_arrow(self, opened: OpenedFile) -> bool:
         """Tell whether Arrow decrypts an encrypted file; else it gets one that is decrypted."""
-        return not arrow_read_limits(opened)
+        # Where digests are shown, no key is in anything that callers get from Arrow.
+        return self.denied_columns != "hash" and not arrow_read_limits(opened)
 
 
 class SourceInParts:

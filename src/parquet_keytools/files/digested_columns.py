@@ -56,6 +56,12 @@ def _columns(opened: OpenedFile, table: TableSettings) -> frozenset[ColumnPath]:
     return digest_columns(table, [column.path for column in columns], keyed)
 
 
+def refuse_digests(configuration: Configuration, message: str, hint: str) -> None:
+    """Raise `ConfigurationError` where columns are shown as digests, for a caller that would give out values."""
+    if configuration.reading.denied_columns == "hash":
+        raise configuration.error_for([Mistake(("reading", "denied_columns"), message, hint)])
+
+
 def unwrapped_secret(configuration: Configuration, name: str, kms_keys: KmsKeys) -> SecretBytes:
     """Return the secret under `hash_keys`.
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 
 from parquet_keytools import strict_base64
-from parquet_keytools.config.mistakes import Mistake
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.errors import (
     DecryptionError,
@@ -22,6 +21,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
     value_or_raise,
 )
+from parquet_keytools.files.digested_columns import refuse_digests
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.table_metadata import EncryptionKey, TableEncryption
@@ -43,10 +43,11 @@ class IcebergKeys:
         Raises:
             ConfigurationError: Columns are to be shown as digests, which nothing here does.
         """
-        if service.configuration.reading.denied_columns == "hash":
-            message = "columns of Iceberg's tables cannot be shown as digests, and have no keys of their own."
-            hint = "Use another configuration for these tables."
-            raise service.configuration.error_for([Mistake(("reading", "denied_columns"), message, hint)])
+        refuse_digests(
+            service.configuration,
+            "columns of Iceberg's tables cannot be shown as digests, and have no keys of their own.",
+            "Use another configuration for these tables.",
+        )
         self.service = service
         self._keks: KekCache[tuple[str, bytes], SecretBytes] = KekCache(time.monotonic, "iceberg")
 

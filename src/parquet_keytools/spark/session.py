@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from parquet_keytools.config.loader import load_configuration
-from parquet_keytools.config.mistakes import Mistake
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.files.digested_columns import refuse_digests
 from parquet_keytools.spark.bridge_jar import cached_jar
 from parquet_keytools.spark.carried_configuration import carried, carried_file, configuration_identity
 
@@ -273,7 +273,7 @@ def session_settings(
             "the configuration has no kms, and Spark does not support data keys.",
             hint="Read and write with Keytools, or with parquet-keytools spark.",
         )
-    refuse_digests(configuration)
+    refuse_digests_in_spark(configuration)
     text = carried(configuration) if file_on_nodes is None else carried_file(file_on_nodes)
     reading = configuration.reading
     properties = {
@@ -302,12 +302,13 @@ def session_settings(
     }
 
 
-def refuse_digests(configuration: Configuration) -> None:
-    """Raise `ConfigurationError` if columns are to be shown as digests: Spark's own reader shows their values."""
-    if configuration.reading.denied_columns == "hash":
-        message = "Spark's own reader cannot show digests in place of values."
-        hint = "Read with Keytools, or have Spark read `parquet-keytools serve --s3`, which shows them."
-        raise configuration.error_for([Mistake(("reading", "denied_columns"), message, hint)])
+def refuse_digests_in_spark(configuration: Configuration) -> None:
+    """Raise `ConfigurationError` where columns are to be shown as digests."""
+    refuse_digests(
+        configuration,
+        "Spark's own reader cannot show digests in place of values.",
+        "Read with Keytools, or have Spark read `parquet-keytools serve --s3`, which shows them.",
+    )
 
 
 def cache_name(*parts: object) -> str:

@@ -21,7 +21,7 @@ from parquet_keytools.spark.session import (
     FACTORY_OPTIONS,
     TABLE,
     cache_name,
-    refuse_digests,
+    refuse_digests_in_spark,
     table_aad_prefix,
 )
 
@@ -50,7 +50,7 @@ def table_options(
 
 def read_options(configuration: Configuration, table_name: str | None) -> dict[str, str]:
     """Return the options of a read; see `Keytools.spark_read_options`."""
-    refuse_digests(configuration)
+    refuse_digests_in_spark(configuration)
     name, _ = configuration.select_table(table_name)
     options = {
         # Else a session that was not configured would read plaintext files in place of encrypted ones.

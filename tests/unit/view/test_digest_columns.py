@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import fs as pafs
 from view_case import ViewCase, parquet_bytes, table_of, whole
 
 from parquet_keytools import Keytools
@@ -369,14 +370,17 @@ def test_nothing_else_gives_values_out(people: ViewCase, tmp_path: Path) -> None
     with pytest.raises(ColumnAccessDeniedError, match="digests only"):
         keytools.decrypt_file(path, tmp_path / "plain.parquet")
     assert not (tmp_path / "plain.parquet").exists()
+    with pytest.raises(ConfigurationError, match="not decrypted"):
+        keytools.salvage_file(path, tmp_path / "plain.parquet")
     with pytest.raises(ColumnAccessDeniedError, match="digests only"):
         keytools.rekey_file(path, tmp_path / "other.parquet")
     fragment = next(iter(keytools.dataset(path).get_fragments()))
     assert fragment.physical_schema.field("id").type == pa.string()
     assert fragment.to_table().to_pydict() == DIGESTS
-    assert all(group.statistics == {} for group in fragment.row_groups) or "id" not in str(
-        [group.statistics for group in fragment.row_groups]
-    )
+    with pytest.raises(OSError, match="encrypted"):
+        keytools.dataset(path).format.make_fragment(str(path), pafs.LocalFileSystem()).to_table()
+    statistics = [group.statistics for group in fragment.row_groups]
+    assert "VISIBLE" in str(statistics) and "PLAIN" not in str(statistics) and "'id'" not in str(statistics)
 
 
 def test_a_plaintext_file_shows_digests_too(people: ViewCase, tmp_path: Path) -> None:
