@@ -7,6 +7,7 @@ updates the table in docs/interoperability.md.
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
 import shutil
@@ -50,7 +51,7 @@ QUERIES = {
 }
 """Query -> its right answer."""
 
-POLICIES = ("error", "hide", "null")
+POLICIES = ("error", "hide", "null", "hash")
 COLUMNS = (*QUERIES, *(f"refused: {policy}" for policy in POLICIES))
 
 SQL = {
@@ -459,7 +460,16 @@ class ViewMatrix:
         self._shown: dict[str, Shown] = {}
         data = folder / "data"
         (data / "many").mkdir(parents=True)
+        self._hash_keys: dict[str, Any] = {}
         keytools = self._keytools("all")
+        assert keytools.kms is not None
+        hash_key = keytools.wrap_hash_key("p", "footer")
+        self._hash_keys["p"] = hash_key.model_dump()
+        secret = keytools.kms.unwrap(hash_key.wrapped_key, "footer").reveal()
+        self._digests = [
+            hmac.digest(secret, b"string\0" + name.encode(), "sha256")[:16].hex()
+            for name in FLIGHTS["tailnum"].to_pylist()
+        ]
         keytools.write_table(FLIGHTS, data / "flights.parquet", row_group_size=1_000)
         keytools.write_table(CARRIERS, data / "carriers.parquet")
         for number in range(FILES):
@@ -471,11 +481,13 @@ class ViewMatrix:
             "version": 1,
             "kms": {
                 "type": "keystore",
-                "path": str(self._folder / ("all.json" if policy == "all" else "some.json")),
+                "path": str(self._folder / ("all.json" if policy in ("all", "hash") else "some.json")),
                 "passphrase_file": str(self._passphrase),
             },
+            "hash_keys": self._hash_keys,
             "tables": {
                 "t": {
+                    "hash_key": "p" if self._hash_keys else None,
                     "footer_key": "footer",
                     "column_keys": {"pii": ["tailnum"]},
                     "unlisted_columns": "footer_key",
@@ -512,6 +524,8 @@ class ViewMatrix:
             return "error"
         if column.endswith("null") and found == [(row, None) for row in range(ROWS)]:
             return "null"
+        if column.endswith("hash") and found == list(enumerate(self._digests)):
+            return "digests"
         raise AssertionError(f"a refused column was read as {found[:2]}")
 
 

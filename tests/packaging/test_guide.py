@@ -26,6 +26,7 @@ SECTIONS = {
     "JwtSettings": "jwt",
     "TableSettings": "tables",
     "ReadingSettings": "reading",
+    "HashKeySettings": "hash_keys",
     "RotationSettings": "rotation",
     "KeysWithoutMetadata": "keys_without_metadata",
 }

@@ -76,6 +76,8 @@ def check_command(
         kms = None if keytools is None else keytools.kms
         columns = None if file is None else check_columns(configuration, file, table, aad_prefix, kms)
         master_keys = None if kms is None else check_master_keys(configuration, kms)
+        if keytools is not None and not any(key.error for key in master_keys or ()):
+            keytools.check_hash_keys()
 
     if as_json:
         print_json(

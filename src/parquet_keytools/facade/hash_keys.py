@@ -13,6 +13,16 @@ from parquet_keytools.secret_bytes import SecretBytes
 class HashKeys(Configured):
     """Makes and re-wraps the secrets of digests."""
 
+    def check_hash_keys(self) -> None:
+        """Unwrap each secret under `hash_keys`.
+
+        Raises:
+            ConfigurationError: What the KMS unwraps is no secret of digests.
+            KmsError: The KMS does not unwrap one.
+        """
+        for name in self.configuration.hash_keys:
+            unwrapped_secret(self.configuration, name, self._keys.kms_keys())
+
     def wrap_hash_key(self, name: str, master_key: str | None = None) -> HashKeySettings:
         """Return what the configuration shall say of a secret under `hash_keys`.
 

@@ -33,6 +33,10 @@ def test_a_secret_is_made_pasted_and_rewrapped(run, config: Path, tmp_path: Path
         assert digests() == first
     done = run("check", config)
     assert done.exit_code == 0 and "no mistakes" in done.stdout
+    document["hash_keys"]["pseudo nyms"]["wrapped_key"] = "AAAA"
+    config.write_text(yaml.safe_dump(document))
+    done = run("check", config)
+    assert done.exit_code == 3 and "no mistakes" not in done.stdout
 
 
 def test_what_makes_no_secret_is_an_error(run, config: Path, deny) -> None:

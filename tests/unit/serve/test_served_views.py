@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import http.client
 import io
 import os
@@ -112,6 +113,30 @@ def test_nothing_of_a_refused_column_is_served(case: ViewCase, denied_columns: s
         served.append(ask(server, "")[2])
     everything = b"".join(served)
     assert b"Person No." not in everything
+
+
+def test_nothing_of_a_column_that_is_shown_as_digests_is_served(case: ViewCase) -> None:
+    wrapped = case.kms.wrap(SecretBytes(bytes(32)), "footer")
+    case.more = {"hash_keys": {"p": {"master_key": "footer", "wrapped_key": wrapped}}}
+    case.table["hash_key"] = "p"
+    digests = [hmac.digest(bytes(32), b"string\0" + name.encode(), "sha256")[:16].hex() for name in SECRETS]
+    folder = case.folder / "data"
+    with server_of(case.keytools(denied_columns="hash"), folder, with_s3=True) as server:
+        _, headers, _ = ask(server, "x.parquet", "HEAD")
+        status, _, whole = ask(server, "x.parquet")
+        served = [whole, ask(server, "")[2]]
+        assert status == 200 and int(headers["Content-Length"]) == len(whole)
+        chance = random.Random(5)
+        for _ in range(50):
+            start = chance.randrange(len(whole) - 100_000)
+            _, _, part = ask(server, "x.parquet", headers={"Range": f"bytes={start}-{start + 99_999}"})
+            assert part == whole[start : start + 100_000]
+        assert pq.read_table(io.BytesIO(whole))["name"].to_pylist() == digests * 10
+        scan = pl.scan_parquet(server.url + "x.parquet")
+        assert scan.filter(pl.col("name") == digests[7]).select(pl.len()).collect().item() == 10
+        assert scan.filter(pl.col("name") == SECRETS[7]).select(pl.len()).collect().item() == 0
+        served.append(ask(server, "x.parquet", headers={"Range": "bytes=-200000"})[2])
+    assert b"Person No." not in b"".join(served)
 
 
 def test_an_altered_page_ends_the_answer(case: ViewCase) -> None:
