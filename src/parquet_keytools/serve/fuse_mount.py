@@ -11,11 +11,18 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parquet_keytools.errors import ConfigurationError, KeytoolsError
+from parquet_keytools.errors import (
+    ColumnAccessDeniedError,
+    ConfigurationError,
+    FileChangedError,
+    KmsAccessDeniedError,
+)
 from parquet_keytools.runtime.extras import install_hint
+from parquet_keytools.serve.refusals import logged_outcome
 from parquet_keytools.serve.served_tree import FileReader, ServedFile, ServedTree
 
 _log = logging.getLogger("parquet_keytools.serve")
@@ -35,7 +42,8 @@ class MountedTree:
         self._tree = tree
         self._on_mounted = on_mounted
         self._numbers = itertools.count(1)
-        self._opened: dict[int, tuple[ServedFile, FileReader, contextlib.ExitStack, threading.Lock]] = {}
+        self._opened: dict[int, _OpenedFile] = {}
+        self._lock = threading.Lock()
         self.was_mounted = False
 
     def init(self, path: str) -> int:
@@ -50,7 +58,7 @@ class MountedTree:
         owner = {"st_uid": os.getuid(), "st_gid": os.getgid()}
         with _as_errno(path):
             try:
-                file = self._tree.find(key)
+                file = self._tree.find_listed(key)
             except FileNotFoundError:
                 if not self._tree.is_folder(key):
                     raise
@@ -65,28 +73,49 @@ class MountedTree:
             names = [entry.key.rpartition("/")[2] for entry in self._tree.entries(path.strip("/"))]
         return iter([".", "..", *names])
 
-    def open(self, path: str, flags: int) -> int:
-        """Open a file; what is read through the handle is of the file that is there now."""
-        if flags & (os.O_WRONLY | os.O_RDWR):
+    def open(self, path: str, handle: Any) -> int:
+        """Open a file; what is read through the handle is of the file that is there now.
+
+        Args:
+            path: Its path.
+            handle: FUSE's: `flags` to read, `fh` and `direct_io` to set.
+        """
+        if handle.flags & (os.O_WRONLY | os.O_RDWR):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         with _as_errno(path), contextlib.ExitStack() as stack:
             file = self._tree.find(path.strip("/"))
             reader = stack.enter_context(self._tree.open(file))
-            number = next(self._numbers)
-            self._opened[number] = (file, reader, stack.pop_all(), threading.Lock())
-            return number
-
-    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        """Return bytes of a file, all of them authentic."""
-        file, reader, _, lock = self._opened[fh]
-        length = min(size, max(file.size_bytes - offset, 0))
-        with _as_errno(path), lock:
-            return reader.read(offset, length) if length else b""
-
-    def release(self, path: str, fh: int) -> int:
-        """Close a file."""
-        self._opened.pop(fh)[2].close()
+            opened = _OpenedFile(file, reader, stack.pop_all(), threading.Lock())
+        with self._lock:
+            # The kernel has one cache for all who have a file open. Who opened it before it was replaced must not
+            # get pages of the new one from there.
+            others = [other.file for other in self._opened.values() if other.file.key == file.key]
+            handle.direct_io = any(other.etag != file.etag for other in others)
+            handle.fh = next(self._numbers)
+            self._opened[handle.fh] = opened
         return 0
+
+    def read(self, path: str, size: int, offset: int, handle: Any) -> bytes:
+        """Return bytes of a file, all of them authentic."""
+        opened = self._opened[handle.fh]
+        length = min(size, max(opened.file.size_bytes - offset, 0))
+        with _as_errno(path), opened.lock:
+            return opened.reader.read(offset, length) if length else b""
+
+    def release(self, path: str, handle: Any) -> int:
+        """Close a file."""
+        with self._lock:
+            opened = self._opened.pop(handle.fh)
+        opened.closing.close()
+        return 0
+
+
+@dataclass(frozen=True)
+class _OpenedFile:
+    file: ServedFile
+    reader: FileReader
+    closing: contextlib.ExitStack
+    lock: threading.Lock
 
 
 def mount(tree: ServedTree, folder: Path, on_mounted: Callable[[], None]) -> None:
@@ -109,6 +138,7 @@ def mount(tree: ServedTree, folder: Path, on_mounted: Callable[[], None]) -> Non
             operations,
             str(folder),
             foreground=True,
+            raw_fi=True,
             ro=True,
             nosuid=True,
             nodev=True,
@@ -149,8 +179,22 @@ def _as_errno(path: str) -> Iterator[None]:
     """Turn what is wrong with a file into a number that the kernel knows; the log has the text."""
     try:
         yield
-    except KeytoolsError as error:
-        _log.warning("%r is not read: %s", path, error)
-        raise OSError(errno.EIO, os.strerror(errno.EIO)) from None
     except FileNotFoundError:
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
+        number = errno.ENOENT
+    except Exception as error:
+        number = _number_of(error)
+        outcome, reason = logged_outcome(error)
+        _log.warning("%r is not read: %s", path, reason or outcome)
+    else:
+        return
+    raise OSError(number, os.strerror(number))
+
+
+def _number_of(error: Exception) -> int:
+    match error:
+        case ColumnAccessDeniedError() | KmsAccessDeniedError() | PermissionError():
+            return errno.EACCES
+        case FileChangedError():
+            return errno.ESTALE
+        case _:
+            return errno.EIO

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from unit.cli.conftest import CONFIGURATION, PROGRAM
+from unit.serve.serving import memory_files, opened_by
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli.viewed_tree import viewed_tree
+from parquet_keytools.errors import KmsAccessDeniedError, KmsUnavailableError
 from parquet_keytools.serve import fuse_mount
 
 TABLE = pa.table({"id": list(range(1_000)), "name": [f"person {number}" for number in range(1_000)]})
+
+LONG = pa.table({"name": [f"FIRST-{number:09}" for number in range(200_000)]})
+OTHER = pa.table({"name": [f"OTHER-{number:09}" for number in range(200_000)]})
 
 
 @pytest.fixture
@@ -162,7 +168,17 @@ def can_mount() -> bool:
     return True
 
 
-def test_mount_shows_plain_files_or_says_what_is_missing(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_mount_shows_plain_files_or_says_what_is_missing(
+    config: Path, tmp_path: Path, sent: signal.Signals
+) -> None:
+    keytools = Keytools.from_yaml(config)
+    for name in ("altered", "replaced"):
+        keytools.write_table(LONG, tmp_path / "people" / f"{name}.parquet", compression="none")
+    altered = tmp_path / "people" / "altered.parquet"
+    content = bytearray(altered.read_bytes())
+    content[len(content) // 2] ^= 1
+    altered.write_bytes(content)
     folder = tmp_path / "mounted"
     folder.mkdir()
     command = [*PROGRAM, "mount", str(tmp_path / "people"), str(folder), "--config", str(config)]
@@ -176,15 +192,32 @@ def test_mount_shows_plain_files_or_says_what_is_missing(config: Path, tmp_path:
         return
     try:
         assert first == f"Mounted at {folder} until Ctrl-C or umount.\n"
-        assert pq.read_table(folder / "a.parquet").equals(TABLE)
-        assert [entry.name for entry in folder.iterdir()] == ["a.parquet"]
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(pq.read_table, [folder / "a.parquet"] * 32))
+        assert all(table.equals(TABLE) for table in found)
+        assert pq.read_table(folder / "a.parquet", memory_map=True).equals(TABLE)
+        names = ["a.parquet", "altered.parquet", "replaced.parquet"]
+        assert sorted(entry.name for entry in folder.iterdir()) == names
+        with pytest.raises(OSError, match="Input/output error"):
+            (folder / "altered.parquet").read_bytes()
+        with (folder / "replaced.parquet").open("rb", buffering=0) as former:
+            begin = former.read(4096)
+            keytools.write_table(OTHER, tmp_path / "people" / "replaced.parquet", compression="none")
+            with (folder / "replaced.parquet").open("rb", buffering=0) as latter:
+                assert latter.read(4) == begin[:4] == b"PAR1"
+                assert b"OTHER" in latter.read(2_000_000)
+            former.seek(1_000_000)
+            with contextlib.suppress(OSError):
+                # Of the former file, from the cache, or nothing.
+                assert b"OTHER" not in former.read(500_000)
         with pytest.raises(OSError, match="Read-only file system"):
             (folder / "b.parquet").write_bytes(b"")
         assert not (folder / "none").exists()
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(sent)
         _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (0, "")
+    assert process.returncode == 0
+    assert all(" is not read: " in line for line in errors.splitlines()), errors
     assert not folder.is_mount()
 
 
@@ -224,14 +257,47 @@ def test_what_the_kernel_is_answered(config: Path, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         mounted.getattr("/../people.yaml")
     with pytest.raises(OSError, match="Read-only"):
-        mounted.open("/a.parquet", os.O_RDWR)
-    handle = mounted.open("/a.parquet", os.O_RDONLY)
+        opened_by(mounted, "/a.parquet", os.O_RDWR)
+    handle = opened_by(mounted, "/a.parquet")
     assert mounted.read("/a.parquet", 50, 10, handle) == whole[10:60]
     assert mounted.read("/a.parquet", 50, len(whole) - 5, handle) == whole[-5:]
     assert mounted.read("/a.parquet", 50, len(whole) + 5, handle) == b""
     content = bytearray((tmp_path / "people" / "a.parquet").read_bytes())
-    content[100] ^= 1
+    content[len(content) // 2] ^= 1
     (tmp_path / "people" / "a.parquet").write_bytes(content)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, match="Stale"):
         mounted.read("/a.parquet", 500, 0, handle)
+    # What the kernel keeps for the one that is open is not mixed with the other file.
+    other = opened_by(mounted, "/a.parquet")
+    assert (handle.direct_io, other.direct_io) == (False, True)
+    with pytest.raises(OSError, match="Input/output error"):
+        mounted.read("/a.parquet", len(whole), 0, other)
     mounted.release("/a.parquet", handle)
+    assert not opened_by(mounted, "/a.parquet").direct_io
+    mounted.release("/a.parquet", other)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KmsAccessDeniedError("no", backend="x", operation="unwrap", master_key_id="k"), "Permission denied"),
+        (KmsUnavailableError("no", backend="x", operation="unwrap", master_key_id="k"), "Input/output error"),
+        (TimeoutError("s3cr3t"), "Input/output error"),
+        (RuntimeError("s3cr3t"), "Input/output error"),
+    ],
+)
+def test_what_fails_is_an_error_of_the_file(
+    tmp_path: Path, error: Exception, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from parquet_keytools.serve.served_tree import ServedTree
+
+    def fail(*_: object) -> None:
+        raise error
+
+    tree = ServedTree(memory_files({"a": b"1"}), "/root")
+    mounted = fuse_mount.MountedTree(tree, lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "find", fail)
+        with pytest.raises(OSError, match=text):
+            opened_by(mounted, "/a")
+    assert "'/a' is not read: " in caplog.text and "s3cr3t" not in caplog.text

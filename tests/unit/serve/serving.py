@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPResponse
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 from fsspec.implementations.memory import MemoryFileSystem
 
+from parquet_keytools.serve.fuse_mount import MountedTree
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
 
@@ -43,6 +46,13 @@ def ask(
     """Send a request below the secret path, on a connection of its own; the key goes out as it is."""
     with contextlib.closing(connected(server)) as connection:
         return asked(connection, server, key, method, headers)
+
+
+def opened_by(mounted: MountedTree, path: str, flags: int = os.O_RDONLY) -> Any:
+    """Open a file as the kernel does, and return the handle."""
+    handle = SimpleNamespace(flags=flags, fh=0, direct_io=False)
+    assert mounted.open(path, handle) == 0
+    return handle
 
 
 def connected(server: ViewServer) -> HTTPConnection:

@@ -18,7 +18,7 @@ import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
-from unit.serve.serving import said
+from unit.serve.serving import opened_by, said
 from view_case import ViewCase
 
 from parquet_keytools import SecretBytes
@@ -178,7 +178,7 @@ def mounted(tree: ServedTree) -> Iterator[bytes]:
     for path in PATHS[2:]:
         try:
             size = mount.getattr(f"/{path}")["st_size"]
-            handle = mount.open(f"/{path}", os.O_RDONLY)
+            handle = opened_by(mount, f"/{path}")
         except OSError as error:
             yield repr(error).encode()
             continue
