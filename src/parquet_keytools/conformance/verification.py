@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
@@ -50,6 +53,10 @@ class RetrieverFinder(FileKeyRetriever):
         return kek.length_bits if isinstance(kek, SecretBytes) else None
 
 
+_SMALL_FILES_AT_A_TIME = 8
+_SMALL_BYTES = 4 << 20
+"""Larger files are read by one request after the other anyway, and keep several threads busy each."""
+
 Progress = Callable[[FileReport], None]
 """Called with the report of each file."""
 
@@ -96,12 +103,11 @@ def verify_folder(
     reports: list[FileReport] = []
     members: list[Member] = []
     nonces = SharedNonces()
-    for entry in found:
-        if not isinstance(entry, ParquetFile):
-            continue
-        report, facts = verify_member(keys, kms_keys, entry.location, table_name, aad_prefix)
+    files = [entry for entry in found if isinstance(entry, ParquetFile)]
+    verify = partial(verify_member, keys, kms_keys, table_name=table_name, aad_prefix=aad_prefix)
+    for location, (report, facts) in _verified(files, verify):
         reports.append(report)
-        name = _name_in(folder, entry.location)
+        name = _name_in(folder, location)
         if facts.nonces is not None:
             nonces.add_file(name, facts.nonces)
         members.append(Member(name, replace(facts, nonces=None)))
@@ -117,6 +123,41 @@ def verify_folder(
         part_count=part_count,
         invocation_limit=invocation_limit,
     )
+
+
+def _verified(
+    files: Sequence[ParquetFile], verify: Callable[..., tuple[FileReport, FileFacts]]
+) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts]]]:
+    """Yield the files, in their order, with what `verify` says of them; small ones are verified ahead.
+
+    The threads of a large file share its pages. Of small files some are verified at a time, one thread each: they
+    wait for a disk or a store together.
+    """
+    with ThreadPoolExecutor(_SMALL_FILES_AT_A_TIME, thread_name_prefix="parquet-keytools-verify") as pool:
+        waiting: deque[tuple[FileLocation, Future[tuple[FileReport, FileFacts]]]] = deque()
+        try:
+            for number, file in enumerate(files):
+                location = file.location
+                # The first alone: it finds what is wrong with the configuration, and fetches shared keys.
+                if number == 0 or file.size_bytes > _SMALL_BYTES:
+                    yield from _results(waiting, 0)
+                    yield location, verify(location)
+                    continue
+                context = contextvars.copy_context()
+                waiting.append((location, pool.submit(context.run, partial(verify, location, threads=1))))
+                yield from _results(waiting, _SMALL_FILES_AT_A_TIME)
+            yield from _results(waiting, 0)
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def _results(
+    waiting: deque[tuple[FileLocation, Future[tuple[FileReport, FileFacts]]]], left: int
+) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts]]]:
+    while len(waiting) > left:
+        location, future = waiting.popleft()
+        yield location, future.result()
 
 
 def folder_report(

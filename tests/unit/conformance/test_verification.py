@@ -6,6 +6,7 @@ import base64
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pyarrow import fs as pafs
 from vector_kit.vector import FOOTER_KEY, SealedFile, recipe
 
 from parquet_keytools import Keytools
+from parquet_keytools.conformance import verification
 from parquet_keytools.conformance.report import Damage, DataSetReport, FileReport, Loss, Outcome, Verdict
 from parquet_keytools.conformance.rules import RULES
 from parquet_keytools.conformance.verification import verify_file, verify_folder
@@ -557,6 +559,46 @@ def test_a_folder_is_one_data_set(make) -> None:
     report = keytools().verify_folder(folder, part_count=3)
     assert not report.conforms
     assert {r.rule.id for r in report.rules if r.outcome is Outcome.BROKEN} == {"part-missing"}
+
+
+def test_small_files_are_verified_at_the_same_time_and_reported_in_order(
+    make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make("part-0.parquet").parent
+    for number in range(1, 5):
+        make(f"part-{number}.parquet")
+    verify, together = verification.verify_member, threading.Barrier(4)
+    broken_file = folder / "part-2.parquet"
+    broken_file.write_bytes(broken_file.read_bytes()[:-1])
+
+    def waiting(*arguments: Any, **options: Any) -> Any:
+        if not arguments[2].path.endswith("part-0.parquet"):
+            # All but the first one; they pass only together.
+            together.wait(60)
+        return verify(*arguments, **options)
+
+    monkeypatch.setattr(verification, "verify_member", waiting)
+    progress: list[str] = []
+    report = keytools().verify_folder(folder, on_progress=lambda file: progress.append(file.path))
+    names = [Path(file.path).name for file in report.files]
+    assert names == [f"part-{number}.parquet" for number in range(5)] == [Path(path).name for path in progress]
+    assert [file.conforms for file in report.files] == [True, True, False, True, True]
+
+
+def test_an_error_of_one_file_ends_the_verification_of_a_folder(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make("part-0.parquet").parent
+    for number in range(1, 30):
+        make(f"part-{number}.parquet")
+    begun: list[str] = []
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        begun.append(arguments[2].path)
+        raise MemoryError
+
+    monkeypatch.setattr(verification, "verify_member", failing)
+    with pytest.raises(MemoryError):
+        keytools().verify_folder(folder)
+    assert len(begun) == 1
 
 
 def test_strangers_in_a_folder_are_found(make) -> None:
