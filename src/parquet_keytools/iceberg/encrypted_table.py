@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from pyiceberg.exceptions import CommitFailedException, ValidationException
+from pyiceberg.io import PY_IO_IMPL
 from pyiceberg.table import DataScan, Table, TableProperties, Transaction
 from pyiceberg.table.locations import LocationProvider
 from pyiceberg.table.metadata import TableMetadata, TableMetadataV3
@@ -353,8 +354,13 @@ class EncryptedTransaction(Transaction):
 
 
 def refuse_encryption_properties(names: Iterable[str]) -> None:
-    """Raise `ConfigurationError` if properties that a caller sets are among those of the encryption."""
-    if changed := sorted(name for name in names if name.startswith("encryption.")):
+    """Raise `ConfigurationError` if a caller sets properties of the encryption, or those of catalogs."""
+    names = sorted(names)
+    if others := [name for name in names if name.startswith("keytools.") or name == PY_IO_IMPL]:
+        raise ConfigurationError(
+            f"no table has the property {others[0]}, which catalogs alone have.", hint="Set it in the catalog."
+        )
+    if changed := [name for name in names if name.startswith("encryption.")]:
         raise ConfigurationError(
             f"the table property {changed[0]} never changes in the life of a table.",
             hint="Copy the rows into a new table with another master key.",

@@ -219,3 +219,12 @@ def test_a_table_does_not_choose_our_properties(lake: Lake, name: str, value: st
     for load in (lake.catalog().load_table, lambda name: load_table(lake.catalog(), name)):
         with pytest.raises(ConfigurationError, match=f"the table has the property {name}"):
             load("db.people")
+
+
+@pytest.mark.parametrize("name", ["keytools.config", "py-io-impl"])
+def test_nobody_gives_a_table_what_would_be_refused_in_it(lake: Lake, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="catalogs alone have"):
+        lake.create(properties={name: "theirs"})
+    table = lake.create()
+    with pytest.raises(ConfigurationError, match="catalogs alone have"):
+        table.transaction().set_properties({name: "theirs"})
