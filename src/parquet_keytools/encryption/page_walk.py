@@ -33,13 +33,21 @@ _BEGINNING_LENGTH = 32
 
 
 class HeaderWindow:
-    """The bytes around the next header, read in pieces that are large enough and not much larger."""
+    """The bytes around the next header, read in pieces that are large enough and not much larger.
 
-    __slots__ = ("_end", "_source", "data", "offset")
+    Args:
+        source: The file.
+        start: Where the first header begins.
+        end: What lies there and after it is not read.
+        is_for_one: Whether no more than the first header is likely to be read.
+    """
 
-    def __init__(self, source: ByteSource, start: int, end: int) -> None:
+    __slots__ = ("_end", "_is_for_one", "_source", "data", "offset")
+
+    def __init__(self, source: ByteSource, start: int, end: int, *, is_for_one: bool = False) -> None:
         self._source = source
         self._end = end
+        self._is_for_one = is_for_one
         self.offset = start
         self.data: memoryview = memoryview(b"")
 
@@ -47,7 +55,9 @@ class HeaderWindow:
         """Make `length` bytes at `offset` be in `data`; returns their position there."""
         position = offset - self.offset
         if not 0 <= position <= len(self.data) - length:
-            usual = _HEADER_LENGTH if position > _WINDOW_LENGTH else _WINDOW_LENGTH
+            is_far = position > _WINDOW_LENGTH or self._is_for_one
+            self._is_for_one = False
+            usual = _HEADER_LENGTH if is_far else _WINDOW_LENGTH
             length = min(max(length, usual), self._end - offset)
             self.data = memoryview(self._source.read_at(offset, length))
             self.offset = offset

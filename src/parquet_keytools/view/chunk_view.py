@@ -243,7 +243,7 @@ class ChunkView:
         """
         if self._pages.frontier + _NEAR_BYTES < offset:
             self._take_offset_index()
-        window = HeaderWindow(source, self._start, self._limit)
+        window = HeaderWindow(source, self._start, self._limit, is_for_one=True)
         while (start := self._pages.frontier) < min(offset, self._end):
             self._header(window, source.path, start)
         with self._lock:
