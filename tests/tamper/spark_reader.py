@@ -20,6 +20,9 @@ from engines.sample import MASTER_KEYS as SPARK_MASTER_KEYS
 from engines.spark import Spark, spark_session
 from py4j.protocol import Py4JError
 
+_LAST_WORDS = ("OutOfMemoryError", "SparkContext was shut down")
+"""Spark says so, and ends its JVM then: the error may come before the end, or not at all."""
+
 
 def main(first: int, paths: list[str]) -> None:
     assert SPARK_MASTER_KEYS == MASTER_KEYS
@@ -34,6 +37,10 @@ def main(first: int, paths: list[str]) -> None:
                 raise  # The JVM has ended.
             except Exception as exception:
                 outcome, error = REFUSED, str(exception)
+                if any(text in error for text in _LAST_WORDS):
+                    # Else the file after it would find the JVM gone, on a busy machine.
+                    session.sparkContext._gateway.proc.wait(60)
+                    raise
             print(json.dumps({"file": path, "outcome": outcome, "error": error}), flush=True)
 
 
