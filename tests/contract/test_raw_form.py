@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -11,6 +12,7 @@ from parquet_keytools.errors import (
     KmsConfigurationError,
     MasterKeyDisabledError,
     MasterKeyNotFoundError,
+    MasterKeyNotTrustedError,
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.client import KmsClient
@@ -122,6 +124,27 @@ def test_a_wrapped_key_that_is_base64_of_its_raw_form_needs_no_more_code() -> No
     assert kms.wrap_raw(CANARY, "one") == bytes([0, 1, 2])
     assert kms.unwrap_raw(bytes([0, 1, 2]), "one") == CANARY
     assert asked == [(CANARY, "one"), ("AAEC", "one")]
+
+
+def test_raw_keys_are_audited_and_trusted_by_their_master_key(
+    kms: KmsClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(type(kms), "_may_be_of_others", lambda self, master_key_id: master_key_id == "two")
+    ours, theirs = kms.wrap_raw(CANARY, "one"), kms.wrap_raw(CANARY, "two")
+    kms.audit_log = True
+    kms.trust(["one"])
+    with caplog.at_level("INFO", "parquet_keytools.audit"):
+        assert kms.unwrap_raw(ours, "one") == CANARY
+        with pytest.raises(MasterKeyNotTrustedError) as caught:
+            kms.unwrap_raw(theirs, "two")
+        kms.wrap_raw(CANARY, "two")
+    assert caught.value.master_key_id == "two"
+    records: list[Any] = list(caplog.records)
+    assert [(record.operation, record.master_key_id, record.outcome) for record in records] == [
+        ("unwrap", "one", "ok"),
+        ("unwrap", "two", "MasterKeyNotTrustedError"),
+        ("wrap", "two", "ok"),
+    ]
 
 
 def test_a_backend_without_a_raw_form_says_so() -> None:
