@@ -48,9 +48,10 @@ def kms_digest(*configurations: Configuration | None) -> str:
 
     What a run moved to one KMS is not finished for a run that moves to another one.
     """
-    # The text of settings shows no secrets, and so not those that differ from run to run.
+    # The text of settings shows no secrets, and so not those that differ from run to run. It has no bytes of names
+    # that are not UTF-8: they are escaped.
     said = [(str(found.folder), repr(found.kms)) for found in configurations if found is not None]
-    return hashlib.blake2b(repr(said).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
 
 
 class JournalInUseError(OutputError):

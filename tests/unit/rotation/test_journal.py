@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 
 from parquet_keytools import parse_configuration
-from parquet_keytools.errors import OutputError, StorageFailedError
+from parquet_keytools.errors import ConfigurationError, OutputError, StorageFailedError
 from parquet_keytools.rotation import journal as journals
 from parquet_keytools.rotation.journal import (
     KEPT_SECONDS,
     Journal,
     JournalInUseError,
+    JournalUnsafeError,
     is_inside,
     journal_folder,
     kms_digest,
+    refuse_inside,
 )
 from parquet_keytools.rotation.rewrapper import WrappedKey
 from parquet_keytools.storage.locations import FileLocation
@@ -109,6 +111,16 @@ def test_what_was_made_of_older_versions_is_forgotten(path: Path) -> None:
     journal = Journal(path, PARAMETERS)
     assert [journal.was_made(key) for key in KEYS[:2]] == [False, True]
     assert journal.versions == {"kf": "2"}
+    journal.close(remove=False)
+
+
+def test_versions_are_forgotten_for_the_next_run_too(path: Path) -> None:
+    journal = Journal(path, PARAMETERS)
+    journal.add_version("kf", "1")
+    journal.forget_made()
+    journal.close(remove=False)
+    journal = Journal(path, PARAMETERS)
+    assert journal.versions == {}
     journal.close(remove=False)
 
 
@@ -219,6 +231,45 @@ def test_journals_that_no_run_goes_on_with_are_removed(state: Path, path: Path, 
     assert kept["young"].path.exists() and kept["used"].path.exists()
     assert kept["old"].path.exists() == is_given
     os.close(kept["used"]._file_descriptor)
+
+
+def test_files_beside_a_journal_that_was_named_are_left_alone(path: Path) -> None:
+    old = path.with_name("old.jsonl")
+    old.touch()
+    os.utime(old, (0, 0))
+    Journal(path, PARAMETERS).close(remove=True)
+    assert old.exists() and not path.exists()
+
+
+def test_what_is_in_the_way_is_said(tmp_path: Path, path: Path, state: Path) -> None:
+    state.touch()
+    with pytest.raises(OutputError, match=r"the folder of journals .* cannot be made: file exists") as caught:
+        Journal(None, PARAMETERS)
+    assert "--journal" in caught.value.hint
+    with pytest.raises(OutputError, match="cannot be written: No such file or directory"):
+        Journal(tmp_path / "none" / "journal", PARAMETERS)
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(JournalUnsafeError, match=r"journal\.jsonl is a link"):
+        Journal(path, PARAMETERS)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("others", ["file", "folder", "link"])
+def test_what_others_may_write_is_refused(path: Path, state: Path, others: str) -> None:
+    """Whoever can write a journal can have keys skipped."""
+    if others == "file":
+        cut_off(path, KEYS).chmod(0o620)
+    elif others == "folder":
+        (state / "parquet-keytools").mkdir(parents=True)
+        (state / "parquet-keytools").chmod(0o770)
+    else:
+        (state / "real").mkdir(parents=True)
+        (state / "parquet-keytools").symlink_to(state / "real")
+    with pytest.raises(JournalUnsafeError, match="only this user may write to"):
+        Journal(path if others == "file" else None, PARAMETERS)
+    with pytest.raises(ConfigurationError, match="would lie in the data set"):
+        refuse_inside(path, FileLocation.resolve(path.parent))
+    refuse_inside(path, FileLocation.resolve(state if state.exists() else "/usr"))
 
 
 def test_a_journal_that_was_replaced_is_not_removed(path: Path) -> None:
