@@ -23,6 +23,9 @@ from parquet_keytools.storage.outputs import BufferSink
 from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_file import PlainFile
 
+_ARROW_READS_OF_THE_END = 64 * 1024
+"""Bytes at the end of a file that Arrow reads at once, for a footer that is mostly far shorter."""
+
 
 def check_length(length: int, key: StandardKeyMetadata, listed_length: int | None, name: str) -> None:
     """Compare the length of a file with what the chain says, before a byte of it is decrypted.
@@ -77,7 +80,7 @@ def open_data_file(source: ByteSource, key: StandardKeyMetadata, name: str, cach
     opened = OpenedFile(location, footer, VerifiedTail.of(envelope), retriever, kms_keys, {}, {})
     with naming_place(location, footer.columns):
         check_stated_algorithm(source, footer, {})
-    return PlainFile(opened, source, "error", cache)
+    return PlainFile(opened, source, "error", cache, gap=_ARROW_READS_OF_THE_END)
 
 
 def decrypt_data_file(source: ByteSource, key: StandardKeyMetadata, name: str) -> pa.Buffer:

@@ -105,6 +105,8 @@ class PlainFile:
         source: ByteSource,
         denied_columns: str,
         cache: PageCache,
+        *,
+        gap: int = 0,
     ) -> None:
         """Make one; of the file itself nothing is read yet.
 
@@ -113,6 +115,8 @@ class PlainFile:
             source: Its bytes, as they were when it was opened.
             denied_columns: See `plain_tail`.
             cache: Keeps pages that were decrypted.
+            gap: Bytes of zeros before the footer. A reader that takes the end of a file, for its footer, then gets
+                no pages, which would be decrypted for nothing where files are small.
 
         Raises:
             ParquetFormatError: The footer does not say where the columns are.
@@ -137,9 +141,9 @@ class PlainFile:
         weakref.finalize(self, cache.forget, self._number)
         if opened.is_encrypted or opened.digests is not None:
             with paused_collector():
-                self._lay_out(denied_columns)
+                self._lay_out(denied_columns, gap)
 
-    def _lay_out(self, denied_columns: str) -> None:
+    def _lay_out(self, denied_columns: str, gap: int) -> None:
         opened = self._opened
         footer = opened.footer
         all_metadata: list[list[ColumnMetaData | None]] = [[None] * len(footer.columns) for _ in footer.row_groups]
@@ -180,7 +184,7 @@ class PlainFile:
             elif region.kind is RegionKind.PAGES:
                 start, _ = self._row_groups.get(row_group, (region.offset, 0))
                 self._row_groups[row_group] = (start, _end_of(region))
-        offset = footer.envelope.footer_offset
+        offset = footer.envelope.footer_offset + gap
         if stand_ins:
             assert opened.digests is not None
             offset = stand_ins[-1].end
@@ -263,6 +267,8 @@ class PlainFile:
             start, stop = max(offset, pages_end), min(end, tail.offset)
             if self._stand_ins is not None and start < stop:
                 self._stand_ins.read_into(self._pages_of, self.path, start, out[start - offset : stop - offset])
+            elif start < stop:
+                _blank(out[start - offset : stop - offset])
         if offset < MAGIC_LENGTH:
             out[: MAGIC_LENGTH - offset] = MAGIC[offset:end]
         if end > tail.offset:

@@ -18,7 +18,13 @@ from pyiceberg.table import StaticTable, Table
 from pyiceberg.types import StringType
 from rest_catalog import rest_server
 
-from parquet_keytools.errors import ConfigurationError, KeyMaterialError, KeyNotAvailableError, NotEncryptedError
+from parquet_keytools.errors import (
+    ConfigurationError,
+    DecryptionError,
+    KeyMaterialError,
+    KeyNotAvailableError,
+    NotEncryptedError,
+)
 from parquet_keytools.iceberg import EncryptedFileIO, EncryptedTable, create_table, load_table
 from parquet_keytools.iceberg.stored_files import mapped_location
 
@@ -228,3 +234,20 @@ def test_nobody_gives_a_table_what_would_be_refused_in_it(lake: Lake, name: str)
     table = lake.create()
     with pytest.raises(ConfigurationError, match="catalogs alone have"):
         table.transaction().set_properties({name: "theirs"})
+
+
+def test_a_scan_decrypts_no_column_that_it_does_not_ask_for(lake: Lake) -> None:
+    """Of a small file, too, whose pages are all among the bytes at its end that Arrow reads for the footer."""
+    lake.create().append(rows(0, 500))
+    (file,) = lake.table_folder.rglob("*.parquet")
+    content = bytearray(file.read_bytes())
+    assert len(content) < 64 * 1024
+    column = 1
+    (task,) = lake.load().scan().plan_files()
+    start = int((task.file.split_offsets or [4])[0]) + (task.file.column_sizes[column])
+    content[start + 60] ^= 1
+    file.write_bytes(content)
+    table = lake.load()
+    assert ids(table, selected_fields=("id",)) == list(range(500))
+    with pytest.raises(DecryptionError, match="name"):
+        table.scan().to_arrow()

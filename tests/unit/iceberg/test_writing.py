@@ -39,6 +39,8 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.iceberg import create_table, load_table
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, merged
+from parquet_keytools.iceberg.located_tables import located_table
+from parquet_keytools.iceberg.table_audit import TableAudit
 
 
 @pytest.fixture
@@ -309,6 +311,35 @@ def test_tables_of_iceberg_java_are_continued(iceberg_test_data: Path, lake: Lak
     assert read["id"].to_pylist() == before_rows["id"].to_pylist()[:3]
     assert len(lake.load(f"db.{name}", **mapping).scan().to_arrow()) == len(before_rows) + 3
     assert after["next-row-id"] == before["next-row-id"] + 3
+
+
+def test_a_table_with_deletion_vectors_and_equality_deletes_is_continued(
+    iceberg_test_data: Path, lake: Lake
+) -> None:
+    shutil.copytree(iceberg_test_data / "warehouse" / "with_deletes", lake.warehouse / "with_deletes")
+    expected = json.loads((iceberg_test_data / "expected" / "with_deletes.json").read_text())
+    mapping = {"keytools.location-mapping": f"file:/warehouse=file://{lake.warehouse}"}
+    lake.catalog(**mapping).register_table("db.with_deletes", expected["metadata"])
+    table = lake.load("db.with_deletes", **mapping)
+    with_vectors = expected["snapshots"][1]["snapshot_id"]
+    with table.manage_snapshots() as manage:
+        manage.create_branch(with_vectors, "audit")
+    before = table.scan(snapshot_id=with_vectors).to_arrow().sort_by("id")
+    table.append(before.slice(0, 2), branch="audit")
+    deleted = before["id"][5].as_py()
+    table.delete(f"id = {deleted}", branch="audit")
+    # The file is copied without the row, and without those that its vector had deleted.
+    ids = sorted(before["id"].to_pylist() + before["id"].to_pylist()[:2])
+    ids.remove(deleted)
+    assert sorted(table.scan().use_ref("audit").to_arrow()["id"].to_pylist()) == ids
+    # The main branch has equality deletes: PyIceberg appends to it, and says that it cannot read it.
+    table.append(before.slice(0, 1))
+    with pytest.raises(ValueError, match="equality deletes"):
+        table.scan().to_arrow()
+    located = located_table(table.metadata_location, lake.folder / "keytools.yaml", properties=mapping)
+    report = TableAudit(located, with_data=True).run()
+    assert report.findings == [] and report.orphans == []
+    assert len(report.lists) == len(expected["snapshots"]) + 3
 
 
 def test_a_metadata_file_keeps_what_pyiceberg_does_not_know(lake: Lake) -> None:
