@@ -22,6 +22,7 @@ from unit.serve.serving import opened_by, said
 from view_case import ViewCase
 
 from parquet_keytools import SecretBytes
+from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.serve.fuse_mount import MountedTree
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
@@ -82,7 +83,18 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[bytes]]:
 
 @pytest.fixture
 def case(tmp_path: Path, keys: set[bytes]) -> ViewCase:
-    made = ViewCase(tmp_path, {"column_keys": {"secret": REFUSED}, "unlisted_columns": "footer_key"})
+    kms = InMemoryKms(dict.fromkeys(("footer", "secret", "hashing")))
+    made = ViewCase(
+        tmp_path,
+        {"column_keys": {"secret": REFUSED}, "unlisted_columns": "footer_key", "hash_key": "p"},
+        {},
+        kms,
+        {
+            "hash_keys": {
+                "p": {"master_key": "hashing", "wrapped_key": kms.wrap(SecretBytes.random(256), "hashing")}
+            }
+        },
+    )
     sink = io.BytesIO()
     pq.write_table(
         TABLE,
@@ -216,8 +228,16 @@ def test_the_search_finds_what_may_be_read(case: ViewCase) -> None:
     assert found_in(answers, needles()) == everything
 
 
-@pytest.mark.parametrize("denied", [("secret",), ("secret", "footer")], ids=["column", "column and footer"])
-@pytest.mark.parametrize("denied_columns", ["error", "hide", "null"])
+@pytest.mark.parametrize(
+    ("denied_columns", "denied"),
+    [
+        *((name, ("secret",)) for name in ("error", "hide", "null", "hash")),
+        *((name, ("secret", "footer")) for name in ("error", "hide", "null", "hash")),
+        # Who may have the keys, and shall not see the values.
+        ("hash", ()),
+        ("hash", ("hashing",)),
+    ],
+)
 def test_no_refused_value_and_no_key_leaves_in_any_answer(
     case: ViewCase,
     keys: set[bytes],
@@ -229,7 +249,7 @@ def test_no_refused_value_and_no_key_leaves_in_any_answer(
         case.kms.deny(master_key_id)
     with caplog.at_level(logging.DEBUG):
         answers, token = answers_of(case, denied_columns)
-    if denied == ("secret",):
+    if "footer" not in denied:
         # What may be read is there, so the answers are those of files.
         for kind, parts in answers.items():
             assert any(b"row 2999" in part for part in parts), kind
