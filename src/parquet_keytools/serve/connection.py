@@ -74,7 +74,8 @@ class ViewConnection(BaseHTTPRequestHandler):
         """Let a client that sent what was not read have its answer: it would be reset else."""
         if self._lingers:
             with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_WR)
+                # Not that of SSLSocket: see `cut_off`.
+                socket.socket.shutdown(self.connection, socket.SHUT_WR)
                 end, left = time.monotonic() + _LINGER_SECONDS, _LINGER_BYTES
                 while left > 0 and (seconds := end - time.monotonic()) > 0:
                     self.connection.settimeout(seconds)

@@ -61,7 +61,7 @@ class S3Front:
             if not name.lower().startswith("x-amz-"):
                 query[name] = value
         bucket, _, key = request.path.removeprefix("/").partition("/")
-        if not bucket:
+        if not bucket and not key:
             self._refuse_others(query, {"x-id", "max-buckets", "prefix"})
             return _xml("ListAllMyBucketsResult", _buckets())
         if bucket != BUCKET:

@@ -112,6 +112,10 @@ class SignatureCheck:
 
 def _claim_of_header(request: ServedRequest) -> _Claim:
     text = request.header("authorization")
+    is_old = text is not None and text.startswith("AWS ")
+    if is_old or (text is None and "AWSAccessKeyId" in dict(request.query)):
+        message = f"Signatures of version 2 are not accepted. Sign with {ALGORITHM} (signature_version='s3v4')."
+        raise _refused("InvalidRequest", message, status=400)
     if text is None:
         raise _refused("AccessDenied", "The request is not signed.")
     found = _AUTHORIZATION.fullmatch(text)

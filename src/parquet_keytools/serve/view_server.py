@@ -110,10 +110,10 @@ class _Router:
             connection.keep()
             return "http", key, partial(answer_http, self._tree, request, key, connection.seen_before)
         if self._s3 is not None:
-            # A path that begins otherwise may hold the secret in the wrong place, and keys are logged.
+            # A path may hold the secret in the wrong place, and keys are logged.
             return (
                 "s3",
-                key if first == BUCKET else "",
+                key if first == BUCKET and self._token.decode() not in key else "",
                 partial(self._s3.answer, request, connection.seen_before, connection.keep),
             )
         raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")

@@ -171,6 +171,84 @@ def test_a_parameter_that_is_there_twice_is_refused() -> None:
         assert (caught.value.code, b"twice" in caught.value.read()) == (400, True)
 
 
+def test_signatures_of_version_2_are_named() -> None:
+    with served(FILES, with_s3=True) as server:
+        pair = server.key_pair
+        client = boto3.client(
+            "s3",
+            endpoint_url=server.endpoint,
+            aws_access_key_id=pair.access_key_id,
+            aws_secret_access_key=pair.secret.reveal().decode(),
+            region_name="us-east-1",
+            config=Config(signature_version="s3", retries={"max_attempts": 1}),
+        )
+        with closing(client), pytest.raises(ClientError, match="HMAC-SHA256") as caught:
+            client.get_object(Bucket="view", Key="2013/a.parquet")
+        assert caught.value.response["Error"]["Code"] == "InvalidRequest"
+        url = client.generate_presigned_url("get_object", {"Bucket": "view", "Key": "2013/a.parquet"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(url)
+        assert (refused.value.code, b"HMAC-SHA256" in refused.value.read()) == (400, True)
+
+
+def signed_bytes(server: ViewServer, target: str, **headers: str) -> bytes:
+    """Return a request whose signature is that of a client which changes nothing of a path."""
+    pair, host = server.key_pair, urlsplit(server.endpoint).netloc
+    assert pair is not None
+    request = AWSRequest("GET", server.endpoint + target, headers={"Host": host, **headers})
+    S3SigV4Auth(Credentials(pair.access_key_id, pair.secret.reveal().decode()), "s3", "us-east-1").add_auth(
+        request
+    )
+    lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    return f"GET {target} HTTP/1.1\r\n{lines}Connection: close\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("/view/2013/a.parquet", 200),
+        ("/%76iew/2013%2Fa.parquet", 403),
+        ("//view/2013/a.parquet", 404),
+        ("/view//2013/a.parquet", 404),
+        ("/view/./2013/a.parquet", 404),
+        ("/view/x/../2013/a.parquet", 404),
+        ("/view/%2e%2e/root/2013/a.parquet", 403),
+        ("/other/../view/2013/a.parquet", 404),
+        ("/view/2013/a.parquet?versionId=1", 501),
+        ("/view/2013/a.parquet?X-Amz-Signature=0", 400),
+    ],
+)
+def test_a_path_means_one_thing(target: str, status: int) -> None:
+    with served(FILES, with_s3=True) as server:
+        assert said(server, signed_bytes(server, target)).startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        (lambda raw: raw, 206),
+        # What the signature covers is not changed, and nothing of the kind is added.
+        (lambda raw: raw.replace(b"bytes=0-3", b"bytes=0-9"), 403),
+        (lambda raw: raw.replace(b"\r\n", b"\r\nRange: bytes=5-9\r\n", 1), 403),
+        (lambda raw: raw.replace(b"\r\n", b"\r\nX-Amz-Security-Token: x\r\n", 1), 403),
+        (lambda raw: raw.replace(b"\r\n", b"\r\nX-Amz-Date: 20200101T000000Z\r\n", 1), 400),
+        (lambda raw: raw.replace(b"\r\n", b"\r\nAuthorization: AWS4-HMAC-SHA256 x\r\n", 1), 400),
+        (lambda raw: raw.replace(b"GET ", b"HEAD "), 403),
+        (lambda raw: raw.replace(b"GET /view", b"GET http://HOST/view"), 400),
+        (lambda raw: raw.replace(b"\r\n", b"\r\nContent-Length: 3\r\n", 1) + b"abc", 400),
+        (lambda raw: raw.replace(b"\r\n", b"\r\nTransfer-Encoding: chunked\r\n", 1) + b"0\r\n\r\n", 400),
+        (lambda raw: raw.replace(b"Host: ", b"Host: a."), 421),
+    ],
+)
+def test_a_signed_request_is_not_sent_again_with_changes(change: Callable[[bytes], bytes], status: int) -> None:
+    with served(FILES, with_s3=True) as server:
+        raw = change(signed_bytes(server, "/view/2013/a.parquet", Range="bytes=0-3"))
+        answer = said(server, raw)
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert answer.count(b"HTTP/1.1") == 1
+        assert (FILES["2013/a.parquet"][:4] in answer.partition(b"\r\n\r\n")[2]) == (status == 206)
+
+
 def test_who_has_signed_keeps_the_connection() -> None:
     with served(FILES, with_s3=True, max_connections=1) as server, closing(client_of(server)) as client:
         client.list_buckets()

@@ -8,8 +8,10 @@ import http.client
 import io
 import os
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import unquote
 
 import polars as pl
 import pyarrow as pa
@@ -258,6 +260,20 @@ def test_pipes_and_odd_prefixes_do_not_spoil_listings(case: ViewCase) -> None:
     assert [list(tree.keys(odd)) for odd in ("\0", "loop", "/etc", "n" * 300)] == [[]] * 4
     with server_of(case.keytools(), folder) as server:
         assert ask(server, "pipe.parquet")[0] == 404
+
+
+def test_a_name_that_is_no_text_is_an_error_that_names_it(case: ViewCase) -> None:
+    folder = case.folder / "data"
+    odd = ["per%41cent.parquet", " q?u#x&'.parquet", "\u202ertl.parquet", "back\\slash.parquet"]
+    for name in odd:
+        case.keytools().encrypt_file(case.folder / "plain.parquet", folder / name)
+    with server_of(case.keytools(), folder) as server:
+        links = re.findall('href="./(.*?)"', ask(server, "")[2].decode())
+        assert sorted(map(unquote, links)) == sorted([*odd, "x.parquet"])
+        assert [ask(server, link, "HEAD")[0] for link in links] == [200] * 5
+        os.rename(folder / "x.parquet", os.fsencode(folder) + b"/bad\xff.parquet")  # noqa: PTH104
+        status, _, body = ask(server, "")
+        assert (status, b"bad\\xff.parquet: this name is not valid UTF-8" in body) == (422, True)
 
 
 @pytest.mark.parametrize("content", [b"my thoughts", b"PAR1 no parquet PAR1"])
