@@ -178,23 +178,20 @@ class StandIn:
 
     def _leaf_digests(self, leaf: pa.Array, nanoseconds: pa.Array | None, secret: SecretBytes) -> pa.Array:
         if nanoseconds is not None:
-            values = [
-                None if micros is None else micros * 1000 + (nanos - micros * 1000) % (1 << 64)
-                for micros, nanos in zip(
-                    leaf.cast(pa.int64()).to_pylist(), nanoseconds.cast(pa.int64()).to_pylist(), strict=True
-                )
-            ]
-            known: dict[int, int] = {}
-            indices = [None if value is None else known.setdefault(value, len(known)) for value in values]
-            distinct = pa.array(indices, pa.int32())
-            dictionary: Sequence[object] = list(known)
-        else:
-            encoded = leaf.dictionary_encode()
-            distinct, dictionary = encoded.indices, encoded.dictionary.to_pylist()
-        digests = [digest(secret, self.kind, value) for value in dictionary]
-        if self.kind.is_binary:
-            return pa.array(digests, pa.large_binary()).take(distinct)
-        return pa.array([found.hex() for found in digests], pa.large_string()).take(distinct)
+            leaf = _exact_text(leaf.cast(pa.int64()), nanoseconds.cast(pa.int64()))
+        encoded = leaf.dictionary_encode()
+        return self._of_distinct(encoded.dictionary, secret).take(encoded.indices)
+
+    def _of_distinct(self, values: pa.Array, secret: SecretBytes) -> pa.Array:
+        found_type = pa.large_binary() if self.kind.is_binary else pa.large_string()
+        parts = [pa.array([], found_type)]
+        # Objects of Python take many times what their values do.
+        for start in range(0, len(values), _PAGE_VALUES):
+            digests = [digest(secret, self.kind, value) for value in values.slice(start, _PAGE_VALUES).to_pylist()]
+            parts.append(
+                pa.array(digests if self.kind.is_binary else [part.hex() for part in digests], found_type)
+            )
+        return pa.concat_arrays(parts)
 
     def _decoded(self, pages: memoryview, int96_unit: str) -> pa.Table:
         """Return the column as pyarrow reads it, without what types mean: a list for all that is repeated."""
@@ -253,6 +250,20 @@ def _array(table: pa.Table) -> pa.Array:
     return (
         chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks or [pa.array([], table.schema.field(0).type)])
     )
+
+
+def _exact_text(microseconds: pa.Array, nanoseconds: pa.Array) -> pa.Array:
+    """Return timestamps in nanoseconds, as decimal digits: they may have more than 64 bits.
+
+    Args:
+        microseconds: Rounded down.
+        nanoseconds: The last 64 bits.
+    """
+    pairs = zip(microseconds.to_pylist(), nanoseconds.to_pylist(), strict=True)
+    exact = [
+        None if micros is None else micros * 1000 + (nanos - micros * 1000) % (1 << 64) for micros, nanos in pairs
+    ]
+    return pa.array([None if value is None else b"%d" % value for value in exact], pa.binary())
 
 
 def _leaf_of(column: pa.Array) -> pa.Array:

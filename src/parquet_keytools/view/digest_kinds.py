@@ -106,7 +106,7 @@ def digest_kind(leaf: SchemaElement) -> DigestKind:
     if physical in (_FLOAT, _DOUBLE):
         return DigestKind("float", _float)
     if physical == INT96:
-        return DigestKind("timestamp", _decimal_text)
+        return DigestKind("timestamp", bytes)  # It comes as decimal digits.
     if logical == _DECIMAL_TYPE and physical in (INT32, INT64, _BYTE_ARRAY, _FIXED):
         scale = _number(facts, 1) if facts is not None else _number(of, _SCALE)
         return DigestKind("number", _decimal(scale or 0))

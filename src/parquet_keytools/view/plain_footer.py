@@ -12,7 +12,7 @@ from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.column_selection import selected_footer, selected_sorting_columns
-from parquet_keytools.format.file_layout import MAGIC
+from parquet_keytools.format.file_layout import MAGIC, TAIL_LENGTH
 from parquet_keytools.format.generated_chunks import generated_chunk, null_page
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift_compact import WireType
@@ -106,7 +106,9 @@ def plain_tail(
     data = metadata.serialise()
     trailer = data + struct.pack("<I", len(data)) + MAGIC
     generated = bytes(builder.generated)
-    filling = bytes(max(opened.tail.size_bytes - offset - len(generated) - len(trailer), 0))
+    # Readers take the last bytes of a file to have its footer, and shall not have digests made.
+    least = TAIL_LENGTH if stand_ins else 0
+    filling = bytes(max(opened.tail.size_bytes - offset - len(generated) - len(trailer), least))
     return PlainTail(
         offset,
         generated + filling + trailer,

@@ -39,6 +39,7 @@ from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.spark.session import session_settings
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.view.digest_chunk import StandIn
 from parquet_keytools.view.plain_input import PlainInput
 
 SECRET = bytes(range(32))
@@ -434,6 +435,27 @@ def test_a_view_says_how_long_a_file_is(people: ViewCase) -> None:
     assert view.info("x.parquet")["size"] == length > (people.folder / "x.parquet").stat().st_size
     assert {entry["name"]: entry["size"] for entry in view.ls("")}["x.parquet"] == length
     assert view.info("_SUCCESS")["size"] == 0
+
+
+def test_a_footer_costs_no_digests(people: ViewCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = people_file(people)
+    made: list[int] = []
+    make = StandIn.make
+
+    def counted(chunk: StandIn, pages: memoryview, secret: SecretBytes) -> bytes:
+        made.append(chunk.region.column_ordinal)
+        return make(chunk, pages, secret)
+
+    monkeypatch.setattr(StandIn, "make", counted)
+    keytools = people.keytools(denied_columns="hash")
+    keytools.schema(path)
+    assert keytools.metadata(path).num_rows == keytools.dataset(path).count_rows()
+    assert keytools.view(people.folder).info("x.parquet")["size"] > 0
+    assert made == []
+    keytools.read_table(path, columns=["seat"])
+    assert made == []
+    keytools.read_table(path, columns=["name"])
+    assert sorted(made) == [1, 1, 1]
 
 
 def test_what_is_altered_is_no_digest(people: ViewCase) -> None:
