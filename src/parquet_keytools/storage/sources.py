@@ -92,11 +92,22 @@ class ArrowSource:
     def read_at(self, offset: int, length: int) -> bytes:
         """Read one range with one request."""
         _check_range(self, offset, length)
-        with waiting_for(self.path):
-            data: bytes = self.file.read_at(length, offset)
+        try:
+            with waiting_for(self.path):
+                data: bytes = self.file.read_at(length, offset)
+        except OSError as error:
+            raise _naming(error, self.path) from error.__cause__
         if len(data) != length:
             raise shortened(self.path)
         return data
+
+
+def _naming(error: OSError, path: str) -> OSError:
+    """Return an error that says which file it is of; what clients of stores raise often does not."""
+    kind = type(error)
+    if error.errno is not None or kind.__module__ != "builtins" or path in str(error):
+        return error
+    return kind(f"{path}: {error or 'it could not be read'}").with_traceback(error.__traceback__)
 
 
 def _check_range(source: ByteSource, offset: int, length: int) -> None:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from view_case import ViewCase, contents, parquet_bytes, same_contents, table_of, whole
 
 from parquet_keytools.errors import (
@@ -377,3 +378,51 @@ def test_statistics_are_there_for_who_may_have_them(case: ViewCase) -> None:
     path = case.encrypt(parquet_bytes(TABLE))
     chunk = pq.ParquetFile(pa.BufferReader(whole(case.view(path)))).metadata.row_group(0).column(0)
     assert chunk.statistics.max == pc.max(TABLE["id"]).as_py()
+
+
+# --- Storage that fails --------------------------------------------------------------------------------------
+
+
+class FlakyFiles(LocalFileSystem):  # type: ignore[misc]
+    """Local files whose reads fail from one on."""
+
+    protocol = "flaky"
+    cachable = False
+
+    def __init__(self, fails_at: int, error: Exception) -> None:
+        super().__init__()
+        self.reads, self.fails_at, self.error = 0, fails_at, error
+
+    def _open(self, path: str, *args: Any, **options: Any) -> Any:
+        file, files = super()._open(path, *args, **options), self
+
+        class Flaky:
+            def read(self, *args: int) -> bytes:
+                files.reads += 1
+                if files.reads >= files.fails_at:
+                    raise files.error
+                return bytes(file.read(*args))
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(file, name)
+
+        return Flaky()
+
+
+@pytest.mark.parametrize("error", [ConnectionError("lost"), TimeoutError("late"), OSError("broken"), OSError()])
+def test_storage_that_fails_is_one_error_that_names_the_file(case: ViewCase, error: OSError) -> None:
+    case.encrypt(parquet_bytes(TABLE))
+    for fails_at in itertools.count(1):
+        files = FlakyFiles(fails_at, error)
+        view = case.keytools().view(str(case.folder), filesystem=files)
+        try:
+            assert pq.read_table("x.parquet", filesystem=view).equals(TABLE)
+        except OSError as found:
+            assert type(found) is type(error) and str(error) in str(found)
+            assert "x.parquet" in str(found)
+        else:
+            break
+    assert 3 < fails_at < 30
+    # Nothing of the failure is kept.
+    files.fails_at, files.reads = 10**9, 0
+    assert pq.read_table("x.parquet", filesystem=view).equals(TABLE)
