@@ -1,3 +1,6 @@
+import com.esotericsoftware.kryo.Kryo;
+import com.esotericsoftware.kryo.io.Input;
+import com.esotericsoftware.kryo.io.Output;
 import com.fasterxml.jackson.databind.JsonNode;
 import com.fasterxml.jackson.databind.ObjectMapper;
 import com.fasterxml.jackson.databind.node.ArrayNode;
@@ -81,6 +84,14 @@ public class IcebergProgram {
     }
     if (what.equals("send")) {
       ByteArrayOutputStream sent = new ByteArrayOutputStream();
+      if (job.get("with").asText().equals("kryo")) {
+        // As Spark does, where spark.serializer says so.
+        Output output = new Output(sent);
+        new Kryo().writeClassAndObject(output, client);
+        output.flush();
+        client = (KeyManagementClient) new Kryo().readClassAndObject(new Input(sent.toByteArray()));
+        return JSON.getNodeFactory().binaryNode(sent.toByteArray());
+      }
       new ObjectOutputStream(sent).writeObject(client);
       client = (KeyManagementClient) new ObjectInputStream(new ByteArrayInputStream(sent.toByteArray())).readObject();
       return JSON.getNodeFactory().binaryNode(sent.toByteArray());
