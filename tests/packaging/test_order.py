@@ -1,6 +1,7 @@
-"""tests/order.py names files that there are, and ends a run in which a process died."""
+"""What runs when: tests/order.py names files that there are, the soak all that sample, and crashes end a run."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,17 @@ def test_the_longest_begin_first() -> None:
     node_id = "tests/services/test_spark_bridge.py::test_x[a::b]"
     assert file_of(node_id) == "services/test_spark_bridge.py"
     assert position(node_id) < position("tests/unit/test_errors.py::test_x")
+
+
+def test_what_takes_samples_is_in_the_soak() -> None:
+    """There it takes all; else nothing ever would."""
+    users = {
+        path for path in TESTS.rglob("test_*.py") if re.search("^from soak import", path.read_text("utf-8"), re.M)
+    }
+    named = re.findall(r"tests/[\w/.]+", (TESTS.parent / "Makefile").read_text("utf-8").partition("\nsoak:")[2])
+    places = [TESTS.parent / name for name in named]
+    assert len(users) > 10
+    assert [str(path) for path in users if not any(path.is_relative_to(place) for place in places)] == []
 
 
 def test_run_ends_as_failed_where_a_process_dies(tmp_path: Path) -> None:
