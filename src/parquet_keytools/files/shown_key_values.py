@@ -33,7 +33,7 @@ def shown_key_values(
     pandas and GeoParquet say of other columns.
 
     Args:
-        opened: The file. Of columns that are shown as digests Arrow's schema says no type: readers take theirs.
+        opened: The file.
         shown: Names of the top-level columns that readers see.
         nullable: Those of them that may be null, whatever the file says.
     """
@@ -45,21 +45,10 @@ def shown_key_values(
             if entry.key == ARROW_SCHEMA_KEY
         }
     denied = opened.denied_top_level
-    found = {
+    return {
         entry.key: None if entry.value is None else _shown(entry.key, entry.value, shown, nullable, denied)
         for entry in entries
     }
-    arrow_schema = found.get(ARROW_SCHEMA_KEY)
-    if opened.digests is not None and arrow_schema is not None:
-        found[ARROW_SCHEMA_KEY] = _without_types(arrow_schema, {path[0] for path in opened.digests.columns})
-    return found
-
-
-def _without_types(value: str, names: Collection[str]) -> str:
-    """Return Arrow's schema without the types of some columns: what is shown of them is of other types."""
-    schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(value)))
-    fields = [pa.field(field.name, pa.null()) if field.name in names else field for field in schema]
-    return base64.b64encode(pa.schema(fields, schema.metadata).serialize()).decode()
 
 
 def _shown(

@@ -11,11 +11,12 @@ from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.files.shown_key_values import shown_key_values
-from parquet_keytools.format.column_selection import selected_footer, selected_sorting_columns
+from parquet_keytools.format.column_selection import ARROW_SCHEMA_KEY, selected_footer, selected_sorting_columns
 from parquet_keytools.format.file_layout import MAGIC, TAIL_LENGTH
 from parquet_keytools.format.generated_chunks import generated_chunk, null_page
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.view.digest_arrow_schema import digest_arrow_schema
 from parquet_keytools.view.digest_chunk import StandIn
 from parquet_keytools.view.digest_kinds import digest_kind, digest_schema, highest_levels, leaf_chains, repetition
 
@@ -159,11 +160,13 @@ class _TailBuilder:
                 if column.path in opened.denied and not (column.path in opened.refused and digested):
                     self.refused[column.path] = offset + len(self.generated)
                     self.generated += _REFUSED_PAGE
-        self.selection = selected_footer(footer.metadata, footer.leaves, columns, None, key_values)
         schema = footer.metadata.schema
-        if digested:
-            chains = leaf_chains(schema)
-            kinds = {c.ordinal: digest_kind(chains[c.ordinal][-1]) for c in footer.columns if c.path in digested}
+        chains = leaf_chains(schema) if digested else []
+        kinds = {c.ordinal: digest_kind(chains[c.ordinal][-1]) for c in footer.columns if c.path in digested}
+        if kinds and key_values is not None and (arrow_schema := key_values.get(ARROW_SCHEMA_KEY)) is not None:
+            key_values[ARROW_SCHEMA_KEY] = digest_arrow_schema(arrow_schema, footer.leaves, kinds)
+        self.selection = selected_footer(footer.metadata, footer.leaves, columns, None, key_values)
+        if kinds:
             schema = self.selection.metadata.schema = digest_schema(schema, kinds)
         self._types = [element.type or 0 for element in schema if element.type is not None]
 

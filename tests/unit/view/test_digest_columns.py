@@ -14,6 +14,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import datafusion
+import duckdb
 import pandas as pd
 import polars as pl
 import pyarrow as pa
@@ -257,6 +259,29 @@ def test_readers_see_digests(people: ViewCase) -> None:
     }
     assert keytools.schema(path).equals(table.schema)
     assert people.keytools().read_table(path).equals(PEOPLE)
+
+
+def test_engines_that_compare_with_the_schema_of_arrow_read_digests(people: ViewCase, tmp_path: Path) -> None:
+    nested = {name: values.slice(0, 8) for name, values in NESTED.items()}
+    lists = {"large": pa.array([["a"]] * 8, pa.large_list(pa.large_string()))}
+    lists["fixed"] = pa.array([["a", "b"]] * 8, pa.list_(pa.string_view(), 2))
+    table = pa.table({**nested, **lists, "when": pa.array([NOON] * 8, pa.timestamp("us", "Europe/Paris"))})
+    people.table = {"hash_key": "p", "column_keys": {"secret": ["*"]}, "shown_columns": ["when", "struct.p"]}
+    path = people.encrypt(parquet_bytes(table))
+    plain = tmp_path / "view.parquet"
+    plain.write_bytes(people.keytools(denied_columns="hash").open(path).read())
+    # Engines differ in what they make of maps.
+    names = [name for name in (*nested, *lists) if name != "map"]
+    expected = {name: [digested(value) for value in table[name].to_pylist()] for name in names}
+    expected |= {name: table[name].to_pylist() for name in ("when", "struct")}
+    for found in (
+        pq.read_table(plain),
+        duckdb.sql(f"select * from '{plain}'").to_arrow_table(),
+        datafusion.SessionContext().read_parquet(str(plain)).to_arrow_table(),
+        pl.read_parquet(plain).to_arrow(),
+    ):
+        assert {name: found[name].to_pylist() for name in expected} == expected
+    assert pq.read_schema(plain).field("when").type == pa.timestamp("us", "Europe/Paris")
 
 
 def test_a_filter_sees_digests(people: ViewCase) -> None:
