@@ -93,6 +93,8 @@ def _arrow_schema(
 
 def _without_metadata(field: pa.Field) -> pa.Field | None:
     """Return a field without metadata of its own and of those below it; None where that fails."""
+    if field.metadata is None and (pa.types.is_integer(field.type) or pa.types.is_floating(field.type)):
+        return field  # It has nothing but its name, and wide tables have thousands of such fields.
     message = schema_alone(pa.schema([field]).serialize().to_pybytes())
     return None if message is None else pa.ipc.read_schema(pa.py_buffer(message)).field(0)
 
