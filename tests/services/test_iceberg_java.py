@@ -136,7 +136,8 @@ def test_icebergs_own_classes_read_it(jvm: IcebergJvm, lake: KeystoreLake, locat
 def test_a_client_travels_without_what_is_secret_in_the_catalog(
     jvm: IcebergJvm, lake: KeystoreLake, serializer: str
 ) -> None:
-    text = jvm.initialize(lake.config, token="secret-of-the-catalog", **{"s3.secret-access-key": "s3-secret"})
+    given = {"token": "secret-of-the-catalog", "s3.secret-access-key": "s3-secret", "keytools.python": ""}
+    text = jvm.initialize(lake.config, **given)
     wrapped = jvm.wrap(KEK, "people")
     sent = base64.b64decode(jvm.do("send", **{"with": serializer}))
     # Kryo marks the end of a text in its last byte.

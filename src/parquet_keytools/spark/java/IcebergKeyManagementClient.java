@@ -26,12 +26,13 @@ public class IcebergKeyManagementClient implements KeyManagementClient {
   private String python;
 
   public void initialize(Map properties) {
-    config = valueOf(properties, CONFIG, CONFIG_VARIABLE);
-    if (config == null) {
+    config = given((String) properties.get(CONFIG), System.getenv(CONFIG_VARIABLE));
+    if (config == null || config.isEmpty()) {
       throw new IllegalArgumentException(
           "The catalog has no property " + CONFIG + ", and the environment no variable " + CONFIG_VARIABLE
               + ": set one to the YAML file with the KMS, on every node.");
     }
+    // Where none is given, that of each node.
     python = (String) properties.get(PYTHON);
   }
 
@@ -75,12 +76,11 @@ public class IcebergKeyManagementClient implements KeyManagementClient {
     // As carried_file in Python writes it.
     String text = new ObjectMapper().createObjectNode().put("load", config).toString();
     String encoded = Base64.getEncoder().encodeToString(text.getBytes(StandardCharsets.UTF_8));
-    String program = python == null ? System.getenv("PYSPARK_PYTHON") : python;
-    return KmsWorker.of(encoded, program == null ? "python3" : program, TIMEOUT_MILLISECONDS);
+    String program = given(python, System.getenv("PYSPARK_PYTHON"));
+    return KmsWorker.of(encoded, given(program, "python3"), TIMEOUT_MILLISECONDS);
   }
 
-  private static String valueOf(Map properties, String name, String variable) {
-    String value = (String) properties.get(name);
-    return value == null || value.isEmpty() ? System.getenv(variable) : value;
+  private static String given(String value, String otherwise) {
+    return value == null || value.isEmpty() ? otherwise : value;
   }
 }
