@@ -138,7 +138,11 @@ class ViewConnection(BaseHTTPRequestHandler):
             if isinstance(answer.body, ServedRange) and self.command != "HEAD":
                 self._send_file(answer, answer.body)
             else:
-                self._send(answer)
+                try:
+                    self._send(answer)
+                except ClientGoneError as error:
+                    self._log(key, answer.status, error)
+                    raise
                 self._log(key, answer.status)
         except ClientGoneError:
             raise

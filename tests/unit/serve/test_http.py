@@ -515,6 +515,25 @@ def test_each_request_is_logged_without_the_secret(caplog: pytest.LogCaptureFixt
     assert server.url.split("/")[3] not in caplog.text
 
 
+def test_a_client_that_goes_before_it_has_its_answer_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def go(*_: object) -> None:
+        raise connection_file.ClientGoneError
+
+    monkeypatch.setattr(connection_file.ViewConnection, "_send_bytes", go)
+    with served(FILES) as server:
+        for key in ("", "2013/a.parquet", "none"):
+            with pytest.raises(http.client.IncompleteRead):
+                ask(server, key)
+    facts = [record.access for record in caplog.records]  # type: ignore[attr-defined]
+    assert [(fact["key"], fact["outcome"]) for fact in facts] == [
+        ("", "ClientGoneError"),
+        ("2013/a.parquet", "ClientGoneError"),
+        ("none", "FileNotFoundError"),
+    ]
+
+
 def test_a_secret_in_the_wrong_place_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with served(FILES, with_s3=True) as server, caplog.at_level(logging.INFO, LOGGER_NAME):
         secret = server.url.split("/")[3].encode()
