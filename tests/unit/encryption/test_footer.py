@@ -287,3 +287,12 @@ def test_another_prefix_is_said_of_the_file(keys: NamedKeys) -> None:
     data = encrypted(_plain(), _encryption(keys, aad_prefix=b"p"))
     with pytest.raises(AadPrefixError, match=r"^memory\.parquet: the file stores another AAD prefix"):
         read_envelope(MemorySource(data)).file_aads(b"q")
+
+
+def test_a_footer_that_no_key_opened_has_no_prefix(keys: NamedKeys) -> None:
+    plain = read_footer(MemorySource(_plain()), None)
+    signed = encrypted(_plain(), _encryption(keys, plaintext_footer=True, aad_prefix=b"p"))
+    shown = read_envelope(MemorySource(signed)).unverified_footer()
+    assert shown is not None
+    for footer in (plain, shown):
+        assert footer.file_aad == b"" and footer.aad_prefix == b"" and footer.cipher is None
