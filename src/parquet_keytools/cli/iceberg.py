@@ -83,6 +83,13 @@ def table_keys_command(
     config: IcebergConfigOption = None,
     catalog: CatalogOption = None,
     properties: PropertyOption = None,
+    remove_unneeded: Annotated[
+        bool,
+        typer.Option(
+            "--remove-unneeded",
+            help="First remove the keys that no snapshot needs, as one commit; with --catalog alone.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show which master keys and KEKs a table depends on, and keys that nothing needs.
@@ -92,6 +99,14 @@ def table_keys_command(
     from parquet_keytools.cli.iceberg_report import print_keys, table_keys_document
     from parquet_keytools.cli.output import print_json
 
+    if remove_unneeded:
+        if catalog is None:
+            raise typer.BadParameter(
+                "it commits to a catalog: give --catalog, too.", param_hint="--remove-unneeded"
+            )
+        with _iceberg_installed():
+            from parquet_keytools.iceberg.loading import load_table_to_write
+        load_table_to_write(catalog, table, config, _given(properties)).remove_unneeded_keys()
     encryption = _located(table, config, catalog, properties).encryption
     if as_json:
         print_json(table_keys_document(encryption))

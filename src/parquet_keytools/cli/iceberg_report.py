@@ -87,7 +87,7 @@ def table_keys_document(encryption: TableEncryption) -> dict[str, Any]:
             }
             for kek in keks.values()
         ],
-        "unneeded_keys": _unneeded(encryption),
+        "unneeded_keys": list(encryption.unneeded_keys),
     }
 
 
@@ -97,12 +97,6 @@ def _snapshots_under(encryption: TableEncryption, kek_id: str) -> list[int]:
         for snapshot in encryption.snapshots
         if (entry := encryption.keys.get(snapshot.key_id or "")) is not None and entry.encrypted_by_id == kek_id
     ]
-
-
-def _unneeded(encryption: TableEncryption) -> list[str]:
-    needed = {snapshot.key_id for snapshot in encryption.snapshots}
-    needed |= {entry.encrypted_by_id for entry in encryption.keys.values() if entry.key_id in needed}
-    return [key_id for key_id in encryption.keys if key_id not in needed]
 
 
 def print_keys(encryption: TableEncryption) -> None:
@@ -126,7 +120,7 @@ def print_keys(encryption: TableEncryption) -> None:
         ],
     )
     answer(f"New KEKs are wrapped by the master key {encryption.master_key_id!r}.")
-    if unneeded := _unneeded(encryption):
+    if unneeded := encryption.unneeded_keys:
         answer(f"No snapshot needs {number_of(len(unneeded), 'key')}: {', '.join(unneeded)}")
 
 

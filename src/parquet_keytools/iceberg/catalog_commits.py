@@ -44,17 +44,19 @@ class KeyChanges:
         added: Entries that are new; those that the table has already are not added again.
         snapshot_keys: Snapshot id -> `key-id` of its manifest list key.
         replaced: Entries that are expected, and what they become; of the same `key-id`.
+        removed: The `key-id` of entries that nothing needs.
     """
 
     added: Sequence[EncryptionKey] = ()
     snapshot_keys: dict[int, str] = field(default_factory=dict)
     replaced: Sequence[tuple[EncryptionKey, EncryptionKey]] = ()
+    removed: Sequence[str] = ()
 
     def apply(self, document: dict[str, Any]) -> None:
         """Change a metadata file.
 
         Raises:
-            CommitFailedException: An entry that is to be replaced is not there any more.
+            CommitFailedException: An entry that is to be replaced, or the KEK of one, is not there any more.
         """
         entries = list(document.get(_KEYS) or [])
         for old, new in self.replaced:
@@ -69,7 +71,12 @@ class KeyChanges:
             entries[places[0]] = {**entries[places[0]], **new_entry}
         known = {entry.get(_KEY_ID) for entry in entries}
         entries += [entry for entry in as_json(self.added) if entry[_KEY_ID] not in known]
-        if entries:
+        entries = [entry for entry in entries if entry.get(_KEY_ID) not in self.removed]
+        left = {entry.get(_KEY_ID) for entry in entries}
+        lost = (known - left) | {entry.encrypted_by_id for entry in self.added if entry.timestamp is None} - left
+        if lost & {entry.get("encrypted-by-id") for entry in entries}:
+            raise CommitFailedException("another commit changed which KEKs there are")
+        if entries or self.removed:
             document[_KEYS] = entries
         for snapshot in document.get("snapshots") or []:
             key_id = self.snapshot_keys.get(snapshot["snapshot-id"])
@@ -83,6 +90,7 @@ class KeyChanges:
             updates.append({"action": "remove-encryption-key", _KEY_ID: old.key_id})
             updates.append({"action": "add-encryption-key", "encryption-key": as_json([new])[0]})
         updates += [{"action": "add-encryption-key", "encryption-key": entry} for entry in as_json(self.added)]
+        updates += [{"action": "remove-encryption-key", _KEY_ID: key_id} for key_id in self.removed]
         for update in request["updates"]:
             if update.get("action") == "add-snapshot":
                 key_id = self.snapshot_keys.get(update["snapshot"]["snapshot-id"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +26,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing, is_refusal
 from parquet_keytools.iceberg.file_io import EncryptedFileIO
-from parquet_keytools.iceberg.key_entries import NewKeys, key_length_bits, master_key_of, rewrapped
+from parquet_keytools.iceberg.key_entries import NewKeys, is_young, key_length_bits, master_key_of, rewrapped
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable
 from parquet_keytools.iceberg.snapshot_producers import EncryptedUpdateSnapshot
@@ -142,22 +143,48 @@ class EncryptedTable(Table):
             OutputError: Other commits were first, again and again, or the metadata file could not be written.
             KmsError: The KMS does not wrap or unwrap a KEK; the table is as it was.
         """
+        return self._change_keys(
+            lambda known: KeyChanges(
+                replaced=[(kek, rewrapped(self.reader.keys, known.chain, kek)) for kek in known.encryption.keks]
+            )
+        )
+
+    def remove_unneeded_keys(self) -> tuple[str, ...]:
+        """Remove the entries of `encryption-keys` that no snapshot needs, as one commit; return their `key-id`.
+
+        Expired snapshots leave them. A KEK that new snapshots may be encrypted under stays. Metadata files before
+        this commit keep theirs.
+
+        Raises:
+            OutputError: Other commits were first, again and again, or the metadata file could not be written.
+        """
+
+        def changes(known: KnownTable) -> KeyChanges:
+            encryption, now_ms = known.encryption, time.time() * 1000
+            young = {kek.key_id for kek in encryption.keks if is_young(kek, now_ms)}
+            return KeyChanges(removed=[key_id for key_id in encryption.unneeded_keys if key_id not in young])
+
+        return self._change_keys(changes)
+
+    def _change_keys(self, changes_of: Callable[[KnownTable], KeyChanges]) -> tuple[str, ...]:
+        """Commit changes of keys alone, made from the current state each time; return the `key-id` of each."""
         for _ in range(_ROTATION_ATTEMPTS):
             known = self.known()
             master_key_id = master_key_of(known.encryption)
-            replaced = [(kek, rewrapped(self.reader.keys, known.chain, kek)) for kek in known.encryption.keks]
-            if not replaced:
+            changes = changes_of(known)
+            changed = (*(kek.key_id for kek, _ in changes.replaced), *changes.removed)
+            if not changed:
                 return ()
             # The property stays the same: a commit without an update would be none.
             same = SetPropertiesUpdate(updates={KEY_ID_PROPERTY: master_key_id})
             try:
-                self.commit_keys(KeyChanges(replaced=replaced), (same,), ())
+                self.commit_keys(changes, (same,), ())
             except CommitFailedException:
                 self.refresh()
                 continue
-            return tuple(kek.key_id for kek, _ in replaced)
+            return changed
         raise OutputError(
-            f"other commits changed the table {_ROTATION_ATTEMPTS} times while its KEKs were re-wrapped.",
+            f"other commits changed the table {_ROTATION_ATTEMPTS} times while its keys were changed.",
             hint="It is as they left it. Try again.",
         )
 

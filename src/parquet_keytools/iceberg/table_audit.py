@@ -207,15 +207,7 @@ class TableAudit:
                 if isinstance(error, KmsError) and not isinstance(error, WrappedKeyInvalidError):
                     self._report.kms_failed = True
             self._report.keks.append(kek)
-            if not any(
-                used.encrypted_by_id == entry.key_id and used.key_id in needed for used in encryption.keys.values()
-            ):
-                self._report.unneeded_keys.append(entry.key_id)
-        self._report.unneeded_keys += [
-            entry.key_id
-            for entry in encryption.keys.values()
-            if entry.encrypted_by_id in encryption.keys and entry.key_id not in needed
-        ]
+        self._report.unneeded_keys += encryption.unneeded_keys
 
     # --- files ---
 

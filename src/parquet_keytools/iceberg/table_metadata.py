@@ -112,6 +112,13 @@ class TableEncryption:
         """The entries that a master key wraps: those that no other entry encrypts."""
         return tuple(entry for entry in self.keys.values() if entry.encrypted_by_id not in self.keys)
 
+    @property
+    def unneeded_keys(self) -> tuple[str, ...]:
+        """The `key-id` of each entry that no snapshot needs, in their order."""
+        needed = {snapshot.key_id for snapshot in self.snapshots}
+        needed |= {entry.encrypted_by_id for entry in self.keys.values() if entry.key_id in needed}
+        return tuple(key_id for key_id in self.keys if key_id not in needed)
+
     def snapshot(self, snapshot_id: int) -> SnapshotKey | None:
         """Return a snapshot, or None where there is none of this id."""
         return next((snapshot for snapshot in self.snapshots if snapshot.snapshot_id == snapshot_id), None)

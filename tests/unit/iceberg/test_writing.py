@@ -39,8 +39,10 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.iceberg import create_table, load_table
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, merged
+from parquet_keytools.iceberg.key_entries import as_json
 from parquet_keytools.iceberg.located_tables import located_table
 from parquet_keytools.iceberg.table_audit import TableAudit
+from parquet_keytools.iceberg.table_metadata import EncryptionKey
 
 
 @pytest.fixture
@@ -261,6 +263,53 @@ def test_upserts_branches_and_expired_snapshots(lake: Lake) -> None:
     assert all("key-id" in snapshot for snapshot in after["snapshots"])
     assert lake.ids() == lake.outside_ids() == list(range(11))
     lake.assert_no_plaintext()
+
+
+def test_keys_that_expired_snapshots_left_are_removed_and_no_others(lake: Lake) -> None:
+    table = lake.create()
+    for n in range(4):
+        table.append(rows(n, n + 1))
+    assert table.remove_unneeded_keys() == ()
+    first, second = (snapshot.snapshot_id for snapshot in table.metadata.snapshots[:2])
+    with table.manage_snapshots() as manage:
+        manage.create_tag(first, "kept")
+    table.maintenance.expire_snapshots().by_id(second).commit()
+    before = lake.metadata()
+    used = {snapshot["key-id"] for snapshot in before["snapshots"]}
+    (unneeded,) = [
+        e["key-id"] for e in before["encryption-keys"] if "properties" not in e and e["key-id"] not in used
+    ]
+    # A KEK that nothing uses and that is no longer young goes, too; one that the next commit takes stays.
+    kek = next(entry for entry in before["encryption-keys"] if "properties" in entry)
+    old = {**kek, "key-id": "old", "properties": {"KEY_TIMESTAMP": "1000000000000"}}
+    before["encryption-keys"] += [old, {**kek, "key-id": "spare"}]
+    Path(table.metadata_location.removeprefix("file://")).write_text(json.dumps(before))
+    table = lake.load()
+    assert table.remove_unneeded_keys() == (unneeded, "old")
+    after = lake.metadata()
+    assert after["encryption-keys"] == [
+        entry for entry in before["encryption-keys"] if entry["key-id"] not in (unneeded, "old")
+    ]
+    assert lake.ids() == lake.outside_ids() == [0, 1, 2, 3]
+    assert lake.load().scan(snapshot_id=first).to_arrow()["id"].to_pylist() == [0]
+    assert table.remove_unneeded_keys() == ()
+    lake.load().append(rows(9, 10))
+    assert lake.ids() == lake.outside_ids() == [0, 1, 2, 3, 9]
+
+
+def test_no_commit_leaves_a_key_without_its_kek() -> None:
+    kek = EncryptionKey("kek", b"k", "keyA", "1")
+    used = EncryptionKey("list", b"l", "kek", None)
+    document = {"encryption-keys": as_json([kek, used]), "snapshots": []}
+    with pytest.raises(CommitFailedException, match="which KEKs there are"):
+        KeyChanges(removed=["kek"]).apply(dict(document))
+    late = EncryptionKey("late", b"m", "gone", None)
+    with pytest.raises(CommitFailedException, match="which KEKs there are"):
+        KeyChanges(added=[late]).apply(dict(document))
+    KeyChanges(added=[EncryptionKey("gone", b"n", "keyA", "2"), late]).apply(document)
+    assert [entry["key-id"] for entry in document["encryption-keys"]] == ["kek", "list", "gone", "late"]
+    KeyChanges(removed=["kek", "list"]).apply(document)
+    assert [entry["key-id"] for entry in document["encryption-keys"]] == ["gone", "late"]
 
 
 def test_a_compressed_metadata_file_is_continued(lake: Lake) -> None:
