@@ -46,7 +46,7 @@ def test_run_ends_as_failed_where_a_process_dies(tmp_path: Path) -> None:
     """With the name of the test: a segmentation fault in a library must not let the run wait for ever."""
     (tmp_path / "test_a.py").write_text("def test_first(): pass\ndef test_second(): assert False, 'seen'\n")
     (tmp_path / "test_b.py").write_text("import os\ndef test_well(): pass\ndef test_dies(): os.abort()\n")
-    (tmp_path / "test_c.py").write_text("import time\ndef test_long(): time.sleep(100)\ndef test_last(): pass\n")
+    (tmp_path / "test_c.py").write_text("import time\ndef test_long(): time.sleep(1000)\ndef test_last(): pass\n")
     groups = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "order", *groups, "--rootdir=.", "."],
@@ -54,7 +54,7 @@ def test_run_ends_as_failed_where_a_process_dies(tmp_path: Path) -> None:
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert run.returncode == 1, run.stdout
     assert "FAILED test_b.py::test_dies" in run.stdout
