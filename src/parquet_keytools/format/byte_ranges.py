@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from abc import abstractmethod
 from typing import Protocol
 
@@ -49,7 +50,10 @@ class ByteSink(Protocol):
 
 
 class RangedFile(io.RawIOBase):
-    """A file object of Python over what is read by ranges; it has one position, so one thread uses it at a time.
+    """A file object of Python over what is read by ranges.
+
+    It has one position, but a thread that goes to one reads there, wherever others go meanwhile: DuckDB reads
+    a file by several threads, of which each goes to its place and then reads.
 
     Attributes:
         size_bytes: Length in bytes.
@@ -57,6 +61,11 @@ class RangedFile(io.RawIOBase):
 
     size_bytes: int
     _position = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sought: dict[int, int] = {}
+        """Thread -> where it went to and has not read yet."""
 
     @abstractmethod
     def read_at(self, offset: int, length: int) -> bytes | memoryview:
@@ -72,7 +81,7 @@ class RangedFile(io.RawIOBase):
 
     def tell(self) -> int:
         """Return the position in bytes from the start."""
-        return self._position
+        return self._sought.get(threading.get_ident(), self._position)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Go to a position, which may lie behind the end, and return it.
@@ -81,11 +90,11 @@ class RangedFile(io.RawIOBase):
             ValueError: The position is before the start, `whence` is unknown, or the file is closed.
         """
         self._refuse_closed()
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size_bytes}.get(whence)
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self.size_bytes}.get(whence)
         if start is None or start + offset < 0:
             raise ValueError(f"no such position: {offset} with whence {whence}")
-        self._position = start + offset
-        return self._position
+        self._position = self._sought[threading.get_ident()] = start + offset
+        return start + offset
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Return at most `size` bytes from the position, all that follow where it is negative or None."""
@@ -94,9 +103,14 @@ class RangedFile(io.RawIOBase):
     def read_uncopied(self, size: int | None = -1) -> bytes | memoryview:
         """Read like `read`, without a copy where the bytes are in memory."""
         self._refuse_closed()
-        left = max(self.size_bytes - self._position, 0)
-        data = self.read_at(self._position, left if size is None or size < 0 else min(size, left))
-        self._position += len(data)
+        start = self._sought.pop(threading.get_ident(), None)
+        if start is None:
+            # Threads take turns: what one of them did last counts for all.
+            self._sought.clear()
+            start = self._position
+        left = max(self.size_bytes - start, 0)
+        data = self.read_at(start, left if size is None or size < 0 else min(size, left))
+        self._position = start + len(data)
         return data
 
     def readall(self) -> bytes:
