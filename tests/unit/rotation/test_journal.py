@@ -284,6 +284,51 @@ def test_a_state_folder_that_is_no_absolute_path_is_not_used(monkeypatch: pytest
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert journal_folder() == Path("/home/somebody/.local/state/parquet-keytools/journals")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert journal_folder() == Path("/home/somebody/.local/state/parquet-keytools/journals")
+
+
+def test_a_new_user_has_no_state_folder_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "deep" / "down"))
+    Journal(None, PARAMETERS).close(remove=True)
+    assert (tmp_path / "deep" / "down" / "parquet-keytools" / "journals").is_dir()
+
+
+def test_a_journal_that_is_removed_while_it_is_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that had it came to its end: what was opened has no name any more, and nobody would find it."""
+    removed = []
+
+    def lock(file_descriptor: int, operation: int) -> None:
+        if not removed:
+            path.unlink()
+            removed.append(path)
+
+    monkeypatch.setattr(journals.fcntl, "flock", lock)
+    journal = Journal(path, PARAMETERS)
+    assert removed and path.exists()
+    journal.close(remove=True)
+    assert not path.exists()
+
+
+def lowest_free_descriptor() -> int:
+    descriptor = os.dup(0)
+    os.close(descriptor)
+    return descriptor
+
+
+def test_a_refused_journal_is_not_kept_open(path: Path) -> None:
+    journal = Journal(path, PARAMETERS)
+    others = path.with_name("others")
+    others.touch(0o622)
+    others.chmod(0o622)
+    before = lowest_free_descriptor()
+    for _ in range(3):
+        with pytest.raises(JournalInUseError, match=r"another run writes the journal .*journal\.jsonl now"):
+            Journal(path, PARAMETERS)
+        with pytest.raises(JournalUnsafeError, match=r"the journal .*others is not a regular file"):
+            Journal(others, PARAMETERS)
+    assert lowest_free_descriptor() == before
+    journal.close(remove=True)
 
 
 def test_inside_is_by_where_links_lead(tmp_path: Path) -> None:
