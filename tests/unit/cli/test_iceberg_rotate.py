@@ -1,4 +1,4 @@
-"""`parquet-keytools iceberg rotate`, over a catalog in SQLite."""
+"""`parquet-keytools iceberg rotate` and `keys --remove-unneeded`, over a catalog in SQLite."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def lake(tmp_path: Path) -> Lake:
     return Lake(tmp_path)
 
 
-def run(lake: Lake, *arguments: str) -> tuple[int, str, str]:
+def run(lake: Lake, *arguments: str, command: str = "rotate") -> tuple[int, str, str]:
     properties = {name: value for name, value in lake.catalog().properties.items() if name != "keytools.config"}
     options = [text for name, value in properties.items() for text in ("--property", f"{name}={value}")]
     config = ["--config", str(lake.folder / "keytools.yaml"), "--property", "type=sql"]
-    result = CliRunner().invoke(app, ["iceberg", "rotate", *arguments, "--catalog", "lake", *options, *config])
+    result = CliRunner().invoke(app, ["iceberg", command, *arguments, "--catalog", "lake", *options, *config])
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -58,3 +58,18 @@ def test_what_cannot_be_rotated_is_said(lake: Lake) -> None:
     status, _, text = run(lake, "db.people")
     assert status != 0 and "another master key wrapped it" in text.replace("\n", " ")
     assert lake.files() == files
+
+
+def test_keys_that_nothing_needs_are_removed(lake: Lake) -> None:
+    table = lake.create()
+    for n in range(3):
+        table.append(rows(n, n + 1))
+    table.maintenance.expire_snapshots().by_id(table.metadata.snapshots[0].snapshot_id).commit()
+    status, text, _ = run(lake, "db.people", "--json", command="keys")
+    assert status == 0 and len(json.loads(text)["unneeded_keys"]) == 1
+    status, text, _ = run(lake, "db.people", "--remove-unneeded", "--json", command="keys")
+    assert status == 0 and json.loads(text)["unneeded_keys"] == []
+    assert len(lake.metadata()["encryption-keys"]) == 3 and lake.ids() == [0, 1, 2]
+    metadata_file = lake.load().metadata_location
+    result = CliRunner().invoke(app, ["iceberg", "keys", metadata_file, "--remove-unneeded"])
+    assert result.exit_code == 2 and "--catalog" in result.stderr
