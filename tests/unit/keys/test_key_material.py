@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from pyarrow._parquet_encryption import KeyMaterial as ArrowKeyMaterial
 
 from parquet_keytools.errors import KeyMaterialError
-from parquet_keytools.keys.key_material import MAX_KEY_METADATA_BYTES, KeyMaterial
+from parquet_keytools.keys.key_material import (
+    MAX_KEY_METADATA_BYTES,
+    KeyMaterial,
+    KeyReference,
+    parse_key_metadata,
+)
 
 KEK_ID = bytes(range(16))
 FOOTER = KeyMaterial(True, "kf", "d2Rlaw==", KEK_ID, "d2tlaw==", "instance", "https://kms.example")
@@ -200,6 +205,23 @@ def test_every_mistake_is_one_clear_error(changes: dict[str, object], words: str
 def test_text_that_is_no_key_material(text: str | bytes, words: str) -> None:
     with pytest.raises(KeyMaterialError, match=words):
         KeyMaterial.parse(text)
+
+
+def test_a_mistake_says_where_it_is() -> None:
+    with pytest.raises(KeyMaterialError, match=r"^key material: not valid JSON"):
+        KeyMaterial.parse("{")
+    with pytest.raises(KeyMaterialError, match=r"^key metadata: not valid JSON"):
+        parse_key_metadata(b"{")
+
+
+def test_no_byte_is_white_space() -> None:
+    """Each file has this text once for each column."""
+    texts = (
+        FOOTER.serialise(internal=True),
+        COLUMN.serialise(internal=False),
+        KeyReference("a").serialise().decode(),
+    )
+    assert not any(set(text) & set(string.whitespace) for text in texts)
 
 
 @pytest.mark.parametrize("name", ["masterKeyID", "wrappedKEK", "internalStorage", "unknown"])
