@@ -89,6 +89,17 @@ class PendingHandler(DelegatingHandler):
         except Exception as error:
             self._failure = self._failure or error
 
+    def until_failure(self, source: pa.RecordBatchReader) -> pa.RecordBatchReader:
+        """Return a stream that ends after a failure: what follows would be read in vain, perhaps for hours."""
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for batch in source:
+                yield batch
+                if self._failure is not None:
+                    return
+
+        return pa.RecordBatchReader.from_batches(source.schema, batches())
+
     def _open_pending(self, path: str) -> pa.NativeFile:
         self._refuse_passed_over(path)
         with self._state:

@@ -119,7 +119,7 @@ def write_dataset(
                 )
             else:
                 ds.write_dataset(
-                    data,
+                    handler.until_failure(data) if isinstance(data, pa.RecordBatchReader) else data,
                     folder.path,
                     format=file_format,
                     filesystem=pafs.PyFileSystem(handler),
