@@ -11,6 +11,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,13 @@ def report(title: str, plain: Callable[[], object], view: Callable[[], object]) 
     )
 
 
+def in_threads(action: Callable[[], object]) -> None:
+    """Do it in 64 threads at the same time."""
+    with ThreadPoolExecutor(64) as pool:
+        for done in [pool.submit(action) for _ in range(64)]:
+            done.result()
+
+
 def main() -> None:
     """Run all."""
     parser = argparse.ArgumentParser()
@@ -107,6 +115,11 @@ def main() -> None:
             "pyarrow, one column",
             lambda: pq.read_table(str(plain), filesystem=local, columns=["c1"]),
             lambda: pq.read_table("encrypted.parquet", filesystem=view, columns=["c1"]),
+        )
+        report(
+            "pyarrow, one column, 64 threads",
+            lambda: in_threads(lambda: pq.read_table(str(plain), filesystem=local, columns=["c1"])),
+            lambda: in_threads(lambda: pq.read_table("encrypted.parquet", filesystem=view, columns=["c1"])),
         )
         report("open", lambda: pq.ParquetFile(plain), lambda: pq.ParquetFile(keytools.open(encrypted)))
 
