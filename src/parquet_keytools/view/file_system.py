@@ -115,7 +115,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             return PlainInput(
                 self._files.open(location),
                 partial(self.open, path),
-                whole_row_groups=not _is_opened_by_arrow(inspect.currentframe()),
+                whole_row_groups=_is_opened_by_duckdb(inspect.currentframe()),
             )
         if mode not in ("wb", "xb"):
             raise OutputError(
@@ -281,11 +281,11 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return source, target
 
 
-def _is_opened_by_arrow(frame: FrameType | None) -> bool:
-    """Tell whether pyarrow opens a file: it reads nothing but chunks that are asked for."""
+def _is_opened_by_duckdb(frame: FrameType | None) -> bool:
+    """Tell whether DuckDB opens a file: on a thread of its own, or from its package."""
     while frame is not None and frame.f_globals.get("__name__") in (__name__, "fsspec.spec"):
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == pafs.__name__
+    return frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in ("duckdb", "_duckdb")
 
 
 def _raise_unless_missing(error: OSError) -> None:
