@@ -23,6 +23,7 @@ from view_case import ViewCase, parquet_bytes
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError, KeytoolsError
+from parquet_keytools.format.byte_ranges import RangedFile
 from parquet_keytools.fsspec_chain import KeytoolsUrls
 
 ROWS = 20_000
@@ -241,17 +242,17 @@ class CountedFiles(fsspec.AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         files = self
 
-        class Counted:
+        class Counted(RangedFile):
+            """DuckDB's threads share it."""
+
             def __init__(self) -> None:
-                self.file = (files.root / files._strip_protocol(path).strip("/")).open("rb", buffering=0)
+                super().__init__()
+                self.data = (files.root / files._strip_protocol(path).strip("/")).read_bytes()
+                self.size_bytes = len(self.data)
 
-            def read(self, size: int = -1) -> bytes:
-                data = self.file.read(size)
-                files.read_bytes += len(data)
-                return data
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self.file, name)
+            def read_at(self, offset: int, length: int) -> bytes:
+                files.read_bytes += length
+                return self.data[offset : offset + length]
 
         return Counted()
 
