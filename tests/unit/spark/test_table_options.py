@@ -29,7 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::parquet_keytools.config.setting
 
 def keytools(table: dict[str, Any], **more: Any) -> Keytools:
     kms = {"type": "in_memory", "keys": ["footer", "pii", ARN]}
-    document = {"version": 1, "kms": kms, "tables": {"t": {"footer_key": "footer"} | table}} | more
+    hash_keys = (
+        {"digests": {"master_key": "footer", "wrapped_key": "of no use here"}} if "hash_key" in table else {}
+    )
+    tables = {"t": {"footer_key": "footer"} | table}
+    document = {"version": 1, "kms": kms, "hash_keys": hash_keys, "tables": tables} | more
     return Keytools.from_mapping(document)
 
 
@@ -97,6 +101,9 @@ CHANGES: dict[str, tuple[Any, dict[str, str] | str]] = {
     "key_material": ("external", "left behind when a committer moves"),
     "aad_prefix": ("flights/{file_name}", "an AAD prefix together with keys from a KMS"),
     "store_aad_prefix": (False, "an AAD prefix together with keys from a KMS"),
+    # Who reads is shown digests; what is written stays the same.
+    "hash_key": ("digests", {}),
+    "shown_columns": (["name"], {}),
     "cache_lifetime_seconds": (5, {"cache.lifetime.seconds": "5"}),
 }
 
@@ -113,6 +120,8 @@ def test_a_setting_becomes_an_option_or_an_error(name: str) -> None:
         table["plaintext_footer"] = True
     if name == "plaintext_columns":
         table |= {"unlisted_columns": "error", "plaintext_columns": ["id", "month", "tags", "scores"]}
+    if name == "shown_columns":
+        table["hash_key"] = "digests"
     if name == "store_aad_prefix":
         table["aad_prefix"] = "flights"
     if isinstance(expected, str):
