@@ -178,8 +178,8 @@ def test_what_a_late_link_leads_to_is_not_deleted(tmp_path: Path, monkeypatch: p
         tools.write_dataset(TABLE, place, partitioning=["part"], basename_template="old-{i}.parquet")
     put = output_filesystem.put_all_in_place
 
-    def swap(outputs: Any) -> None:
-        put(outputs)
+    def swap(outputs: Any, **options: Any) -> None:
+        put(outputs, **options)
         (folder / "part=q").rename(tmp_path / "moved")
         (folder / "part=q").symlink_to(elsewhere / "part=q")
 
