@@ -66,6 +66,8 @@ pd.DataFrame({"a": [1]}).to_parquet("x.parquet", filesystem=filesystem)
 opened: BinaryIO = keytools.open("x.parquet")
 view = keytools.view(folder)
 frame = keytools.scan_polars(folder).select("a").collect()
+wrapped_secret: str = keytools.wrap_hash_key("pseudonyms", "pii").wrapped_key
+keytools.check_hash_keys()
 facts = dict(keytools.summary())
 reads: dict[str, str] = keytools.spark_read_options("t")
 kms = keytools.kms
