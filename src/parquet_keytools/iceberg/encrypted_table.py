@@ -129,7 +129,8 @@ class EncryptedTable(Table):
             raise KeyMaterialError(
                 f"the table has format version {self.metadata.format_version}, and encrypted ones have version 3.",
                 path=self.metadata_location,
-                hint="Somebody changed this metadata file; restore it from a backup.",
+                hint="Make the table by `parquet_keytools.iceberg.create_table`; or somebody changed this metadata file: "
+                "restore it from a backup.",
             )
         master_key_of(encryption)
         return WorkingTable(self, WritingFileIO(self.reader, key_length_bits(encryption)), self._new_keys)

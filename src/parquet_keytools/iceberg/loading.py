@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import overload
 
 import pyarrow as pa
-from pyiceberg.catalog import Catalog, load_catalog
-from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.catalog import Catalog
 from pyiceberg.io import PY_IO_IMPL
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
 from pyiceberg.schema import Schema
@@ -26,6 +25,7 @@ from parquet_keytools.iceberg.encrypted_table import (
 )
 from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, EncryptedFileIO
 from parquet_keytools.iceberg.key_entries import master_key_of, wrap_kek
+from parquet_keytools.iceberg.located_tables import catalog_named, table_named
 from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, KEY_LENGTH_PROPERTY
 from parquet_keytools.iceberg.written_files import StoredFileIO
 from parquet_keytools.secret_bytes import SecretBytes
@@ -110,16 +110,7 @@ def load_table_to_write(
     given = {PY_IO_IMPL: "parquet_keytools.iceberg.EncryptedFileIO", **properties}
     if config is not None:
         given[CONFIG_PROPERTY] = str(config)
-    try:
-        catalog = load_catalog(catalog_name, **given)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"PyIceberg has no catalog {catalog_name!r}: {error}.", hint="Describe it in .pyiceberg.yaml."
-        ) from None
-    try:
-        loaded = load_table(catalog, table)
-    except NoSuchTableError:
-        raise ConfigurationError(f"the catalog {catalog_name!r} has no table {table!r}.") from None
+    loaded = table_named(catalog_named(catalog_name, given), table, load_table)
     if not isinstance(loaded, EncryptedTable):
         raise NotEncryptedError(f"the table {table} is not encrypted.", hint="It has no keys.")
     return loaded

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-from pyiceberg.catalog import load_catalog
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
 from pyiceberg.io import PY_IO_IMPL, FileIO, load_file_io
 from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyiceberg.table import Table
 from pyiceberg.typedef import EMPTY_DICT
 
 from parquet_keytools.config.loader import load_configuration, parse_configuration
+from parquet_keytools.errors import ConfigurationError, KeytoolsError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY
 from parquet_keytools.iceberg.stored_files import (
@@ -66,6 +69,55 @@ class LocatedTable:
         return stored_location(self.file_io, mapped_location(above, self.mapping))
 
 
+def catalog_named(name: str, properties: Mapping[str, str]) -> Catalog:
+    """Return a catalog that PyIceberg knows by its name.
+
+    Raises:
+        ConfigurationError: There is no such catalog, or it cannot be used.
+    """
+    try:
+        return load_catalog(name, **properties)
+    except (KeytoolsError, OSError):
+        raise
+    except ValueError as error:
+        raise ConfigurationError(
+            f"PyIceberg has no catalog {name!r}: {error}.", hint="Describe it in .pyiceberg.yaml."
+        ) from None
+    except Exception as error:
+        failure = _in_short(error)
+    raise ConfigurationError(
+        f"the catalog {name!r} cannot be used ({failure}).", hint="Check its properties in .pyiceberg.yaml."
+    )
+
+
+def table_named(catalog: Catalog, name: str, load: Callable[[Catalog, str], Table]) -> Table:
+    """Return a table of a catalog, by a function that loads it.
+
+    Raises:
+        ConfigurationError: The catalog has no such table, or does not say.
+        KeytoolsError: Another subclass says what is wrong with the configuration or the metadata file.
+        OSError: A file cannot be read.
+    """
+    try:
+        return load(catalog, name)
+    except (KeytoolsError, OSError):
+        raise
+    except (NoSuchTableError, NoSuchNamespaceError):
+        raise ConfigurationError(
+            f"the catalog {catalog.name!r} has no table {name!r}.", hint="Name it with its namespace: db.people."
+        ) from None
+    except Exception as error:
+        failure = _in_short(error)
+    raise ConfigurationError(
+        f"the catalog {catalog.name!r} does not load the table {name!r} ({failure}).",
+        hint="Name it with its namespace: db.people.",
+    )
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}"
+
+
 def located_table(
     table: str,
     config: Path | None = None,
@@ -76,7 +128,8 @@ def located_table(
 
     Args:
         table: Location of the metadata file, or the name of the table in the catalog.
-        config: The configuration; without one no key can be unwrapped.
+        config: The configuration; by default the one that the properties name, of the catalog or given ones.
+            Without any, no key can be unwrapped.
         catalog_name: A catalog that PyIceberg knows.
         properties: For the catalog, and for its FileIO.
 
@@ -85,19 +138,21 @@ def located_table(
         OSError: A file cannot be read.
     """
     given = dict(properties)
-    configuration = load_configuration(config) if config is not None else parse_configuration({"version": 1})
-    service = KeyService(configuration, None, time.monotonic)
     if catalog_name is not None:
         if config is not None:
             given.setdefault(CONFIG_PROPERTY, str(config))
-        catalog = load_catalog(catalog_name, **given)
-        loaded = catalog.load_table(table)
+        catalog = catalog_named(catalog_name, given)
+        loaded = table_named(catalog, table, lambda catalog, name: catalog.load_table(name))
         # Of ours, those of the catalog hold: a table's own may be anybody's.
         of_storage = {n: v for n, v in loaded.io.properties.items() if not n.startswith("keytools.")}
         ours = {n: v for n, v in catalog.properties.items() if n.startswith("keytools.")}
         table, given = loaded.metadata_location, {**of_storage, **ours, **given}
     elif "://" not in table and not table.startswith("file:"):
         table = str(Path(table).expanduser().absolute())
+    if config is None and CONFIG_PROPERTY in given:
+        config = Path(given[CONFIG_PROPERTY])
+    configuration = load_configuration(config) if config is not None else parse_configuration({"version": 1})
+    service = KeyService(configuration, None, time.monotonic)
     beneath = {name: value for name, value in given.items() if name != PY_IO_IMPL}
     mapping = given.get(MAPPING_PROPERTY, "")
     file_io = load_file_io(beneath, mapped_location(table, mapping))

@@ -73,3 +73,29 @@ def test_keys_that_nothing_needs_are_removed(lake: Lake) -> None:
     metadata_file = lake.load().metadata_location
     result = CliRunner().invoke(app, ["iceberg", "keys", metadata_file, "--remove-unneeded"])
     assert result.exit_code == 2 and "--catalog" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "keys", "rotate"])
+@pytest.mark.parametrize("name", ["db.nothing", "nothing.people", "people"])
+def test_a_table_that_the_catalog_does_not_have(lake: Lake, command: str, name: str) -> None:
+    status, _, text = run(lake, name, command=command)
+    assert status == 2 and "the catalog 'lake'" in text and repr(name) in text
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "keys", "rotate"])
+def test_a_catalog_that_cannot_be_opened(lake: Lake, command: str) -> None:
+    for uri, expected in [("", "has no catalog 'other'"), ("sqlite:////nowhere/x.db", "cannot be used")]:
+        given = ["--property", "type=sql", "--property", f"uri={uri}"] if uri else []
+        config = ["--config", str(lake.folder / "keytools.yaml")]
+        result = CliRunner().invoke(app, ["iceberg", command, "db.people", "--catalog", "other", *given, *config])
+        assert result.exit_code == 2 and expected in " ".join(result.stderr.split())
+
+
+def test_the_configuration_of_the_catalog_is_taken(lake: Lake) -> None:
+    lake.create().append(rows(0, 3))
+    options = [
+        text for name, value in lake.catalog().properties.items() for text in ("--property", f"{name}={value}")
+    ]
+    options += ["--property", "type=sql", "--catalog", "lake"]
+    result = CliRunner().invoke(app, ["iceberg", "verify", "db.people", *options])
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "Nothing is wrong.")
