@@ -208,9 +208,11 @@ def test_what_is_honest_is_read_within_bounds(lake: Lake) -> None:
     table = lake.load()
     snapshot = table.current_snapshot()
     assert snapshot is not None
-    content = table.reader.read_all(snapshot.manifest_list)
-    assert manifests_in(content, "x", authentic=False) == manifests_in(content, "x", authentic=True)
-    (manifest,) = manifests_in(content, "x", authentic=True)
+    content, snapshot_id = table.reader.read_all(snapshot.manifest_list), snapshot.snapshot_id
+    assert manifests_in(content, "x", snapshot_id, authentic=False) == manifests_in(
+        content, "x", snapshot_id, authentic=True
+    )
+    (manifest,) = manifests_in(content, "x", snapshot_id, authentic=True)
     content = table.reader.read_all(manifest.location)
     files = files_in(content, "x", authentic=True)
     assert len(files) == 1 and files_in(content, "x", authentic=False) == files

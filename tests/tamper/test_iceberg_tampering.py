@@ -312,3 +312,19 @@ def test_key_metadata_is_not_exchanged(rotated: Victim) -> None:
     known.learn("", [dataclasses.replace(one, encoded_key=two.encoded_key)])
     with pytest.raises(DecryptionError, match=f"data file {one.location}"):
         table.io.read_all(one.location)
+
+
+def test_snapshots_do_not_exchange_their_manifest_lists(rotated: Victim) -> None:
+    """Each list with its own key: only the list itself says whose it is."""
+
+    def exchange(document: dict[str, Any]) -> None:
+        one, two = document["snapshots"][:2]
+        for name in ("manifest-list", "key-id"):
+            one[name], two[name] = two[name], one[name]
+
+    before = [rotated.scan(number).num_rows for number in (0, 1)]
+    assert before[0] != before[1]
+    rotated.claim(exchange)
+    for number in (0, 1):
+        with pytest.raises(DecryptionError, match=r"manifest list .* is that of another snapshot"):
+            rotated.scan(number)

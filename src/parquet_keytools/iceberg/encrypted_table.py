@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any
 
 from pyiceberg.exceptions import CommitFailedException, ValidationException
-from pyiceberg.io import PY_IO_IMPL
 from pyiceberg.table import DataScan, Table, TableProperties, Transaction
 from pyiceberg.table.locations import LocationProvider
 from pyiceberg.table.metadata import TableMetadata, TableMetadataV3
@@ -30,6 +29,7 @@ from parquet_keytools.iceberg.key_entries import NewKeys, is_young, key_length_b
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable
 from parquet_keytools.iceberg.snapshot_producers import EncryptedUpdateSnapshot
+from parquet_keytools.iceberg.stored_files import is_of_catalogs
 from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, EncryptionKey
 from parquet_keytools.iceberg.written_files import StoredFileIO, WritingFileIO
 
@@ -129,8 +129,7 @@ class EncryptedTable(Table):
             raise KeyMaterialError(
                 f"the table has format version {self.metadata.format_version}, and encrypted ones have version 3.",
                 path=self.metadata_location,
-                hint="Make the table by `parquet_keytools.iceberg.create_table`; or somebody changed this metadata file: "
-                "restore it from a backup.",
+                hint="If `parquet_keytools.iceberg.create_table` made it, somebody changed this file: restore it.",
             )
         master_key_of(encryption)
         return WorkingTable(self, WritingFileIO(self.reader, key_length_bits(encryption)), self._new_keys)
@@ -384,7 +383,7 @@ class EncryptedTransaction(Transaction):
 def refuse_encryption_properties(names: Iterable[str]) -> None:
     """Raise `ConfigurationError` if a caller sets properties of the encryption, or those of catalogs."""
     names = sorted(names)
-    if others := [name for name in names if name.startswith("keytools.") or name == PY_IO_IMPL]:
+    if others := [name for name in names if is_of_catalogs(name)]:
         raise ConfigurationError(
             f"no table has the property {others[0]}, which catalogs alone have.", hint="Set it in the catalog."
         )

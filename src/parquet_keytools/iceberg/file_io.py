@@ -24,7 +24,13 @@ from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
 from parquet_keytools.iceberg.manifests import ListedFile, manifests_in
-from parquet_keytools.iceberg.stored_files import MAPPING_PROPERTY, check_place, mapped_location, open_as_stored
+from parquet_keytools.iceberg.stored_files import (
+    MAPPING_PROPERTY,
+    check_place,
+    mapped_location,
+    misplaced_properties,
+    open_as_stored,
+)
 from parquet_keytools.iceberg.table_metadata import (
     KEY_ID_PROPERTY,
     TableEncryption,
@@ -38,7 +44,6 @@ IO_IMPL_PROPERTY = "keytools.io-impl"
 PLAINTEXT_TABLES_PROPERTY = "keytools.plaintext-tables"
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 
-_OURS = "parquet_keytools.iceberg.EncryptedFileIO"
 _ENCRYPTED_MAGICS = (b"AGS1", b"PARE")
 _METADATA_ENDINGS = (".json", ".json.gz")
 _VERSION_HINT = "version-hint.text"
@@ -243,7 +248,8 @@ class EncryptedFileIO(FileIO):
             name = f"manifest list {location} of snapshot {snapshot.snapshot_id}"
             list_key = table.list_key(snapshot)
             content = self._read_stream(location, list_key, None, name)
-            table.learn(location, manifests_in(content, name, authentic=list_key is not None))
+            manifests = manifests_in(content, name, snapshot.snapshot_id, authentic=list_key is not None)
+            table.learn(location, manifests)
             return io.BytesIO(content)
         file = table.file_at(location)
         assert file is not None
@@ -322,10 +328,12 @@ class EncryptedInputFile(InputFile):
 
 
 def _check_properties(encryption: TableEncryption) -> None:
-    """Refuse properties with which a changed metadata file would choose our configuration, or code to run."""
-    names = [name for name in encryption.properties if name.startswith("keytools.")]
-    if encryption.is_encrypted and encryption.properties.get(PY_IO_IMPL, _OURS) != _OURS:
-        names.append(PY_IO_IMPL)
+    """Refuse properties with which a changed metadata file would choose our configuration, code or servers."""
+    names = [
+        name
+        for name in misplaced_properties(encryption.properties)
+        if encryption.is_encrypted or name.startswith("keytools.")
+    ]
     if names:
         raise ConfigurationError(
             f"{encryption.metadata_location}: the table has the property {names[0]}, which catalogs alone have.",

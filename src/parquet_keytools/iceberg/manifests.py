@@ -17,7 +17,7 @@ from pyiceberg.io import InputFile
 from pyiceberg.typedef import Record
 from pyiceberg.types import StructType
 
-from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.iceberg.bounded_avro import BoundedAvroFile
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.secret_bytes import SecretBytes
@@ -27,6 +27,9 @@ _LIST_FIELDS = (500, 501, 519)
 _DATA_FILE = 2
 _MANIFEST_FIELDS = (0, 134, 100, 101, 104, 131)
 """Status of the entry; content, location, format, length and key metadata of the file."""
+
+_SNAPSHOT_ID = "snapshot-id"
+"""Of the Avro header of a manifest list, and so within its stream."""
 
 _DELETED = 2
 _CONTENTS = {None: "data file", 0: "data file", 1: "position delete file", 2: "equality delete file"}
@@ -68,8 +71,28 @@ class ListedFile:
         )
 
 
-def manifests_in(content: bytes, name: str, *, authentic: bool) -> list[ListedFile]:
+def manifests_in(content: bytes, name: str, snapshot_id: int, *, authentic: bool) -> list[ListedFile]:
     """Return the manifests in a manifest list.
+
+    Args:
+        content: Its plaintext.
+        name: What errors call it.
+        snapshot_id: The snapshot whose list it should be.
+        authentic: Whether it was encrypted; plaintext may be anybody's.
+
+    Raises:
+        ParquetFormatError: It is no manifest list.
+        DecryptionError: It says that it is the list of another snapshot.
+    """
+    records = _records(content, _LIST_FIELDS, name, authentic, snapshot_id)
+    return [
+        ListedFile(path, "manifest", "AVRO", length, is_live=True, encoded_key=_secret(key))
+        for path, length, key in records
+    ]
+
+
+def files_in(content: bytes, name: str, *, authentic: bool) -> list[ListedFile]:
+    """Return the files in a manifest.
 
     Args:
         content: Its plaintext.
@@ -77,16 +100,8 @@ def manifests_in(content: bytes, name: str, *, authentic: bool) -> list[ListedFi
         authentic: Whether it was encrypted; plaintext may be anybody's.
 
     Raises:
-        ParquetFormatError: It is no manifest list.
+        ParquetFormatError: It is no manifest.
     """
-    return [
-        ListedFile(path, "manifest", "AVRO", length, is_live=True, encoded_key=_secret(key))
-        for path, length, key in _records(content, _LIST_FIELDS, name, authentic)
-    ]
-
-
-def files_in(content: bytes, name: str, *, authentic: bool) -> list[ListedFile]:
-    """Return the files in a manifest; arguments and errors as with `manifests_in`."""
     files = []
     for status, content_type, path, file_format, length, key in _records(
         content, _MANIFEST_FIELDS, name, authentic
@@ -116,8 +131,10 @@ class _InMemory(InputFile):
         return io.BytesIO(self._content)
 
 
-def _records(content: bytes, field_ids: Sequence[int], name: str, authentic: bool) -> list[tuple[Any, ...]]:
-    """Return some fields of all records."""
+def _records(
+    content: bytes, field_ids: Sequence[int], name: str, authentic: bool, snapshot_id: int | None = None
+) -> list[tuple[Any, ...]]:
+    """Return some fields of all records; of a manifest list, if it is that of the snapshot."""
     kind = ""
     try:
         file = _InMemory(content)
@@ -125,11 +142,20 @@ def _records(content: bytes, field_ids: Sequence[int], name: str, authentic: boo
         with avro_file as reader:
             # What a read schema leaves out, PyIceberg cannot skip where it is a map or a list.
             reader.reader = _pruned(reader.schema.as_struct(), reader.reader, field_ids)
-            return [_fields(record, field_ids) for record in reader]
+            records = [_fields(record, field_ids) for record in reader]
+        stated = reader.header.meta.get(_SNAPSHOT_ID)
     except Exception as error:
         # The text of a decoder's exception may quote what it decoded, and with it keys.
         kind = type(error).__name__
-    raise ParquetFormatError(f"the {name} cannot be decoded ({kind}).", hint="Restore it from a backup.")
+    if kind:
+        raise ParquetFormatError(f"the {name} cannot be decoded ({kind}).", hint="Restore it from a backup.")
+    # Nothing else binds a list to its snapshot: the metadata file names it, with its key, and can be changed.
+    if snapshot_id is not None and stated not in (None, str(snapshot_id)):
+        raise DecryptionError(
+            f"the {name} is that of another snapshot, {str(stated)[:20]}: the metadata file was changed.",
+            hint="Do not trust this metadata file; restore it from a backup.",
+        )
+    return records
 
 
 def _pruned(struct: StructType, reader: Reader, field_ids: Sequence[int]) -> StructReader:

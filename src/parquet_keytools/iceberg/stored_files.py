@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pyarrow as pa
 from pyarrow import fs as pafs
-from pyiceberg.io import FileIO
+from pyiceberg.io import PY_IO_IMPL, FileIO
 from pyiceberg.io.fsspec import FsspecFileIO
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
@@ -28,6 +28,24 @@ _FAMILIES = {
     "viewfs": "hdfs",
 }
 """Schemes that name the same store as another one."""
+
+
+_OURS = "parquet_keytools.iceberg.EncryptedFileIO"
+_STORAGE_PREFIXES = ("s3.", "gcs.", "adls.", "hdfs.", "hf.", "client.")
+"""Of properties of PyIceberg's FileIO: endpoints, and credentials that are sent to them."""
+
+
+def is_of_catalogs(name: str) -> bool:
+    """Return whether a property says how files are opened, or by whom, which no table may say of itself.
+
+    PyIceberg takes those of a table before those of its catalog, and anybody may have changed a metadata file.
+    """
+    return name == PY_IO_IMPL or name.startswith(("keytools.", *_STORAGE_PREFIXES))
+
+
+def misplaced_properties(properties: Mapping[str, str]) -> list[str]:
+    """Return which properties of an encrypted table only catalogs may have; that it is read by us does no harm."""
+    return [n for n, value in properties.items() if is_of_catalogs(n) and (n, value) != (PY_IO_IMPL, _OURS)]
 
 
 def mapped_location(location: str, mapping: str) -> str:

@@ -23,7 +23,7 @@ from parquet_keytools.iceberg.key_entries import is_young, master_key_of
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.located_tables import LocatedTable
 from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in
-from parquet_keytools.iceberg.stored_files import check_place
+from parquet_keytools.iceberg.stored_files import check_place, misplaced_properties
 from parquet_keytools.iceberg.table_metadata import SnapshotKey, TableEncryption
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.storage.walk import all_files
@@ -179,6 +179,10 @@ class TableAudit:
             except KeyMaterialError as error:
                 self._report.problems.append(str(error))
         if encryption.is_encrypted:
+            self._report.problems += [
+                f"it has the property {name}, which catalogs alone have: it says who opens files, or where"
+                for name in misplaced_properties(encryption.properties)
+            ]
             for link in self._report.files:
                 if not link.is_encrypted:
                     link.problems.insert(0, "it is a plaintext file in an encrypted table")
@@ -226,7 +230,8 @@ class TableAudit:
                 key = self._chain.manifest_list_key(snapshot.key_id, snapshot.snapshot_id)
             self._note_key(link, key)
             check_place(snapshot.manifest_list, encryption.metadata_location, self._located.mapping)
-            manifests = manifests_in(self._content(link, key, name), name, authentic=key is not None)
+            content = self._content(link, key, name)
+            manifests = manifests_in(content, name, snapshot.snapshot_id, authentic=key is not None)
         except _UNREADABLE as error:
             link.problems.append(_text_of(error))
             self._is_complete = False

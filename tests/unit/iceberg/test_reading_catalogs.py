@@ -26,7 +26,9 @@ from parquet_keytools.errors import (
     NotEncryptedError,
 )
 from parquet_keytools.iceberg import EncryptedFileIO, EncryptedTable, create_table, load_table
+from parquet_keytools.iceberg.located_tables import located_table
 from parquet_keytools.iceberg.stored_files import mapped_location
+from parquet_keytools.iceberg.table_audit import TableAudit
 
 
 @pytest.fixture
@@ -214,6 +216,10 @@ def test_a_catalog_of_encrypted_tables_reads_and_writes_them_alone(lake: Lake) -
         ("keytools.io-impl", "their.code.FileIO"),
         ("keytools.plaintext-tables", "allow"),
         ("py-io-impl", "pyiceberg.io.pyarrow.PyArrowFileIO"),
+        ("s3.endpoint", "http://127.0.0.1:1"),
+        ("gcs.service.host", "http://127.0.0.1:1"),
+        ("adls.account-host", "127.0.0.1:1"),
+        ("client.role-arn", "theirs"),
     ],
 )
 def test_a_table_does_not_choose_our_properties(lake: Lake, name: str, value: str) -> None:
@@ -225,9 +231,21 @@ def test_a_table_does_not_choose_our_properties(lake: Lake, name: str, value: st
     for load in (lake.catalog().load_table, lambda name: load_table(lake.catalog(), name)):
         with pytest.raises(ConfigurationError, match=f"the table has the property {name}"):
             load("db.people")
+    located = located_table(location, lake.folder / "keytools.yaml")
+    findings = TableAudit(located, with_data=False).run().findings
+    assert [problem for _, problem in findings if name in problem and "catalogs alone have" in problem]
 
 
-@pytest.mark.parametrize("name", ["keytools.config", "py-io-impl"])
+def test_a_table_may_say_that_we_read_it(lake: Lake) -> None:
+    lake.create().append(rows(0, 3))
+    location = lake.load().metadata_location
+    document = json.loads(path_of(location).read_text())
+    document["properties"]["py-io-impl"] = "parquet_keytools.iceberg.EncryptedFileIO"
+    path_of(location).write_text(json.dumps(document))
+    assert lake.ids() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["keytools.config", "py-io-impl", "s3.endpoint"])
 def test_nobody_gives_a_table_what_would_be_refused_in_it(lake: Lake, name: str) -> None:
     with pytest.raises(ConfigurationError, match="catalogs alone have"):
         lake.create(properties={name: "theirs"})
