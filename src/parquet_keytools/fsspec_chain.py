@@ -14,6 +14,9 @@ from parquet_keytools.keytools import Keytools
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 """Names the configuration where `storage_options` does not."""
 
+_WILDCARDS = frozenset("*?")
+"""Readers that look for files in a file or folder `fo` would say of a pattern there only that nothing is found."""
+
 
 class KeytoolsUrls(fsspec.AbstractFileSystem):  # type: ignore[misc]
     """What fsspec makes file systems of the protocol with: it is called, and returns a `KeytoolsFileSystem`.
@@ -48,6 +51,7 @@ class KeytoolsUrls(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
         Raises:
             ConfigurationError: There is no configuration, or it has mistakes.
+            FileNotFoundError: A pattern follows `keytools::`.
         """
         unknown = options.keys() - {"skip_instance_cache", "use_listings_cache", "asynchronous", "loop"}
         if unknown:
@@ -65,4 +69,9 @@ class KeytoolsUrls(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if fo is None:
             return keytools.filesystem(table)
         below = fsspec.filesystem(target_protocol or "file", **(target_options or {}))
+        if not _WILDCARDS.isdisjoint(fo) and not below.exists(fo):
+            raise FileNotFoundError(
+                f"there is no file or folder {fo}. A pattern stands before the folder that it begins at: "
+                "'keytools://2013/*.parquet::s3://lake/flights'."
+            )
         return keytools.view(fo, table_name=table, filesystem=below)

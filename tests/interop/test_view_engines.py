@@ -151,6 +151,12 @@ def test_urls(lake: Lake) -> None:
     assert len(folder) == 3 * ROWS
     direct = f"keytools://{lake.encrypted}/month=1/part.parquet"
     assert len(pd.read_parquet(direct, storage_options=lake.options)) == ROWS
+    pattern = f"keytools://month=*/part.parquet::file://{lake.encrypted}"
+    assert len(dd.read_parquet(pattern, storage_options=lake.options)) == 3 * ROWS
+    with pytest.raises(FileNotFoundError, match="pattern stands before the folder"):
+        pd.read_parquet(f"keytools::file://{lake.encrypted}/month=*/part.parquet", storage_options=lake.options)
+    with pytest.raises(FileNotFoundError, match=r"no file or folder .*/nothing"):
+        fsspec.open(f"keytools::file://{lake.encrypted}/nothing", **lake.options).fs.ls("")
     with pytest.raises(ConfigurationError, match="'confg'"):
         pd.read_parquet(direct, storage_options={"confg": "x"})
     with pytest.raises(ConfigurationError, match="needs a configuration"):

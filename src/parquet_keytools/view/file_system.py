@@ -184,17 +184,19 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         """Return what is known of a file or folder: name, size, type, created and modified."""
-        found = self._location(path).info()
-        if found.type == pafs.FileType.NotFound:
-            raise FileNotFoundError(path)
-        return self._as_dict(found)
+        return self._as_dict(self._found(self._location(path)))
+
+    def _found(self, location: FileLocation) -> pafs.FileInfo:
+        """Return what is known of a file or folder that is there."""
+        info = location.info()
+        if info.type == pafs.FileType.NotFound:
+            raise FileNotFoundError(f"there is no file or folder {location}")
+        return info
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
         """Return what is in a folder, by name; see `infos_in` for names that are not UTF-8."""
         location = self._location(path)
-        found = location.info()
-        if found.type == pafs.FileType.NotFound:
-            raise FileNotFoundError(path)
+        found = self._found(location)
         infos = [found]
         if found.type == pafs.FileType.Directory:
             infos = infos_in(location)
@@ -266,10 +268,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def _moved(self, path1: str, path2: str) -> tuple[FileLocation, FileLocation]:
         """Return both places, if the file can be read in the new one."""
         source, target = self._location(path1), self._location(path2)
-        kind = source.info().type
-        if kind == pafs.FileType.NotFound:
-            raise FileNotFoundError(path1)
-        if kind == pafs.FileType.Directory:
+        if self._found(source).type == pafs.FileType.Directory:
             return source, target
         prefixes = [table.aad_prefix or "" for table in self._keys.configuration.tables.values()]
         is_bound = source.name != target.name and any("{file_name}" in prefix for prefix in prefixes)
