@@ -169,6 +169,10 @@ class TableAudit:
             self._add_statistics(location)
         if self._with_data:
             self._add_orphans()
+            if not encryption.is_encrypted:
+                self._report.problems.append(
+                    "the table is not encrypted, and nothing of it was verified: it never was, or lost its keys"
+                )
         if encryption.is_encrypted and encryption.master_key_id is None:
             self._report.problems.append(
                 "the property encryption.key-id is missing: writers would make plaintext files"

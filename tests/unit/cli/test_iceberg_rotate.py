@@ -82,6 +82,21 @@ def test_a_table_that_the_catalog_does_not_have(lake: Lake, command: str, name: 
     assert status == 2 and "the catalog 'lake'" in text and repr(name) in text
 
 
+def test_a_table_without_keys_is_not_verified(lake: Lake) -> None:
+    lake.catalog().create_table("db.plain", rows(0, 1).schema)
+    lake.create().append(rows(0, 3))
+    stripped = lake.load().metadata_location.removeprefix("file://")
+    for command, expected in [("inspect", 0), ("keys", 0), ("verify", 1)]:
+        status, text, _ = run(lake, "db.plain", command=command)
+        assert status == expected and "the table is not encrypted" in text.lower()
+    document = {**lake.metadata(), "encryption-keys": [], "properties": {}}
+    for snapshot in document["snapshots"]:
+        del snapshot["key-id"]
+    Path(stripped).write_text(json.dumps(document))
+    status, text, _ = run(lake, "db.people", command="verify")
+    assert status == 1 and "the table is not encrypted, and nothing of it was verified" in text
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "keys", "rotate"])
 def test_a_catalog_that_cannot_be_opened(lake: Lake, command: str) -> None:
     for uri, expected in [("", "has no catalog 'other'"), ("sqlite:////nowhere/x.db", "cannot be used")]:
