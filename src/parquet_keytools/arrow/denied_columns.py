@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from parquet_keytools.encryption.protection import ColumnEncryption
+from parquet_keytools.files.digested_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile
 
@@ -28,7 +29,7 @@ def hint_for_denied(keys: KeyService) -> str:
     """Return what to do where a column cannot be read."""
     policy = keys.configuration.reading.denied_columns
     if policy == "hash":
-        return "Name the columns that you need. Digests are made of values: they need the key of the column."
+        return f"Name the columns that you need. {NEEDS_KEY}"
     return (
         ""
         if policy != "error"

@@ -29,6 +29,7 @@ from parquet_keytools.arrow.read_options import ReadOptions, with_extensions
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
 from parquet_keytools.config.mistakes import did_you_mean, one_of
 from parquet_keytools.files.conversion import decrypted_buffer, decrypted_metadata
+from parquet_keytools.files.digested_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService, read_again_if_changed
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.storage.locations import FileLocation
@@ -73,7 +74,9 @@ def read_metadata(
     if location.is_folder():
         raise IsADirectoryError(f"{location} is a folder: name one of its files")
     (opened,) = keys.open_files([location], table_name, aad_prefix)
-    hint = "To leave these columns out, set `denied_columns: hide` under `reading`."
+    hint = NEEDS_KEY
+    if opened.digests is None:
+        hint = "To leave these columns out, set `denied_columns: hide` under `reading`."
     opened.refuse_denied(None, hint=hint, hides_refused=hides_denied(keys) or shows_stand_ins(keys))
     if opened.digests is not None:
         with open_source(location) as source:

@@ -18,6 +18,9 @@ from parquet_keytools.secret_bytes import SecretBytes
 
 SECRET_LENGTH_BITS = 256
 
+NEEDS_KEY = "Digests are made of values: they need the key of the column."
+"""Hint where a column cannot be read. `hide` or `null` is none here: it would show the values of other columns."""
+
 
 def with_digests(
     configuration: Configuration,

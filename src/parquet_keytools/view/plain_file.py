@@ -18,6 +18,7 @@ from functools import partial
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, ModuleCipher
 from parquet_keytools.errors import ColumnAccessDeniedError, ParquetFormatError
+from parquet_keytools.files.digested_columns import NEEDS_KEY
 from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService, read_again_if_changed
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place
@@ -251,14 +252,14 @@ class PlainFile:
         if refused and whole_row_groups and self._has_row_group(offset, end):
             if not self._has_warned:
                 self._has_warned = True
-                names = ", ".join(".".join(path) for path in refused)
-                _log.warning("%s: a query that asks for %s will fail: the key is refused", self.path, names)
+                asked = ", ".join(".".join(path) for path in refused)
+                _log.warning("%s: a query that asks for %s will fail: the key is refused", self.path, asked)
         elif refused:
-            raise ColumnAccessDeniedError(
-                [".".join(path) for path in refused],
-                [denied[path] for path in refused],
-                hint="Read other columns, or set `denied_columns: hide` under `reading`.",
-            )
+            hint = "Read other columns, or set `denied_columns: hide` under `reading`."
+            if self._opened.digests is not None:
+                hint = f"Read other columns. {NEEDS_KEY}"
+            names = [".".join(path) for path in refused]
+            raise ColumnAccessDeniedError(names, [denied[path] for path in refused], hint=hint)
         pages_end = self._opened.footer.envelope.footer_offset
         body_end = min(end, pages_end)
         with naming_place(self._opened.location, self._opened.footer.columns):
