@@ -8,7 +8,7 @@ from typing import overload
 
 import pyarrow as pa
 from pyiceberg.catalog import Catalog
-from pyiceberg.io import PY_IO_IMPL
+from pyiceberg.io import PY_IO_IMPL, FileIO, load_file_io
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table, TableProperties
@@ -61,29 +61,34 @@ def load_table(
         KeytoolsError: Another subclass says what is wrong with the metadata file.
     """
     table = catalog.load_table(identifier)
-    if not isinstance(table.io, EncryptedFileIO):
-        raise ConfigurationError(
-            f"the catalog {catalog.name!r} has another FileIO than ours.",
-            hint="Set its property py-io-impl to parquet_keytools.iceberg.EncryptedFileIO.",
-        )
-    if table.metadata_location not in table.io.tables:
-        table.io.read_metadata(table.metadata_location)
-    known = table.io.tables.get(table.metadata_location)
+    reader = _ours(catalog, table.io)
+    if table.metadata_location not in reader.tables:
+        reader.read_metadata(table.metadata_location)
+    known = reader.tables.get(table.metadata_location)
     if encryption_key is not None:
         if known is None:
             raise NotEncryptedError(
                 f"{table.metadata_location}: the table is not encrypted, and should be under {encryption_key!r}.",
                 hint="Somebody may have taken the keys out of its metadata file: restore it from a backup.",
             )
-        expected = _master_key(table.io, encryption_key)
+        expected = _master_key(reader, encryption_key)
         found = {master_key_of(known.encryption), *(kek.encrypted_by_id for kek in known.encryption.keks)}
-        if {_master_key(table.io, each) for each in found} != {expected}:
+        if {_master_key(reader, each) for each in found} != {expected}:
             raise KeyMaterialError(
                 f"the table is under the master key {sorted(found)[0]!r}, and should be under {expected!r}.",
                 path=table.metadata_location,
                 hint="Somebody may have put another table in its place: restore its metadata file from a backup.",
             )
     return EncryptedTable(table) if known is not None else table
+
+
+def _ours(catalog: Catalog, file_io: FileIO) -> EncryptedFileIO:
+    if not isinstance(file_io, EncryptedFileIO):
+        raise ConfigurationError(
+            f"the catalog {catalog.name!r} has another FileIO than ours.",
+            hint="Set its property py-io-impl to parquet_keytools.iceberg.EncryptedFileIO.",
+        )
+    return file_io
 
 
 def _master_key(reader: EncryptedFileIO, name: str) -> str:
@@ -149,7 +154,8 @@ def create_table(
     if data_key_length_bits not in KEY_LENGTHS_BITS:
         raise ConfigurationError(f"a key of {data_key_length_bits} bits is no AES key: 128, 192 or 256 bits.")
     refuse_encryption_properties(properties)
-    reader = EncryptedFileIO(catalog.properties)
+    # What could not be loaded afterwards is not made.
+    reader = _ours(catalog, load_file_io(dict(catalog.properties)))
     master_key_id = _master_key(reader, encryption_key)
     # Whether the KMS has this key, and lets it be used, is found out before there is a table.
     wrap_kek(reader.keys, SecretBytes.random(data_key_length_bits), master_key_id)

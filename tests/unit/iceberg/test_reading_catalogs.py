@@ -118,13 +118,23 @@ def read_location(pickled: bytes, location: str) -> int:
         return int(parquet.read_table(file).num_rows)
 
 
-def test_another_file_io_is_refused(lake: Lake) -> None:
+def test_another_file_io_is_refused(monkeypatch: pytest.MonkeyPatch, lake: Lake) -> None:
     lake.create()
     catalog = SqlCatalog("plain", uri=f"sqlite:///{lake.folder}/catalog.db")
     catalog.create_namespace("db")
     catalog.create_table("db.t", pa.schema([("id", pa.int64())]), location=f"file://{lake.folder}/t")
     with pytest.raises(ConfigurationError, match="py-io-impl"):
         load_table(catalog, "db.t")
+    monkeypatch.setenv("PARQUET_KEYTOOLS_CONFIG", str(lake.folder / "keytools.yaml"))
+    with pytest.raises(ConfigurationError, match="py-io-impl"):
+        create_table(
+            catalog,
+            "db.new",
+            pa.schema([("id", pa.int64())]),
+            encryption_key="keyA",
+            location=f"file://{lake.folder}/new",
+        )
+    assert not catalog.table_exists("db.new")
 
 
 def test_a_file_io_needs_a_configuration(monkeypatch: pytest.MonkeyPatch, lake: Lake) -> None:
