@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.scan_start import called_by_arrow
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
+from parquet_keytools.files.conversion import check_modules
 from parquet_keytools.files.files_ahead import FilesAhead
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.secret_bytes import SecretBytes
@@ -58,6 +60,27 @@ class LazyDataset(ds.FileSystemDataset):  # type: ignore[misc]
     def _read_ahead(self, expression: Any) -> None:
         expression = self._scanner_options({"filter": expression}).get("filter")
         self.filesystem.handler.opened.read_ahead(fragment.path for fragment in self._get_fragments(expression))
+
+
+@contextlib.contextmanager
+def naming_damage(dataset: LazyDataset, expression: Any, columns: Sequence[str] | None) -> Iterator[None]:
+    """Say which module of which file is damaged, if a scan ends so: pyarrow does not. All is gone over again.
+
+    Args:
+        dataset: What is scanned.
+        expression: The filter of the scan.
+        columns: What is decrypted; None for all.
+
+    Raises:
+        DecryptionError: A module does not authenticate.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # Else it is the operating system's own.
+            for fragment in dataset.get_fragments(expression):
+                check_modules(dataset.filesystem.handler.opened[fragment.path], columns)
+        raise
 
 
 Reopen = Callable[[list[str], pa.Schema], ds.Dataset]

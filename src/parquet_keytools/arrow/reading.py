@@ -25,10 +25,11 @@ from parquet_keytools.arrow.denied_columns import (
     schema_for_all,
     shows_stand_ins,
 )
+from parquet_keytools.arrow.lazy_dataset import naming_damage
 from parquet_keytools.arrow.read_options import ReadOptions, with_extensions
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
 from parquet_keytools.config.mistakes import did_you_mean, one_of
-from parquet_keytools.files.conversion import decrypted_buffer, decrypted_metadata
+from parquet_keytools.files.conversion import check_modules, decrypted_metadata
 from parquet_keytools.files.digested_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService, read_again_if_changed
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
@@ -130,7 +131,7 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
     except OSError:
         # pyarrow does not say which module failed. Going over them again does, if one is damaged.
         if properties is not None:
-            decrypted_buffer(opened, decrypted_columns)
+            check_modules(opened, decrypted_columns)
         raise
     return table.cast(schema_for_all(table.schema, opened)) if nulls_denied(keys) else table
 
@@ -153,16 +154,9 @@ def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, o
     for name in names or ():
         if name not in known and name.partition(".")[0] not in known:
             raise ValueError(f"{folder} has no column {name!r}. {did_you_mean(name, known) or one_of(known)}")
-    try:
-        threads = options.table.get("use_threads", True)
+    threads = options.table.get("use_threads", True)
+    with naming_damage(dataset, expression, request.decrypted_columns):
         return dataset.to_table(columns=names, filter=expression, use_threads=threads)
-    except OSError as error:
-        if error.errno is not None:
-            raise  # The operating system's own.
-        # pyarrow does not say which module of which file failed. Going over them again does.
-        for fragment in dataset.get_fragments(expression):
-            decrypted_buffer(files.opened[fragment.path], request.decrypted_columns)
-        raise
 
 
 def _without_denied(opened: OpenedFile, columns: Sequence[str] | None) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -24,8 +26,8 @@ from parquet_keytools.format.file_layout import MAGIC
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import (
     PLAINTEXT_MODE,
-    BufferSink,
     PendingOutput,
+    StreamSink,
     discarded_unless_done,
     pending_output,
 )
@@ -250,20 +252,27 @@ def _skipped(source: FileLocation, target: FileLocation) -> FileResult:
     return FileResult(str(source), str(target), source.info().size, target.info().size, skipped=True)
 
 
-def decrypted_buffer(opened: OpenedFile, names: Sequence[str] | None) -> pa.Buffer:
-    """Decrypt a file, or some top-level columns of it, in memory; columns that cannot be read are left out."""
+def check_modules(opened: OpenedFile, names: Sequence[str] | None) -> None:
+    """Decrypt a file, or some top-level columns of it, into nothing; columns that cannot be read are left out.
+
+    Raises:
+        DecryptionError: A module does not authenticate; it says which.
+        FileChangedError: It is another file, or was altered.
+    """
     kept = _readable(opened, names)
-    sink = BufferSink()
-    with open_source(opened.location) as source, naming_place(opened.location, opened.footer.columns):
+    with (
+        open_source(opened.location) as source,
+        Path(os.devnull).open("wb") as nowhere,
+        naming_place(opened.location, opened.footer.columns),
+    ):
         file_decryptor.decrypt_columns(
             as_verified(opened, source),
-            sink,
+            StreamSink(nowhere),
             opened.footer,
             opened.deks,
             columns=kept,
             key_values=shown_key_values(opened, {path[0] for path in kept}),
         )
-    return pa.py_buffer(sink.buffer)
 
 
 def decrypted_metadata(opened: OpenedFile) -> pa.Buffer:
