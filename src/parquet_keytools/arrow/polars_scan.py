@@ -11,11 +11,17 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from parquet_keytools.arrow.decryption_properties import columns_mentioned
+from parquet_keytools.arrow.lazy_dataset import naming_damage
 from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError
 from parquet_keytools.view.plain_input import PlainInput
 
 if TYPE_CHECKING:
     import polars as pl
+
+
+_BATCHES_AHEAD_OF_A_THREAD = 2
+_BATCHES_AHEAD = 16
+"""What Arrow reads ahead by default."""
 
 
 class OpenColumns(Protocol):
@@ -43,13 +49,19 @@ class PolarsSource:
     def to_batches(
         self, columns: Sequence[str] | None = None, filter: Any = None, **options: Any
     ) -> Iterator[pa.RecordBatch]:
-        """Scan; see `pyarrow.dataset.Dataset.to_batches`."""
+        """Scan; see `pyarrow.dataset.Dataset.to_batches`.
+
+        By default Arrow decodes two million rows ahead, however few threads there are: memory that is new for each
+        of them costs more than what the threads wait for.
+        """
+        options.setdefault("batch_readahead", min(_BATCHES_AHEAD, _BATCHES_AHEAD_OF_A_THREAD * pa.cpu_count()))
         names = list(self.schema.names if columns is None else columns)
         wanted = dict.fromkeys(names)
         if filter is not None:
             wanted |= dict.fromkeys(columns_mentioned(filter, self.schema.names))
         dataset = self.open_columns(columns=list(wanted))
-        yield from dataset.to_batches(columns=names, filter=filter, **options)
+        with naming_damage(dataset, filter, list(wanted)):
+            yield from dataset.to_batches(columns=names, filter=filter, **options)
 
 
 def scan_polars(open_columns: OpenColumns, open_file: Callable[[str], PlainInput]) -> pl.LazyFrame:
