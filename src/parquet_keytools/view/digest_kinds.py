@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.structs import SchemaElement
 from parquet_keytools.format.thrift_compact import Struct, WireType
 
@@ -40,6 +41,9 @@ _OF_CONVERTED = {
 
 _NANOSECONDS = {1: 1_000_000, 2: 1_000, 3: 1}
 """Field id in the union TimeUnit -> nanoseconds."""
+
+_MOST_DIGITS = 4_300
+"""Of decimals: integers of Python have no longer texts either."""
 
 Canonical = Callable[[Any], bytes]
 """Returns the bytes of a value, which is as it is stored: an int, a float, a bool, or bytes."""
@@ -98,7 +102,11 @@ def highest_levels(chain: Sequence[SchemaElement]) -> tuple[int, int]:
 
 
 def digest_kind(leaf: SchemaElement) -> DigestKind:
-    """Return what the values of a leaf column are."""
+    """Return what the values of a leaf column are.
+
+    Raises:
+        ParquetFormatError: It is a decimal with a scale that none has.
+    """
     physical, of = leaf.type or 0, leaf.struct
     logical, facts, unit = _logical_type(of)
     if physical == _BOOLEAN:
@@ -202,6 +210,9 @@ def _decimal_text(value: int) -> bytes:
 
 
 def _decimal(scale: int) -> Canonical:
+    if not 0 <= scale <= _MOST_DIGITS:
+        raise ParquetFormatError(f"a decimal column that is shown as digests has a scale of {scale}.")
+
     def canonical(value: int | bytes) -> bytes:
         unscaled = int.from_bytes(value, "big", signed=True) if isinstance(value, bytes) else value
         digits = str(abs(unscaled)).rjust(scale + 1, "0")

@@ -33,15 +33,19 @@ from parquet_keytools.errors import (
     DecryptionError,
     KeytoolsError,
     KmsUnavailableError,
+    ParquetFormatError,
     UnsupportedByArrowError,
 )
 from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.format.structs import SchemaElement
+from parquet_keytools.format.thrift_compact import WireType
 from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.spark.session import session_settings
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.view.digest_chunk import StandIn
+from parquet_keytools.view.digest_kinds import digest_kind
 from parquet_keytools.view.plain_input import PlainInput
 
 SECRET = bytes(range(32))
@@ -182,6 +186,16 @@ def test_a_digest_says_which_value_by_its_type(tmp_path: Path, name: str, nullab
     else:
         assert found.type == pa.string()
         assert found.to_pylist() == digests
+
+
+@pytest.mark.parametrize("scale", [-1, 4_301, 2**31 - 1])
+def test_a_scale_that_no_decimal_has_is_an_error(scale: int) -> None:
+    leaf = SchemaElement()
+    leaf.type = 1
+    for field_id, number_of_it in ((6, 5), (7, scale)):
+        leaf.struct.set_entry(field_id, (WireType.I32, number_of_it))
+    with pytest.raises(ParquetFormatError, match=f"a scale of {scale}"):
+        digest_kind(leaf)
 
 
 def test_int96_is_a_timestamp_of_any_year(tmp_path: Path) -> None:
