@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow import fs as pafs
 
+from parquet_keytools.arrow.decryption_properties import columns_mentioned
 from parquet_keytools.arrow.scan_start import called_by_arrow
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
 from parquet_keytools.files.conversion import check_modules
@@ -24,6 +25,35 @@ class LazyDataset(ds.FileSystemDataset):  # type: ignore[misc]
     Arrow leaves out partitions by the names of folders. What is left is opened by threads of ours: Arrow waits for
     them, and gets a file or our error. Nothing is kept here: `filter` makes another data set of the same files.
     """
+
+    def to_table(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
+        """Scan; see `pyarrow.dataset.Dataset`.
+
+        Raises:
+            DecryptionError: A module does not authenticate; all ways to scan raise it.
+        """
+        with self._naming_damage(columns, filter):
+            return super().to_table(columns=columns, filter=filter, **options)
+
+    def to_batches(self, columns: Any = None, filter: Any = None, **options: Any) -> Iterator[pa.RecordBatch]:
+        """Scan; see `pyarrow.dataset.Dataset`."""
+        batches = super().to_batches(columns=columns, filter=filter, **options)
+        return self._named(batches, columns, filter)
+
+    def head(self, num_rows: int, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
+        """Scan the beginning; see `pyarrow.dataset.Dataset`."""
+        with self._naming_damage(columns, filter):
+            return super().head(num_rows, columns=columns, filter=filter, **options)
+
+    def take(self, indices: Any, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
+        """Pick rows; see `pyarrow.dataset.Dataset`."""
+        with self._naming_damage(columns, filter):
+            return super().take(indices, columns=columns, filter=filter, **options)
+
+    def count_rows(self, filter: Any = None, **options: Any) -> int:
+        """Count rows; see `pyarrow.dataset.Dataset`."""
+        with self._naming_damage([], filter):
+            return int(super().count_rows(filter=filter, **options))
 
     def scanner(self, columns: Any = None, filter: Any = None, **options: Any) -> ds.Scanner:
         """Return a scanner; its files begin to be opened."""
@@ -49,7 +79,7 @@ class LazyDataset(ds.FileSystemDataset):  # type: ignore[misc]
         """Return the same files under another schema."""
         other = super().replace_schema(schema)
         replaced = LazyDataset(list(other._get_fragments(None)), schema, self.format, self.filesystem)
-        expression = self._scanner_options({}).get("filter")
+        expression = self._whole_filter(None)
         return replaced if expression is None else replaced.filter(expression)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -57,30 +87,37 @@ class LazyDataset(ds.FileSystemDataset):  # type: ignore[misc]
         paths = [fragment.path for fragment in self.get_fragments()]
         return self.filesystem.handler.reopen, (paths, self.schema)
 
+    def _named(self, batches: Iterator[pa.RecordBatch], columns: Any, expression: Any) -> Iterator[pa.RecordBatch]:
+        with self._naming_damage(columns, expression):
+            yield from batches
+
+    @contextlib.contextmanager
+    def _naming_damage(self, columns: Any, expression: Any) -> Iterator[None]:
+        """Say which module of which file is damaged, if a scan ends so: pyarrow does not. All is scanned again."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:  # Else it is the operating system's own.
+                decrypted = self._decrypted(columns, expression)
+                for fragment in self._get_fragments(self._whole_filter(expression)):
+                    check_modules(self.filesystem.handler.opened[fragment.path], decrypted)
+            raise
+
+    def _decrypted(self, columns: Any, expression: Any) -> list[str] | None:
+        """Return names of the columns that a scan decrypts; None for all."""
+        if not isinstance(columns, list) or not all(isinstance(name, str) for name in columns):
+            return None
+        whole_filter = self._whole_filter(expression)
+        mentioned = [] if whole_filter is None else columns_mentioned(whole_filter, self.schema.names)
+        return [*columns, *mentioned]
+
+    def _whole_filter(self, expression: Any) -> Any:
+        """Return the filter of a scan together with that of the data set, which `filter` made."""
+        return self._scanner_options({"filter": expression}).get("filter")
+
     def _read_ahead(self, expression: Any) -> None:
-        expression = self._scanner_options({"filter": expression}).get("filter")
-        self.filesystem.handler.opened.read_ahead(fragment.path for fragment in self._get_fragments(expression))
-
-
-@contextlib.contextmanager
-def naming_damage(dataset: LazyDataset, expression: Any, columns: Sequence[str] | None) -> Iterator[None]:
-    """Say which module of which file is damaged, if a scan ends so: pyarrow does not. All is gone over again.
-
-    Args:
-        dataset: What is scanned.
-        expression: The filter of the scan.
-        columns: What is decrypted; None for all.
-
-    Raises:
-        DecryptionError: A module does not authenticate.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # Else it is the operating system's own.
-            for fragment in dataset.get_fragments(expression):
-                check_modules(dataset.filesystem.handler.opened[fragment.path], columns)
-        raise
+        fragments = self._get_fragments(self._whole_filter(expression))
+        self.filesystem.handler.opened.read_ahead(fragment.path for fragment in fragments)
 
 
 Reopen = Callable[[list[str], pa.Schema], ds.Dataset]

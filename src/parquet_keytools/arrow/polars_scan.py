@@ -11,7 +11,6 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from parquet_keytools.arrow.decryption_properties import columns_mentioned
-from parquet_keytools.arrow.lazy_dataset import naming_damage
 from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError
 from parquet_keytools.view.plain_input import PlainInput
 
@@ -60,8 +59,8 @@ class PolarsSource:
         if filter is not None:
             wanted |= dict.fromkeys(columns_mentioned(filter, self.schema.names))
         dataset = self.open_columns(columns=list(wanted))
-        with naming_damage(dataset, filter, list(wanted)):
-            yield from dataset.to_batches(columns=names, filter=filter, **options)
+        batches: Iterator[pa.RecordBatch] = dataset.to_batches(columns=names, filter=filter, **options)
+        return batches
 
 
 def scan_polars(open_columns: OpenColumns, open_file: Callable[[str], PlainInput]) -> pl.LazyFrame:

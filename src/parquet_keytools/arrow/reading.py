@@ -25,7 +25,6 @@ from parquet_keytools.arrow.denied_columns import (
     schema_for_all,
     shows_stand_ins,
 )
-from parquet_keytools.arrow.lazy_dataset import naming_damage
 from parquet_keytools.arrow.read_options import ReadOptions, with_extensions
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
 from parquet_keytools.config.mistakes import did_you_mean, one_of
@@ -155,8 +154,7 @@ def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, o
         if name not in known and name.partition(".")[0] not in known:
             raise ValueError(f"{folder} has no column {name!r}. {did_you_mean(name, known) or one_of(known)}")
     threads = options.table.get("use_threads", True)
-    with naming_damage(dataset, expression, request.decrypted_columns):
-        return dataset.to_table(columns=names, filter=expression, use_threads=threads)
+    return dataset.to_table(columns=names, filter=expression, use_threads=threads)
 
 
 def _without_denied(opened: OpenedFile, columns: Sequence[str] | None) -> list[str]:

@@ -328,3 +328,35 @@ def test_nothing_is_left_of_a_data_set(tmp_path: Path) -> None:
     del dataset
     gc.collect()
     assert handler() is None
+
+
+DAMAGED_SCANS: dict[str, Callable[[ds.Dataset], object]] = {
+    "to_table": lambda scanned: scanned.to_table(),
+    "to_table of expressions": lambda scanned: scanned.to_table(columns={"c": pc.field("a") + 1}),
+    "to_table of a filter": lambda scanned: scanned.to_table(columns=["b"], filter=pc.field("a") >= 0),
+    "to_batches": lambda scanned: list(scanned.to_batches(columns=["a"])),
+    "head": lambda scanned: scanned.head(50, columns=["a"]),
+    "take": lambda scanned: scanned.take([25], columns=["a"]),
+    "count_rows": lambda scanned: scanned.count_rows(filter=pc.field("a") > 3),
+    "filter": lambda scanned: scanned.filter(pc.field("a") >= 0).to_table(columns=["b"]),
+}
+
+
+@pytest.mark.parametrize("scan", DAMAGED_SCANS.values(), ids=DAMAGED_SCANS.keys())
+def test_an_altered_page_is_named_by_each_way_to_scan(
+    tmp_path: Path, scan: Callable[[ds.Dataset], object]
+) -> None:
+    tools = keytools(unlisted_columns="footer_key")
+    folder = write(tmp_path / "d", tools, 3)
+    damaged = file_of(folder, 1)
+    chunk = tools.metadata(damaged).row_group(0).column(0)
+    data = bytearray(damaged.read_bytes())
+    data[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
+    damaged.write_bytes(data)
+    scanned = tools.dataset(folder)
+    with pytest.raises(DecryptionError, match="'a'") as caught:
+        scan(scanned)
+    assert caught.value.path == str(damaged)
+    # Neither the other column nor the other files are affected.
+    assert scanned.to_table(columns=["b"]).num_rows == 30
+    assert scanned.filter(pc.field("p") != 1).count_rows(filter=pc.field("a") >= 0) == 20
