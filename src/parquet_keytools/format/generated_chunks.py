@@ -60,15 +60,26 @@ def null_page(num_rows: int, max_definition_level: int, max_repetition_level: in
         max_repetition_level: Of the column.
     """
     levels = b"".join(_zeros(num_rows, level) for level in (max_repetition_level, max_definition_level) if level)
+    header = plain_page_header(num_rows, len(levels))
+    return header.serialise() + levels
+
+
+def plain_page_header(num_values: int, length: int) -> PageHeader:
+    """Return the header of a V1 data page that is neither compressed nor encoded by a dictionary.
+
+    Args:
+        num_values: How many values it has.
+        length: Of the page in bytes, without this header.
+    """
     data_page = DataPageHeader()
-    data_page.num_values = num_rows
+    data_page.num_values = num_values
     for field_id, encoding in ((2, _PLAIN), (3, _RLE), (4, _RLE)):
         data_page.struct.set_entry(field_id, (WireType.I32, encoding))
     header = PageHeader()
     header.type = PageHeader.DATA_PAGE
-    header.uncompressed_page_size = header.compressed_page_size = len(levels)
+    header.uncompressed_page_size = header.compressed_page_size = length
     header.data_page_header = data_page
-    return header.serialise() + levels
+    return header
 
 
 def _zeros(count: int, max_level: int) -> bytes:

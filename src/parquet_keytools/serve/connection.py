@@ -6,6 +6,7 @@ import contextlib
 import io
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -47,7 +48,7 @@ class ClientGoneError(Exception):
     """The client takes no more bytes."""
 
 
-class ViewConnection(BaseHTTPRequestHandler):
+class ViewConnection(BaseHTTPRequestHandler, ABC):
     """Speaks HTTP/1.1 with one client.
 
     Subclasses say in `route` what is answered.
@@ -84,13 +85,13 @@ class ViewConnection(BaseHTTPRequestHandler):
                     left -= count
         super().finish()
 
+    @abstractmethod
     def route(self, request: ServedRequest) -> tuple[str, str, Callable[[], ServedAnswer]]:
         """Return protocol, key, and what makes the answer.
 
         Raises:
             RefusedRequestError: There is no such thing here.
         """
-        raise NotImplementedError
 
     def handle_one_request(self) -> None:
         """Read a request, and answer it."""

@@ -18,17 +18,16 @@ import pyarrow.parquet as pq
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import MAGIC, Region
+from parquet_keytools.format.generated_chunks import plain_page_header
 from parquet_keytools.format.pages import MAX_PAGE_LENGTH, padded_header, read_page_header
 from parquet_keytools.format.structs import (
     ColumnChunk,
     ColumnMetaData,
-    DataPageHeader,
     FileMetaData,
     PageHeader,
     RowGroup,
     SchemaElement,
 )
-from parquet_keytools.format.thrift_compact import WireType
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.view.digest_kinds import INT96, DigestKind, highest_levels, without_annotations
 
@@ -44,7 +43,6 @@ _HEADER_LENGTH = 64
 _LEVELS_SLACK = 16
 """Bytes of the lengths of both kinds of levels, and of a last run that is not full."""
 
-_PLAIN, _RLE = 0, 3
 _ENCODINGS_FIELD_ID = 2
 
 
@@ -154,14 +152,7 @@ class StandIn:
                 raise ParquetFormatError("the levels of a column that is shown as digests are too long.")
             levels = body[start + 4 : levels_end].ljust(room, b"\0")
             body = b"".join((body[:start], struct.pack("<I", room), levels, body[levels_end:]))
-        data_page = DataPageHeader()
-        data_page.num_values = count
-        for field_id, encoding in ((2, _PLAIN), (3, _RLE), (4, _RLE)):
-            data_page.struct.set_entry(field_id, (WireType.I32, encoding))
-        header = PageHeader()
-        header.type = PageHeader.DATA_PAGE
-        header.uncompressed_page_size = header.compressed_page_size = len(body)
-        header.data_page_header = data_page
+        header = plain_page_header(count, len(body))
         # A required column has no levels that could be longer, and as many values as there are rows.
         return padded_header(header.serialise(), _HEADER_LENGTH + length - len(body)) + body
 
