@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parquet_keytools.config.key_names import MasterKeyReference, hash_key_reference, resolve_key
 from parquet_keytools.config.settings import HashKeySettings
-from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.errors import ConfigurationError, KmsResponseInvalidError
 from parquet_keytools.facade.configured import Configured
 from parquet_keytools.files.digested_columns import SECRET_LENGTH_BITS, unwrapped_secret
 from parquet_keytools.secret_bytes import SecretBytes
@@ -35,7 +35,8 @@ class HashKeys(Configured):
 
         Raises:
             ConfigurationError: The master key is unknown, a data key, or not given for a new secret.
-            KmsError: The KMS does not wrap it, or does not unwrap the one that there is.
+            KmsResponseInvalidError: What the KMS returned does not unwrap to the secret.
+            KmsError: The KMS does not wrap or unwrap it.
         """
         known = self.configuration.hash_keys.get(name)
         if master_key is None and known is None:
@@ -57,4 +58,14 @@ class HashKeys(Configured):
         else:
             secret = unwrapped_secret(self.configuration, name, self._keys.kms_keys())
         assert self.kms is not None
-        return HashKeySettings(master_key=master_key, wrapped_key=self.kms.wrap(secret, reference.master_key_id))
+        master_key_id = reference.master_key_id
+        wrapped = self.kms.wrap(secret, master_key_id)
+        # All digests would be lost with a wrapped secret that does not open.
+        if self.kms.unwrap(wrapped, master_key_id) != secret:
+            raise KmsResponseInvalidError(
+                "the wrapped secret does not unwrap to the secret",
+                backend=self.kms.backend,
+                operation="wrap",
+                master_key_id=master_key_id,
+            )
+        return HashKeySettings(master_key=master_key, wrapped_key=wrapped)

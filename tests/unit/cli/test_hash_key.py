@@ -1,9 +1,12 @@
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 import yaml
 
 from parquet_keytools import Keytools
+from parquet_keytools.errors import KmsResponseInvalidError
+from parquet_keytools.secret_bytes import SecretBytes
 
 
 def test_a_secret_is_made_pasted_and_rewrapped(run, config: Path, tmp_path: Path) -> None:
@@ -47,3 +50,14 @@ def test_what_makes_no_secret_is_an_error(run, config: Path, deny) -> None:
     deny("pii")
     done = run("hash-key", "p", "--config", config, "--master-key", "pii")
     assert done.exit_code == 3 and done.stdout == ""
+
+
+def test_a_wrapped_secret_that_does_not_open_is_not_handed_out(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keytools = Keytools.from_yaml(config)
+    assert keytools.kms is not None
+    wrap = keytools.kms.wrap
+    monkeypatch.setattr(keytools.kms, "wrap", lambda secret, key: wrap(SecretBytes.random(256), key))
+    with pytest.raises(KmsResponseInvalidError, match="does not unwrap to the secret"):
+        keytools.wrap_hash_key("p", "pii")
