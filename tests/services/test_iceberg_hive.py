@@ -8,10 +8,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from iceberg_case import Lake, rows
 from iceberg_jvm import SPARK_JARS, compile_java, java
 from spark_jvm import JAVA_OPTIONS
@@ -53,9 +53,7 @@ def metastore(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path = sorted(SPARK_JARS.glob("*.jar"))
     compile_java([PROGRAM], folder, path)
     class_path = os.pathsep.join(map(str, [folder, *path]))
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = folder / "metastore.log"
     options = [*shlex.split(JAVA_OPTIONS), *OPENED, f"-Djava.io.tmpdir={folder}", "-cp", class_path]
     with (

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from spark_cluster import free_port
+from free_ports import free_port
 from spark_ways import FOLDERS, READS, WRITES, canaries
 
 from parquet_keytools import Keytools
