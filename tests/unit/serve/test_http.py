@@ -29,7 +29,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.serve import bounded_server as bounded_file
 from parquet_keytools.serve import connection as connection_file
-from parquet_keytools.serve.access_log import LOGGER_NAME
+from parquet_keytools.serve.requests_and_answers import LOGGER_NAME
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
 
@@ -386,10 +386,16 @@ def test_the_end_waits_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_end_ends_all_connections() -> None:
+    # Servers of other tests in this process may still have theirs.
+    before = set(threading.enumerate())
     with served(FILES) as server:
         connection = connected(server)
         assert asked(connection, server, "empty")[0] == 200
-        threads = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+        threads = [
+            thread
+            for thread in threading.enumerate()
+            if "process_request_thread" in thread.name and thread not in before
+        ]
     assert threads and not any(thread.is_alive() for thread in threads)
     with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)):
         connection.request("GET", "/")
