@@ -13,8 +13,9 @@ import pytest
 import remembered_scrypt
 import typer.testing
 from order import position, pytest_handlecrashitem, pytest_xdist_make_scheduler
+from package_coverage import pytest_addoption, pytest_configure
 
-__all__ = ["pytest_handlecrashitem", "pytest_xdist_make_scheduler"]
+__all__ = ["pytest_addoption", "pytest_configure", "pytest_handlecrashitem", "pytest_xdist_make_scheduler"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -1,0 +1,153 @@
+"""Which lines and branches of the package the tests reach: `--coverage`.
+
+SlipCover marks lines and branches when Python compiles a source file, so that measuring costs a few percent; where
+coverage.py traces, before Python 3.14, parsers take four times as long. Child processes are not measured.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import reduce
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from slipcover import Slipcover
+
+PACKAGE = "parquet_keytools"
+
+OMITTED = f"src/{PACKAGE}/kms/contract_tests.py"
+"""Tests for the authors of KMS clients: pytest compiles them."""
+
+NO_STATEMENTS = ["@overload", "raise NotImplementedError", r"^\s*\.\.\.$"]
+
+TABLE = ".coverage.txt"
+
+LEAST_PERCENT = 92
+"""A run of all tests fails below it."""
+
+LISTED_BELOW_PERCENT = 85
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let coverage be measured."""
+    parser.addoption(
+        "--coverage",
+        action="store_true",
+        help=f"measure lines and branches that tests reach, into {TABLE}; all tests fail below {LEAST_PERCENT} %",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure coverage, where asked for."""
+    if config.getoption("coverage"):
+        config.pluginmanager.register(_Coverage(config))
+
+
+class _Coverage:
+    """Measures in each process of the tests, and sums up in the one that reports."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        from slipcover import Slipcover
+
+        early = [name for name in sys.modules if name.partition(".")[0] == PACKAGE]
+        if early:
+            raise pytest.UsageError(f"coverage cannot be measured: imported before it began: {early}")
+        self._config = config
+        # Marks stay in what was compiled (-1): to replace the code of functions while threads run is not safe.
+        self._marks = Slipcover(branch=True, d_miss_threshold=-1, exclude_also=NO_STATEMENTS)
+        self._of_workers: list[dict[str, Any]] = []
+        self._sum: dict[str, Any] = {}
+        sys.meta_path.insert(0, _Finder(self._marks))  # type: ignore[arg-type]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take what a process of pytest-xdist has measured; one that died has nothing."""
+        if measured := getattr(node, "workeroutput", {}).get("coverage"):
+            self._of_workers.append(json.loads(measured))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Hand over what was measured here, or judge the sum."""
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput["coverage"] = json.dumps(self._marks.get_coverage())
+            return
+        from slipcover import merge_coverage, print_coverage
+
+        root = self._config.rootpath
+        # Files that nothing has imported count, too.
+        self._marks.source, self._marks.omit = [str(root / "src")], [str(root / OMITTED)]
+        self._sum = reduce(merge_coverage, self._of_workers, self._marks.get_coverage())
+        with (root / TABLE).open("w", encoding="utf-8") as table:
+            print_coverage(self._sum, outfile=table, skip_covered=True, missing_width=100)
+        if self._is_too_low() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Show the sum, and of a run of all tests the files of which much is not reached."""
+        if not self._sum:
+            return
+        terminalreporter.section("coverage")
+        for name, file in sorted(self._sum["files"].items()):
+            percent = file["summary"]["percent_covered"]
+            if percent < LISTED_BELOW_PERCENT and self._all_tests_ran():
+                terminalreporter.line(f"{percent:5.1f} % {name}")
+        terminalreporter.line(
+            f"{self._percent():5.1f} % of the lines and branches of {PACKAGE}; the others are in {TABLE}"
+        )
+        if self._is_too_low():
+            terminalreporter.line(f"ERROR: at least {LEAST_PERCENT} % are required", red=True)
+
+    def _percent(self) -> float:
+        percent: float = self._sum["summary"]["percent_covered"]
+        return percent
+
+    def _all_tests_ran(self) -> bool:
+        option = self._config.option
+        is_part = (
+            self._config.args_source is not pytest.Config.ArgsSource.TESTPATHS or os.environ.get("SPARK") == "no"
+        )
+        return not (is_part or option.keyword or option.markexpr)
+
+    def _is_too_low(self) -> bool:
+        return self._all_tests_ran() and self._percent() < LEAST_PERCENT
+
+
+class _Finder:
+    """Finds the package's source files before anything else does."""
+
+    def __init__(self, marks: Slipcover) -> None:
+        self._marks = marks
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] != PACKAGE:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec and isinstance(spec.loader, SourceFileLoader) and not spec.loader.path.endswith(OMITTED):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, self._marks)
+            return spec
+        return None
+
+
+class _Loader(SourceFileLoader):
+    """Compiles with marks; files of compiled code are neither read nor written."""
+
+    def __init__(self, name: str, path: str, marks: Slipcover) -> None:
+        super().__init__(name, path)
+        self._marks = marks
+
+    def get_code(self, fullname: str) -> CodeType:
+        from slipcover.branch import preinstrument
+
+        path = self.get_filename(fullname)
+        tree = preinstrument(ast.parse(self.get_data(path)))
+        code: CodeType = self._marks.instrument(compile(tree, path, "exec", dont_inherit=True))
+        return code
