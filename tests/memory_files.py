@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source
-from parquet_keytools.encryption.footer import KeyRetriever, open_footer, read_envelope
+from parquet_keytools.encryption.footer import open_footer, read_envelope
+from parquet_keytools.encryption.key_retriever import KeyRetriever
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.secret_bytes import SecretBytes

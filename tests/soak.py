@@ -16,10 +16,11 @@ def sample(points: Sequence[T], step: int, offset: int) -> Sequence[T]:
 
     Args:
         points: Where something can happen, in their order.
-        step: How many there are for one of the sample.
+        step: How many there are for one of the sample; fewer where a sample would have less than five.
         offset: Which variant of the test it is, so that variants take other points.
     """
-    if SOAK or len(points) <= step:
+    step = min(step, len(points) // 4)
+    if SOAK or step <= 1:
         return points
     chosen = list(points[offset % step : -1 : step])
     return [*chosen, points[-1]]

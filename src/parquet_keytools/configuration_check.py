@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from parquet_keytools.config.column_policy import resolve_columns
-from parquet_keytools.config.key_names import MasterKeyReference, resolve_key
+from parquet_keytools.config.key_policy import MasterKeyReference, resolve_columns, resolve_key
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix, expected_aad_prefix
 from parquet_keytools.encryption.footer import FooterEnvelope, read_envelope, read_footer
@@ -14,8 +13,7 @@ from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import KeyNotAvailableError, KmsError, KmsResponseInvalidError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import LeafColumn
-from parquet_keytools.keys.file_key_retriever import DataKeys, FileKeyRetriever
-from parquet_keytools.keys.key_wrapping import KeyUnwrapper, KmsKeys
+from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.settings import RemoteKmsSettings
 from parquet_keytools.secret_bytes import SecretBytes

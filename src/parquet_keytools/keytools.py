@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.facade.file_systems import FileSystems
-from parquet_keytools.facade.footers import Footers
-from parquet_keytools.facade.hash_keys import HashKeys
 from parquet_keytools.facade.key_rotation import KeyRotation
-from parquet_keytools.facade.lazy_frames import LazyFrames
+from parquet_keytools.facade.views import Views
 from parquet_keytools.facade.whole_files import WholeFiles
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.runtime.summary import Summarised
+from parquet_keytools.runtime.presentation import Summarised
 from parquet_keytools.storage.locations import PathLike
 
 
-class Keytools(LazyFrames, Footers, FileSystems, WholeFiles, KeyRotation, HashKeys, Summarised):
+class Keytools(Views, WholeFiles, KeyRotation, Summarised):
     """Encrypts and decrypts Parquet files as a configuration says.
 
     May be used from any number of threads, after a fork, and pickled to worker processes; a pickle holds the
     configuration without its secrets, and no key.
 
-    Each part has the methods of one subject: `Tables` reads and writes with pyarrow and Spark, `LazyFrames` reads
-    with Polars, `FileSystems` makes file systems for programs that know nothing of encryption, `WholeFiles`
-    converts and checks files as they are, `KeyRotation` changes keys, and `HashKeys` makes secrets of digests.
+    Each part has the methods of one subject: `Tables` reads and writes with pyarrow and Spark, `Views` shows files
+    to programs that know nothing of encryption, `WholeFiles` converts and checks files as they are, and
+    `KeyRotation` changes keys.
     """
 
     def __init__(
@@ -84,9 +80,7 @@ class Keytools(LazyFrames, Footers, FileSystems, WholeFiles, KeyRotation, HashKe
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from vector_kit.vector import MASTER_KEYS, SealedFile, recipe
 from vector_kit.write_kit import data_keys
 
 from parquet_keytools import Keytools
-from parquet_keytools.cli.inspect_tree import render_inspection
+from parquet_keytools.cli.conformance_report import render_inspection
 from parquet_keytools.conformance.file_keys import MaterialFinder
 from parquet_keytools.conformance.file_verifier import verify_source
 from parquet_keytools.conformance.inspector import inspect_source
@@ -37,7 +37,7 @@ from parquet_keytools.errors import KeytoolsError, ParquetFormatError
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, read_struct, write_struct
 from parquet_keytools.storage.locations import FileLocation
 
-MUTANTS = how_many(3000, 100_000)
+MUTANTS = how_many(2000, 100_000)
 BASES = ("column-keys", "uniform", "plaintext-footer", "v2-pages", "nested", "zstd", "double-wrapping", "ctr-crc")
 """Every byte of these is authenticated, or covered by a CRC, or stands where the rules look at it."""
 

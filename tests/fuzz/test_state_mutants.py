@@ -26,6 +26,7 @@ from soak import how_many
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import KeytoolsError, MasterKeyDisabledError, OutputError, WrappedKeyInvalidError
 from parquet_keytools.files import file_opening
+from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, write_struct
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
@@ -34,11 +35,11 @@ from parquet_keytools.rotation import data_set_run, inventory
 from parquet_keytools.rotation.journal import FORMER_JOURNAL_NAME, journal_folder
 from parquet_keytools.rotation.kept_keys import SUFFIX
 from parquet_keytools.rotation.report import FileRotation, Outcome
-from parquet_keytools.rotation.tail import footer_of, read_tail, with_trailer
+from parquet_keytools.rotation.tail import footer_of, read_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 
-MUTANTS = how_many(2000, 200_000)
+MUTANTS = how_many(1200, 200_000)
 NAMES = ("kf", "ka", "kb", "kc")
 TABLE = pa.table({"a": [1, 2], "b": ["x", "y"]})
 KEYS = {name: [f"{name} version {number}".ljust(32).encode() for number in (1, 2)] for name in NAMES}

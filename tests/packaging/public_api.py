@@ -88,6 +88,8 @@ _FILE_IO, _TABLE = "parquet_keytools.iceberg.EncryptedFileIO", "parquet_keytools
 NOT_PROMISED = {
     "parquet_keytools.errors.value_or_raise",
     "parquet_keytools.errors.without_frames",
+    # For tables of Iceberg, whose part of the package is the one to be used.
+    *(f"parquet_keytools.kms.client.KmsClient.{name}" for name in ("wrap_raw", "unwrap_raw")),
     # What is beyond PyIceberg's own protocol, for other parts of ours.
     *(f"{_FILE_IO}.{name}" for name in ("expect_metadata", "is_guarded", "keys", "mapped", "open_plaintext")),
     *(f"{_FILE_IO}.{name}" for name in ("open_stored", "read_all", "read_metadata", "storage", "tables")),
@@ -144,7 +146,7 @@ def _lines(name: str, value: Any, inherited: bool) -> Iterator[str]:
 
 
 def _is_part_of_facade(cls: type) -> bool:
-    return cls.__module__.startswith("parquet_keytools.facade.")
+    return cls.__module__.startswith("parquet_keytools.facade")
 
 
 def _members(*classes: type) -> set[str]:

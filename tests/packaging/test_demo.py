@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -68,16 +69,6 @@ def test_the_commands_work_as_printed(output: str, folder: Path) -> None:
     assert pq.read_metadata(folder / "demo" / "decrypted.parquet").num_rows == 336_776
 
 
-def test_a_folder_of_an_earlier_demo_is_made_anew(output: str, folder: Path) -> None:
-    (folder / "demo" / "note.txt").write_text("mine")
-    before = (folder / "demo" / "passphrase").read_bytes()
-    done = run(folder, "bin/parquet-keytools", "demo", "--folder", str(folder / "demo"))
-    assert done.returncode == 0, done.stderr
-    assert (folder / "demo" / "passphrase").read_bytes() != before
-    assert not (folder / "demo" / "decrypted.parquet").exists()
-    assert (folder / "demo" / "note.txt").read_text() == "mine"
-
-
 @pytest.mark.skipif(os.name != "posix", reason="shell quoting is that of POSIX")
 def test_a_folder_with_other_content_is_refused(tmp_path: Path, folder: Path) -> None:
     other = tmp_path / "my files"
@@ -89,13 +80,22 @@ def test_a_folder_with_other_content_is_refused(tmp_path: Path, folder: Path) ->
     assert [file.name for file in other.iterdir()] == ["flights.yaml"]
 
 
-def test_a_folder_with_spaces_is_quoted(tmp_path: Path) -> None:
+def test_a_folder_of_an_earlier_demo_is_made_anew_and_its_spaces_are_quoted(
+    output: str, folder: Path, tmp_path: Path
+) -> None:
     """Here the program begins as it does for users, and has imported nothing."""
     program = tmp_path / "parquet-keytools"
     program.write_text(f"#!{sys.executable}\nfrom parquet_keytools.cli import main\nmain()\n", encoding="utf-8")
     program.chmod(0o755)
     other = tmp_path / "my files"
+    shutil.copytree(folder / "demo", other)
+    (other / "note.txt").write_text("mine")
+    (other / "decrypted.parquet").touch()
+    before = (other / "passphrase").read_bytes()
     done = run(tmp_path, str(program), "demo", "--folder", str(other))
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if " check " in line)
     assert shlex.split(line)[2] == str(other / "flights.yaml")
+    assert (other / "passphrase").read_bytes() != before
+    assert not (other / "decrypted.parquet").exists()
+    assert (other / "note.txt").read_text() == "mine"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from parquet_keytools import audit, telemetry
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
-from parquet_keytools.runtime import audit, telemetry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -29,6 +29,9 @@ mypy_path = {root}/src
 ignore_errors = True
 [mypy-pandas.*,pyspark.*]
 ignore_missing_imports = True
+# What other libraries import, and no script: half of all that would be read.
+[mypy-google.*,hypothesis.*,markdown_it.*,ray.*,rich.*,sqlalchemy.*]
+follow_imports = skip
 """
 
 

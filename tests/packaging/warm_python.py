@@ -73,7 +73,7 @@ def import_all() -> None:
     import pyarrow.parquet  # noqa: F401
 
     import parquet_keytools.cli
-    from parquet_keytools.kms.keystore.file import Keystore
+    from parquet_keytools.kms.keystore_file import Keystore
 
     for module in pkgutil.walk_packages(parquet_keytools.__path__, "parquet_keytools."):
         if not module.name.endswith(("contract_tests", "__main__")):

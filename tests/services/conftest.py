@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import botocore.session
 import pytest
 from openbao import OpenBao
 from spark_cluster import HOSTS, JAVA_MISSING, PASSPHRASE, TOKEN_FILE, VARIABLE, SparkCluster, has_java
+from spark_driver import SparkDriver
 
 pytest.register_assert_rewrite("parquet_keytools.kms.contract_tests")
 
@@ -34,6 +36,27 @@ def java() -> None:
     """Java for Spark: without it the tests fail, and are not left out."""
     if os.environ.get("SPARK") != "no" and not has_java():
         pytest.fail(JAVA_MISSING)
+
+
+@pytest.fixture(scope="session")
+def spark_driver(tmp_path_factory: pytest.TempPathFactory, java: None) -> Iterator[SparkDriver]:
+    """The driver of all tests with Spark, with what they need in its environment."""
+    folder = tmp_path_factory.mktemp("spark-driver")
+    environment = {
+        VARIABLE: PASSPHRASE,
+        TOKEN_FILE: str(folder / "token"),
+        "PYSPARK_PYTHON": sys.executable,
+        # For the tests with stores of their own; whoever is asked accepts them.
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    driver = SparkDriver(Path(__file__).with_name("spark_jobs.py"), folder, environment)
+    try:
+        yield driver
+    finally:
+        driver.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A program of Spark for the tests of pipelines. A job names settings and calls, and returns what came of each:
+"""Jobs of the tests of pipelines. A job names settings and calls, and returns what came of each:
 
 {"master": "local[2]", "folder": ..., "settings": {}, "calls": [["encrypt", ["from", "to", "flights.yaml"], {}]]}
 """
@@ -8,40 +8,29 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from spark_driver import JVM_SETTINGS, serve, start_jvm
+from spark_driver import Sessions, new_session
 from spark_jvm import JAVA_OPTIONS
 
 from parquet_keytools.errors import KeytoolsError
-from parquet_keytools.spark import pipelines
+from parquet_keytools.spark import configure, pipelines
 from parquet_keytools.spark.pipelines import encryption, rotation
 from parquet_keytools.spark.pipelines.job import Job, Work
 from parquet_keytools.spark.pipelines.report import TaskResult
 
-SETTINGS = {
-    "spark.driver.bindAddress": "127.0.0.1",
-    "spark.driver.host": "127.0.0.1",
-    **JVM_SETTINGS,
-    "spark.executor.extraJavaOptions": JAVA_OPTIONS,
-    "spark.executor.memory": "500m",
-    "spark.ui.enabled": "false",
-    "spark.ui.showConsoleProgress": "false",
-}
-
 
 def make_session(master: str, folder: Path, settings: dict[str, str]) -> Any:
     """Make a session without the bridge: pipelines need none of it."""
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.master(master).appName("parquet-keytools pipelines")
-    own = {"spark.local.dir": str(folder / "local"), "spark.sql.warehouse.dir": str(folder / "warehouse")}
-    for name, value in (SETTINGS | own | settings).items():
-        builder = builder.config(name, value)
-    return builder.getOrCreate()
+    own = {
+        "spark.executor.extraJavaOptions": JAVA_OPTIONS,
+        "spark.executor.memory": "500m",
+        "spark.local.dir": str(folder / "local"),
+        "spark.sql.warehouse.dir": str(folder / "warehouse"),
+    }
+    return new_session(master, own | settings, log_level="ERROR")
 
 
 def result_of(session: Any, name: str, arguments: list[Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -101,42 +90,22 @@ def at_work(notes: Path) -> list[str]:
     return [note.name for note in notes.glob("* 0") if Path(f"/proc/{note.read_text()}").exists()]
 
 
-class Sessions:
-    """The session of the last job, which the next one uses if its settings are the same."""
-
-    def __init__(self) -> None:
-        self._made_with: tuple[str, dict[str, str]] | None = None
-        self._session: Any = None
-
-    def get(self, master: str, folder: Path, settings: dict[str, str]) -> Any:
-        """Return a session with these settings."""
-        if self._made_with != (master, settings):
-            self.stop()
-            self._session = make_session(master, folder, settings)
-            self._session.sparkContext.setLogLevel("ERROR")
-            self._made_with = master, settings
-        return self._session
-
-    def stop(self) -> None:
-        """Stop the session that is there."""
-        if self._session is not None:
-            self._session.stop()
-            self._session = self._made_with = None
-
-
 def main(sessions: Sessions, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """Make the calls one after the other."""
-    session = sessions.get(arguments["master"], Path(arguments["folder"]), arguments["settings"])
+    made_with = [arguments[name] for name in ("master", "folder", "settings")]
+    session = sessions.get(made_with, lambda: make_session(made_with[0], Path(made_with[1]), made_with[2]))
     notes = Path(arguments.get("slow", "/nowhere"))
     with slow_tasks(notes) if "slow" in arguments else contextlib.nullcontext():
         return [result_of(session, *call) | {"at_work": at_work(notes)} for call in arguments["calls"]]
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # Spark's, that it does not know this pandas.
-    start_jvm()
-    ours = Sessions()
+def read(sessions: Sessions, arguments: dict[str, Any]) -> list[float]:
+    """Read what pipelines wrote with Spark's own reader; return sums that tell one set of flights from another."""
+    sessions.stop()
+    session = new_session("local[2]", {}, lambda builder: configure(builder, arguments["config"]))
     try:
-        serve(lambda arguments: main(ours, arguments))
+        frame = session.read.parquet(arguments["path"])
+        row = frame.selectExpr("count(*)", "sum(distance)", "count(DISTINCT tailnum)").collect()[0]
+        return [float(value) for value in row]
     finally:
-        ours.stop()
+        session.stop()

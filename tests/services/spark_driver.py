@@ -6,13 +6,14 @@ Starting a JVM, and warming it up, takes longer than most of what the tests do w
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,17 @@ JVM_SETTINGS = {
     "spark.driver.memory": "700m",
     "spark.driver.extraJavaOptions": JAVA_OPTIONS,
 }
+Configured = Callable[[Any], Any]
 _RESULT = "RESULT "
+
+
+LOCAL_SETTINGS = {
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+"""What all sessions have."""
 
 
 def start_jvm() -> None:
@@ -31,6 +42,51 @@ def start_jvm() -> None:
     from pyspark import SparkConf, SparkContext
 
     SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(JVM_SETTINGS.items())))
+
+
+def new_session(
+    master: str,
+    settings: Mapping[str, str],
+    configured: Configured = lambda builder: builder,
+    log_level: str = "WARN",
+) -> Any:
+    """Make a session.
+
+    Args:
+        master: Where tasks run.
+        settings: What it has besides `LOCAL_SETTINGS`.
+        configured: Is given the builder last.
+        log_level: Which the JVM has until another session is made.
+    """
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master(master).appName("parquet-keytools")
+    for name, value in {**LOCAL_SETTINGS, **settings}.items():
+        builder = builder.config(name, value)
+    session = configured(builder).getOrCreate()
+    session.sparkContext.setLogLevel(log_level)
+    return session
+
+
+class Sessions:
+    """The session of the last job, which the next one uses if it would make the same."""
+
+    def __init__(self) -> None:
+        self._made_with: object = None
+        self._session: Any = None
+
+    def get(self, made_with: object, make: Callable[[], Any]) -> Any:
+        """Return the session that was made with this, or make one."""
+        if self._session is None or self._made_with != made_with:
+            self.stop()
+            self._session, self._made_with = make(), made_with
+        return self._session
+
+    def stop(self) -> None:
+        """Stop the session that is there."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.stop()
 
 
 def serve(do: Callable[[dict[str, Any]], Any]) -> None:
@@ -44,16 +100,18 @@ def serve(do: Callable[[dict[str, Any]], Any]) -> None:
 
 
 class SparkDriver:
-    """The tests' side. The process starts with the first job, and again with the first after `close`.
+    """The tests' side. The process starts with the first job, and again where it has ended.
 
     Args:
         program: A file that calls `serve`.
         folder: Where it works, and has its log.
+        environment: What it has beyond the environment of this process.
     """
 
-    def __init__(self, program: Path, folder: Path) -> None:
+    def __init__(self, program: Path, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
         self._program = program
-        self._folder = folder
+        self.environment = dict(environment or {})
         self._log = folder / f"{program.stem}.log"
         self._log.touch()
         self._process: subprocess.Popen[str] | None = None
@@ -71,7 +129,9 @@ class SparkDriver:
 
     def begin(self, **arguments: Any) -> None:
         """Begin with a job; `result` waits for its end."""
-        process = self._process or self._start()
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._start()
         assert process.stdin is not None
         process.stdin.write(json.dumps(arguments, default=str) + "\n")
         process.stdin.flush()
@@ -111,7 +171,8 @@ class SparkDriver:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                cwd=self._folder,
+                cwd=self.folder,
+                env={**os.environ, **self.environment},
             )
         threading.Thread(target=self._read, args=(process,), daemon=True).start()
         return process

@@ -1,6 +1,6 @@
-"""A program of Spark for the tests: what a user would do, in a session for each job; returns what came of it.
+"""Jobs of the tests of the bridge: what a user would do; a job returns what came of each of its parts.
 
-Under spark-submit, which takes stdin, the one job is an argument: '{"master": "local[2]", ...}'
+As a program, under spark-submit, which takes stdin, the one job is an argument: '{"master": "local[2]", ...}'
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from py4j.protocol import Py4JJavaError
-from spark_driver import JVM_SETTINGS, serve
+from spark_driver import JVM_SETTINGS, Sessions, new_session
 from spark_jvm import JAVA_OPTIONS
 
 from parquet_keytools import Keytools
@@ -26,31 +26,36 @@ SELECTED = ["flight", "tailnum"]
 CONDITION = "distance > 2500 AND month = 3"
 
 
-def main(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run the parts that the arguments name."""
+def main(sessions: Sessions, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run the parts that the arguments name, in a session that is kept where they say so."""
     folder = Path(arguments["folder"])
     keytools = Keytools.from_yaml(folder / "flights.yaml")
-    spark = make_session(arguments, folder)
+    made_with = {name: value for name, value in arguments.items() if name != "parts"}
+    spark = sessions.get(made_with, lambda: make_session(arguments, folder))
     results: dict[str, Any] = {}
     try:
+        before = {counts["process"] for counts in statistics(spark)}
         for part in arguments["parts"]:
             results[part] = PARTS[part](spark, keytools, folder)
         results["settings"] = dict(spark.sparkContext.getConf().getAll())
-        results["statistics"] = json.loads(spark._jvm.parquet_keytools.PythonKmsClient.statistics())
+        results["statistics"] = [counts for counts in statistics(spark) if counts["process"] not in before]
         if "write" in results:
             time.sleep(1.5)  # So that workers have logged their counts.
     finally:
-        spark.stop()
+        if not arguments.get("keep"):
+            sessions.stop()
     return results
+
+
+def statistics(spark: Any) -> list[dict[str, Any]]:
+    """Return what the KMS workers of the driver count."""
+    found: list[dict[str, Any]] = json.loads(spark._jvm.parquet_keytools.PythonKmsClient.statistics())
+    return found
 
 
 def make_session(arguments: dict[str, Any], folder: Path) -> Any:
     """Make a session with the bridge."""
-    from pyspark.sql import SparkSession
-
     settings = {
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.host": "127.0.0.1",
         **JVM_SETTINGS,
         "spark.executor.extraJavaOptions": JAVA_OPTIONS,
         "spark.executor.memory": "600m",
@@ -61,16 +66,11 @@ def make_session(arguments: dict[str, Any], folder: Path) -> Any:
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.warehouse.dir": str(folder / "warehouse"),
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
     } | arguments.get("settings", {})
-    if arguments.get("earlier"):
-        SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate().stop()
-    builder = SparkSession.builder.master(arguments["master"]).appName("parquet-keytools")
-    for name, value in settings.items():
-        builder = builder.config(name, value)
     more = {name: arguments[name] for name in ("python", "file_on_nodes", "timeout_seconds") if name in arguments}
-    return configure(builder, folder / "flights.yaml", **more).getOrCreate()
+    return new_session(
+        arguments["master"], settings, lambda builder: configure(builder, folder / "flights.yaml", **more)
+    )
 
 
 def reader(spark: Any, table_name: str = "flights") -> Any:
@@ -330,7 +330,4 @@ PARTS: dict[str, Callable[[Any, Keytools, Path], dict[str, Any]]] = {
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # Spark's, that it does not know this pandas.
-    if len(sys.argv) > 1:
-        print(json.dumps(main(json.loads(sys.argv[1])), default=str))
-    else:
-        serve(main)
+    print(json.dumps(main(Sessions(), json.loads(sys.argv[1])), default=str))

@@ -1,6 +1,8 @@
-"""All ways by which Spark writes and reads Parquet, in one session; prints what came of each as JSON.
+"""Jobs that write and read Parquet in all ways that Spark has; each in a session of its own.
 
-python spark_ways.py '{"folder": ..., "configured": true, "port": 15002}'
+A job returns what came of each way:
+
+{"folder": ..., "configured": true, "port": 15002}
 
 Values are hashes that no query, plan or setting holds, so that whatever file has one got it from the data.
 """
@@ -8,34 +10,27 @@ Values are hashes that no query, plan or setting holds, so that whatever file ha
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import subprocess
-import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spark_jvm import JAVA_OPTIONS
+from spark_driver import Sessions, SparkDriver, new_session
 
 from parquet_keytools import Keytools
 from parquet_keytools.spark import PLAINTEXT_FILES, configure
 
 ROWS = 20
 SETTINGS = {
-    "spark.driver.bindAddress": "127.0.0.1",
-    "spark.driver.host": "127.0.0.1",
-    "spark.driver.memory": "900m",
-    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
     "spark.eventLog.enabled": "true",
     "spark.sql.shuffle.partitions": "2",
     # Compressed, values would be there and not be found.
     "spark.sql.parquet.compression.codec": "uncompressed",
     "spark.shuffle.compress": "false",
     "spark.shuffle.spill.compress": "false",
-    "spark.ui.enabled": "false",
-    "spark.ui.showConsoleProgress": "false",
+    # The default one starts two processes to rename a file.
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
     "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
 }
 
@@ -57,13 +52,14 @@ class Session:
     Args:
         spark: The session.
         folder: Of this session.
-        keytools: With the configuration.
+        connect: What asks a client of Spark Connect, `client`, to do something; a client itself has none.
     """
 
-    def __init__(self, spark: Any, folder: Path, keytools: Keytools) -> None:
+    def __init__(self, spark: Any, folder: Path, connect: Callable[..., Any] | None = None) -> None:
         self.spark = spark
         self.folder = folder
-        self.keytools = keytools
+        self.connect = connect
+        self.keytools = Keytools.from_yaml(folder / "c.yaml")
         self.label = ""
 
     @property
@@ -78,7 +74,8 @@ class Session:
 
     def frame(self, source: Any = None) -> Any:
         """Return the frame of this attempt, from its numbers."""
-        numbers = self.spark.range(ROWS).repartition(1) if source is None else source
+        # One partition, for one file of it, and none for a shuffle to write.
+        numbers = self.spark.range(0, ROWS, numPartitions=1) if source is None else source
         name = f"sha1(concat('{self.label}-', cast(id AS string)))"
         return numbers.selectExpr("id", f"{name} AS name", "cast(id % 2 AS int) AS part")
 
@@ -222,8 +219,7 @@ def to_local_iterator(session: Session, _: Options) -> None:
 
 
 def connect_client(session: Session, options: Options) -> None:
-    arguments = {"path": session.path, "label": session.label, "options": options}
-    client(session, "write", arguments)
+    session.connect("write", label=session.label, options=options)
 
 
 WRITES: dict[str, Callable[[Session, Options], object]] = {
@@ -361,44 +357,21 @@ def text_of(error: BaseException) -> str:
     return text[-6000:]
 
 
-def client(session: Session, action: str, arguments: dict[str, Any]) -> Any:
-    """Let a client of Spark Connect do something, in a process of its own."""
-    port = session.spark.sparkContext.getConf().get("spark.connect.grpc.binding.port")
-    arguments |= {"client": action, "port": port, "folder": str(session.folder)}
-    done = subprocess.run(
-        [sys.executable, __file__, json.dumps(arguments)], capture_output=True, text=True, timeout=120, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-6000:])
-    return json.loads(done.stdout.splitlines()[-1])
+def client(driver: SparkDriver, folder: Path, port: int) -> Callable[..., Any]:
+    """Return what lets a client of Spark Connect do something, in a process of its own."""
+
+    def call(action: str, **arguments: Any) -> Any:
+        done = driver.do(action=action, port=port, folder=folder, **arguments)
+        if "error" in done:
+            raise RuntimeError(done["error"])
+        return done["result"]
+
+    return call
 
 
-def run_client(arguments: dict[str, Any]) -> Any:
-    """Be the client."""
-    from pyspark.sql.connect.session import SparkSession
-
-    builder: Any = SparkSession.builder.remote(f"sc://127.0.0.1:{arguments['port']}")
-    folder = Path(arguments["folder"])
-    match arguments["client"]:
-        case "reads":
-            spark = builder.getOrCreate()
-            return read_all(
-                folder,
-                spark,
-                {CONNECT_READ: lambda o, path: len(spark.read.options(**o).parquet(path).collect())},
-            ) | {"configure": attempt(lambda: configured_client(arguments["port"], folder))}
-    session = Session(builder.getOrCreate(), folder, Keytools.from_yaml(folder / "c.yaml"))
-    session.label = arguments["label"]
-    session.frame().write.options(**arguments["options"]).parquet(arguments["path"])
-    return 0
-
-
-def main(arguments: dict[str, Any]) -> dict[str, Any]:
+def main(sessions: Sessions, clients: SparkDriver, arguments: dict[str, Any]) -> dict[str, Any]:
     """Go all ways in one session."""
-    from pyspark.sql import SparkSession
-
     folder = Path(arguments["folder"])
-    builder = SparkSession.builder.master("local[2]")
     settings = SETTINGS | {
         "spark.eventLog.dir": (folder / "events").as_uri(),
         "spark.local.dir": str(folder / "local"),
@@ -407,18 +380,30 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
         "spark.connect.grpc.binding.port": str(arguments["port"]),
         "spark.io.encryption.enabled": str(arguments["configured"]).lower(),
     }
-    for name, value in settings.items():
-        builder = builder.config(name, value)
-    if arguments["configured"]:
-        builder = configure(builder, folder / "c.yaml")
-    spark = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("ERROR")
-    spark.sparkContext.setCheckpointDir(str(folder / "checkpoints"))
-    session = Session(spark, folder, Keytools.from_yaml(folder / "c.yaml"))
+    sessions.stop()
+    spark = new_session(
+        "local[2]",
+        settings,
+        lambda builder: configure(builder, folder / "c.yaml") if arguments["configured"] else builder,
+        log_level="ERROR",
+    )
+    try:
+        spark.sparkContext.setCheckpointDir(str(folder / "checkpoints"))
+        connect = client(clients, folder, arguments["port"])
+        return go_all_ways(Session(spark, folder, connect), arguments["configured"])
+    finally:
+        # It would go on with the server that is gone.
+        clients.close()
+        spark.stop()
+
+
+def go_all_ways(session: Session, configured: bool) -> dict[str, Any]:
+    """Write and read, and what else is of one kind of session."""
+    spark, folder = session.spark, session.folder
     results: dict[str, Any] = {"writes": {}, "reads": {}}
     for way, write in WRITES.items():
         for given in ("with options", "without options"):
-            session.label = f"{arguments['configured']}-{way}-{given}".replace("'", "").replace("`", "")
+            session.label = f"{configured}-{way}-{given}".replace("'", "").replace("`", "")
             options = session.options() if given == "with options" else {}
             call = lambda write=write, options=options: write(session, options)  # noqa: E731
             results["writes"][f"{way}|{given}"] = outcome_of(call, folder, session.label)
@@ -426,10 +411,11 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
         way: lambda options, path, read=read: read(session, options, path)  # type: ignore[misc]
         for way, read in READS.items()
     }
-    by_client = client(session, "reads", {})
+    assert session.connect is not None
+    by_client = session.connect("reads")
     results["connect"] = by_client.pop("configure")
-    results["reads"] = by_client | read_all(folder, spark, ways)
-    if arguments["configured"]:
+    results["reads"] = by_client | read_all(folder, ways)
+    if configured:
         results["ddl"] = stored_table(session)
         results["meant"] = attempt(
             lambda: len(
@@ -437,14 +423,13 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
             )
         )
     else:
-        results["insert"] = insert_by_ddl(session, arguments["ddl"])
+        results["insert"] = insert_into_stored_table(session)
+        results["ddl"] = definition_of_stored_table(session)
         results["configured later"] = configured_later(session)
-    results["events"] = spark.sparkContext.applicationId
-    spark.stop()
     return results
 
 
-def read_all(folder: Path, spark: Any, ways: dict[str, Reader]) -> dict[str, object]:
+def read_all(folder: Path, ways: dict[str, Reader]) -> dict[str, object]:
     """Return the number of rows that each way reads of each folder, or an error."""
     tools = Keytools.from_yaml(folder / "c.yaml")
     found = {}
@@ -458,14 +443,6 @@ def read_all(folder: Path, spark: Any, ways: dict[str, Reader]) -> dict[str, obj
     return found
 
 
-def configured_client(port: str, folder: Path) -> int:
-    """Configure a session of Spark Connect."""
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.remote(f"sc://127.0.0.1:{port}")
-    return configure(builder, folder / "c.yaml").getOrCreate().range(3).count()
-
-
 def attempt(call: Callable[[], object]) -> object:
     try:
         return call()
@@ -474,18 +451,23 @@ def attempt(call: Callable[[], object]) -> object:
 
 
 def stored_table(session: Session) -> str:
-    """Make a catalog table; return how it can be made again, with the options that the catalog has stored."""
+    """Make a catalog table, which stores the options; return how it can be made again."""
     session.label = "stored"
-    options = session.options()
-    session.frame().write.options(**options).saveAsTable("stored")
+    session.frame().write.options(**session.options()).saveAsTable("stored")
+    return definition_of_stored_table(session)
+
+
+def definition_of_stored_table(session: Session) -> str:
+    """Return the statement that makes the table again, with the options that the catalog has stored."""
     ddl: str = session.spark.sql("SHOW CREATE TABLE stored").collect()[0][0]
     return ddl
 
 
-def insert_by_ddl(session: Session, ddl: str) -> dict[str, Any]:
-    """Insert into a table whose options a configured session has stored."""
+def insert_into_stored_table(session: Session) -> dict[str, Any]:
+    """Insert into a table like the one that a configured session stores; the test compares their definitions."""
     session.label = "inserted"
-    session.spark.sql(ddl)
+    columns = "(id BIGINT, name STRING, part INT)"
+    session.spark.sql(f"CREATE TABLE stored {columns} USING parquet {sql(session.options())}")
     return outcome_of(lambda: session.frame().write.insertInto("stored"), session.folder, session.label)
 
 
@@ -509,10 +491,3 @@ def configured_later(session: Session) -> dict[str, Any]:
     )
     found["other configuration"] = attempt(lambda: configure_session(session.spark, session.folder / "other.yaml"))
     return found
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    os.environ["PYSPARK_PYTHON"] = sys.executable
-    given = json.loads(sys.argv[1])
-    print(json.dumps(run_client(given) if "client" in given else main(given), default=str))

@@ -19,7 +19,8 @@ from openbao import OpenBao
 
 from parquet_keytools import KmsClient, SecretBytes, load_configuration
 from parquet_keytools.errors import WrappedKeyInvalidError
-from parquet_keytools.kms.keystore.file import Keystore, passphrase_from_text
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_text
 from parquet_keytools.kms.registry import make_client
 
 pytestmark = [

@@ -13,7 +13,7 @@ from rotation_case import TABLE, Case, materials
 
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.kms.vault.client import VaultKms
-from parquet_keytools.kms.vault.settings import VaultSettings
+from parquet_keytools.kms.vault.connection import VaultSettings
 from parquet_keytools.rotation.report import Outcome
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from parquet_keytools import Keytools
 from parquet_keytools.cli import app
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.runtime import waiting
+from parquet_keytools.runtime import presentation
 from parquet_keytools.secret_bytes import SecretBytes
 
 TABLE = pa.table({"a": [1, 2, 3]})
@@ -80,8 +80,8 @@ def test_every_command_says_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     folder = folder_of(tmp_path, "vault")
-    monkeypatch.setattr(waiting, "SAID_AFTER_SECONDS", 0.05)
-    monkeypatch.setattr(waiting, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(presentation, "SAID_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(presentation, "_LOOK_SECONDS", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         kms = {"type": "vault", "url": url, "token": "t", "max_tries": 1, "call_timeout_seconds": 0.4}
@@ -93,10 +93,10 @@ def test_every_command_says_what_it_waits_for(
 
 def test_nothing_is_said_of_what_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
-    with waiting.saying_what_is_waited_for(said.append), waiting.waiting_for("nothing long"):
+    with presentation.saying_what_is_waited_for(said.append), presentation.waiting_for("nothing long"):
         pass
     assert said == []
-    assert waiting.waited_for(0) == []
+    assert presentation.waited_for(0) == []
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):

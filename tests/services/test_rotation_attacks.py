@@ -29,10 +29,11 @@ from typer.testing import CliRunner
 from parquet_keytools import Keytools
 from parquet_keytools.cli import app
 from parquet_keytools.errors import KmsError
+from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.rotation.journal import FORMER_JOURNAL_NAME
 from parquet_keytools.rotation.kept_keys import keep, new_rotation_id
-from parquet_keytools.rotation.tail import footer_of, read_tail, with_trailer
+from parquet_keytools.rotation.tail import footer_of, read_tail
 from parquet_keytools.spark.pipelines import inventory, rotation
 from parquet_keytools.storage.locations import FileLocation
 

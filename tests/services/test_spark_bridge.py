@@ -26,10 +26,12 @@ import pytest
 from flights import every_nth_flight
 from spark_cluster import PASSPHRASE, VARIABLE, SparkCluster
 from spark_driver import MOST_SECONDS, SparkDriver
+from spark_jvm import JAVA_OPTIONS
 
 from parquet_keytools import Keytools, load_configuration
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.kms.keystore.file import Keystore, passphrase_from_text
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_text
 from parquet_keytools.storage.locations import FileLocation
 
 pytestmark = [
@@ -90,8 +92,9 @@ def flights() -> pa.Table:
 class Place:
     """A folder with keystore, configuration and data; and the Spark that works on it."""
 
-    def __init__(self, folder: Path, flights: pa.Table, cluster: SparkCluster | None) -> None:
+    def __init__(self, folder: Path, flights: pa.Table, driver: SparkDriver, cluster: SparkCluster | None) -> None:
         self.folder = folder
+        self.driver = driver
         self.cluster = cluster
         self.keystore = Keystore.create(
             folder / "keystore.json", lambda: passphrase_from_text(PASSPHRASE), scrypt_n=2**14
@@ -117,37 +120,25 @@ class Place:
             self.keytools.encrypt_file(
                 folder / "plain.parquet", folder / name / "part.parquet", table_name=table_name
             )
-        self.driver = SparkDriver(PROGRAM, folder)
-        (folder / "other").mkdir()
-        self.other_driver = SparkDriver(PROGRAM, folder / "other")
-
-    @property
-    def output(self) -> str:
-        return self.driver.output + self.other_driver.output
 
     def run(self, *parts: str, **arguments: Any) -> dict[str, Any]:
-        """Run parts of the program in a session of their own, in the JVM that has run others."""
+        """Run parts of the program in a session of their own, or in the one that jobs alike have kept."""
         found: dict[str, Any] = self.driver.do(**self.job(*parts, **arguments))
         return found
 
-    def run_in_another_jvm(self, *parts: str, **arguments: Any) -> dict[str, Any]:
-        """Run parts of the program in a JVM that has not run those of the first."""
-        found: dict[str, Any] = self.other_driver.do(**self.job(*parts, **arguments))
-        return found
-
-    def submit(self, *parts: str) -> dict[str, Any]:
+    def submit(self, *parts: str, **arguments: Any) -> dict[str, Any]:
         """Run parts of the program by spark-submit."""
         done = subprocess.run(
             [
                 Path(pyspark.__file__).parent / "bin" / "spark-submit",
                 PROGRAM,
-                json.dumps(self.job(*parts), default=str),
+                json.dumps(self.job(*parts, **arguments), default=str),
             ],
             capture_output=True,
             text=True,
             cwd=self.folder,
             # It would take what is called python3.
-            env={**os.environ, "PYSPARK_DRIVER_PYTHON": sys.executable},
+            env={**os.environ, "PYSPARK_DRIVER_PYTHON": sys.executable, "SPARK_SUBMIT_OPTS": JAVA_OPTIONS},
             timeout=MOST_SECONDS,
         )
         assert done.returncode == 0, done.stderr[-5000:]
@@ -157,6 +148,7 @@ class Place:
     def job(self, *parts: str, settings: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
         master = self.cluster.url if self.cluster else "local[2]"
         return {
+            "kind": "bridge",
             "master": master,
             "folder": self.folder,
             "parts": parts,
@@ -167,18 +159,16 @@ class Place:
 
 @pytest.fixture(scope="module", params=["one JVM", "cluster"])
 def place(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, flights: pa.Table
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    flights: pa.Table,
+    spark_driver: SparkDriver,
 ) -> Iterator[Place]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, PASSPHRASE)
         patch.setenv("PYSPARK_PYTHON", sys.executable)
         cluster = request.getfixturevalue("spark_cluster") if request.param == "cluster" else None
-        place = Place(tmp_path_factory.mktemp("spark-bridge"), flights, cluster)
-        try:
-            yield place
-        finally:
-            place.driver.close()
-            place.other_driver.close()
+        yield Place(tmp_path_factory.mktemp("spark-bridge"), flights, spark_driver, cluster)
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +351,7 @@ def test_nothing_secret_comes_out(place: Place, results: dict[str, Any]) -> None
     for name in MASTER_KEYS:
         key = opened.key(name, opened.master_key(name, "test").versions[-1]).reveal()
         canaries |= {base64.b64encode(key).decode(), key.hex(), str(list(key))}
-    texts = {"settings": json.dumps(results["settings"]), "output": place.output}
+    texts = {"settings": json.dumps(results["settings"]), "output": place.driver.output}
     texts |= place.cluster.all_logs() if place.cluster else {}
     logs = place.folder.glob("events/**/*")
     texts |= {str(path): path.read_bytes().decode("latin-1") for path in logs if path.is_file()}
@@ -373,13 +363,9 @@ def test_nothing_secret_comes_out(place: Place, results: dict[str, Any]) -> None
     assert [name for name, text in texts.items() if any(canary in text for canary in canaries)] == []
 
 
+@ON_THE_CLUSTER
 def test_no_worker_is_left(place: Place, results: dict[str, Any]) -> None:
-    if place.cluster is not None:
-        assert ends(lambda: not place.cluster.kms_workers())  # type: ignore[union-attr]
-    # With the JVM, which the next test starts again.
-    place.driver.close()
-    for counts in results["statistics"]:
-        assert ends(lambda process=counts["process"]: not Path(f"/proc/{process}").exists())  # type: ignore[misc]
+    assert ends(lambda: not place.cluster.kms_workers())  # type: ignore[union-attr]
 
 
 def ends(is_so: Callable[[], bool]) -> bool:
@@ -390,40 +376,46 @@ def ends(is_so: Callable[[], bool]) -> bool:
     return is_so()
 
 
-def test_columns_of_a_refused_key(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
-    place.keystore.set_enabled("pii", False)
-    try:
-        # The configuration comes as one of Spark's files here.
-        settings = {"spark.files": str(place.folder / "shipped.yaml")}
-        found = place.run_in_another_jvm("refused_columns", file_on_nodes="shipped.yaml", settings=settings)[
-            "refused_columns"
-        ]
-    finally:
-        place.keystore.set_enabled("pii", True)
-    assert found["others"] == sorted([row[:1] for row in expected_rows(flights)], key=lambda row: str(tuple(row)))
-    text = "KeyAccessDeniedException: keystore: unwrap with master key 'pii': the master key is disabled"
-    assert text in found["selected"] and text in found["filtered"]
-    assert "wrap with master key 'pii': the master key is disabled" in found["written"]
+def shipped(place: Place) -> dict[str, Any]:
+    """How a job is made whose configuration comes as one of Spark's files."""
+    return {"file_on_nodes": "shipped.yaml", "settings": {"spark.files": str(place.folder / "shipped.yaml")}}
 
 
-@IN_ONE_JVM
-@pytest.mark.parametrize("before", ["earlier", "submit"])
-def test_a_jvm_that_runs_already_gets_the_jar(
-    place: Place, results: dict[str, Any], flights: pa.Table, before: str
-) -> None:
-    """After an earlier session, and under spark-submit."""
-    if before == "earlier":
-        place.other_driver.close()
-        found = place.run_in_another_jvm("read_spark", earlier=True)["read_spark"]
-    else:
-        found = place.submit("read_spark")["read_spark"]
-    assert found["rows"] == expected_rows(flights)
+@pytest.fixture(scope="module")
+def failing(place: Place) -> dict[str, Any]:
+    """How the jobs are made that share a session: of its first workers, two fail and one hangs."""
+    marks = place.folder / "marks"
+    marks.mkdir()
+    python = place.folder / "python"
+    failing = f'for n in 1 2; do mkdir "{marks}/$n" 2>/dev/null && exit 3; done'
+    hanging = f'mkdir "{marks}/3" 2>/dev/null && exec sleep 600'
+    python.write_text(f'#!/bin/sh\n{failing}\n{hanging}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return {"python": str(python), "timeout_seconds": 10, "keep": True, **shipped(place)}
 
 
 @ON_THE_CLUSTER
-def test_a_worker_that_is_killed_is_replaced(place: Place, flights: pa.Table) -> None:
+def test_a_worker_that_fails_or_hangs_fails_the_task_which_is_tried_again(
+    place: Place, flights: pa.Table, failing: dict[str, Any]
+) -> None:
+    before = len(place.driver.output)
+    found = place.run("many_requests", **failing)["many_requests"]
+    assert found["rows"] == 6 * flights.num_rows
+    for number in range(6):
+        assert_same_rows(place.keytools, place.folder / f"single-{number}", "single", flights)
+    assert len(list((place.folder / "marks").iterdir())) == 3
+    output = place.driver.output[before:]
+    assert "Lost task" in output
+    assert "ended with exit status 3" in output
+    assert "The KMS gave no answer in 10 seconds" in output
+
+
+@ON_THE_CLUSTER
+def test_a_worker_that_is_killed_is_replaced(place: Place, flights: pa.Table, failing: dict[str, Any]) -> None:
     assert place.cluster is not None
-    place.driver.begin(**place.job("many_requests"))
+    for number in range(6):
+        shutil.rmtree(place.folder / f"single-{number}", ignore_errors=True)
+    place.driver.begin(**place.job("many_requests", **failing))
     killed: set[int] = set()
     over = threading.Event()
 
@@ -453,26 +445,25 @@ def test_a_worker_that_is_killed_is_replaced(place: Place, flights: pa.Table) ->
     assert all(f"The KMS worker process {worker} ended with exit status 137" in logs for worker in killed)
 
 
-@ON_THE_CLUSTER
-def test_a_worker_that_fails_or_hangs_fails_the_task_which_is_tried_again(
-    place: Place, flights: pa.Table, tmp_path: Path
+def test_columns_of_a_refused_key(
+    request: pytest.FixtureRequest, place: Place, results: dict[str, Any], flights: pa.Table
 ) -> None:
-    marks = tmp_path / "marks"
-    marks.mkdir()
-    python = tmp_path / "python"
-    failing = f'for n in 1 2; do mkdir "{marks}/$n" 2>/dev/null && exit 3; done'
-    hanging = f'mkdir "{marks}/3" 2>/dev/null && exec sleep 600'
-    python.write_text(f'#!/bin/sh\n{failing}\n{hanging}\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    before = len(place.driver.output)
-    for number in range(6):
-        shutil.rmtree(place.folder / f"single-{number}", ignore_errors=True)
-    found = place.run("many_requests", python=str(python), timeout_seconds=10)["many_requests"]
-    assert found["rows"] == 6 * flights.num_rows
-    for number in range(6):
-        assert_same_rows(place.keytools, place.folder / f"single-{number}", "single", flights)
-    assert len(list(marks.iterdir())) == 3
-    output = place.driver.output[before:]
-    assert "Lost task" in output
-    assert "ended with exit status 3" in output
-    assert "The KMS gave no answer in 10 seconds" in output
+    """In one JVM by spark-submit, whose JVM runs already: it gets our jar, and has no keys of earlier sessions."""
+    place.keystore.set_enabled("pii", False)
+    try:
+        if place.cluster is None:
+            job = place.submit("refused_columns", **shipped(place))
+        else:
+            job = place.run("refused_columns", **request.getfixturevalue("failing"))
+    finally:
+        place.keystore.set_enabled("pii", True)
+    found = job["refused_columns"]
+    assert found["others"] == sorted([row[:1] for row in expected_rows(flights)], key=lambda row: str(tuple(row)))
+    text = "KeyAccessDeniedException: keystore: unwrap with master key 'pii': the master key is disabled"
+    assert text in found["selected"] and text in found["filtered"]
+    assert "wrap with master key 'pii': the master key is disabled" in found["written"]
+    if place.cluster is None:
+        # No worker is left when the JVM is gone.
+        assert job["statistics"]
+        for counts in job["statistics"]:
+            assert ends(lambda process=counts["process"]: not Path(f"/proc/{process}").exists())  # type: ignore[misc]

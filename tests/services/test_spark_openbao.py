@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from flights import every_nth_flight
 from openbao import OpenBao
 from spark_cluster import HOSTS, TOKEN_FILE, SparkCluster
 from spark_driver import SparkDriver
-from test_spark_bridge import PROGRAM, expected_rows, kms_calls
+from test_spark_bridge import expected_rows, kms_calls
 
 from parquet_keytools import Keytools
 
@@ -50,10 +49,12 @@ def flights() -> pa.Table:
 class Run:
     """What one session on the cluster did, and what OpenBao was asked meanwhile."""
 
-    def __init__(self, folder: Path, flights: pa.Table, server: OpenBao, cluster: SparkCluster) -> None:
+    def __init__(
+        self, folder: Path, flights: pa.Table, server: OpenBao, driver: SparkDriver, cluster: SparkCluster
+    ) -> None:
         self.folder = folder
         self.tokens = make_tokens(server)
-        files = {name: cluster.folder / f"token-{name}" for name in self.tokens}
+        files = {host: cluster.folder / f"token-{host}" for host in HOSTS} | {DRIVER: driver.folder / "token"}
         for name, token in self.tokens.items():
             files[name].touch(0o600)
             files[name].write_text(token)
@@ -62,14 +63,13 @@ class Run:
         (folder / "flights.yaml").write_text(YAML.format(url=server.url, variable=TOKEN_FILE))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(TOKEN_FILE, str(files[DRIVER]))
-            patch.setenv("PYSPARK_PYTHON", sys.executable)
             self.keytools = Keytools.from_yaml(folder / "flights.yaml")
             pq.write_table(flights, folder / "plain.parquet", row_group_size=5000)
             self.keytools.write_dataset(flights, folder / "dataset")
             (folder / "modules").mkdir()
             self.keytools.encrypt_file(folder / "plain.parquet", folder / "modules" / "part.parquet")
             before = server.requests_of_tokens()
-            self.results, self.output = run_program(cluster, folder)
+            self.results, self.output = run_program(driver, cluster, folder)
         for path in files.values():
             path.unlink()
         self.logs = cluster.executor_logs(self.results["settings"]["spark.app.id"])
@@ -88,7 +88,7 @@ def make_tokens(server: OpenBao) -> dict[str, str]:
     return {name: server.create_token(policy, display_name=name) for name in (DRIVER, *HOSTS)}
 
 
-def run_program(cluster: SparkCluster, folder: Path) -> tuple[dict[str, Any], str]:
+def run_program(driver: SparkDriver, cluster: SparkCluster, folder: Path) -> tuple[dict[str, Any], str]:
     # Both executors get tasks of the write: they are waited for, and none waits for the one that has the data.
     settings = {
         "spark.locality.wait": "0s",
@@ -96,22 +96,23 @@ def run_program(cluster: SparkCluster, folder: Path) -> tuple[dict[str, Any], st
         "spark.scheduler.minRegisteredResourcesRatio": "1.0",
         "spark.shuffle.reduceLocality.enabled": "false",
     }
-    driver = SparkDriver(PROGRAM, folder)
-    try:
-        found = driver.do(master=cluster.url, folder=folder, parts=["write", "read"], settings=settings)
-    finally:
-        driver.close()
-    return found, driver.output
+    job = {"master": cluster.url, "folder": folder, "parts": ["write", "read"], "settings": settings}
+    return driver.do(kind="bridge", **job), driver.output
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, flights: pa.Table, spark_cluster: SparkCluster) -> Iterator[Run]:
+def run(
+    tmp_path_factory: pytest.TempPathFactory,
+    flights: pa.Table,
+    spark_driver: SparkDriver,
+    spark_cluster: SparkCluster,
+) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("spark-openbao")
     (folder / "openbao").mkdir()
     server = OpenBao(folder / "openbao", in_memory=True, audit=True)
     try:
         server.start()
-        yield Run(folder, flights, server, spark_cluster)
+        yield Run(folder, flights, server, spark_driver, spark_cluster)
     finally:
         server.stop()
 

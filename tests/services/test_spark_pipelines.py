@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,12 +19,14 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from flights import every_nth_flight
+from soak import SOAK
 from spark_cluster import PASSPHRASE, VARIABLE, SparkCluster
-from spark_driver import MOST_SECONDS, SparkDriver
+from spark_driver import SparkDriver
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import KeytoolsError
-from parquet_keytools.kms.keystore.file import Keystore, passphrase_from_text
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_text
 from parquet_keytools.rotation.report import Outcome
 
 pytestmark = [
@@ -36,7 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning"),
 ]
 
-PROGRAM = Path(__file__).with_name("pipeline_program.py")
+ROWS_OF_A_FILE = 100
 MOVED_TO = "    also_trusted: [new, times]\n"
 TABLE = f"""
   flights:
@@ -56,14 +57,19 @@ IN_ONE_JVM = pytest.mark.parametrize("place", ["one JVM"], indirect=True)
 
 @pytest.fixture(scope="module")
 def flights() -> pa.Table:
-    return every_nth_flight(20)
+    return every_nth_flight(100)
+
+
+RETRIES = {"spark.task.maxFailures": "8"}
+"""The settings of the session for all: executors are killed in it."""
 
 
 class Place:
     """A folder with keystore, configuration and plaintext data; and the Spark that works on it."""
 
-    def __init__(self, folder: Path, flights: pa.Table, cluster: SparkCluster | None) -> None:
+    def __init__(self, folder: Path, flights: pa.Table, driver: SparkDriver, cluster: SparkCluster | None) -> None:
         self.folder = folder
+        self.driver = driver
         self.cluster = cluster
         keystore = Keystore.create(
             folder / "keystore.json", lambda: passphrase_from_text(PASSPHRASE), scrypt_n=2**14
@@ -75,7 +81,6 @@ class Place:
         self.keytools = Keytools.from_yaml(self.configuration)
         self.plain = folder / "plain"
         write_plain(flights, self.plain)
-        self.driver = SparkDriver(PROGRAM, folder)
 
     def call(self, *calls: Any, **arguments: Any) -> list[dict[str, Any]]:
         """Make calls, `(name, arguments, options)`, in the session that is there, if its settings are the same."""
@@ -86,7 +91,8 @@ class Place:
     def begin(self, *calls: Any, settings: dict[str, str] | None = None, **arguments: Any) -> None:
         """Begin with calls; `self.driver.result` waits for their end."""
         master = self.cluster.url if self.cluster else "local[2]"
-        self.driver.begin(master=master, folder=self.folder, calls=calls, settings=settings or {}, **arguments)
+        job = {"kind": "pipelines", "master": master, "folder": self.folder, "calls": calls}
+        self.driver.begin(**job, settings=settings or RETRIES, **arguments)
 
 
 def write_plain(table: pa.Table, folder: Path) -> None:
@@ -97,31 +103,28 @@ def write_plain(table: pa.Table, folder: Path) -> None:
         partitioning=["month"],
         partitioning_flavor="hive",
         basename_template="part-{i}-of-month.parquet",
-        max_rows_per_file=500,
-        max_rows_per_group=500,
+        max_rows_per_file=ROWS_OF_A_FILE,
+        max_rows_per_group=ROWS_OF_A_FILE,
     )
     pq.write_metadata(table.schema, folder / "_common_metadata")
     (folder / "_SUCCESS").touch()
     (folder / "notes.txt").write_text("not Parquet")
 
 
-@pytest.fixture(scope="module", params=["one JVM", "cluster"])
+# In both, Python workers get the same tasks: once is enough.
+@pytest.fixture(scope="module", params=["one JVM", "cluster"] if SOAK else ["cluster"])
 def place(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, flights: pa.Table
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    flights: pa.Table,
+    spark_driver: SparkDriver,
 ) -> Iterator[Place]:
-    folder = tmp_path_factory.mktemp("spark-pipelines")
-    environment = {VARIABLE: PASSPHRASE, "PYSPARK_PYTHON": sys.executable}
-    # For the tests with stores of their own; whoever is asked accepts them.
-    environment |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (environment | {"AWS_EC2_METADATA_DISABLED": "true"}).items():
+        # What the driver has in its environment, too.
+        for name, value in spark_driver.environment.items():
             patch.setenv(name, value)
         cluster = request.getfixturevalue("spark_cluster") if request.param == "cluster" else None
-        place = Place(folder, flights, cluster)
-        try:
-            yield place
-        finally:
-            place.driver.close()
+        yield Place(tmp_path_factory.mktemp("spark-pipelines"), flights, spark_driver, cluster)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -259,32 +262,15 @@ def test_the_rules_are_those_of_one_machine(place: Place, results: dict[str, Any
     assert ours == theirs
 
 
-@ON_THE_CLUSTER  # Where tasks ran does not show in the files; Spark starts once more to read them.
+@ON_THE_CLUSTER  # Where tasks ran does not show in the files.
 def test_spark_reads_what_the_pipeline_wrote(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
-    program = f"""
-import warnings; warnings.simplefilter("ignore")
-from pyspark.sql import SparkSession
-from pipeline_program import SETTINGS
-from parquet_keytools.spark import configure
-builder = SparkSession.builder.master("local[1]")
-for name, value in SETTINGS.items(): builder = builder.config(name, value)
-spark = configure(builder, {str(place.configuration)!r}).getOrCreate()
-frame = spark.read.parquet({str(place.folder / "encrypted")!r})
-print(frame.count(), frame.selectExpr("sum(distance)").collect()[0][0], frame.select("tailnum").distinct().count())
-spark.stop()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=MOST_SECONDS,
-        env=os.environ | {"PYTHONPATH": str(PROGRAM.parent)},
+    count, distance, tailnums = place.driver.do(
+        kind="read", config=place.configuration, path=place.folder / "encrypted"
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    count, distance, tailnums = done.stdout.splitlines()[-1].split()
-    assert int(count) == flights.num_rows
-    assert float(distance) == sum(flights["distance"].to_pylist())
-    assert int(tailnums) == len(set(flights["tailnum"].to_pylist()))
+    assert count == flights.num_rows
+    assert distance == sum(flights["distance"].to_pylist())
+    # Spark counts no nulls.
+    assert tailnums == len(set(flights["tailnum"].to_pylist()) - {None})
 
 
 def test_nothing_secret_comes_out(place: Place, results: dict[str, Any]) -> None:
@@ -294,7 +280,7 @@ def test_nothing_secret_comes_out(place: Place, results: dict[str, Any]) -> None
 
 @IN_ONE_JVM
 def test_master_keys_move_in_every_way(place: Place, flights: pa.Table, tmp_path: Path) -> None:
-    some = flights.slice(0, 6000)
+    some = flights.slice(0, 8 * ROWS_OF_A_FILE)
     write_plain(some, tmp_path / "source")
     base = tmp_path / "base"
     for path in files_of(tmp_path / "source"):
@@ -358,7 +344,8 @@ def test_master_keys_move_in_every_way(place: Place, flights: pa.Table, tmp_path
 @IN_ONE_JVM
 def test_single_failures_are_reported_and_done_later(place: Place, flights: pa.Table, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    write_plain(flights.slice(0, 5000), source)
+    some = flights.slice(0, 10 * ROWS_OF_A_FILE)
+    write_plain(some, source)
     damaged, good = files_of(source)[0], files_of(source)[0].read_bytes()
     damaged.write_bytes(good[:-30])
     (place.folder / "encrypted-one.parquet").unlink(missing_ok=True)
@@ -376,7 +363,7 @@ def test_single_failures_are_reported_and_done_later(place: Place, flights: pa.T
     assert again["outcomes"]["encrypted"] == 1
     assert again["outcomes"]["finished before"] == len(files_of(source)) - 1
     assert (target / "_SUCCESS").exists()
-    assert_same(place.keytools, target, flights.slice(0, 5000))
+    assert_same(place.keytools, target, some)
 
 
 @IN_ONE_JVM
@@ -449,9 +436,14 @@ def copies(place: Place, flights: pa.Table) -> dict[str, Path]:
     return folders
 
 
+WORKER, EXECUTOR = "pyspark.daemon", "CoarseGrainedExecutorBackend"
+KILLED = [("encrypt", EXECUTOR), ("encrypt", WORKER), ("rotate", EXECUTOR), ("rekey", WORKER)]
+if SOAK:
+    KILLED = list(itertools.product(("encrypt", "rotate", "rekey"), (EXECUTOR, WORKER)))
+
+
 @ON_THE_CLUSTER
-@pytest.mark.parametrize("victim", ["pyspark.daemon", "CoarseGrainedExecutorBackend"])
-@pytest.mark.parametrize("name", ["encrypt", "rotate", "rekey"])
+@pytest.mark.parametrize(("name", "victim"), KILLED)
 def test_an_executor_that_is_killed_costs_nothing(
     place: Place, flights: pa.Table, copies: dict[str, Path], tmp_path: Path, name: str, victim: str
 ) -> None:
@@ -466,8 +458,10 @@ def test_an_executor_that_is_killed_costs_nothing(
         "rotate": ("rotate", [target, place.configuration], {"moves": {"pii": "new", "footer": "times"}}),
         "rekey": ("rekey", [target, place.configuration], {}),
     }[name]
-    killer, over, killed = killer_of(place, lambda: at_work(place, victim, target, before), 2)
-    place.begin(call, settings={"spark.task.maxFailures": "8"})
+    # A new executor is a new JVM.
+    most = 2 if victim == WORKER or SOAK else 1
+    killer, over, killed = killer_of(place, lambda: at_work(place, victim, target, before), most)
+    place.begin(call)
     killer.start()
     try:
         (found,) = place.driver.result()
@@ -499,7 +493,7 @@ def at_work(place: Place, victim: str, target: Path, before: dict[Path, bytes] |
 
 @ON_THE_CLUSTER
 def test_copies_of_a_slow_task_lose_and_double_nothing(place: Place, flights: pa.Table, tmp_path: Path) -> None:
-    some = flights.slice(0, 12000)
+    some = flights.slice(0, 24 * ROWS_OF_A_FILE)
     source, target = tmp_path / "source", tmp_path / "target"
     write_plain(some, source)
     number = len(files_of(source))
@@ -511,17 +505,12 @@ def test_copies_of_a_slow_task_lose_and_double_nothing(place: Place, flights: pa
         "spark.locality.wait": "0s",
     }
     config = place.configuration
-    # What makes tasks slow stays in the process: in one of its own.
-    place.driver.close()
-    try:
-        encrypted, rotated = place.call(
-            ("encrypt", [source, target, config], {}),
-            ("rotate", [target, config], {"moves": {"pii": "new"}, "keep_old": True}),
-            settings=settings,
-            slow=str(tmp_path),
-        )
-    finally:
-        place.driver.close()
+    encrypted, rotated = place.call(
+        ("encrypt", [source, target, config], {}),
+        ("rotate", [target, config], {"moves": {"pii": "new"}, "keep_old": True}),
+        settings=settings,
+        slow=str(tmp_path),
+    )
     # Both tasks had a copy that was faster; and who goes on from there meets none that is late.
     assert encrypted["at_work"] == rotated["at_work"] == []
     attempts = {path.name for path in tmp_path.iterdir() if path.is_file()}
@@ -573,7 +562,7 @@ def test_the_limits_of_the_kms_hold_for_all_tasks_together(
         f"tables:{TABLE.replace(MOVED_TO, '')}    double_wrapping: false\n"
     )
     source = tmp_path / "source"
-    write_plain(flights.slice(0, 2000), source)
+    write_plain(flights.slice(0, 4 * ROWS_OF_A_FILE), source)
     fake.latency_seconds = 0.05
     (found,) = place.call(("encrypt", [source, tmp_path / "target", config], {}))
     number = len(files_of(source))
@@ -606,7 +595,7 @@ def test_two_attempts_of_one_task_both_end_well(flights: pa.Table, tmp_path: Pat
             config.write_text(KEYSTORE + f"    key_material: {key_material}\n")
             keytools = Keytools.from_yaml(config)
             source, target = tmp_path / f"source-{key_material}", tmp_path / f"target-{key_material}"
-            write_plain(flights.slice(0, 8000), source)
+            write_plain(flights.slice(0, 16 * ROWS_OF_A_FILE), source)
             root = node_location(str(target))
             RecordFolder(root.child(encryption.RECORDS), "run").begin()
             plan = plan_data_set(node_location(str(source)))
@@ -626,7 +615,7 @@ def test_two_attempts_of_one_task_both_end_well(flights: pa.Table, tmp_path: Pat
             assert len(outcomes) == 4
             assert all(found["failed"] == 0 for found in outcomes), outcomes
             found = keytools.read_table(target, table_name="flights")
-            assert found.num_rows == 8000
+            assert found.num_rows == 16 * ROWS_OF_A_FILE
             left = [path for path in target.rglob(".*.tmp") if path.is_file()]
             assert left == []
 
@@ -643,7 +632,7 @@ def test_an_object_store(place: Place, flights: pa.Table, tmp_path: Path) -> Non
         query = f"?scheme=http&endpoint_override={host}:{port}"
         store = fs.S3FileSystem(endpoint_override=f"{host}:{port}", scheme="http", allow_bucket_creation=True)
         store.create_dir("lake")
-        write_plain(flights.slice(0, 3000), tmp_path / "source")
+        write_plain(flights.slice(0, 6 * ROWS_OF_A_FILE), tmp_path / "source")
         fs.copy_files(str(tmp_path / "source"), "lake/plain", destination_filesystem=store)
         target, config = f"s3a://lake/encrypted{query}", place.configuration
         encrypted, rotated, verified = place.call(
@@ -664,6 +653,6 @@ def test_an_object_store(place: Place, flights: pa.Table, tmp_path: Path) -> Non
         ]
         assert len(found) == number + 1 and "lake/encrypted/_SUCCESS" in found
         table = place.keytools.read_table("lake/encrypted", table_name="flights", filesystem=store)
-        assert table.num_rows == 3000
+        assert table.num_rows == 6 * ROWS_OF_A_FILE
     finally:
         server.stop()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefix_files import UNIQUE, data, document, present, write
+from spark_cluster import PASSPHRASE, VARIABLE
 from spark_driver import SparkDriver
 
 from parquet_keytools import Keytools
-from parquet_keytools.kms.keystore.file import Keystore, passphrase_from_text
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_text
 
 pytestmark = [
     pytest.mark.usefixtures("java"),
@@ -21,9 +22,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-PROGRAM = Path(__file__).with_name("spark_prefixes_program.py")
-PASSPHRASE = "canary of the prefixes"
-VARIABLE = "PASSPHRASE_OF_THE_PREFIX_TESTS"
 RIGHT, MOVED = list(range(20)), list(range(1000, 1020))
 OPTION = "parquet.keytools.aad.prefix"
 
@@ -54,7 +52,7 @@ class Place:
 
     def read(self, config: Path, reads: list[tuple[Path, dict[str, str]]]) -> list[list[int] | str]:
         """Read files with Spark, in a session of their own."""
-        found: list[list[int] | str] = self._driver.do(config=config, reads=reads)
+        found: list[list[int] | str] = self._driver.do(kind="prefixes", config=config, reads=reads)
         return found
 
 
@@ -66,17 +64,10 @@ SUPPLIED: dict[str, Any] = {"store_aad_prefix": False}
 SIGNED: dict[str, Any] = {"plaintext_footer": True}
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkDriver]:
-    driver = SparkDriver(PROGRAM, tmp_path_factory.mktemp("spark-prefixes"))
-    yield driver
-    driver.close()
-
-
 @pytest.fixture
-def place(tmp_path: Path, driver: SparkDriver, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(tmp_path: Path, spark_driver: SparkDriver, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setenv(VARIABLE, PASSPHRASE)
-    return Place(tmp_path, driver)
+    return Place(tmp_path, spark_driver)
 
 
 def test_both_forms_are_read_and_moved_bytes_are_not(place: Place) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from free_ports import free_port
+from spark_driver import SparkDriver
 from spark_ways import FOLDERS, READS, WRITES, canaries
 
 from parquet_keytools import Keytools
@@ -25,7 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning"),
 ]
 
-PROGRAM = Path(__file__).with_name("spark_ways.py")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "spark.md"
 YAML = """
 version: 1
@@ -36,7 +34,6 @@ tables:
   foreign: {footer_key: other, column_keys: {other: [name]}, unlisted_columns: footer_key}
   forged: {footer_key: footer, column_keys: {other: [name]}, unlisted_columns: footer_key}
 """
-MOST_SECONDS = 600
 CLASS_IS_MISSING = "Class parquet_keytools.KeytoolsCryptoFactory not found"
 SESSIONS = [
     f"{session}, {given}" for session in ("configured", "not configured") for given in ("with options", "without")
@@ -69,19 +66,9 @@ def prepare(folder: Path) -> None:
     pq.write_table(table, folder / "inputs" / "both" / "part-2.parquet")
 
 
-def run(folder: Path, **arguments: Any) -> dict[str, Any]:
+def run(driver: SparkDriver, folder: Path, *, configured: bool) -> dict[str, Any]:
     prepare(folder)
-    arguments |= {"folder": str(folder), "port": free_port()}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        timeout=MOST_SECONDS,
-        cwd=folder,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = driver.do(kind="ways", folder=folder, configured=configured, port=free_port())
     (folder / "results.json").write_text(json.dumps(found, indent=1))
     return found
 
@@ -92,15 +79,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def configured(folder: Path) -> dict[str, Any]:
-    """What a session did that was made with `configure`."""
-    return run(folder / "configured", configured=True)
+def bare(folder: Path, spark_driver: SparkDriver) -> dict[str, Any]:
+    """What a session did that nobody configured, in a JVM that never had our jar."""
+    spark_driver.close()
+    return run(spark_driver, folder / "bare", configured=False)
 
 
 @pytest.fixture(scope="module")
-def bare(folder: Path, configured: dict[str, Any]) -> dict[str, Any]:
-    """What a session did that nobody configured."""
-    return run(folder / "bare", configured=False, ddl=configured["ddl"])
+def configured(folder: Path, spark_driver: SparkDriver, bare: dict[str, Any]) -> dict[str, Any]:
+    """What a session did that was made with `configure`, in the JVM that has run the other one."""
+    return run(spark_driver, folder / "configured", configured=True)
 
 
 def documented(heading: str) -> dict[str, list[str]]:
@@ -194,7 +182,11 @@ def test_what_a_configured_session_says(configured: dict[str, Any]) -> None:
     assert configured["meant"] == 20
 
 
-def test_an_insert_into_a_table_of_a_configured_session(folder: Path, bare: dict[str, Any]) -> None:
+def test_an_insert_into_a_table_of_a_configured_session(
+    folder: Path, configured: dict[str, Any], bare: dict[str, Any]
+) -> None:
+    assert bare["ddl"] == configured["ddl"]
+    assert "KeytoolsCryptoFactory" in configured["ddl"]
     assert bare["insert"]["outcome"] == "refused"
     assert CLASS_IS_MISSING in bare["insert"]["error"]
     parts = list((folder / "configured" / "warehouse" / "stored").glob("*.parquet"))

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import requests
 from openbao import OpenBao
+from pydantic import SecretStr
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import (
@@ -37,7 +38,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.client import UnwrapRequest, WrapRequest
 from parquet_keytools.kms.vault.client import VaultKms
-from parquet_keytools.kms.vault.settings import VaultSettings
+from parquet_keytools.kms.vault.connection import VaultSettings
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY = SecretBytes(b"CANARY-key-bytes")
@@ -474,14 +475,15 @@ def test_redirects_to_nowhere(kms: VaultKms, proxy: Proxy, openbao: OpenBao, loc
 
 def test_a_redirect_from_https_to_http_is_refused() -> None:
     """Even where the host is the same and allowed."""
-    from parquet_keytools.kms.vault.connection import Address, VaultConnection
+    from parquet_keytools.kms.vault.connection import VaultConnection
     from parquet_keytools.kms.vault.errors import VaultRefusal
 
-    address = Address("https://vault.example:8200", None, ("vault.example",))
-    connection = VaultConnection(requests.Session(), address, None, deadline=0)
-    assert connection._redirected(address.url, "https://vault.example:8200/v1/x") == address.url
+    url = "https://vault.example:8200"
+    settings = VaultSettings(url=url, token=SecretStr("t"), redirect_hosts=("vault.example",))
+    connection = VaultConnection(requests.Session(), settings, None, deadline=0)
+    assert connection._redirected(url, "https://vault.example:8200/v1/x") == url
     with pytest.raises(VaultRefusal) as caught:
-        connection._redirected(address.url, "http://vault.example:8200/v1/x")
+        connection._redirected(url, "http://vault.example:8200/v1/x")
     assert caught.value.host == "http://vault.example:8200"
 
 
@@ -498,10 +500,11 @@ def test_a_redirect_from_https_to_http_is_refused() -> None:
 def test_a_redirect_does_not_lead_from_this_machine_to_another_one_without_tls(
     url: str, location: str, followed: bool
 ) -> None:
-    from parquet_keytools.kms.vault.connection import Address, VaultConnection
+    from parquet_keytools.kms.vault.connection import VaultConnection
     from parquet_keytools.kms.vault.errors import VaultRefusal
 
-    connection = VaultConnection(requests.Session(), Address(url, None, ("vault.example",)), None, deadline=0)
+    settings = VaultSettings(url=url, token=SecretStr("t"), redirect_hosts=("vault.example",), allow_http=True)
+    connection = VaultConnection(requests.Session(), settings, None, deadline=0)
     if followed:
         assert connection._redirected(url, f"{location}/v1/x") == location
     else:

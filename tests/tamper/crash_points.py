@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import io
 import json
 import os
@@ -258,7 +259,7 @@ def run(job: Job, tell: Callable[[Ended], None]) -> None:
     from rotation_case import Case, passphrase
 
     from parquet_keytools.files import replacement
-    from parquet_keytools.kms.keystore.client import KeystoreKms
+    from parquet_keytools.kms.keystore import KeystoreKms
     from parquet_keytools.rotation import data_set_run
     from parquet_keytools.storage import outputs
 
@@ -336,12 +337,19 @@ def main() -> None:
     import crash_writers  # noqa: F401
     import opentelemetry.metrics
     import opentelemetry.trace  # noqa: F401
+    import pyarrow.dataset  # noqa: F401
     import rotation_case
+    import typer.testing  # noqa: F401
 
+    import parquet_keytools.arrow.arrow_kms
+    import parquet_keytools.cli
+    import parquet_keytools.files.file_plan
     import parquet_keytools.rotation.rekeying
     import parquet_keytools.rotation.restoring  # noqa: F401
-    from parquet_keytools.kms.keystore.file import Keystore
+    from parquet_keytools.kms.keystore_file import Keystore
 
+    # Else each child copies all that its collector of garbage looks at.
+    gc.freeze()
     for line in sys.stdin:
         job = Job(**json.loads(line))
         # The children remember, too, what scrypt makes of its passphrase.

@@ -2,8 +2,8 @@
 
     python kms_failure_worker.py FOLDER
 
-prepares files, forks once for all cases of an operation, and writes outcomes.json. Where such a process ends by a
-signal, with an error, or not at all, each of its cases gets a process of its own, and so an outcome of its own.
+prepares files, forks once for some cases, and writes outcomes.json. Where such a process ends by a signal, with an
+error, or not at all, each of its cases gets a process of its own, and so an outcome of its own.
 What cases import is imported before the forks, which saves most of the time, but pyarrow is not used: its threads
 would not be there in the children.
 """
@@ -41,6 +41,7 @@ from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import KeytoolsError
 
 SECONDS_PER_PROCESS = 20
+CASES_PER_PROCESS = 24
 MASTER_KEYS = {"kf": b"0123456789012345", "kc": b"1234567890123450", "kd": b"1234567890123451"}
 ROWS = 3000
 
@@ -538,11 +539,9 @@ def start(batch: list[Case], place: Path, folder: Path) -> int | None:
 
 
 def batches() -> list[list[Case]]:
-    """Return all cases, those of one operation together."""
-    found: dict[tuple[str, str], list[Case]] = {}
-    for case in {case.name: case for case in cases()}.values():
-        found.setdefault((case.group, case.operation), []).append(case)
-    return list(found.values())
+    """Return all cases, in their order: those of one operation together."""
+    found = list({case.name: case for case in cases()}.values())
+    return [found[i : i + CASES_PER_PROCESS] for i in range(0, len(found), CASES_PER_PROCESS)]
 
 
 def main(folder: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from attacks import CRASHED, Attacked
 
 _TIME_LIMIT_SECONDS = 180
+_LAST = "sealed-length"
+"""Ends Spark: for attacks after this one, another JVM would have to be started."""
 
 
 def pyarrow_outcomes(attacked: Attacked) -> dict[str, str]:
@@ -25,7 +27,7 @@ def spark_outcomes(attacked: Attacked) -> dict[str, str]:
 def _outcomes(attacked: Attacked, reader: str) -> dict[str, str]:
     """Return attack -> outcome; a reader that dies is started again for what is left."""
     names = {str(path): name for name, path in attacked.paths.items()}
-    left = list(names)
+    left = sorted(names, key=lambda path: names[path] == _LAST)
     outcomes: dict[str, str] = {}
     while left:
         command = [sys.executable, str(Path(__file__).with_name(reader)), "0", *left]

@@ -8,6 +8,7 @@ JSON beside the keystore: how often it did so, and what went wrong.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -16,12 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import opentelemetry.metrics
+import opentelemetry.trace  # noqa: F401
 import pyarrow as pa
 from rotation_case import TABLE, Case, passphrase, read_with_pyarrow
 
+import parquet_keytools.arrow.arrow_kms
 import parquet_keytools.arrow.reading
 import parquet_keytools.arrow.writing  # noqa: F401
-from parquet_keytools.kms.keystore.client import KeystoreKms
+from parquet_keytools.kms.keystore import KeystoreKms
 
 STOP = "stop"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -112,6 +116,7 @@ def work(action: str, folder: Path, keystore: Path, answer: Path) -> None:
 
 def main(folder: Path, keystore: Path, actions: list[str]) -> None:
     """Fork for each action, and wait for the end of all."""
+    gc.freeze()
     children = []
     for number, action in enumerate(actions):
         child = os.fork()

@@ -25,8 +25,8 @@ from parquet_keytools.errors import (
 
 MASTER_KEYS = {name: name.encode() * 4 for name in ("foot", "cola")}
 TABLE = pa.table({"a": range(50), "b": range(50)})
-FILES = 40
-BAD = 30
+FILES = 30
+BAD = 27
 
 
 def tools_of(kms: FaultyKms) -> Keytools:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rotation_case import Case
+from soak import SOAK
 
 from parquet_keytools import Keytools
 from parquet_keytools.encryption.footer import read_envelope
@@ -119,6 +120,11 @@ def _file(case: Case, tmp_path: Path, data: bytes) -> tuple[Keytools, Path]:
     return case.tools(), path
 
 
+def _some(works: dict[str, Callable[[], object]], form: str) -> list[tuple[str, Callable[[], object]]]:
+    """Return every third work, so that each comes with two forms, and each form with one work at least."""
+    return list(works.items())[0 if SOAK else [*_FORMS, "10,000 columns"].index(form) % 3 :: 1 if SOAK else 3]
+
+
 _SIGNATURES = {"wrong": bytes(28), "none": b"", "short": bytes(7)}
 
 
@@ -143,7 +149,7 @@ def test_a_signed_footer_is_verified_before_it_is_built(
         "verify": lambda: tools.verify_file(path),
         "rotate": lambda: tools.rotate(path.parent, moves={"kf": "new"}),
     }
-    for name, work in works.items():
+    for name, work in _some(works, form):
         peak, found = _peak(work)
         assert peak < 20 * length, (name, peak / length)
         if name == "verify":
@@ -168,7 +174,7 @@ def test_a_file_that_is_not_encrypted_is_refused_before_its_footer_is_built(
         "decrypt_file": lambda: tools.decrypt_file(path, tmp_path / "out.parquet"),
         "rekey_file": lambda: tools.rekey_file(path, tmp_path / "out.parquet"),
     }
-    for name, work in works.items():
+    for name, work in _some(works, form):
         peak, found = _peak(work)
         assert isinstance(found, NotEncryptedError), (name, found)
         assert peak < 20 * length, (name, peak / length)

@@ -36,9 +36,10 @@ from parquet_keytools.errors import (
     TableMismatchError,
 )
 from parquet_keytools.format.structs import FileCryptoMetaData
-from parquet_keytools.keys import file_key_retriever
+from parquet_keytools.keys import key_wrapping as file_key_retriever
 from parquet_keytools.keys.material_store import read_key_materials
-from parquet_keytools.kms.keystore.file import Keystore, passphrase_from_text
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_text
 
 pytestmark = pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning")
 

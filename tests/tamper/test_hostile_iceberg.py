@@ -18,8 +18,8 @@ import zstandard
 from iceberg_case import Lake, rows
 
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError
-from parquet_keytools.iceberg import bounded_avro
-from parquet_keytools.iceberg.located_tables import located_table
+from parquet_keytools.iceberg import manifests
+from parquet_keytools.iceberg.loading import located_table
 from parquet_keytools.iceberg.manifests import files_in, manifests_in
 from parquet_keytools.iceberg.table_audit import TableAudit, TableReport
 
@@ -193,7 +193,7 @@ def test_a_plaintext_manifest_list_that_does_harm_is_reported(
     (snapshot,) = json.loads(path_of(lake.load().metadata_location).read_text())["snapshots"]
     path_of(snapshot["manifest-list"]).write_bytes(HOSTILE[name]())
     metadata = claim(lake, lambda document: document["snapshots"][0].pop("key-id"))
-    monkeypatch.setattr(bounded_avro, "MAX_PLAINTEXT_BYTES", 4 << 20)
+    monkeypatch.setattr(manifests, "MAX_PLAINTEXT_BYTES", 4 << 20)
     tracemalloc.start()
     try:
         report = audit(lake, metadata)

@@ -23,6 +23,7 @@ from rotation_case import MASTER_KEYS, TABLE, Case, external_entries, key_materi
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputError
+from parquet_keytools.format.file_layout import MAGIC_ENCRYPTED_FOOTER, with_trailer
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation.journal import (
@@ -34,7 +35,7 @@ from parquet_keytools.rotation.journal import (
 )
 from parquet_keytools.rotation.kept_keys import SUFFIX, keep, new_rotation_id
 from parquet_keytools.rotation.report import FileRotation, Outcome
-from parquet_keytools.rotation.tail import footer_of, read_tail, with_trailer
+from parquet_keytools.rotation.tail import footer_of, new_tail, read_tail
 from parquet_keytools.storage.locations import FileLocation
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
@@ -608,6 +609,40 @@ def test_a_kept_tail_changes_nothing_but_keys(tmp_path: Path) -> None:
         assert tools.undo_rotation(path).counts == Counter({Outcome.FAILED: 1})
         planted.unlink()
     assert names(case.folder) == [path.name]
+
+
+@every_footer
+def test_an_authentic_footer_that_says_something_else_is_not_put_back(
+    tmp_path: Path, plaintext_footer: bool
+) -> None:
+    """As one of an earlier write with the same keys does: it would be other data to readers."""
+    case = Case.make(tmp_path, "keystore", plaintext_footer=plaintext_footer)
+    path, tools = case.write(), case.tools()
+    tail, _ = read_tail(FileLocation.resolve(path))
+    (opened,) = tools._keys.open_files([FileLocation.resolve(path)])
+    opened.footer.metadata.num_rows -= 1
+    planted = plant(path, "tail", tail.offset, new_tail(tail, opened.footer, {}), tail.data)
+    before = tree_digest(case.folder)
+    (file,) = tools.undo_rotation(path).files
+    assert file.outcome is Outcome.FAILED and str(planted) in str(file.error)
+    assert "is not that of the file" in str(file.error)
+    assert tree_digest(case.folder) == before
+
+
+def test_old_keys_that_say_another_algorithm_are_not_put_back(tmp_path: Path) -> None:
+    """What comes before an encrypted footer is not authenticated, and the footer opens: no page would."""
+    case = Case.make(tmp_path, "keystore")
+    path, tools = case.write(), case.tools()
+    tail, _ = read_tail(FileLocation.resolve(path))
+    crypto_metadata, end = FileCryptoMetaData.read(footer_of(tail.data))
+    algorithm = crypto_metadata.encryption_algorithm
+    algorithm.aes_gcm_ctr_v1, algorithm.aes_gcm_v1 = algorithm.aes_gcm_v1, None
+    relabelled = with_trailer(crypto_metadata.serialise() + footer_of(tail.data)[end:], MAGIC_ENCRYPTED_FOOTER)
+    planted = plant(path, "tail", tail.offset, relabelled, tail.data)
+    before = tree_digest(case.folder)
+    (file,) = tools.undo_rotation(path).files
+    assert file.outcome is Outcome.FAILED and str(planted) in str(file.error)
+    assert tree_digest(case.folder) == before
 
 
 # --- moves to master keys that others may use ---

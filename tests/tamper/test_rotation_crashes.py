@@ -147,7 +147,7 @@ def test_killed_at_a_call(tmp_path: Path, crasher: Crasher, scenario: Scenario) 
     data.assert_finished(folder)
     points = [(number, "kill") for number in range(1, len(whole.calls) + 1)]
     points += [(number, "torn") for number, (name, _) in enumerate(whole.calls, 1) if name in WRITES]
-    for point, mode in sample(points, 5, SCENARIOS.index(scenario)):
+    for point, mode in sample(points, 9, SCENARIOS.index(scenario)):
         folder = data.copy()
         ended = crasher.run(replace(data.job(folder), point=point, mode=mode))
         assert ended.killed, (point, mode, ended)
@@ -166,7 +166,7 @@ def test_the_disk_is_full_from_a_call_on(tmp_path: Path, crasher: Crasher, scena
     data = DataSet(tmp_path, scenario)
     folder = data.copy()
     whole = crasher.run(data.job(folder))
-    for point in sample(range(1, len(whole.calls) + 1), 5, SCENARIOS.index(scenario)):
+    for point in sample(range(1, len(whole.calls) + 1), 9, SCENARIOS.index(scenario)):
         folder = data.copy()
         before = tree_digest(folder)
         ended = crasher.run(replace(data.job(folder), point=point, mode="no_space"))

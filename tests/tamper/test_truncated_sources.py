@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import itertools, os, sys
+import itertools, os, sys, threading
 from pathlib import Path
 import numpy as np, pyarrow as pa, pyarrow.parquet as pq
 from parquet_keytools import Keytools, KeytoolsError
@@ -29,19 +29,20 @@ else:
 before = source.read_bytes()
 
 # The file is cut when it was opened and its footer read: at a read in the middle of its data.
-numbers, reads = itertools.count(1), []
+numbers, reads, one_at_a_time = itertools.count(1), [], threading.Lock()
 original = sources.open_source
 class Cut:
     def __init__(self, inner): self.inner, self.path, self.size_bytes = inner, inner.path, inner.size_bytes
     def read_at(self, offset, length):
         if length > 100_000:
-            # Several threads read: each read has a number of its own.
-            number = next(numbers)
-            reads.append(number)
-            data = self.inner.read_at(offset, length)
-            if number == after: os.truncate(source, 8192)
-            bytes(data)  # What was mapped is touched only now.
-            return data
+            # Several threads read: none reads all the rest before one of them has cut the file.
+            with one_at_a_time:
+                number = next(numbers)
+                reads.append(number)
+                data = self.inner.read_at(offset, length)
+                if number == after: os.truncate(source, 8192)
+                bytes(data)  # What was mapped is touched only now.
+                return data
         return self.inner.read_at(offset, length)
 import contextlib
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
+from parquet_keytools import audit
 from parquet_keytools.arrow.decryption_properties import (
     FOREVER,
     Filters,
@@ -22,7 +23,10 @@ from parquet_keytools.arrow.decryption_properties import (
     refuse_denied_filter,
 )
 from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
-from parquet_keytools.arrow.denied_columns import (
+from parquet_keytools.arrow.encryption_properties import has_arrow_encryption
+from parquet_keytools.arrow.lazy_dataset import DataSetHandler, LazyDataset, Reopen, needs_properties
+from parquet_keytools.arrow.read_options import (
+    ReadOptions,
     has_stand_ins,
     hides_denied,
     hint_for_denied,
@@ -30,9 +34,6 @@ from parquet_keytools.arrow.denied_columns import (
     schema_for_all,
     shows_stand_ins,
 )
-from parquet_keytools.arrow.encryption_properties import has_arrow_encryption
-from parquet_keytools.arrow.lazy_dataset import DataSetHandler, LazyDataset, Reopen, needs_properties
-from parquet_keytools.arrow.read_options import ReadOptions
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
 from parquet_keytools.errors import FileChangedError
 from parquet_keytools.files.file_identities import FileIdentities
@@ -41,7 +42,6 @@ from parquet_keytools.files.key_service import KeyService, read_again_if_changed
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.files.table_check import refuse_values_of_folders
 from parquet_keytools.keys.key_wrapping import KmsKeys
-from parquet_keytools.runtime import audit
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.walk import LeftOutReason, ParquetFile, Unseen, data_set, raise_for_unseen

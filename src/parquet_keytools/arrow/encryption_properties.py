@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
+from parquet_keytools import audit
 from parquet_keytools.arrow.delegating_filesystem import MaterialFolder
-from parquet_keytools.config.column_policy import ChosenKey, ColumnPath
+from parquet_keytools.config.key_policy import ChosenKey, ColumnPath
 from parquet_keytools.errors import OutputError, UnsupportedByArrowError
 from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.format.file_layout import leaf_columns, read_footer_bytes
@@ -24,7 +25,6 @@ from parquet_keytools.keys.kek import Clock
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import encode_master_key_id
 from parquet_keytools.keys.material_store import parse_key_materials, write_key_materials
-from parquet_keytools.runtime import audit
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import BufferSource

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
+from parquet_keytools import audit
 from parquet_keytools.arrow.encryption_properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
 from parquet_keytools.encryption.streamed_file import StreamedFile
 from parquet_keytools.errors import OutputError
 from parquet_keytools.files.conversion import new_file_encryption
 from parquet_keytools.files.key_service import TablePolicy
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
-from parquet_keytools.runtime import audit
 from parquet_keytools.runtime.exceptions_in_flight import ExceptionWatch
 from parquet_keytools.runtime.fork_safety import OwnerProcess, leave_to_parent
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child

@@ -163,12 +163,16 @@ class DataSetHandler(VerifiedHandler):
         if needs_properties(opened):
             return False
         keyed = [column.key_metadata for column in opened.footer.columns if column.path in opened.deks]
-        for key_metadata in {opened.footer.key_metadata, *keyed}:
-            material = opened.retriever.material(key_metadata)
-            if material is not None and material.kek_id is not None:
-                kek = self._known[material.kms_wrapped_key, material.master_key_id]
-                if self._keks.setdefault(material.kek_id, kek) != kek:
-                    return False
+        materials = map(opened.retriever.material, {opened.footer.key_metadata, *keyed})
+        used = {
+            (material.kek_id, material.kms_wrapped_key, material.master_key_id)
+            for material in materials
+            if material is not None and material.kek_id is not None
+        }
+        for kek_id, wrapped_kek, master_key_id in used:
+            kek = self._known[wrapped_kek, master_key_id]
+            if self._keks.setdefault(kek_id, kek) != kek:
+                return False
         return True
 
 

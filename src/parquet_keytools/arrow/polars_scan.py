@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from parquet_keytools.arrow.decryption_properties import columns_mentioned
 from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError
-from parquet_keytools.view.plain_input import PlainInput
+from parquet_keytools.view.plain_files import PlainInput
 
 if TYPE_CHECKING:
     import polars as pl

@@ -1,4 +1,4 @@
-"""Options of pyarrow for reading, the same for files and folders."""
+"""How files and folders are read: options of pyarrow, and what stands for columns that are denied."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
+from parquet_keytools.encryption.protection import ColumnEncryption
+from parquet_keytools.files.digested_columns import NEEDS_KEY
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.storage.locations import FileLocation
 
 _OURS = frozenset({"source", "columns", "filters", "filesystem", "decryption_properties"})
@@ -92,3 +97,42 @@ class ReadOptions:
 def with_extensions(options: ReadOptions) -> ReadOptions:
     """Return options with the default of `pyarrow.parquet.read_table`, which data sets do not have."""
     return ReadOptions({"arrow_extensions_enabled": True, **options.format}, options.memory_map, options.table)
+
+
+def hides_denied(keys: KeyService) -> bool:
+    """Tell whether columns whose keys are refused are left out."""
+    return keys.configuration.reading.denied_columns == "hide"
+
+
+def nulls_denied(keys: KeyService) -> bool:
+    """Tell whether columns whose keys are refused are null."""
+    return keys.configuration.reading.denied_columns == "null"
+
+
+def shows_stand_ins(keys: KeyService) -> bool:
+    """Tell whether something else is shown in place of the columns in `OpenedFile.refused`: nulls, or digests."""
+    return keys.configuration.reading.denied_columns in ("null", "hash")
+
+
+def hint_for_denied(keys: KeyService) -> str:
+    """Return what to do where a column cannot be read."""
+    policy = keys.configuration.reading.denied_columns
+    if policy == "hash":
+        return f"Name the columns that you need. {NEEDS_KEY}"
+    return (
+        ""
+        if policy != "error"
+        else "Name the columns that you need, or set `denied_columns: hide` under `reading`."
+    )
+
+
+def schema_for_all(schema: pa.Schema, opened: OpenedFile) -> pa.Schema:
+    """Return a schema in which all columns under keys of their own may be null, as they are for some readers."""
+    keyed = {c.path[0] for c in opened.footer.columns if c.encryption is ColumnEncryption.COLUMN_KEY}
+    fields = [field.with_nullable(field.nullable or field.name in keyed) for field in schema]
+    return pa.schema(fields, metadata=schema.metadata)
+
+
+def has_stand_ins(opened: OpenedFile, denied_columns: str) -> bool:
+    """Return whether something else is shown in place of columns of a file."""
+    return opened.digests is not None or (denied_columns == "null" and bool(opened.refused))

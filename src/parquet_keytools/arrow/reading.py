@@ -17,17 +17,18 @@ from parquet_keytools.arrow.decryption_properties import (
     pandas_index,
     refuse_denied_filter,
 )
-from parquet_keytools.arrow.denied_columns import (
+from parquet_keytools.arrow.read_options import (
+    ReadOptions,
     has_stand_ins,
     hides_denied,
     hint_for_denied,
     nulls_denied,
     schema_for_all,
     shows_stand_ins,
+    with_extensions,
 )
-from parquet_keytools.arrow.read_options import ReadOptions, with_extensions
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
-from parquet_keytools.config.mistakes import did_you_mean, one_of
+from parquet_keytools.config.document import did_you_mean, one_of
 from parquet_keytools.files.conversion import check_modules, decrypted_metadata
 from parquet_keytools.files.digested_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService, read_again_if_changed
@@ -36,7 +37,7 @@ from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_file import PlainFile
-from parquet_keytools.view.plain_input import PlainInput
+from parquet_keytools.view.plain_files import PlainInput
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,14 @@
-"""The file system through which Arrow reads: it serves files that were opened, and only as they were then."""
+"""The file system through which Arrow reads: it serves files that were opened, and only as they were then.
+
+Arrow looks at the metadata of columns that nobody asked for: in a filter by position, in fragments of a data set,
+in `metadata`. Where it asks for a key then and gets an exception, it aborts or hangs. So a file with columns whose
+keys are unavailable is shown redacted, and Arrow has no reason to ask: the footer, under its own key, says that
+these columns are plaintext, without statistics, and lie where reading raises our error.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,12 +19,19 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.decryption_properties import arrow_read_limits
 from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
-from parquet_keytools.arrow.denied_columns import has_stand_ins
-from parquet_keytools.arrow.redacted_source import RedactedFooter, RedactedSource, redacted_footer
+from parquet_keytools.arrow.read_options import has_stand_ins
 from parquet_keytools.arrow.scan_start import called_by_arrow, is_thread_of_arrow, wait_for_start
-from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.encryption.aad import FOOTER_PLACE
+from parquet_keytools.encryption.footer import Footer
+from parquet_keytools.encryption.protection import FooterMode
+from parquet_keytools.errors import ColumnAccessDeniedError, ParquetFormatError
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
+from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
+from parquet_keytools.format.column_selection import selected_footer
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, read_footer_bytes, with_trailer
+from parquet_keytools.format.generated_chunks import ChunkTemplate
+from parquet_keytools.format.structs import FileCryptoMetaData
 from parquet_keytools.runtime.process_end import share_with_arrow
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.view.page_cache import PageCache
@@ -28,6 +42,11 @@ _PARTS_AT_A_TIME = 4
 
 _MOST_REDACTED = 256
 """Files whose redacted footers are kept."""
+
+_GAP = 1 << 20
+"""Bytes around the chunks that cannot be read: Arrow reads what lies close together at once."""
+
+_CHUNK_LENGTH = 64
 
 
 class FilesByPath(Protocol):
@@ -192,3 +211,94 @@ class _SourceFile(RangedFile):
         if not self.closed and self._file is not None:
             self._file.close()
         super().close()
+
+
+@dataclass(frozen=True)
+class RedactedFooter:
+    """The footer without its denied columns' metadata, and what lies before it in place of their values.
+
+    Attributes:
+        refused: Where their values seem to lie: whoever reads there gets our error.
+        offset: Where the footer begins.
+        data: The footer, its length and the magic.
+    """
+
+    refused: range
+    offset: int
+    data: bytes
+
+
+def redacted_footer(opened: OpenedFile, source: ByteSource) -> RedactedFooter:
+    """Return what ends a file of which only some columns can be read."""
+    footer = opened.footer
+    footer_offset = footer.envelope.footer_offset
+    chunks_offset = footer_offset + _GAP
+    denied = [column.path if column.path in opened.denied else None for column in footer.columns]
+    types = [element.type for element in footer.metadata.schema[1:] if element.type is not None]
+    key_values = shown_key_values(opened, {column.path[0] for column in footer.columns})
+    metadata = selected_footer(footer.metadata, footer.leaves, None, None, key_values).metadata
+
+    @functools.cache
+    def redacted_chunks(num_rows: int) -> list[bytes | None]:
+        templates = {of: ChunkTemplate(of, num_rows, _CHUNK_LENGTH) for of in set(types)}
+        return [
+            None if path is None else templates[of].chunk(path, chunks_offset + ordinal * _CHUNK_LENGTH)
+            for ordinal, (path, of) in enumerate(zip(denied, types, strict=True))
+        ]
+
+    metadata.row_groups = [
+        row_group.with_chunks(redacted_chunks(row_group.num_rows)) for row_group in footer.row_groups
+    ]
+    tail = _tail(footer, metadata.serialise(), source)
+    chunks_end = chunks_offset + len(footer.columns) * _CHUNK_LENGTH
+    return RedactedFooter(range(chunks_offset, chunks_end), chunks_end + _GAP, tail)
+
+
+def _tail(footer: Footer, serialised: bytes, source: ByteSource) -> bytes:
+    """Return footer, length and magic; the footer encrypted or signed with its own key, in memory only."""
+    cipher = footer.cipher
+    assert cipher is not None
+    if footer.mode is FooterMode.ENCRYPTED_FOOTER:
+        stored = read_footer_bytes(source).data
+        _, end = FileCryptoMetaData.read(stored)
+        body = stored[:end] + cipher.encrypt(serialised, FOOTER_PLACE)
+        magic = MAGIC_ENCRYPTED_FOOTER
+    else:
+        body, magic = cipher.signed(serialised), MAGIC
+    return with_trailer(body, magic)
+
+
+class RedactedSource:
+    """The pages of the file, then the chunks that cannot be read, then the redacted footer."""
+
+    def __init__(self, opened: OpenedFile, source: ByteSource, footer: RedactedFooter) -> None:
+        self.path = source.path
+        self.size_bytes = footer.offset + len(footer.data)
+        self._opened = opened
+        self._source = source
+        self._footer = footer
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Read some bytes.
+
+        Raises:
+            ColumnAccessDeniedError: They are among the values of a column that cannot be read.
+        """
+        end = offset + length
+        if offset < self._footer.refused.stop and end > self._footer.refused.start:
+            raise self._error(offset, end)
+        pages_end = self._opened.footer.envelope.footer_offset
+        pages = b""
+        if offset < pages_end:
+            pages = bytes(self._source.read_at(offset, min(end, pages_end) - offset))
+        start = self._footer.offset
+        footer = self._footer.data[max(0, offset - start) : max(0, end - start)]
+        return pages + bytes(length - len(pages) - len(footer)) + footer
+
+    def _error(self, start: int, end: int) -> ColumnAccessDeniedError:
+        """Return the error for the columns whose made-up chunks are read."""
+        first = max(0, start - self._footer.refused.start) // _CHUNK_LENGTH
+        last = (min(end, self._footer.refused.stop) - 1 - self._footer.refused.start) // _CHUNK_LENGTH
+        paths = [column.path for column in self._opened.footer.columns[first : last + 1]]
+        denied = {path: self._opened.denied[path] for path in paths if path in self._opened.denied}
+        return ColumnAccessDeniedError([".".join(path) for path in denied], list(denied.values()))

@@ -22,8 +22,13 @@ from parquet_keytools.arrow.file_writer import (
     because,
 )
 from parquet_keytools.arrow.output_filesystem import PendingHandler
-from parquet_keytools.arrow.streamed_data_set import STREAMED_OPTIONS, stream_files
-from parquet_keytools.arrow.tabular import as_dataset_source, as_stream, row_groups_of
+from parquet_keytools.arrow.tabular import (
+    STREAMED_OPTIONS,
+    as_dataset_source,
+    as_stream,
+    row_groups_of,
+    stream_files,
+)
 from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation

@@ -1,4 +1,4 @@
-"""`parquet-keytools`: the command line. Each command is a source file of its own."""
+"""`parquet-keytools`: the command line."""
 
 # Nothing slow is imported here: `--help` has to answer at once.
 from __future__ import annotations
@@ -8,24 +8,8 @@ from typing import Annotated
 import typer
 
 from parquet_keytools import __version__
-from parquet_keytools.cli import (
-    check,
-    decrypt,
-    demo,
-    encrypt,
-    hash_key,
-    iceberg,
-    inspect,
-    keys,
-    keystore,
-    mount,
-    rekey,
-    rotate,
-    serve,
-    spark,
-    verify,
-)
-from parquet_keytools.cli.command_group import CommandGroup
+from parquet_keytools.cli import check, convert, demo, iceberg, keys, keystore, rotate, serve, spark
+from parquet_keytools.cli.failures import CommandGroup
 
 _EPILOG = (
     "Exit status: 0 done; 1 the check failed, or some files failed; 2 wrong usage or configuration; "
@@ -62,16 +46,16 @@ def _parquet_keytools(
 
 app.command("demo", short_help="Encrypt 336,776 flights, and read them back.")(demo.demo_command)
 app.command("check")(check.check_command)
-app.command("encrypt")(encrypt.encrypt_command)
-app.command("decrypt")(decrypt.decrypt_command)
-app.command("rekey")(rekey.rekey_command)
+app.command("encrypt")(convert.encrypt_command)
+app.command("decrypt")(convert.decrypt_command)
+app.command("rekey")(convert.rekey_command)
 app.command("rotate")(rotate.rotate_command)
 app.command("keys")(keys.keys_command)
-app.command("hash-key")(hash_key.hash_key_command)
-app.command("inspect")(inspect.inspect_command)
-app.command("verify")(verify.verify_command)
+app.command("hash-key")(keys.hash_key_command)
+app.command("inspect")(check.inspect_command)
+app.command("verify")(check.verify_command)
 app.command("serve", short_help="Serve files as plain Parquet over HTTP and S3.")(serve.serve_command)
-app.command("mount", short_help="Mount files as a folder of plain Parquet files.")(mount.mount_command)
+app.command("mount", short_help="Mount files as a folder of plain Parquet files.")(serve.mount_command)
 app.add_typer(keystore.app, name="keystore")
 app.add_typer(spark.app, name="spark")
 app.add_typer(iceberg.app, name="iceberg")

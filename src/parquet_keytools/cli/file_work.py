@@ -65,11 +65,6 @@ class Failure:
     file: PlannedFile
     error: Exception
 
-    @property
-    def status(self) -> ExitStatus:
-        """The exit status that this failure alone would have."""
-        return status_of(self.error)
-
 
 def open_keytools(config: Path, kms_seconds: float = math.inf) -> Keytools:
     """Load a configuration for files that outlive this process.
@@ -158,7 +153,9 @@ def convert_files(
         print_json(_document(work))
     _tell(work, participle, time.monotonic() - started)
     if work.failures or plan.unseen:
-        kms_failed = not plan.unseen and all(failure.status is ExitStatus.KMS_FAILED for failure in work.failures)
+        kms_failed = not plan.unseen and all(
+            status_of(failed.error) is ExitStatus.KMS_FAILED for failed in work.failures
+        )
         raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)
 
 
@@ -342,7 +339,7 @@ def salvage_files(
 
 
 def _say_missing(result: SalvageResult) -> None:
-    from parquet_keytools.cli.verify_report import loss_text
+    from parquet_keytools.cli.conformance_report import loss_text
 
     if result.missing_row_groups:
         ordinals = ", ".join(map(str, result.missing_row_groups))

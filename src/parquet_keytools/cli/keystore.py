@@ -14,7 +14,8 @@ from parquet_keytools.cli.options import CONFIG_VARIABLE, JsonOption
 from parquet_keytools.cli.output import answer, print_json, print_table
 
 if TYPE_CHECKING:
-    from parquet_keytools.kms.keystore.file import Keystore, PassphraseSource
+    from parquet_keytools.kms.keystore_file import Keystore
+    from parquet_keytools.kms.passphrase import PassphraseSource
     from parquet_keytools.secret_bytes import SecretBytes
 
 ENVIRONMENT_VARIABLE = "PARQUET_KEYTOOLS_PASSPHRASE"
@@ -50,7 +51,7 @@ def create(
     path: PathOption = None, config: ConfigOption = None, passphrase_file: PassphraseFileOption = None
 ) -> None:
     """Create a keystore without master keys."""
-    from parquet_keytools.kms.keystore.file import Keystore
+    from parquet_keytools.kms.keystore_file import Keystore
 
     path, source = _located(path, config, passphrase_file, confirm=True)
     Keystore.create(path, source)
@@ -65,8 +66,8 @@ def create_key(
     passphrase_file: PassphraseFileOption = None,
 ) -> None:
     """Create a master key, and the keystore if needed."""
-    from parquet_keytools.kms.keystore.file import Keystore
-    from parquet_keytools.kms.keystore.private_file import identity
+    from parquet_keytools.kms.keystore_file import Keystore
+    from parquet_keytools.kms.passphrase import identity
 
     path, source = _located(path, config, passphrase_file, confirm=True)
     if identity(path) is None:
@@ -180,7 +181,7 @@ def change_passphrase(
 
 
 def _keystore(path: Path | None, config: Path | None, passphrase_file: Path | None) -> Keystore:
-    from parquet_keytools.kms.keystore.file import Keystore
+    from parquet_keytools.kms.keystore_file import Keystore
 
     return Keystore(*_located(path, config, passphrase_file))
 
@@ -196,13 +197,13 @@ def _located(
     if (path is None) == (config is None):
         raise typer.BadParameter("Give either --path FILE or --config FILE.")
     if path is not None:
-        from parquet_keytools.kms.keystore.private_file import identity
+        from parquet_keytools.kms.passphrase import identity
 
         is_new = identity(path) is None
         return path, _passphrase_source(passphrase_file, confirm=confirm and is_new)
     assert config is not None
     from parquet_keytools.config.loader import load_configuration
-    from parquet_keytools.kms.keystore.client import KeystoreSettings
+    from parquet_keytools.kms.keystore import KeystoreSettings
 
     configuration = load_configuration(config)
     if not isinstance(configuration.kms, KeystoreSettings):
@@ -222,7 +223,7 @@ def _passphrase_source(
 
 def _passphrase(file: Path | None, variable: str, confirm: bool) -> SecretBytes:
     from parquet_keytools.errors import ConfigurationError
-    from parquet_keytools.kms.keystore.file import passphrase_from_file, passphrase_from_text
+    from parquet_keytools.kms.passphrase import passphrase_from_file, passphrase_from_text
 
     if file is not None:
         return passphrase_from_file(file)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -55,9 +55,13 @@ ViewedArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or fol
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 """The environment variable that stands for --config."""
 
-ConfigOption = Annotated[
-    Path, typer.Option("--config", metavar="FILE", envvar=CONFIG_VARIABLE, help="The YAML configuration.")
-]
+
+def config_option(help_text: str) -> Any:
+    """Return the option `--config`; what a command needs the configuration for is in its help."""
+    return typer.Option("--config", metavar="FILE", envvar=CONFIG_VARIABLE, help=help_text)
+
+
+ConfigOption = Annotated[Path, config_option("The YAML configuration.")]
 TableOption = Annotated[
     str | None,
     typer.Option("--table", metavar="NAME", help="A table of the configuration. Not needed if it has only one."),
@@ -149,3 +153,18 @@ def _opened_uri(name: str) -> Iterator[None]:
         raise typer.BadParameter(
             "pyarrow was built without the file system of this URI.", param_hint=name
         ) from None
+
+
+def pairs_of(texts: Sequence[str] | None, name: str) -> dict[str, str]:
+    """Return what an option says that takes NAME=VALUE and is repeatable; a value may be a secret.
+
+    Raises:
+        typer.BadParameter: One of them has another form.
+    """
+    found = {}
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise typer.BadParameter("it is not of the form NAME=VALUE.", param_hint=name)
+        found[key] = value
+    return found

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.options import AadPrefixOption, ConfigOption, JsonOption, PathsArgument, TableOption
+from parquet_keytools.cli.failures import ExitStatus
+from parquet_keytools.cli.options import (
+    AadPrefixOption,
+    ConfigOption,
+    JsonOption,
+    PathsArgument,
+    TableOption,
+    location_of,
+    locations_of,
+)
+from parquet_keytools.cli.output import FilesDocument, answer, file_counter, number_of, print_json, say
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
@@ -99,7 +109,6 @@ def rotate_command(
         _refuse("--dry-run", {"--keep-old": keep_old is True, "--journal": journal is not None})
 
     from parquet_keytools.cli.file_work import open_keytools
-    from parquet_keytools.cli.options import location_of, locations_of
 
     if (undo or drop_old) and len(paths) > 1:
         raise typer.BadParameter("name one file or folder.", param_hint="--undo" if undo else "--drop-old")
@@ -154,7 +163,6 @@ def _refuse(option: str, others: dict[str, bool]) -> None:
 
 
 def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any], *, as_json: bool) -> None:
-    from parquet_keytools.cli.output import FilesDocument, file_counter
     from parquet_keytools.cli.rotation_report import (
         RotationTally,
         exit_with,
@@ -184,7 +192,6 @@ def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any],
 def _undo(
     keytools: Keytools, location: FileLocation, table: str | None, aad_prefix: str | None, *, as_json: bool
 ) -> None:
-    from parquet_keytools.cli.output import FilesDocument
     from parquet_keytools.cli.rotation_report import RotationTally, exit_with, rotation_document
 
     report = keytools.undo_rotation(location, table_name=table, aad_prefix=aad_prefix)
@@ -199,8 +206,6 @@ def _undo(
 
 
 def _drop_old(keytools: Keytools, location: FileLocation, *, as_json: bool) -> None:
-    from parquet_keytools.cli.failures import ExitStatus
-    from parquet_keytools.cli.output import answer, number_of, print_json, say
     from parquet_keytools.cli.rotation_report import MOST_FAILURES_SHOWN
 
     left: list[tuple[str, str]] = []

@@ -108,16 +108,8 @@ def say_left_behind(left_behind: list[str]) -> None:
         say("Left behind: more; --json lists it.")
 
 
-def failure_status(errors: list[Exception]) -> ExitStatus:
-    """Return the exit status of a run with failures: the KMS's own where it alone is at fault, or credentials."""
-    if errors and all(isinstance(error, KmsConfigurationError) for error in errors):
-        return ExitStatus.WRONG_USAGE
-    kms_failed = all(status_of(error) is ExitStatus.KMS_FAILED for error in errors)
-    return ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO
-
-
 def exit_with(report: RotationReport) -> None:
-    """End the command as a rotation ended.
+    """End the command as a rotation ended: with the KMS's status where it alone is at fault, or credentials.
 
     Raises:
         typer.Exit: Some files were not rotated.
@@ -126,7 +118,10 @@ def exit_with(report: RotationReport) -> None:
         errors: list[Exception] = [file.error for file in report.failures if file.error is not None]
         if report.stopped_by is not None:
             errors.append(report.stopped_by)
-        raise typer.Exit(failure_status(errors))
+        if errors and all(isinstance(error, KmsConfigurationError) for error in errors):
+            raise typer.Exit(ExitStatus.WRONG_USAGE)
+        kms_failed = all(status_of(error) is ExitStatus.KMS_FAILED for error in errors)
+        raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)
 
 
 class RotationTally:

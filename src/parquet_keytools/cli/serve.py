@@ -1,21 +1,25 @@
-"""`parquet-keytools serve`."""
+"""`parquet-keytools serve` and `mount`: files as plain Parquet."""
 
 # Nothing slow is imported here: `--help` has to answer at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parquet_keytools.cli.options import ConfigOption, JsonOption, TableOption, ViewedArgument
+from parquet_keytools.cli.options import ConfigOption, JsonOption, TableOption, ViewedArgument, location_of
+from parquet_keytools.cli.output import answer, print_json, say
 
 if TYPE_CHECKING:
     import ssl
 
+    from parquet_keytools.keytools import Keytools
+    from parquet_keytools.serve.served_tree import ServedTree
     from parquet_keytools.serve.view_server import ViewServer
 
 PortOption = Annotated[
@@ -72,8 +76,6 @@ def serve_command(
     written. The URL and the credentials are random and for this run; whoever has them reads what you may read.
     """
     from parquet_keytools.cli.file_work import open_keytools
-    from parquet_keytools.cli.output import say
-    from parquet_keytools.cli.viewed_tree import KMS_SECONDS, viewed_tree
     from parquet_keytools.serve.view_server import ViewServer
 
     names = host_name or []
@@ -135,7 +137,7 @@ def _tls(address: str, certificate: Path | None, key: Path | None, names: list[s
 
 @contextlib.contextmanager
 def _logging_to(file: Path | None) -> Iterator[None]:
-    from parquet_keytools.serve.access_log import LOGGER_NAME, AccessFormatter
+    from parquet_keytools.serve.requests_and_answers import LOGGER_NAME, AccessFormatter
 
     logger = logging.getLogger(LOGGER_NAME)
     handler: logging.Handler = _Refusals(logging.WARNING)
@@ -160,15 +162,13 @@ class _Refusals(logging.Handler):
     """Prints what was refused."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from parquet_keytools.cli.output import say
 
         say(f"Refused: {record.getMessage()}")
 
 
 def _introduce(server: ViewServer, first: str, *, as_json: bool) -> None:
-    from parquet_keytools.cli.output import answer, print_json
-    from parquet_keytools.serve.engine_lines import http_lines, s3_lines
     from parquet_keytools.serve.s3_front import BUCKET
+    from parquet_keytools.serve.view_server import http_lines, s3_lines
 
     pair = server.key_pair
     if as_json:
@@ -188,3 +188,57 @@ def _introduce(server: ViewServer, first: str, *, as_json: bool) -> None:
         answer(f"key ID      {pair.access_key_id}\nsecret      {pair.secret.reveal().decode()}")
         for engine, line in s3_lines(server.endpoint, pair).items():
             answer(f"{engine:<11} {line}")
+
+
+KMS_SECONDS = 15.0
+"""Engines wait about half a minute for an answer, and then do not see why there is none."""
+
+
+def viewed_tree(keytools: Keytools, path: str, table: str | None) -> tuple[ServedTree, str]:
+    """Return a tree, and the key of its first file.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder.
+        NoParquetFilesError: It has no files.
+    """
+    from parquet_keytools.errors import NoParquetFilesError
+    from parquet_keytools.serve.served_tree import ServedTree
+    from parquet_keytools.storage.locations import FileLocation
+
+    location = location_of(path, "PATH")
+    kind = location.info().type.name
+    if kind == "NotFound":
+        raise FileNotFoundError(errno.ENOENT, "no such file or folder", path)
+    only = location.name if kind == "File" else None
+    if only is not None:
+        location = FileLocation(location.filesystem, str(PurePosixPath(location.path).parent))
+    view = keytools.view(location, table_name=table)
+    local = Path(location.path) if location.is_local else None
+    tree = ServedTree(view, "", local_folder=local, only=only)
+    first = next(tree.keys(""), None)
+    if first is None:
+        raise NoParquetFilesError(path=path)
+    return tree, first
+
+
+FolderArgument = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="An empty folder.", exists=True, file_okay=False)
+]
+
+
+def mount_command(
+    path: ViewedArgument, folder: FolderArgument, config: ConfigOption, table: TableOption = None
+) -> None:
+    """Mount encrypted files as a folder of plain Parquet files, until Ctrl-C or `umount`.
+
+    Files are decrypted range by range as they are read, with the columns that you may have. Only you see them, and
+    nothing can be written. Needs the extra `fuse`, libfuse, and a machine that allows mounts.
+    """
+    from parquet_keytools.cli.file_work import open_keytools
+    from parquet_keytools.serve.fuse_mount import mount
+
+    if next(folder.iterdir(), None) is not None:
+        raise typer.BadParameter("this folder is not empty.", param_hint="FOLDER")
+    with open_keytools(config, KMS_SECONDS) as keytools:
+        tree, _ = viewed_tree(keytools, path, table)
+        mount(tree, folder, lambda: answer(f"Mounted at {folder} until Ctrl-C or umount."))

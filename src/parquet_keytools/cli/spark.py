@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from parquet_keytools.cli.failures import ExitStatus
 from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
@@ -22,7 +23,9 @@ from parquet_keytools.cli.options import (
     SourceArgument,
     TableOption,
     TargetArgument,
+    pairs_of,
 )
+from parquet_keytools.cli.output import FilesDocument, answer, print_table, say
 from parquet_keytools.cli.rotate import (
     DryRunOption,
     FromOption,
@@ -261,11 +264,11 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
     """
     from parquet_keytools.errors import ConfigurationError
 
-    pairs = _pairs(settings, "--conf")
+    pairs = pairs_of(settings, "--conf")
     try:
         from pyspark.sql import SparkSession
     except ImportError:
-        from parquet_keytools.runtime.extras import install_hint
+        from parquet_keytools.runtime.presentation import install_hint
 
         raise ConfigurationError("pyspark is not installed.", hint=install_hint("spark")) from None
     home = os.environ.get("JAVA_HOME")
@@ -297,16 +300,6 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
         session.stop()
 
 
-def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:
-    found = {}
-    for text in texts or ():
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise typer.BadParameter(f"{text!r} is not of the form NAME=VALUE.", param_hint=option)
-        found[name] = value
-    return found
-
-
 def _tell(report: PipelineReport, *, as_json: bool, rules: list[dict[str, Any]] | None = None) -> None:
     """Tell what came of a pipeline.
 
@@ -314,8 +307,6 @@ def _tell(report: PipelineReport, *, as_json: bool, rules: list[dict[str, Any]] 
         typer.Exit: Not all went well.
     """
     from parquet_keytools import errors
-    from parquet_keytools.cli.failures import ExitStatus
-    from parquet_keytools.cli.output import FilesDocument, answer, say
 
     if as_json:
         document: dict[str, Any] = {
@@ -358,8 +349,6 @@ def _tell(report: PipelineReport, *, as_json: bool, rules: list[dict[str, Any]] 
 def _say_keys(report: PipelineReport) -> None:
     """Tell how many files need which version of which master key."""
     from collections import Counter
-
-    from parquet_keytools.cli.output import print_table
 
     counts: Counter[tuple[str, str]] = Counter()
     for row in report.rows():

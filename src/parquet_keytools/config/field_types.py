@@ -12,7 +12,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     InstanceOf,
     PlainSerializer,
@@ -22,7 +21,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from parquet_keytools import strict_base64
-from parquet_keytools.config.mistakes import Mistake, YamlPath, did_you_mean, one_of
+from parquet_keytools.config.document import Mistake, YamlPath, did_you_mean, one_of
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -108,13 +107,6 @@ DeniedColumns = Annotated[
     ),
 ]
 KeyLength = Annotated[Literal[128, 192, 256], BeforeValidator(_checked_whole_number)]
-
-
-class Settings(BaseModel):
-    """Root of the settings: frozen, without unknown fields."""
-
-    # Errors of pydantic quote what they got; here that may be a key.
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 # --- what pydantic found wrong ---

@@ -12,10 +12,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from parquet_keytools.config.document_source import DocumentSource, expand, redacted
+from parquet_keytools.config.document import (
+    DocumentSource,
+    Mistake,
+    configuration_error,
+    did_you_mean,
+    expand,
+    one_of,
+    redacted,
+)
 from parquet_keytools.config.field_types import mistakes_of
-from parquet_keytools.config.key_names import check_key_names
-from parquet_keytools.config.mistakes import Mistake, configuration_error, did_you_mean, one_of
+from parquet_keytools.config.key_policy import check_key_names
 from parquet_keytools.config.settings import Configuration, ConfigurationWarning
 from parquet_keytools.config.yaml_document import MOST_BYTES, UnreadableYamlError, YamlDocument, read_yaml
 from parquet_keytools.errors import ConfigurationError

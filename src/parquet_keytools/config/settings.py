@@ -12,29 +12,30 @@ from typing import Any, Literal, Self
 from pydantic import Field, PrivateAttr, SerializeAsAny, StrictBool, model_validator
 from pydantic.json_schema import models_json_schema
 
-from parquet_keytools.config.document_source import DocumentSource, Redacted
-from parquet_keytools.config.field_types import (
-    DataKey,
-    DeniedColumns,
-    KeyName,
-    Seconds,
-    Settings,
-    Text,
-    Version,
-    broken_rules,
-)
-from parquet_keytools.config.mistakes import (
+from parquet_keytools.config.document import (
+    DocumentSource,
     Mistake,
+    Redacted,
     YamlPath,
     configuration_error,
     did_you_mean,
     one_of,
     yaml_path_text,
 )
+from parquet_keytools.config.field_types import (
+    DataKey,
+    DeniedColumns,
+    KeyName,
+    Seconds,
+    Text,
+    Version,
+    broken_rules,
+)
 from parquet_keytools.config.table_settings import TableSettings, prefixes_that_begin_another
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsSettings
 from parquet_keytools.kms.registry import client_class, known_names
+from parquet_keytools.kms.settings import StrictSettings
 
 __all__ = [
     "Configuration",
@@ -51,7 +52,7 @@ class ConfigurationWarning(UserWarning):
     """The configuration is legal, but protects less than one may think."""
 
 
-class KeysWithoutMetadata(Settings):
+class KeysWithoutMetadata(StrictSettings):
     """Data keys for files that do not say which keys they need."""
 
     footer: KeyName | None = Field(default=None, description="Name of the data key of the footer.")
@@ -60,7 +61,7 @@ class KeysWithoutMetadata(Settings):
     )
 
 
-class HashKeySettings(Settings):
+class HashKeySettings(StrictSettings):
     """The secret of digests that are shown in place of values, wrapped by a master key."""
 
     master_key: KeyName = Field(description="Name of the master key that wraps the secret.")
@@ -69,7 +70,7 @@ class HashKeySettings(Settings):
     )
 
 
-class ReadingSettings(Settings):
+class ReadingSettings(StrictSettings):
     """How files are read."""
 
     plaintext_files: Literal["reject", "allow"] = Field(
@@ -105,7 +106,7 @@ class ReadingSettings(Settings):
     )
 
 
-class RotationSettings(Settings):
+class RotationSettings(StrictSettings):
     """Defaults of rotations."""
 
     moves: dict[KeyName, KeyName] = Field(
@@ -118,7 +119,7 @@ class RotationSettings(Settings):
     )
 
 
-class Configuration(Settings):
+class Configuration(StrictSettings):
     """A whole configuration; `load_configuration` makes it from a YAML file.
 
     It pickles without its secrets, for worker processes: there environment variables are expanded again, and

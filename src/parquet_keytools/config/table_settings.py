@@ -8,19 +8,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool, model_validator
 
+from parquet_keytools.config.document import Mistake, YamlPath
 from parquet_keytools.config.field_types import (
     AadPrefixTemplate,
     KeyLength,
     KeyName,
     Seconds,
-    Settings,
     Text,
     broken_rules,
 )
-from parquet_keytools.config.mistakes import Mistake, YamlPath
+from parquet_keytools.kms.settings import StrictSettings
 
 
-class TableSettings(Settings):
+class TableSettings(StrictSettings):
     """How one table is encrypted: an entry under `tables`."""
 
     footer_key: KeyName = Field(description="Name of the master key, or data key, of the footer.")

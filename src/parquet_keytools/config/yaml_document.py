@@ -11,7 +11,7 @@ import yaml
 from yaml.constructor import SafeConstructor
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from parquet_keytools.config.mistakes import Mistake, YamlPath
+from parquet_keytools.config.document import Mistake, YamlPath
 
 MOST_BYTES = 1 << 20
 """Size of the largest document that is read, in bytes."""

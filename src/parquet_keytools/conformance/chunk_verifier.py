@@ -1,4 +1,4 @@
-"""Column chunks verified: pages authenticated by several threads, and numbers compared with what was found.
+"""Column chunks verified: pages authenticated, and numbers compared with what was found.
 
 Pages must also begin as their codec lets pages begin. A page of AES_GCM_CTR_V1 has no tag: any bytes decrypt to
 something (spec 4.2.2). What another key, or a counter that begins elsewhere, makes of it shows there; a few
@@ -11,20 +11,20 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from parquet_keytools.conformance.chunk_modules import AUTHENTICITY_RULES, ChunkCiphers, Page, PageWalk, Window
+from parquet_keytools.conformance.chunk_ciphers import AUTHENTICITY_RULES, ChunkCiphers
+from parquet_keytools.conformance.chunk_entries import ChunkNumbers
+from parquet_keytools.conformance.chunk_modules import Page, PageWalk, Window
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.layout_rules import ChunkRegion
-from parquet_keytools.conformance.nonce_ledger import NonceLedger
+from parquet_keytools.conformance.nonce_ledger import nonce_entry
 from parquet_keytools.conformance.report import Loss
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, ModuleCipher
-from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.structs import ColumnMetaData, PageHeader
+from parquet_keytools.format.structs import PageHeader
 
 _SNAPPY = 1
 _MAGICS = {2: b"\x1f\x8b\x08", 6: b"\x28\xb5\x2f\xfd"}
@@ -53,15 +53,12 @@ def begins_as_compressed(codec: int, start: bytes, length: int) -> bool:
 
 
 _UNCOMPRESSED = 0
-_STEP = 4 * 1024 * 1024
 _read_length = struct.Struct("<I").unpack_from
 _pack_crc = struct.Struct("<I").pack
+_pack_ordinal = struct.Struct("<h").pack
 
 _END_LENGTH = 8 * 1024
 """How much of each end of a page tells it from others; with all of it, a file would take twice as long."""
-
-Count = Callable[[ModuleType, str, str, int], None]
-"""Takes module type, column name, one of `authentic`, `broken`, `unauthenticated`, and how many."""
 
 
 @dataclass
@@ -78,174 +75,257 @@ class PageList:
     first_values: array[int] = field(default_factory=lambda: array("q"))
 
 
+_DATA_HEADER = (ModuleType.DATA_PAGE_HEADER, "authentic")
+_DICTIONARY_HEADER = (ModuleType.DICTIONARY_PAGE_HEADER, "authentic")
+_WITH_TAG = ((ModuleType.DATA_PAGE, "authentic"), (ModuleType.DICTIONARY_PAGE, "authentic"))
+_WITHOUT_TAG = ((ModuleType.DATA_PAGE, "unauthenticated"), (ModuleType.DICTIONARY_PAGE, "unauthenticated"))
+
+
+Task = tuple["ChunkVerifier", Page, memoryview, memoryview]
+"""A page, all its bytes, and those of its module: without the levels that may lie before it."""
+
+
 class ChunkVerifier:
     """Verifies the pages of one chunk.
 
     Attributes:
-        pages: Its data pages, as far as they were walked.
+        chunk: How it is decrypted.
+        region: Where its pages lie.
         is_whole: Whether the walk reached the end of the chunk.
     """
+
+    __slots__ = (
+        "_book",
+        "_broken_pages",
+        "_content_can_be_told",
+        "_data_aad",
+        "_is_lost",
+        "_is_uncompressed",
+        "_lost_from",
+        "_lost_pages",
+        "_num_rows",
+        "_numbers",
+        "_pages",
+        "chunk",
+        "is_whole",
+        "region",
+    )
 
     def __init__(
         self,
         chunk: ChunkCiphers,
-        metadata: ColumnMetaData,
+        numbers: ChunkNumbers,
         num_rows: int,
         region: ChunkRegion,
         book: RuleBook,
-        ledger: NonceLedger,
-        count: Count,
+        *,
+        keeps_pages: bool,
     ) -> None:
         self.chunk = chunk
-        self.metadata = metadata
-        self.num_rows = num_rows
-        self.pages = PageList()
+        self.region = region
+        self._pages = PageList() if keeps_pages else None
         self.is_whole = False
-        self._region = region
+        self._numbers = numbers
+        self._num_rows = num_rows
         self._book = book
-        self._ledger = ledger
-        self._count = count
+        self._broken_pages: list[Page] = []
         self._lost_pages: set[int] = set()
         self._lost_from: int | None = None
         self._is_lost = False
-        self._values = 0
-        self._is_uncompressed = metadata.codec == _UNCOMPRESSED
-        self._content_can_be_told = can_be_told(metadata.codec)
+        self._is_uncompressed = numbers.codec == _UNCOMPRESSED
+        self._content_can_be_told = can_be_told(numbers.codec)
+        self._data_aad = b"" if chunk.ciphers.cipher is None else chunk.aad(ModuleType.DATA_PAGE)
 
-    def walk(self, source: ByteSource) -> Iterator[tuple[Page, memoryview]]:
-        """Yield all pages with their bytes, and check the chunk's own numbers at the end."""
-        region, chunk, metadata = self._region, self.chunk, self.metadata
-        assert region.length is not None
-        end = region.offset + region.length
-        window = Window(source, end, _STEP)
-        walk = PageWalk(window, chunk, metadata, region.offset, end, self._book)
+    @property
+    def end(self) -> int:
+        """Where its pages end."""
+        assert self.region.length is not None
+        return self.region.offset + self.region.length
+
+    def walk(self, window: Window) -> Iterator[Task]:
+        """Yield all pages, and check the chunk's own numbers at the end."""
+        chunk, pages, view = self.chunk, self._pages, window.view
+        walk = PageWalk(
+            window, chunk, self._numbers.dictionary_page_offset, self.region.offset, self.end, self._book
+        )
+        is_encrypted, is_ctr = chunk.ciphers.cipher is not None, chunk.ciphers.is_ctr
         first_data_page: int | None = None
-        cipher, add_nonce, pages = chunk.cipher, self._ledger.add, self.pages
+        number = data_pages = values = 0
+        nonces = bytearray()
         for page in walk:
-            stored = window.view(page.offset, page.length)
-            if cipher is not None:
-                add_nonce(chunk.fingerprint, page.header_nonce, page.header_offset, page.header_check)
-            if not page.is_dictionary:
-                first_data_page = page.header_offset if first_data_page is None else first_data_page
-                pages.first_values.append(self._values)
-                self._values += page.facts.num_values
-                pages.offsets.append(page.header_offset)
-                pages.lengths.append(page.offset + page.length - page.header_offset)
-            yield page, stored
-        for module_type, number in walk.authentic_headers.items():
-            self._count(module_type, chunk.column.name, "authentic", number)
+            ordinal, facts, header_offset, offset, header = page
+            stored = module = view(offset, facts.length)
+            number += 1
+            if is_encrypted:
+                if facts.levels_length:
+                    module = page.module_of(stored, chunk.ciphers.page_framing)
+                nonces += nonce_entry(header[4:16], header_offset, header[-4:])
+                nonces += nonce_entry(module[4:16], offset, _crc_of_ends(module) if is_ctr else module[-4:])
+            if ordinal is not None:
+                if first_data_page is None:
+                    first_data_page = header_offset
+                if pages is not None:
+                    pages.first_values.append(values)
+                    pages.offsets.append(header_offset)
+                    pages.lengths.append(offset + facts.length - header_offset)
+                values += facts.num_values
+                data_pages += 1
+            yield self, page, stored, module
+        if is_encrypted:
+            self._count(walk, data_pages, number - data_pages)
+        if nonces:
+            chunk.ciphers.nonces.add(nonces, number)
         self.is_whole = not walk.stopped
         if walk.stopped:
             self._lost_from = walk.next_ordinal
-            return
-        # Messages are made where they are needed: chunks are many.
-        place = chunk.place(ModuleType.COLUMN_META_DATA)
-        num_values = metadata.num_values
-        self._book.holds("value-count")
-        if self._values != num_values:
-            message = f"the pages have {self._values} values, the metadata says {num_values}."
-            self._book.broken("value-count", message, place)
-        if chunk.column.is_flat and num_values != self.num_rows:
-            message = f"it has {num_values} values, and the row group {self.num_rows} rows."
-            self._book.broken("value-count", message, place)
-        if self._values != num_values or (chunk.column.is_flat and num_values != self.num_rows):
+        else:
+            self._check_numbers(values, first_data_page)
+
+    def _count(self, walk: PageWalk, data_pages: int, dictionary_pages: int) -> None:
+        counts = self.chunk.ciphers.counts
+        data, dictionary = self._kinds
+        if walk.data_headers:
+            counts[_DATA_HEADER] += walk.data_headers
+        if walk.has_dictionary_header:
+            counts[_DICTIONARY_HEADER] += 1
+        if data_pages:
+            counts[data] += data_pages
+        if dictionary_pages:
+            counts[dictionary] += dictionary_pages
+
+    @property
+    def whole_pages(self) -> PageList | None:
+        """Its data pages; None where they were not all walked, or are not kept."""
+        return self._pages if self.is_whole else None
+
+    @property
+    def _kinds(self) -> tuple[tuple[ModuleType, str], ...]:
+        """As what data and dictionary pages count whose length field is right, and whose tag if they have one."""
+        return _WITHOUT_TAG if self.chunk.ciphers.is_ctr else _WITH_TAG
+
+    def _check_numbers(self, values: int, first_data_page: int | None) -> None:
+        book, chunk, held = self._book, self.chunk, self.chunk.ciphers.held
+        # Messages, and places, are made where they are needed: chunks are many.
+        num_values, is_flat = self._numbers.num_values, chunk.ciphers.column.is_flat
+        held.add("value-count")
+        if values != num_values:
+            message = f"the pages have {values} values, the metadata says {num_values}."
+            book.broken("value-count", message, chunk.place(ModuleType.COLUMN_META_DATA))
+        if is_flat and num_values != self._num_rows:
+            message = f"it has {num_values} values, and the row group {self._num_rows} rows."
+            book.broken("value-count", message, chunk.place(ModuleType.COLUMN_META_DATA))
+        if values != num_values or (is_flat and num_values != self._num_rows):
             # Which values belong to which rows cannot be told any more.
             self._is_lost = True
-        if chunk.cipher is not None and first_data_page is not None:
-            stated = metadata.data_page_offset
+        if chunk.ciphers.cipher is not None and first_data_page is not None:
+            stated = self._numbers.data_page_offset
             if stated == first_data_page:
-                self._book.holds("data-page-offset")
+                held.add("data-page-offset")
             else:
                 message = f"it is {stated}, and the first data page is at {first_data_page}."
-                self._book.broken("data-page-offset", message, place)
+                book.broken("data-page-offset", message, chunk.place(ModuleType.COLUMN_META_DATA))
 
-    def check_page(self, page: Page, stored: memoryview, scratch: memoryview) -> None:
+    def check_page(self, page: Page, stored: memoryview, module: memoryview, scratch: memoryview) -> None:
         """Authenticate one page, or as much of it as its algorithm and its CRC allow; for any thread.
 
         The plaintext goes to `scratch`, which is as long as `stored` at least.
         """
-        book, chunk = self._book, self.chunk
+        facts, ciphers = page.facts, self.chunk.ciphers
         is_good = True
-        crc = page.facts.crc
-        if crc is not None:
-            is_good = zlib.crc32(stored) == crc & 0xFFFF_FFFF
-            book.check("page-crc", is_good, "the page does not have the CRC that its header states.", page.place)
-        plaintext_length = len(stored) - chunk.page_framing
-        if chunk.cipher is not None:
-            is_good = self._authenticate(chunk.cipher, page, stored, scratch) and is_good
+        if facts.crc is not None:
+            is_good = zlib.crc32(stored) == facts.crc & 0xFFFF_FFFF
+            message = "the page does not have the CRC that its header states."
+            self._check("page-crc", is_good, message, page)
+        if ciphers.cipher is not None:
+            is_good = self._authenticate(ciphers.cipher, page, stored, module, scratch) and is_good
         elif self._content_can_be_told:
-            start = stored[page.facts.levels_length :][:START_LENGTH]
+            start = stored[facts.levels_length :][:START_LENGTH]
             is_good = self._check_content(page, self._begins_well(page, start)) and is_good
         if self._is_uncompressed:
-            stated = page.facts.uncompressed_length
-            message = f"{plaintext_length} bytes without framing, and the header states {stated}."
-            is_good = book.check("page-size", plaintext_length == stated, message, page.place) and is_good
+            length, stated = len(stored) - ciphers.page_framing, facts.uncompressed_length
+            if length == stated:
+                ciphers.held.add("page-size")
+            else:
+                message = f"{length} bytes without framing, and the header states {stated}."
+                is_good = self._check("page-size", False, message, page)
         if not is_good:
             self._lose(page)
 
-    def _authenticate(self, cipher: ModuleCipher, page: Page, stored: memoryview, scratch: memoryview) -> bool:
-        place, name = page.place, self.chunk.column.name
-        whole, stored = stored, page.module_of(stored, self.chunk.page_framing)
-        check = _crc_of_ends(stored) if self.chunk.is_ctr else bytes(stored[-4:])
-        self._ledger.add(self.chunk.fingerprint, stored[4:16], page.offset, check, is_page=True)
-        if len(stored) < len(whole):
-            message = f"{len(whole) - len(stored)} bytes of levels are in plaintext before the module."
-            self._book.broken("page-v2-whole", message, place, page.offset)
-        elif page.facts.page_type == PageHeader.DATA_PAGE_V2:
-            self._book.holds("page-v2-whole")
-        (length,) = _read_length(stored)
-        if length != len(stored) - 4:
-            message = f"its length field says {length} bytes, its header {len(stored) - 4}."
-            self._book.broken("module-length", message, place, page.offset)
-            self._count(place.module_type, name, "broken", 1)
+    def _check(self, rule_id: str, holds: bool, message: str, page: Page) -> bool:
+        if holds:
+            self.chunk.ciphers.held.add(rule_id)
+        else:
+            self._book.broken(rule_id, message, self.chunk.page_place(page.ordinal))
+        return holds
+
+    def _aad(self, page: Page) -> bytes:
+        if page.ordinal is None:
+            return self.chunk.aad(ModuleType.DICTIONARY_PAGE)
+        return self._data_aad + _pack_ordinal(page.ordinal)
+
+    def _authenticate(
+        self, cipher: ModuleCipher, page: Page, stored: memoryview, module: memoryview, scratch: memoryview
+    ) -> bool:
+        facts, size = page.facts, len(module)
+        levels_before = len(stored) - size
+        if levels_before:
+            message = f"{levels_before} bytes of levels are in plaintext before the module."
+            self._book.broken("page-v2-whole", message, self.chunk.page_place(page.ordinal), page.offset)
+        elif facts.page_type == PageHeader.DATA_PAGE_V2:
+            self.chunk.ciphers.held.add("page-v2-whole")
+        (length,) = _read_length(module)
+        if length != size - 4:
+            message = f"its length field says {length} bytes, its header {size - 4}."
+            self._break(page, "module-length", message)
             return False
-        if self.chunk.is_ctr:
+        if self.chunk.ciphers.is_ctr:
             # To decrypt it would show nothing: any bytes decrypt to something.
-            self._count(place.module_type, name, "unauthenticated", 1)
-            start = self._decrypted_start(cipher, page, stored, len(whole) - len(stored), scratch)
+            start = self._decrypted_start(cipher, page, module, levels_before, scratch)
             begins_well = self._begins_well(page, start)
-            is_first = page.is_dictionary or place.page_ordinal == 0
-            if (is_first or begins_well is False) and not self._check_algorithm(cipher, page, stored, scratch):
+            is_first = not page.ordinal
+            if (is_first or begins_well is False) and not self._check_algorithm(cipher, page, module, scratch):
                 return True
             return self._check_content(page, begins_well)
-        out = scratch[: len(stored) - GCM_FRAMING]
-        rule_id = AUTHENTICITY_RULES[place.module_type]
+        out = scratch[: size - GCM_FRAMING]
         try:
-            cipher.gcm.decrypt_into(stored[4:16], stored[16:], place.aad(cipher.file_aad), out)
+            cipher.gcm.decrypt_into(module[4:16], module[16:], self._aad(page), out)
         except InvalidTag:
-            self._book.broken(rule_id, "the module does not authenticate.", place, page.offset)
-            self._count(place.module_type, name, "broken", 1)
+            is_dictionary = page.ordinal is None
+            rule_id = AUTHENTICITY_RULES[ModuleType.DICTIONARY_PAGE if is_dictionary else ModuleType.DATA_PAGE]
+            self._break(page, rule_id, "the module does not authenticate.")
             return False
-        self._book.holds(rule_id, "module-length")
-        self._count(place.module_type, name, "authentic", 1)
         if not self._content_can_be_told:
             return True
-        skipped = max(0, page.facts.levels_length - (len(whole) - len(stored)))
+        skipped = max(0, facts.levels_length - levels_before)
         return self._check_content(page, self._begins_well(page, out[skipped : skipped + START_LENGTH]))
 
-    def _check_algorithm(self, cipher: ModuleCipher, page: Page, stored: memoryview, scratch: memoryview) -> bool:
+    def _break(self, page: Page, rule_id: str, message: str) -> None:
+        self._book.broken(rule_id, message, self.chunk.page_place(page.ordinal), page.offset)
+        self._broken_pages.append(page)
+
+    def _check_algorithm(self, cipher: ModuleCipher, page: Page, module: memoryview, scratch: memoryview) -> bool:
         """Check that a page of a file that states AES-CTR is no module of AES-GCM."""
-        if len(stored) < GCM_FRAMING:
+        if len(module) < GCM_FRAMING:
             return True
-        out = scratch[: len(stored) - GCM_FRAMING]
+        out = scratch[: len(module) - GCM_FRAMING]
         try:
-            cipher.gcm.decrypt_into(stored[4:16], stored[16:], page.place.aad(cipher.file_aad), out)
+            cipher.gcm.decrypt_into(module[4:16], module[16:], self._aad(page), out)
         except InvalidTag:
-            self._book.holds("algorithm-of-pages")
+            self.chunk.ciphers.held.add("algorithm-of-pages")
             return True
         message = "the page authenticates with AES-GCM, and the file states AES_GCM_CTR_V1."
-        self._book.broken("algorithm-of-pages", message, page.place, page.offset)
+        self._book.broken("algorithm-of-pages", message, self.chunk.page_place(page.ordinal), page.offset)
         return False
 
     @staticmethod
     def _decrypted_start(
-        cipher: ModuleCipher, page: Page, stored: memoryview, levels_before: int, scratch: memoryview
+        cipher: ModuleCipher, page: Page, module: memoryview, levels_before: int, scratch: memoryview
     ) -> memoryview:
         """Return how what follows the levels begins, in a page without a tag; levels may stand before it."""
         skipped = max(0, page.facts.levels_length - levels_before)
-        looked_at = stored[CTR_FRAMING : CTR_FRAMING + skipped + START_LENGTH]
+        looked_at = module[CTR_FRAMING : CTR_FRAMING + skipped + START_LENGTH]
         out = scratch[: len(looked_at)]
-        cipher.ctr().apply_into(stored[4:16], looked_at, b"", out)
+        cipher.ctr().apply_into(module[4:16], looked_at, b"", out)
         return out[skipped:]
 
     def _begins_well(self, page: Page, start: memoryview) -> bool | None:
@@ -254,24 +334,32 @@ class ChunkVerifier:
         length = facts.uncompressed_length - facts.levels_length
         if not self._content_can_be_told or not facts.is_compressed or length <= 0:
             return None
-        return begins_as_compressed(self.metadata.codec, bytes(start), length)
+        return begins_as_compressed(self._numbers.codec, bytes(start), length)
 
     def _check_content(self, page: Page, begins_well: bool | None) -> bool:
-        message = "it does not begin as the output of its codec does."
-        return begins_well is None or self._book.check("page-content", begins_well, message, page.place)
+        if begins_well:
+            self.chunk.ciphers.held.add("page-content")
+        if begins_well is not False:
+            return True
+        return self._check("page-content", False, "it does not begin as the output of its codec does.", page)
 
     def _lose(self, page: Page) -> None:
-        if page.is_dictionary:
+        if page.ordinal is None:
             self._is_lost = True
-        elif page.place.page_ordinal is not None:
-            self._lost_pages.add(page.place.page_ordinal)
+        else:
+            self._lost_pages.add(page.ordinal)
 
-    def loss(self) -> Loss | None:
-        """Return what is lost of the chunk, when all its pages were checked."""
+    def finish(self) -> Loss | None:
+        """Count the broken pages, and return what is lost of the chunk, when all its pages were checked."""
+        counts = self.chunk.ciphers.counts
+        for page in self._broken_pages:
+            kind = self._kinds[page.ordinal is None]
+            counts[kind] -= 1
+            counts[kind[0], "broken"] += 1
         if not self._is_lost and not self._lost_pages and self._lost_from is None:
             return None
         pages = None if self._is_lost else tuple(sorted(self._lost_pages))
-        column = self.chunk.column
+        column = self.chunk.ciphers.column
         return Loss(self.chunk.row_group_ordinal, column.ordinal, column.name, pages, self._lost_from)
 
 
@@ -280,53 +368,3 @@ def _crc_of_ends(module: memoryview) -> bytes:
     return _pack_crc(
         zlib.crc32(module[max(_END_LENGTH, len(module) - _END_LENGTH) :], zlib.crc32(module[:_END_LENGTH]))
     )
-
-
-_BATCH_BYTES = 32 * 1024 * 1024
-"""How much is walked before it is authenticated: large enough that threads seldom wait for each other."""
-
-Task = tuple[ChunkVerifier, Page, memoryview]
-
-
-def authenticate_pages(source: ByteSource, verifiers: Iterable[ChunkVerifier], threads: int) -> None:
-    """Walk chunks one after another, and authenticate their pages.
-
-    To walk is Python's work and to authenticate is the cipher's, which lets go of the interpreter. Threads that do
-    both at once wait for each other more than they work: so one thread walks, and then all authenticate, each into
-    memory that it uses again and again.
-    """
-    scratches = [bytearray() for _ in range(threads)]
-    with ThreadPoolExecutor(max(1, threads - 1)) as pool:
-        for batch in _batches(source, verifiers):
-            longest = max(len(stored) for _, _, stored in batch)
-            for position, scratch in enumerate(scratches):
-                if len(scratch) < longest:
-                    scratches[position] = bytearray(longest)
-            shares = [batch[position::threads] for position in range(threads)]
-            others = [
-                pool.submit(_authenticate, share, memoryview(scratch))
-                for share, scratch in zip(shares[1:], scratches[1:], strict=True)
-            ]
-            _authenticate(shares[0], memoryview(scratches[0]))
-            for other in others:
-                other.result()
-
-
-def _authenticate(share: list[Task], scratch: memoryview) -> None:
-    for verifier, page, stored in share:
-        verifier.check_page(page, stored, scratch)
-
-
-def _batches(source: ByteSource, verifiers: Iterable[ChunkVerifier]) -> Iterator[list[Task]]:
-    """Yield pages that are about `_BATCH_BYTES` together."""
-    batch: list[Task] = []
-    size = 0
-    for verifier in verifiers:
-        for page, stored in verifier.walk(source):
-            batch.append((verifier, page, stored))
-            size += len(stored)
-            if size >= _BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch

@@ -15,7 +15,7 @@ from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, TableMismatch
 
 if TYPE_CHECKING:
-    from parquet_keytools.config.key_names import KeyReference
+    from parquet_keytools.config.key_policy import KeyReference
     from parquet_keytools.files.table_check import SeenColumn
 
 _RULE_OF = {
@@ -109,7 +109,7 @@ def _check_length(
     user: KeyUser, key: KeyReference | None, table: ExpectedTable, keys: FileKeys, book: RuleBook
 ) -> None:
     """Check the length of a DEK that a master key wraps; that of a data key is its owner's affair."""
-    from parquet_keytools.config.key_names import MasterKeyReference
+    from parquet_keytools.config.key_policy import MasterKeyReference
 
     if not isinstance(key, MasterKeyReference):
         return

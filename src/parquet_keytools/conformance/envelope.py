@@ -20,7 +20,11 @@ from parquet_keytools.format.file_layout import (
     FooterBytes,
     unauthenticated_limit,
 )
-from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
+from parquet_keytools.format.structs import ColumnChunk, FileCryptoMetaData, FileMetaData
+from parquet_keytools.format.thrift_values import WireType
+
+_STRUCT, _BINARY = WireType.STRUCT, WireType.BINARY
+_CRYPTO, _HIDDEN = ColumnChunk.crypto_metadata.field_id, ColumnChunk.encrypted_column_metadata.field_id
 
 _CRYPTO_FIELD_IDS = {1, 2}
 _AES_FIELD_IDS = {1, 2, 3}
@@ -106,7 +110,9 @@ def check_required(metadata: FileMetaData) -> None:
         _ = row_group.total_compressed_size, row_group.ordinal
         for chunk in row_group.columns:
             # The other fields are optional, and not there where they have another type.
-            _ = chunk.crypto_metadata, chunk.encrypted_column_metadata
+            types = chunk.struct.types()
+            if types.get(_CRYPTO, _STRUCT) is not _STRUCT or types.get(_HIDDEN, _BINARY) is not _BINARY:
+                _ = chunk.crypto_metadata, chunk.encrypted_column_metadata
     for entry in metadata.key_value_metadata or ():
         _ = entry.key, entry.value
 

@@ -11,9 +11,15 @@ from typing import Protocol
 
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import Column
-from parquet_keytools.encryption.footer import KeyRetriever
+from parquet_keytools.encryption.key_retriever import KeyRetriever
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, WrappedKeyInvalidError
-from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
+from parquet_keytools.keys.key_material import (
+    DataKeyId,
+    KeyMaterial,
+    KeyMetadata,
+    KeyReference,
+    parse_key_metadata,
+)
 from parquet_keytools.secret_bytes import SecretBytes
 
 _AES_KEY_LENGTHS = (128, 192, 256)
@@ -100,10 +106,15 @@ class FileKeys:
             if not key_metadata and self.finder is not None:
                 known = self.finder.name_without_metadata(user or None)
                 self.key_names.update({} if known is None else {user: known})
-            if self._check_metadata(user, key_metadata):
-                material, is_there = self._material(user, key_metadata)
-                if is_there:
-                    materials[position] = material
+            try:
+                parsed = self._checked_metadata(user, key_metadata)
+            except KeyMaterialError as error:
+                # Bytes of any other kind, also JSON, are legal (spec 4.3), and of no use here.
+                self.denied[user] = f"its key metadata: {error}"
+                continue
+            material, is_there = self._material(user, key_metadata, parsed)
+            if is_there:
+                materials[position] = material
         if self.finder is None:
             self.denied.update((user, "no keys are given") for user, _ in wanted if user not in self.denied)
             return found
@@ -139,22 +150,21 @@ class FileKeys:
             self._check_kek(user, material, outcome)
         return True
 
-    def _check_metadata(self, user: KeyUser, key_metadata: bytes | None) -> bool:
+    def _checked_metadata(self, user: KeyUser, key_metadata: bytes | None) -> KeyMetadata | None:
+        """Return what key metadata says; raises `KeyMaterialError` where that cannot be read."""
         try:
             parsed = parse_key_metadata(key_metadata)
         except KeyMaterialError as error:
             if key_metadata is not None and _KEY_MATERIAL in key_metadata:
                 self.book.broken("key-material", f"{title_of(user)}: {error}")
-            # Bytes of any other kind, also JSON, are legal (spec 4.3), and of no use here.
-            self.denied[user] = f"its key metadata: {error}"
-            return False
+            raise
         if isinstance(parsed, KeyMaterial):
             self._check_material(user, parsed)
         elif isinstance(parsed, KeyReference):
             self.book.holds("key-material")
         elif isinstance(parsed, DataKeyId):
             self.key_names[user] = parsed.name
-        return True
+        return parsed
 
     def _check_material(self, user: KeyUser, material: KeyMaterial) -> None:
         self.book.holds("key-material")
@@ -171,9 +181,10 @@ class FileKeys:
         elif user == FOOTER:
             self.book.holds("kms-named")
 
-    def _material(self, user: KeyUser, key_metadata: bytes | None) -> tuple[KeyMaterial | None, bool]:
+    def _material(
+        self, user: KeyUser, key_metadata: bytes | None, parsed: KeyMetadata | None
+    ) -> tuple[KeyMaterial | None, bool]:
         """Return the key material, also from the key material file, and whether the key can be asked for."""
-        parsed = parse_key_metadata(key_metadata)
         if self.finder is None:
             if isinstance(parsed, KeyReference):
                 self.book.not_checked("key-material-file", f"{title_of(user)}: no keys are given")

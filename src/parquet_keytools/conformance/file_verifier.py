@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
-from parquet_keytools.conformance.chunk_modules import ChunkCiphers
-from parquet_keytools.conformance.chunk_verifier import ChunkVerifier, authenticate_pages
+from parquet_keytools.conformance.chunk_ciphers import ChunkCiphers, ColumnCiphers
+from parquet_keytools.conformance.chunk_entries import ChunkNumbers
+from parquet_keytools.conformance.chunk_verifier import ChunkVerifier
 from parquet_keytools.conformance.configuration_rules import check_table_of_columns, check_table_of_footer
 from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
 from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, MaterialFinder, check_deks, fingerprint
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, check_footer
-from parquet_keytools.conformance.index_rules import IndexVerifier
+from parquet_keytools.conformance.index_rules import IndexVerifier, IndexWindows
 from parquet_keytools.conformance.layout_rules import (
     ChunkRegion,
     check_gaps,
     check_layout,
     check_row_groups,
     chunk_regions,
+    is_in_file,
 )
 from parquet_keytools.conformance.metadata_rules import MetadataReader, check_left_metadata
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.conformance.opening import Expectation, FooterOpener, OpenedEnvelope
+from parquet_keytools.conformance.page_batches import authenticate_pages
 from parquet_keytools.conformance.report import Damage, FileReport, Loss, ModuleTally
 from parquet_keytools.conformance.rules import FILE_SCOPES, Scope
 from parquet_keytools.encryption.aad import ModuleType
@@ -35,7 +37,6 @@ from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, 
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import RegionKind
-from parquet_keytools.format.structs import ColumnMetaData
 
 ChunkKey = tuple[int, int]
 """Row group ordinal and column ordinal."""
@@ -91,8 +92,8 @@ class _FileVerifier:
         self._book = RuleBook(FILE_SCOPES)
         self._keys = FileKeys(finder, self._book)
         self._ledger = NonceLedger()
-        self._counts: defaultdict[tuple[ModuleType, str | None], Counter[str]] = defaultdict(Counter)
-        self._lock = threading.Lock()
+        self._footer_counts: Counter[str] = Counter()
+        self._ciphers: dict[int, ColumnCiphers] = {}
         self._losses: list[Loss] = []
         self._damaged_indexes: list[ChunkKey] = []
         self._facts = FileFacts()
@@ -114,17 +115,14 @@ class _FileVerifier:
             )
             damage = self._encrypted(envelope)
         has_all_keys = self._keys.finder is not None and not self._keys.denied
+        for ciphers in self._ciphers.values():
+            ciphers.note_held(self._book)
         self._ledger.check(self._book, self._expectation.invocation_limit)
         report = FileReport(
             self._source.path,
             self._keys.finder is not None,
             self._book.results(),
-            tuple(
-                ModuleTally(
-                    *key, *(self._counts[key][name] for name in ("authentic", "broken", "unauthenticated"))
-                )
-                for key in sorted(self._counts, key=lambda key: (key[0], key[1] or ""))
-            ),
+            self._tallies(),
             damage if has_all_keys else None,
             self._keys.denied_by_title(),
             frozenset() if self._expectation.aad_prefix is None else frozenset({"prefix-expected"}),
@@ -137,6 +135,18 @@ class _FileVerifier:
             unknown=next(iter(report.result("nonce-reuse").reasons), None),
         )
         return report, facts
+
+    def _tallies(self) -> tuple[ModuleTally, ...]:
+        counts: defaultdict[tuple[ModuleType, str | None], Counter[str]] = defaultdict(Counter)
+        if self._footer_counts:
+            counts[ModuleType.FOOTER, None] = self._footer_counts
+        for ciphers in self._ciphers.values():
+            for (module_type, outcome), number in ciphers.counts.items():
+                counts[module_type, ciphers.name][outcome] += number
+        return tuple(
+            ModuleTally(*key, *(counts[key][name] for name in ("authentic", "broken", "unauthenticated")))
+            for key in sorted(counts, key=lambda key: (key[0], key[1] or ""))
+        )
 
     def _unencrypted(self, envelope: Envelope) -> Damage | None:
         self._facts = replace(self._facts, mode=envelope.mode)
@@ -167,7 +177,7 @@ class _FileVerifier:
             return None if is_prefix_missing and envelope.aad_prefix is None else _FILE_IS_LOST
         if opened.cipher is not None:
             outcome = "authentic" if opened.is_authentic else "broken"
-            self._count(ModuleType.FOOTER, None, outcome, 1)
+            self._footer_counts[outcome] += 1
         table = self._expectation.table
         shown_keys = table.settings.plaintext_footer_keys if table is not None else ()
         footer = check_footer(envelope, opened.metadata, self._book, shown_keys)
@@ -189,50 +199,47 @@ class _FileVerifier:
 
     def _columns(self, envelope: Envelope, footer: OpenFooter, opened: OpenedEnvelope | None) -> None:
         self._facts = replace(self._facts, column_paths=tuple(column.path for column in footer.columns))
-        ciphers = self._ciphers(footer, opened)
-        reader = MetadataReader(envelope, footer, self._book, self._ledger, self._count)
-        metadata: dict[ChunkKey, ColumnMetaData] = {}
-        walkable: dict[ChunkKey, ChunkCiphers] = {}
         is_ctr = envelope.algorithm is Algorithm.AES_GCM_CTR_V1
-        for row_group_ordinal in range(len(footer.row_groups)):
-            for column in footer.columns:
-                key = (row_group_ordinal, column.ordinal)
-                cipher, dek_fingerprint = ciphers.get(column.ordinal, (None, b""))
-                chunk = ChunkCiphers(column, row_group_ordinal, cipher, is_ctr, dek_fingerprint)
-                is_readable = column.encryption is ColumnEncryption.PLAINTEXT or cipher is not None
-                found = reader.read(chunk, is_readable=is_readable)
-                if found is not None:
-                    metadata[key] = found
-                    if is_readable and key not in footer.unusable:
-                        walkable[key] = chunk
-                elif is_readable:
-                    self._lose_chunk(chunk)
-        regions = [
-            region
-            for (row_group_ordinal, column_ordinal), found in metadata.items()
-            for region in chunk_regions(
-                footer.chunks[row_group_ordinal][column_ordinal],
-                found,
-                row_group_ordinal,
-                column_ordinal,
-                self._book,
-            )
-        ]
-        usable = check_layout(regions, envelope.footer_offset, self._book)
+        self._ciphers = self._column_ciphers(footer, opened, is_ctr=is_ctr)
+        reader = MetadataReader(envelope, footer, self._book)
+        metadata: dict[ChunkKey, ChunkNumbers] = {}
+        walkable: dict[ChunkKey, ChunkCiphers] = {}
+        regions: list[ChunkRegion] = []
+        for row_group_ordinal, chunks in enumerate(footer.chunks):
+            for ordinal, ciphers in self._ciphers.items():
+                chunk = ChunkCiphers(ciphers, row_group_ordinal)
+                is_plaintext = ciphers.column.encryption is ColumnEncryption.PLAINTEXT
+                is_readable = is_plaintext or ciphers.cipher is not None
+                numbers = reader.read(chunk, is_readable=is_readable)
+                key = (row_group_ordinal, ordinal)
+                if numbers is None:
+                    if is_readable:
+                        self._lose_chunk(chunk)
+                    continue
+                metadata[key] = numbers
+                if is_readable:
+                    walkable[key] = chunk
+                if is_in_file(chunks[ordinal], *key, self._book):
+                    regions += chunk_regions(chunks[ordinal], numbers, *key)
+        unusable = check_layout(regions, envelope.footer_offset, self._book)
         if envelope.mode is not FooterMode.UNENCRYPTED:
             check_row_groups(footer, metadata, regions, self._book)
-        self._walk(envelope, footer, metadata, walkable, regions, usable)
+        self._walk(envelope, footer, metadata, walkable, regions, unusable)
 
-    def _ciphers(self, footer: OpenFooter, opened: OpenedEnvelope | None) -> dict[int, tuple[ModuleCipher, bytes]]:
-        """Return the ciphers of encrypted columns, by ordinal, as far as their keys are available."""
-        ciphers: dict[int, tuple[ModuleCipher, bytes]] = {}
+    def _column_ciphers(
+        self, footer: OpenFooter, opened: OpenedEnvelope | None, *, is_ctr: bool
+    ) -> dict[int, ColumnCiphers]:
+        """Return how columns are decrypted, by ordinal, as far as their keys are available."""
+        ciphers = {column.ordinal: ColumnCiphers(column) for column in footer.columns}
         if opened is None:
             return ciphers
         with_footer_key = [c for c in footer.columns if c.encryption is ColumnEncryption.FOOTER_KEY]
         with_own_key = [c for c in footer.columns if c.encryption is ColumnEncryption.COLUMN_KEY]
         for column in with_footer_key:
             if opened.cipher is not None:
-                ciphers[column.ordinal] = (opened.cipher, opened.fingerprint)
+                nonces = self._ledger.of(opened.fingerprint)
+                found = ColumnCiphers(column, opened.cipher, nonces, is_ctr=is_ctr)
+                ciphers[column.ordinal] = found
             else:
                 self._denied(column, self._keys.denied.get(FOOTER, "no keys are given"))
         deks = self._keys.column_deks([(column.path, column.key_metadata) for column in with_own_key])
@@ -245,7 +252,9 @@ class _FileVerifier:
             if opened.file_aad is None:
                 self._denied(column, "no AAD can be built")
             else:
-                ciphers[column.ordinal] = (ModuleCipher(dek, opened.file_aad), own[-1][1])
+                cipher = ModuleCipher(dek, opened.file_aad)
+                nonces = self._ledger.of(own[-1][1])
+                ciphers[column.ordinal] = ColumnCiphers(column, cipher, nonces, is_ctr=is_ctr)
         check_deks(opened.fingerprint or None, own, self._keys, self._book)
         return ciphers
 
@@ -259,35 +268,44 @@ class _FileVerifier:
         self,
         envelope: Envelope,
         footer: OpenFooter,
-        metadata: dict[ChunkKey, ColumnMetaData],
+        metadata: dict[ChunkKey, ChunkNumbers],
         walkable: dict[ChunkKey, ChunkCiphers],
         regions: list[ChunkRegion],
-        usable: set[ChunkRegion],
+        unusable: frozenset[ChunkRegion],
     ) -> None:
         verifiers: dict[ChunkKey, ChunkVerifier] = {}
         elsewhere = walkable.keys() - {(region.row_group_ordinal, region.column_ordinal) for region in regions}
         for key in sorted(elsewhere):
             self._lose_chunk(walkable[key])
+        indexed = {
+            (region.row_group_ordinal, region.column_ordinal)
+            for region in regions
+            if region.kind in (RegionKind.COLUMN_INDEX, RegionKind.OFFSET_INDEX)
+        }
         for region in regions:
             key = (region.row_group_ordinal, region.column_ordinal)
             if region.kind is not RegionKind.PAGES or key not in walkable:
                 continue
-            if region in usable:
-                num_rows = footer.row_groups[region.row_group_ordinal].num_rows
+            if not unusable or region not in unusable:
                 verifiers[key] = ChunkVerifier(
-                    walkable[key], metadata[key], num_rows, region, self._book, self._ledger, self._count
+                    walkable[key],
+                    metadata[key],
+                    footer.row_groups[region.row_group_ordinal].num_rows,
+                    region,
+                    self._book,
+                    keeps_pages=key in indexed,
                 )
             else:
-                name = walkable[key].column.name
+                name = walkable[key].ciphers.name
                 self._book.scope_not_checked(Scope.COLUMN, f"{name!r}: a chunk is not where it can be read")
                 self._lose_chunk(walkable[key])
-        authenticate_pages(self._source, verifiers.values(), self._threads)
-        self._losses += [loss for verifier in verifiers.values() if (loss := verifier.loss()) is not None]
+        authenticate_pages(self._source, tuple(verifiers.values()), self._threads)
+        self._losses += [loss for verifier in verifiers.values() if (loss := verifier.finish()) is not None]
         if any(not verifier.is_whole for verifier in verifiers.values()):
             self._book.scope_not_checked(Scope.COLUMN, "the pages of a chunk could not all be walked")
-        lengths = self._check_indexes(envelope, footer, walkable, verifiers, regions, usable)
+        lengths = self._check_indexes(envelope, footer, walkable, verifiers, regions, unusable)
         is_complete = len(metadata) == len(footer.row_groups) * len(footer.columns)
-        if is_complete and len(usable) == len(regions) and None not in lengths.values():
+        if is_complete and not unusable and None not in lengths.values():
             ranges = [(region.offset, lengths.get(region, region.length) or 0) for region in regions]
             gaps = check_gaps(ranges, envelope.footer_offset, self._book)
             check_left_metadata(self._source, gaps, footer.columns, self._book)
@@ -302,43 +320,42 @@ class _FileVerifier:
         walkable: dict[ChunkKey, ChunkCiphers],
         verifiers: dict[ChunkKey, ChunkVerifier],
         regions: list[ChunkRegion],
-        usable: set[ChunkRegion],
+        unusable: frozenset[ChunkRegion],
     ) -> dict[ChunkRegion, int | None]:
         """Check page indexes and Bloom filters; returns the lengths of those whose length is not stated."""
         lengths: dict[ChunkRegion, int | None] = {}
         starts = sorted({region.offset for region in regions if region.length != 0} | {envelope.footer_offset})
+        # What may not be looked into may lie outside of the file.
+        windows = IndexWindows(self._source, [region for region in regions if region not in unusable])
         for region in regions:
             key = (region.row_group_ordinal, region.column_ordinal)
             if region.kind is RegionKind.PAGES:
                 continue
-            if key not in walkable or region not in usable:
+            if key not in walkable or region in unusable:
                 if region.length is None:
                     lengths[region] = None
                 if key in walkable:
                     self._damaged_indexes.append(key)
                 continue
             limit = starts[bisect_right(starts, region.offset)]
-            indexes = IndexVerifier(self._source, walkable[key], limit, self._book, self._ledger, self._count)
+            pages = verifiers[key].whole_pages if key in verifiers else None
+            indexes = IndexVerifier(self._source, walkable[key], limit, self._book)
             if region.kind is RegionKind.BLOOM_FILTER:
                 length = indexes.check_bloom_filter(region)
                 lengths[region] = length if region.length is None else region.length
             elif region.kind is RegionKind.OFFSET_INDEX:
                 num_rows = footer.row_groups[region.row_group_ordinal].num_rows
-                indexes.check_offset_index(region, verifiers.get(key), num_rows)
+                indexes.check_offset_index(region, windows.read(region), pages, num_rows)
             else:
-                indexes.check_column_index(region, verifiers.get(key))
+                indexes.check_column_index(region, windows.read(region), pages)
             if indexes.is_damaged:
                 self._damaged_indexes.append(key)
         return lengths
 
-    def _count(self, module_type: ModuleType, column: str | None, outcome: str, number: int) -> None:
-        with self._lock:
-            self._counts[module_type, column][outcome] += number
-
     # --- What it comes to ----------------------------------------------------------------------------------
 
     def _lose_chunk(self, chunk: ChunkCiphers) -> None:
-        column = chunk.column
+        column = chunk.ciphers.column
         self._losses.append(Loss(chunk.row_group_ordinal, column.ordinal, column.name, None))
 
     def _damage(self, row_groups: int) -> Damage:

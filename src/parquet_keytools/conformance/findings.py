@@ -81,7 +81,11 @@ _MAX_REASONS = 20
 
 
 class RuleBook:
-    """What became of the rules of some scopes so far; may be written to by any number of threads."""
+    """What became of the rules of some scopes so far; may be written to by any number of threads.
+
+    Attributes:
+        breaches: How many breaches were noted, of all rules.
+    """
 
     def __init__(self, scopes: Collection[Scope]) -> None:
         self._rules = tuple(rule for rule in RULES if rule.scope in scopes)
@@ -90,6 +94,7 @@ class RuleBook:
         self._breaches: dict[str, int] = {}
         self._reasons: dict[str, dict[str, None]] = {}
         self._lock = threading.Lock()
+        self.breaches = 0
 
     def holds(self, *rule_ids: str) -> None:
         """Note that rules were checked and hold in one place."""
@@ -104,6 +109,7 @@ class RuleBook:
             if len(kept) < MAX_FINDINGS:
                 kept.append(Finding(RULES_BY_ID[rule_id], printable(message), place, offset))
             self._breaches[rule_id] = self._breaches.get(rule_id, 0) + 1
+            self.breaches += 1
 
     def is_broken(self, rule_id: str) -> bool:
         """Whether a breach of a rule was noted."""

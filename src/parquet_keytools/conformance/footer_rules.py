@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from parquet_keytools.conformance.chunk_entries import ChunkEntry
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePlace, ModuleType
 from parquet_keytools.encryption.envelope import Envelope
@@ -14,7 +15,7 @@ from parquet_keytools.encryption.plaintext_footer import VisibleKeyValues
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
-from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, RowGroup, SchemaElement
+from parquet_keytools.format.structs import ColumnMetaData, FileMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift_compact import WireType
 from parquet_keytools.format.visible_fields import hidden_chunk_fields, shown_metadata, wrongly_shown
 
@@ -60,7 +61,7 @@ class OpenFooter:
 
     metadata: FileMetaData
     row_groups: Sequence[RowGroup]
-    chunks: Sequence[Sequence[ColumnChunk]]
+    chunks: Sequence[Sequence[ChunkEntry]]
     columns: Sequence[Column]
     unusable: frozenset[tuple[int, int]]
 
@@ -76,7 +77,7 @@ def check_footer(
     """Check the rules about a footer; None where nothing behind it can be found."""
     try:
         row_groups = metadata.row_groups
-        chunks = [row_group.columns for row_group in row_groups]
+        chunks = [[ChunkEntry.of(chunk) for chunk in row_group.columns] for row_group in row_groups]
         schema = metadata.schema
         leaves = leaf_columns(schema)
     except ParquetFormatError as error:
@@ -178,16 +179,17 @@ def _check_types(
     metadata: FileMetaData,
     schema: Sequence[SchemaElement],
     row_groups: Sequence[RowGroup],
-    chunks: Sequence[Sequence[ColumnChunk]],
+    chunks: Sequence[Sequence[ChunkEntry]],
     book: RuleBook,
 ) -> None:
     names = dict.fromkeys(metadata.fields_of_other_types())
     for record in (*schema, *row_groups, *(metadata.key_value_metadata or ())):
         names.update(dict.fromkeys(record.fields_of_other_types()))
     for chunk in itertools.chain.from_iterable(chunks):
-        names.update(dict.fromkeys(chunk.fields_of_other_types()))
-        if (visible := chunk.meta_data) is not None:
-            names.update(dict.fromkeys(visible.fields_of_other_types()))
+        if chunk.other_types:
+            names.update(dict.fromkeys(chunk.other_types))
+        if chunk.visible is not None:
+            names.update(dict.fromkeys(chunk.visible.fields_of_other_types()))
     book.check("field-types", not names, f"{', '.join(sorted(names))}: another type.", FOOTER_PLACE)
 
 
@@ -207,15 +209,20 @@ def _check_row_groups(
 
 
 def _columns(
-    leaves: Sequence[LeafColumn], chunks: Sequence[Sequence[ColumnChunk]], envelope: Envelope, book: RuleBook
+    leaves: Sequence[LeafColumn], chunks: Sequence[Sequence[ChunkEntry]], envelope: Envelope, book: RuleBook
 ) -> tuple[list[Column], frozenset[tuple[int, int]]]:
     columns: list[Column] = []
     unusable: set[tuple[int, int]] = set()
     for leaf in leaves:
         column: Column | None = None
         known: dict[bytes, _Crypto] = {}
+        right: object = None
         for row_group_ordinal, row_group_chunks in enumerate(chunks):
             chunk = row_group_chunks[leaf.ordinal]
+            kind = _kind(chunk, envelope)
+            if kind == right:
+                continue
+            breaches = book.breaches
             found = _column(leaf, chunk, row_group_ordinal, envelope, book, known)
             if found is None:
                 unusable.add((row_group_ordinal, leaf.ordinal))
@@ -225,8 +232,28 @@ def _columns(
             place = chunk_place(row_group_ordinal, leaf.ordinal)
             if not book.check("crypto-metadata-same", found == column, message, place):
                 unusable.add((row_group_ordinal, leaf.ordinal))
+            if book.breaches == breaches:
+                right = kind
         columns.append(column or Column(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None))
     return columns, frozenset(unusable)
+
+
+def _kind(chunk: ChunkEntry, envelope: Envelope) -> tuple[object, ...]:
+    """Return all that the rules about the entries of a column's chunks look at."""
+    kind = (chunk.crypto, chunk.hidden is None, chunk.visible is None)
+    if envelope.mode is not FooterMode.PLAINTEXT_FOOTER:
+        return kind
+    # What an encrypted column may show depends on the types of its fields, and of what is in lists (spec 5.5).
+    types = tuple(chunk.chunk.struct.types().items())
+    if chunk.visible is None:
+        return *kind, types
+    struct = chunk.visible.struct
+    lists = (struct.entry_bytes(field_id) for field_id in _LIST_FIELD_IDS)
+    return *kind, types, tuple(struct.types().items()), *lists
+
+
+_LIST_FIELD_IDS = (2, ColumnMetaData.path_in_schema.field_id)
+"""Of `encodings`, which is of no use here, and `path_in_schema`: the fields that are lists and may be shown."""
 
 
 class _Crypto(NamedTuple):
@@ -243,13 +270,13 @@ class _Crypto(NamedTuple):
     key_metadata: bytes | None
 
 
-def _crypto_of(chunk: ColumnChunk, known: dict[bytes, _Crypto]) -> _Crypto | None:
+def _crypto_of(chunk: ChunkEntry, known: dict[bytes, _Crypto]) -> _Crypto | None:
     """Return what a chunk says of its encryption; `known` is what the same bytes say in other row groups."""
-    stored = chunk.bytes_of(ColumnChunk.crypto_metadata)
+    stored = chunk.crypto
     if stored is None:
         return None
     if stored not in known:
-        crypto = chunk.crypto_metadata
+        crypto = chunk.chunk.crypto_metadata
         if crypto is None:
             return None
         with_footer_key, own = crypto.encryption_with_footer_key, crypto.encryption_with_column_key
@@ -264,7 +291,7 @@ def _crypto_of(chunk: ColumnChunk, known: dict[bytes, _Crypto]) -> _Crypto | Non
 
 def _column(
     leaf: LeafColumn,
-    chunk: ColumnChunk,
+    chunk: ChunkEntry,
     row_group_ordinal: int,
     envelope: Envelope,
     book: RuleBook,
@@ -274,7 +301,7 @@ def _column(
     place = chunk_place(row_group_ordinal, leaf.ordinal)
     try:
         crypto = _crypto_of(chunk, known)
-        hidden, visible = chunk.encrypted_column_metadata, chunk.meta_data
+        hidden, visible = chunk.hidden, chunk.visible
         if crypto is None:
             message = "the chunk has encrypted metadata and does not say with which key."
             book.check("crypto-metadata-set", hidden is None, message, place)
@@ -291,7 +318,7 @@ def _column(
         return None
     if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
         book.holds("algorithm-stated")
-    if envelope.mode is FooterMode.PLAINTEXT_FOOTER and (hidden_ids := hidden_chunk_fields(chunk.struct)):
+    if envelope.mode is FooterMode.PLAINTEXT_FOOTER and (hidden_ids := hidden_chunk_fields(chunk.chunk.struct)):
         book.broken("metadata-stripped", f"its chunk shows the fields {sorted(hidden_ids)}.", place)
     path = leaf.path if crypto.path is None else crypto.path
     message = f"the crypto metadata of {leaf.dotted_path!r} is that of {'.'.join(path)!r}."

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from itertools import pairwise
 
-from parquet_keytools.conformance.chunk_modules import ChunkCiphers, check_module, check_padding
-from parquet_keytools.conformance.chunk_verifier import ChunkVerifier, Count
+from parquet_keytools.conformance.chunk_ciphers import ChunkCiphers, check_module, check_padding
+from parquet_keytools.conformance.chunk_modules import Window, ends_of_runs
+from parquet_keytools.conformance.chunk_verifier import PageList
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.layout_rules import ChunkRegion
-from parquet_keytools.conformance.nonce_ledger import NonceLedger
+from parquet_keytools.conformance.nonce_ledger import nonce_entry
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import BloomFilterHeader, OffsetIndex
 from parquet_keytools.format.thrift_compact import ThriftList, WireType, read_struct
 
@@ -24,6 +27,29 @@ _BLOOM_FILTER_UNIONS = (2, 3, 4)
 """Algorithm, hash and compression of a Bloom filter."""
 
 _MAX_BLOOM_FILTER_HEADER = 1024
+
+
+_STEP = 1024 * 1024
+
+
+class IndexWindows:
+    """Reads page indexes: in most files all of a kind lie one after another."""
+
+    def __init__(self, source: ByteSource, regions: Sequence[ChunkRegion]) -> None:
+        self._windows: dict[RegionKind, Window] = {}
+        self._ends: dict[ChunkRegion, int] = {}
+        for kind in (RegionKind.COLUMN_INDEX, RegionKind.OFFSET_INDEX):
+            self._windows[kind] = Window(source, _STEP)
+            found = [region for region in regions if region.kind is kind]
+            ends = ends_of_runs([(region.offset, region.offset + (region.length or 0)) for region in found])
+            self._ends.update(zip(found, ends, strict=True))
+
+    def read(self, region: ChunkRegion) -> memoryview:
+        """Return the bytes of one of the regions, which has a length."""
+        assert region.length is not None
+        window = self._windows[region.kind]
+        window.end = self._ends[region]
+        return window.view(region.offset, region.length)
 
 
 class IndexVerifier:
@@ -39,15 +65,11 @@ class IndexVerifier:
         chunk: ChunkCiphers,
         limit: int,
         book: RuleBook,
-        ledger: NonceLedger,
-        count: Count,
     ) -> None:
         self._source = source
         self._chunk = chunk
         self._limit = limit
         self._book = book
-        self._ledger = ledger
-        self._count = count
         self.is_damaged = False
 
     def _broken(self, rule_id: str, message: str, module_type: ModuleType, offset: int) -> None:
@@ -56,25 +78,27 @@ class IndexVerifier:
 
     def _plaintext(self, stored: memoryview, module_type: ModuleType, offset: int) -> bytes | None:
         """Return the plaintext of a module that fills `stored`; None where it is reported."""
-        cipher = self._chunk.cipher
-        if cipher is None:
+        ciphers = self._chunk.ciphers
+        if ciphers.cipher is None:
             return bytes(stored)
         if len(stored) >= GCM_FRAMING:
-            self._ledger.add(self._chunk.fingerprint, stored[4:16], offset, bytes(stored[-4:]))
-        plaintext = check_module(cipher, stored, self._chunk.place(module_type), offset, self._book)
+            ciphers.nonces.add(nonce_entry(stored[4:16], offset, stored[-4:]))
+        plaintext = check_module(self._chunk, module_type, stored, offset, self._book)
         self.is_damaged = self.is_damaged or plaintext is None
-        self._count(module_type, self._chunk.column.name, "broken" if plaintext is None else "authentic", 1)
+        ciphers.counts[module_type, "broken" if plaintext is None else "authentic"] += 1
         return plaintext
 
     def _check_padding(self, plaintext: bytes, end: int, module_type: ModuleType) -> None:
-        if self._chunk.cipher is not None:
+        if self._chunk.ciphers.cipher is not None:
             check_padding(plaintext, end, self._chunk.place(module_type), self._book)
 
     # --- Page indexes --------------------------------------------------------------------------------------
 
-    def check_offset_index(self, region: ChunkRegion, found: ChunkVerifier | None, num_rows: int) -> None:
-        """Compare the offset index with the pages; `found` is None where they could not be walked."""
-        data = self._read(region, ModuleType.OFFSET_INDEX)
+    def check_offset_index(
+        self, region: ChunkRegion, stored: memoryview, pages: PageList | None, num_rows: int
+    ) -> None:
+        """Compare the offset index with the pages; None where they could not all be walked."""
+        data = self._plaintext(stored, ModuleType.OFFSET_INDEX, region.offset)
         if data is None:
             return
         where = (ModuleType.OFFSET_INDEX, region.offset)
@@ -92,38 +116,37 @@ class IndexVerifier:
         increases = all(earlier <= later for earlier, later in pairwise(rows))
         if rows and (rows[0] != 0 or not increases or rows[-1] >= max(num_rows, 1)):
             self._broken("offset-index-rows", f"pages begin at rows {_some(rows)} of {num_rows}.", *where)
-        elif rows != (first_rows := self._first_rows(found, rows)):
+        elif rows != (first_rows := self._first_rows(pages, rows)):
             message = f"it says that pages begin at rows {_some(rows)}, and they begin at {_some(first_rows)}."
             self._broken("offset-index-rows", message, *where)
         else:
             self._book.holds("offset-index-rows")
-        if found is None or not found.is_whole:
+        if pages is None:
             self._book.not_checked("offset-index", "the pages of a chunk could not all be walked")
             return
-        pages = list(zip(found.pages.offsets, found.pages.lengths, strict=True))
+        found = list(zip(pages.offsets, pages.lengths, strict=True))
         stated = [(offset, length) for offset, length, _ in locations]
-        if stated == pages:
+        if stated == found:
             self._book.holds("offset-index")
             return
-        wrong = next((pair for pair in zip(stated, pages, strict=False) if pair[0] != pair[1]), None)
+        wrong = next((pair for pair in zip(stated, found, strict=False) if pair[0] != pair[1]), None)
         if wrong is None:
-            message = f"it has {len(stated)} pages, the chunk {len(pages)}."
+            message = f"it has {len(stated)} pages, the chunk {len(found)}."
         else:
             message = (
                 f"it has a page of {wrong[0][1]} bytes at {wrong[0][0]} for one of {wrong[1][1]} at {wrong[1][0]}."
             )
         self._broken("offset-index", message, *where)
 
-    def _first_rows(self, found: ChunkVerifier | None, stated: list[int]) -> list[int]:
+    def _first_rows(self, pages: PageList | None, stated: list[int]) -> list[int]:
         """Return the first row of each page where that is known, else what is stated."""
-        is_known = self._chunk.column.is_flat and found is not None and found.is_whole
-        if found is None or not is_known or len(found.pages.first_values) != len(stated):
+        if pages is None or not self._chunk.ciphers.column.is_flat or len(pages.first_values) != len(stated):
             return stated
-        return list(found.pages.first_values)
+        return list(pages.first_values)
 
-    def check_column_index(self, region: ChunkRegion, found: ChunkVerifier | None) -> None:
-        """Compare the lists of the column index with the number of data pages."""
-        data = self._read(region, ModuleType.COLUMN_INDEX)
+    def check_column_index(self, region: ChunkRegion, stored: memoryview, pages: PageList | None) -> None:
+        """Compare the lists of the column index with the number of data pages; None as in `check_offset_index`."""
+        data = self._plaintext(stored, ModuleType.COLUMN_INDEX, region.offset)
         if data is None:
             return
         where = (ModuleType.COLUMN_INDEX, region.offset)
@@ -142,18 +165,13 @@ class IndexVerifier:
             self._broken("column-index", f"its lists have lengths {lengths}.", *where)
         elif column_index.fields.get(_BOUNDARY_ORDER[0], (None,))[0] is not _BOUNDARY_ORDER[1]:
             self._broken("column-index", "its boundary_order is missing.", *where)
-        elif found is None or not found.is_whole:
+        elif pages is None:
             self._book.not_checked("column-index", "the pages of a chunk could not all be walked")
-        elif lengths[1] != len(found.pages.offsets):
-            message = f"its lists have {lengths[1]} entries for {len(found.pages.offsets)} data pages."
+        elif lengths[1] != len(pages.offsets):
+            message = f"its lists have {lengths[1]} entries for {len(pages.offsets)} data pages."
             self._broken("column-index", message, *where)
         else:
             self._book.holds("column-index")
-
-    def _read(self, region: ChunkRegion, module_type: ModuleType) -> bytes | None:
-        assert region.length is not None
-        stored = memoryview(self._source.read_at(region.offset, region.length))
-        return self._plaintext(stored, module_type, region.offset)
 
     # --- Bloom filters -------------------------------------------------------------------------------------
 
@@ -163,7 +181,7 @@ class IndexVerifier:
         if lengths is None:
             return None
         header_length, bitset_length = lengths
-        if self._chunk.cipher is not None:
+        if self._chunk.ciphers.cipher is not None:
             offset = region.offset + header_length
             bitset = memoryview(self._source.read_at(offset, bitset_length))
             self._plaintext(bitset, ModuleType.BLOOM_FILTER_BITSET, offset)
@@ -177,7 +195,7 @@ class IndexVerifier:
         room = region.length if region.length is not None else self._limit - region.offset
         stored = memoryview(self._source.read_at(region.offset, min(room, _MAX_BLOOM_FILTER_HEADER)))
         where = (ModuleType.BLOOM_FILTER_HEADER, region.offset)
-        is_encrypted = self._chunk.cipher is not None
+        is_encrypted = self._chunk.ciphers.cipher is not None
         header_length = len(stored)
         if is_encrypted:
             header_length = LENGTH_LENGTH + (struct.unpack_from("<I", stored)[0] if header_length >= 4 else 0)

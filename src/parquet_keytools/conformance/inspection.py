@@ -13,7 +13,7 @@ from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
-from parquet_keytools.runtime.summary import Summarised
+from parquet_keytools.runtime.presentation import Summarised
 
 if TYPE_CHECKING:
     from parquet_keytools.conformance.file_keys import MaterialFinder

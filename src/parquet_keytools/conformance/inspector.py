@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parquet_keytools.conformance.chunk_entries import ChunkNumbers
 from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
 from parquet_keytools.conformance.findings import Finding, RuleBook
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, check_footer, chunk_place
@@ -23,14 +24,14 @@ from parquet_keytools.conformance.inspection import (
     KeyDescription,
     describe_key,
 )
-from parquet_keytools.conformance.layout_rules import ChunkRegion, check_layout, chunk_regions
+from parquet_keytools.conformance.layout_rules import ChunkRegion, check_layout, chunk_regions, is_in_file
 from parquet_keytools.conformance.rules import FILE_SCOPES, Severity
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix, without_delimiter
 from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.byte_ranges import ByteSource, check_range
 from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
@@ -46,6 +47,9 @@ _REGION_TYPES = {
     RegionKind.COLUMN_INDEX: ModuleType.COLUMN_INDEX,
     RegionKind.OFFSET_INDEX: ModuleType.OFFSET_INDEX,
 }
+
+_Found = tuple[int, Column, int, int | None, list[ChunkRegion]]
+"""A chunk: row group ordinal, column, number of values, offset of the dictionary page, and what it consists of."""
 
 _BLOOM_FILTER = (ModuleType.BLOOM_FILTER_HEADER, ModuleType.BLOOM_FILTER_BITSET)
 
@@ -181,8 +185,8 @@ class _Inspector:
             ids = {
                 field_id
                 for chunks in footer.chunks
-                if (visible := chunks[column.ordinal].meta_data) is not None
-                for field_id in visible.struct.fields
+                if (visible := chunks[column.ordinal].visible) is not None
+                for field_id in visible.struct.types()
             }
             shows = tuple(_FIELD_NAMES.get(field_id, f"field {field_id}") for field_id in sorted(ids))
         denied = None
@@ -206,53 +210,65 @@ class _Inspector:
         footer_key: KeyDescription | None,
         columns: tuple[InspectedColumn, ...],
     ) -> Iterator[InspectedChunk]:
-        found: list[tuple[int, Column, ColumnMetaData, list[ChunkRegion]]] = []
+        found: list[_Found] = []
         for row_group_ordinal, chunks in enumerate(footer.chunks):
             for column in footer.columns:
                 place = (row_group_ordinal, column.ordinal)
                 metadata = None if place in footer.unusable else self._metadata(row_group_ordinal, column, footer)
                 if metadata is None:
                     continue
+                chunk = chunks[column.ordinal]
                 try:
-                    regions = chunk_regions(chunks[column.ordinal], metadata, *place, self._book)
-                    _ = metadata.num_values
+                    if is_in_file(chunk, *place, self._book):
+                        numbers = ChunkNumbers.of(metadata)
+                        regions = chunk_regions(chunk, numbers, *place)
+                        found.append(
+                            (
+                                row_group_ordinal,
+                                column,
+                                numbers.num_values,
+                                numbers.dictionary_page_offset,
+                                regions,
+                            )
+                        )
+                    else:
+                        found.append((row_group_ordinal, column, metadata.num_values, None, []))
                 except ParquetFormatError as error:
                     self._book.broken("metadata-path", str(error), chunk_place(*place))
-                    continue
-                found.append((row_group_ordinal, column, metadata, regions))
-        every = [region for _, _, _, regions in found for region in regions]
-        usable = check_layout(every, envelope.footer_offset, self._book)
+        every = [region for *_, regions in found for region in regions]
+        unusable = check_layout(every, envelope.footer_offset, self._book)
         starts = sorted({region.offset for region in every if region.length != 0} | {envelope.footer_offset})
-        for row_group_ordinal, column, metadata, regions in found:
-            kept = [region for region in regions if region in usable]
-            chunk = self._chunk(row_group_ordinal, column, metadata, kept, starts)
+        titles = [column.key_title(footer_key) for column in columns]
+        for row_group_ordinal, column, num_values, dictionary_page_offset, regions in found:
+            kept = [region for region in regions if region not in unusable] if unusable else regions
+            modules, is_whole = self._modules(row_group_ordinal, column, dictionary_page_offset, kept, starts)
             size = sum(region.length or 0 for region in kept)
             if any(region.length is None for region in kept):
-                size += sum(module.length for module in chunk.modules if module.module_type in _BLOOM_FILTER)
-            self._add(columns[column.ordinal].key_title(footer_key), size)
-            yield chunk
+                size += sum(module.length for module in modules if module.module_type in _BLOOM_FILTER)
+            self._add(titles[column.ordinal], size)
+            yield InspectedChunk(row_group_ordinal, column.ordinal, num_values, modules, is_whole)
 
     def _metadata(self, row_group_ordinal: int, column: Column, footer: OpenFooter) -> ColumnMetaData | None:
         stored = footer.chunks[row_group_ordinal][column.ordinal]
-        hidden = stored.encrypted_column_metadata
-        if hidden is None or self._finder is None:
-            return stored.meta_data
-        return self._finder.chunk_metadata(row_group_ordinal, column, hidden) or stored.meta_data
+        if stored.hidden is None or self._finder is None:
+            return stored.visible
+        return self._finder.chunk_metadata(row_group_ordinal, column, stored.hidden) or stored.visible
 
-    def _chunk(
+    def _modules(
         self,
         row_group_ordinal: int,
         column: Column,
-        metadata: ColumnMetaData,
+        dictionary_page_offset: int | None,
         regions: list[ChunkRegion],
         starts: list[int],
-    ) -> InspectedChunk:
+    ) -> tuple[tuple[InspectedModule, ...], bool]:
+        """Return the modules of a chunk, and whether all of its pages were found."""
         modules: list[InspectedModule] = []
         is_whole = True
         for region in regions:
             found: list[InspectedModule] | None = None
             if region.kind is RegionKind.PAGES and self._finder is not None:
-                pages = self._finder.pages(row_group_ordinal, column, metadata, region)
+                pages = self._finder.pages(row_group_ordinal, column, dictionary_page_offset, region)
                 if pages is not None:
                     found, is_whole = pages
             elif region.kind is RegionKind.BLOOM_FILTER and self._finder is not None:
@@ -261,7 +277,7 @@ class _Inspector:
             if found is None:
                 found = [InspectedModule(_REGION_TYPES[region.kind], region.offset, region.length or 0)]
             modules += found
-        return InspectedChunk(row_group_ordinal, column.ordinal, metadata.num_values, tuple(modules), is_whole)
+        return tuple(modules), is_whole
 
 
 class LocalSource:
@@ -274,9 +290,7 @@ class LocalSource:
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`."""
-        if offset < 0 or length < 0 or offset + length > self.size_bytes:
-            message = f"bytes {offset} to {offset + length} are outside of the file of {self.size_bytes} bytes"
-            raise ParquetFormatError(message, path=self.path)
+        check_range(self, offset, length)
         parts: list[bytes] = []
         while length:
             part = os.pread(self._file_descriptor, length, offset)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from parquet_keytools.conformance.chunk_entries import ChunkEntry, ChunkNumbers
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import OpenFooter, chunk_place
 from parquet_keytools.format.file_layout import MAGIC_LENGTH, RegionKind
-from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
 
 
 class ChunkRegion(NamedTuple):
@@ -30,62 +30,82 @@ class ChunkRegion(NamedTuple):
         return self.kind.name.lower().replace("_", " ")
 
 
+def is_in_file(chunk: ChunkEntry, row_group_ordinal: int, column_ordinal: int, book: RuleBook) -> bool:
+    """Check that the data of a chunk lies in the file that says so; returns whether it does."""
+    if chunk.is_elsewhere:
+        place = chunk_place(row_group_ordinal, column_ordinal)
+        book.broken("layout-range", "its data lies in another file.", place)
+    return not chunk.is_elsewhere
+
+
 def chunk_regions(
-    chunk: ColumnChunk, metadata: ColumnMetaData, row_group_ordinal: int, column_ordinal: int, book: RuleBook
+    chunk: ChunkEntry, numbers: ChunkNumbers, row_group_ordinal: int, column_ordinal: int
 ) -> list[ChunkRegion]:
-    """Return the regions of a chunk; what cannot be one is reported and left out."""
-    place = chunk_place(row_group_ordinal, column_ordinal)
-    if not book.check("layout-range", chunk.file_path is None, "its data lies in another file.", place):
-        return []
+    """Return the regions of a chunk that lies in this file."""
+    start = numbers.data_page_offset
+    for offset in (numbers.dictionary_page_offset, numbers.index_page_offset):
+        if offset and (offset < start or not start):
+            start = offset
     ordinals = (row_group_ordinal, column_ordinal)
-    starts = (metadata.data_page_offset, metadata.dictionary_page_offset, metadata.index_page_offset)
-    start = min((offset for offset in starts if offset), default=0)
-    regions = [ChunkRegion(RegionKind.PAGES, *ordinals, start, metadata.total_compressed_size)]
+    regions = [_region((RegionKind.PAGES, *ordinals, start, numbers.total_compressed_size))]
+    if numbers.bloom_filter_offset is not None:
+        lies = (numbers.bloom_filter_offset, numbers.bloom_filter_length)
+        regions.append(_region((RegionKind.BLOOM_FILTER, *ordinals, *lies)))
+    indexes = chunk.indexes
+    if indexes is None:
+        return regions
     for kind, offset, length in (
-        (RegionKind.BLOOM_FILTER, metadata.bloom_filter_offset, metadata.bloom_filter_length),
-        (RegionKind.COLUMN_INDEX, chunk.column_index_offset, chunk.column_index_length),
-        (RegionKind.OFFSET_INDEX, chunk.offset_index_offset, chunk.offset_index_length),
+        (RegionKind.COLUMN_INDEX, indexes.column_index_offset, indexes.column_index_length),
+        (RegionKind.OFFSET_INDEX, indexes.offset_index_offset, indexes.offset_index_length),
     ):
         if offset is not None:
-            stated = length if kind is RegionKind.BLOOM_FILTER or length is not None else -1
-            regions.append(ChunkRegion(kind, *ordinals, offset, stated))
+            regions.append(_region((kind, *ordinals, offset, -1 if length is None else length)))
     return regions
 
 
-def check_layout(regions: Iterable[ChunkRegion], footer_offset: int, book: RuleBook) -> set[ChunkRegion]:
-    """Check that regions lie in the file's body and do not overlap; returns those that may be looked into."""
-    in_range = [region for region in regions if _is_in_range(region, footer_offset, book)]
-    ordered = sorted(in_range, key=lambda region: (region.offset, region.length or 0))
-    usable = set(ordered)
+_region = ChunkRegion._make
+
+
+def check_layout(regions: Sequence[ChunkRegion], footer_offset: int, book: RuleBook) -> frozenset[ChunkRegion]:
+    """Check that regions lie in the file's body and do not overlap; returns those that must not be looked into."""
+    unusable = {region for region in regions if not _is_in_range(region, footer_offset, book)}
+    if regions:
+        book.holds("layout-range")
     furthest: ChunkRegion | None = None
     end = 0
-    for region in ordered:
-        if region.length == 0:
+    in_range = (region for region in regions if region not in unusable) if unusable else regions
+    for region in sorted(in_range, key=lambda region: (region.offset, region.length or 0)):
+        _, _, _, offset, length = region
+        if length == 0:
             continue
-        if furthest is not None and region.offset < end:
-            usable -= {region, furthest}
+        if furthest is not None and offset < end:
+            unusable |= {region, furthest}
             book.broken(
                 "layout-overlap",
                 f"the {region.title} begins before the {furthest.title} of row group "
                 f"{furthest.row_group_ordinal}, column {furthest.column_ordinal} ends at {end}.",
                 chunk_place(region.row_group_ordinal, region.column_ordinal),
-                region.offset,
+                offset,
             )
-        region_end = region.offset + (1 if region.length is None else region.length)
+        region_end = offset + (1 if length is None else length)
         if region_end > end:
             furthest, end = region, region_end
     book.holds("layout-overlap")
-    return usable
+    return frozenset(unusable)
 
 
 def _is_in_range(region: ChunkRegion, footer_offset: int, book: RuleBook) -> bool:
-    if region.length == 0 and region.kind is RegionKind.PAGES:
+    kind, row_group_ordinal, column_ordinal, offset, stated = region
+    length = 1 if stated is None else stated
+    if length == 0 and kind is RegionKind.PAGES:
         return True
-    length = 1 if region.length is None else region.length
-    is_in_range = region.offset >= MAGIC_LENGTH and length > 0 and region.offset + length <= footer_offset
-    message = f"the {region.title} of {region.length} bytes at {region.offset} does not lie before the footer at "
-    place = chunk_place(region.row_group_ordinal, region.column_ordinal)
-    return book.check("layout-range", is_in_range, f"{message}{footer_offset}.", place, region.offset)
+    if offset >= MAGIC_LENGTH and length > 0 and offset + length <= footer_offset:
+        return True
+    message = (
+        f"the {region.title} of {stated} bytes at {offset} does not lie before the footer at {footer_offset}."
+    )
+    book.broken("layout-range", message, chunk_place(row_group_ordinal, column_ordinal), offset)
+    return False
 
 
 def check_gaps(ranges: Sequence[tuple[int, int]], footer_offset: int, book: RuleBook) -> list[tuple[int, int]]:
@@ -103,7 +123,7 @@ def check_gaps(ranges: Sequence[tuple[int, int]], footer_offset: int, book: Rule
 
 def check_row_groups(
     footer: OpenFooter,
-    metadata: Mapping[tuple[int, int], ColumnMetaData],
+    metadata: Mapping[tuple[int, int], ChunkNumbers],
     regions: Iterable[ChunkRegion],
     book: RuleBook,
 ) -> None:

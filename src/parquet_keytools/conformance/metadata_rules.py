@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from parquet_keytools.conformance.chunk_modules import ChunkCiphers, check_module, check_padding
-from parquet_keytools.conformance.chunk_verifier import Count
+from parquet_keytools.conformance.chunk_ciphers import ChunkCiphers, check_module, check_padding
+from parquet_keytools.conformance.chunk_entries import ChunkNumbers
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, chunk_place
-from parquet_keytools.conformance.nonce_ledger import NonceLedger
+from parquet_keytools.conformance.nonce_ledger import nonce_entry
 from parquet_keytools.conformance.rules import Scope
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.envelope import Envelope
@@ -38,77 +38,80 @@ _REQUIRED = {
 """Ids of the required fields, and their types."""
 
 
+_AUTHENTIC = (ModuleType.COLUMN_META_DATA, "authentic")
+_BROKEN = (ModuleType.COLUMN_META_DATA, "broken")
+
+
 class MetadataReader:
     """Reads the metadata of chunks, and checks the rules about it."""
 
-    def __init__(
-        self, envelope: Envelope, footer: OpenFooter, book: RuleBook, ledger: NonceLedger, count: Count
-    ) -> None:
+    def __init__(self, envelope: Envelope, footer: OpenFooter, book: RuleBook) -> None:
         self._envelope = envelope
         self._footer = footer
         self._book = book
-        self._ledger = ledger
-        self._count = count
         self._modules = 0
         self._right_paths: dict[int, bytes] = {}
         self._first_offset = envelope.footer_offset + envelope.footer_length
 
-    def read(self, chunk: ChunkCiphers, *, is_readable: bool) -> ColumnMetaData | None:
-        """Return the metadata of a chunk, its own where it can be decrypted, else what is visible."""
-        row_group_ordinal, column = chunk.row_group_ordinal, chunk.column
-        place = chunk_place(row_group_ordinal, column.ordinal)
-        if (row_group_ordinal, column.ordinal) in self._footer.unusable:
+    def read(self, chunk: ChunkCiphers, *, is_readable: bool) -> ChunkNumbers | None:
+        """Return what the metadata of a chunk says, its own where it can be decrypted, else what is visible."""
+        row_group_ordinal, ciphers = chunk.row_group_ordinal, chunk.ciphers
+        column = ciphers.column
+        unusable = self._footer.unusable
+        if unusable and (row_group_ordinal, column.ordinal) in unusable:
             self._book.scope_not_checked(Scope.COLUMN, f"{column.name!r}: a chunk cannot be checked")
             return None
         stored = self._footer.chunks[row_group_ordinal][column.ordinal]
-        hidden, visible = stored.encrypted_column_metadata, stored.meta_data
-        found = visible
+        hidden, visible = stored.hidden, stored.visible
+        found: ColumnMetaData | None = visible
+        numbers: ChunkNumbers | None = None
         try:
             if visible is not None:
-                self._check_metadata(visible, column)
+                numbers = self._check_metadata(visible, column)
             # Beside metadata in the place where it belongs, a second copy is a breach of its own.
             is_in_place = (
                 self._envelope.mode is FooterMode.ENCRYPTED_FOOTER
                 and column.encryption is ColumnEncryption.FOOTER_KEY
                 and visible is not None
             )
-            if hidden is not None and chunk.cipher is not None and is_readable and not is_in_place:
+            if hidden is not None and ciphers.cipher is not None and is_readable and not is_in_place:
                 found = self._decrypted(chunk, hidden)
-                if found is not None:
-                    self._check_metadata(found, column)
+                numbers = None if found is None else self._check_metadata(found, column)
         except ParquetFormatError as error:
+            place = chunk_place(row_group_ordinal, column.ordinal)
             self._book.broken("metadata-path", str(error), place)
-            found = None
-        if found is None:
+            numbers = None
+        if numbers is None:
             self._book.scope_not_checked(Scope.COLUMN, f"{column.name!r}: the metadata of a chunk cannot be read")
             return None
-        self._book.holds("metadata-path")
-        if self._envelope.mode is FooterMode.PLAINTEXT_FOOTER and visible is not None and found is not visible:
+        ciphers.held.add("metadata-path")
+        if visible is None or found is None or found is visible:
+            return numbers
+        if self._envelope.mode is FooterMode.PLAINTEXT_FOOTER:
             self._check_agreement(visible, found, chunk)
-        return found
+        return numbers
 
     def _decrypted(self, chunk: ChunkCiphers, module: bytes) -> ColumnMetaData | None:
-        assert chunk.cipher is not None
-        place = chunk_place(chunk.row_group_ordinal, chunk.column.ordinal)
+        ciphers = chunk.ciphers
         # It lies somewhere in the footer; a number after its end tells it apart from all others.
         self._modules += 1
         if len(module) >= GCM_FRAMING:
             offset = self._first_offset + self._modules
-            self._ledger.add(chunk.fingerprint, module[4:16], offset, module[-4:])
-        plaintext = check_module(chunk.cipher, module, place, None, self._book)
-        outcome = "broken" if plaintext is None else "authentic"
-        self._count(ModuleType.COLUMN_META_DATA, chunk.column.name, outcome, 1)
+            ciphers.nonces.add(nonce_entry(module[4:16], offset, module[-4:]))
+        plaintext = check_module(chunk, ModuleType.COLUMN_META_DATA, module, None, self._book)
+        ciphers.counts[_BROKEN if plaintext is None else _AUTHENTIC] += 1
         if plaintext is None:
             return None
         metadata, end = ColumnMetaData.read(plaintext)
-        check_padding(plaintext, end, place, self._book)
+        check_padding(plaintext, end, chunk.place(ModuleType.COLUMN_META_DATA), self._book)
         return metadata
 
-    def _check_metadata(self, metadata: ColumnMetaData, column: Column) -> None:
+    def _check_metadata(self, metadata: ColumnMetaData, column: Column) -> ChunkNumbers:
         """Raise `ParquetFormatError` if a required field is missing, or the metadata is another column's."""
         if not metadata.struct.has_types(_REQUIRED):
             _refuse_incomplete(metadata)
-        if metadata.type != column.type:
+        numbers = ChunkNumbers.of(metadata)
+        if numbers.type != column.type:
             raise ParquetFormatError(f"its type is {metadata.type}, and that of its column {column.type}.")
         # Byte for byte the same in every row group, as a rule.
         path = metadata.bytes_of(ColumnMetaData.path_in_schema)
@@ -117,15 +120,21 @@ class MetadataReader:
                 raise ParquetFormatError(f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}.")
             assert path is not None
             self._right_paths[column.ordinal] = path
+        return numbers
 
     def _check_agreement(self, visible: ColumnMetaData, found: ColumnMetaData, chunk: ChunkCiphers) -> None:
+        written, full_bytes = visible.struct.as_bytes(), found.struct.as_bytes()
+        if written is not None and full_bytes is not None and full_bytes.startswith(written[:-1]):
+            # The same fields, and then perhaps others: so most writers leave out what must not be shown.
+            chunk.ciphers.held.add("metadata-agrees")
+            return
         full = found.struct.fields
         shown, _ = shown_metadata(visible)  # What is not to be shown is a breach of its own.
         differing = sorted(
             field_id for field_id, value in shown.struct.fields.items() if full.get(field_id) != value
         )
         message = f"the fields {differing} differ."
-        place = chunk_place(chunk.row_group_ordinal, chunk.column.ordinal)
+        place = chunk_place(chunk.row_group_ordinal, chunk.ciphers.column.ordinal)
         self._book.check("metadata-agrees", not differing, message, place)
 
 

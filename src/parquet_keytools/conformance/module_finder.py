@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from parquet_keytools.conformance.chunk_modules import ChunkCiphers, PageWalk, Window, check_module
+from parquet_keytools.conformance.chunk_ciphers import ChunkCiphers, ColumnCiphers, check_module
+from parquet_keytools.conformance.chunk_modules import PageWalk, Window
 from parquet_keytools.conformance.file_keys import FileKeys, MaterialFinder
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter, chunk_place
@@ -21,6 +22,9 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnMetaData
 
 _HEADER_STEP = 64 * 1024
+
+_DATA = (ModuleType.DATA_PAGE_HEADER, ModuleType.DATA_PAGE)
+_DICTIONARY = (ModuleType.DICTIONARY_PAGE_HEADER, ModuleType.DICTIONARY_PAGE)
 
 
 class ModuleFinder:
@@ -44,7 +48,9 @@ class ModuleFinder:
         self._keys = FileKeys(finder, book)
         self._expectation = Expectation(aad_prefix)
         self._opened: OpenedEnvelope | None = None
-        self._ciphers: dict[int, ModuleCipher] = {}
+        self._ciphers: dict[int, ColumnCiphers] = {}
+        self._window = Window(source, _HEADER_STEP)
+        self._window.end = envelope.footer_offset
         self.denied = self._keys.denied
 
     def open(self) -> OpenedEnvelope | None:
@@ -56,47 +62,49 @@ class ModuleFinder:
     def find_keys(self, footer: OpenFooter) -> None:
         """Ask for the keys of all columns."""
         opened = self._opened
+        plaintext = [column for column in footer.columns if column.encryption is ColumnEncryption.PLAINTEXT]
+        self._ciphers = {column.ordinal: ColumnCiphers(column) for column in plaintext}
         if opened is None or opened.file_aad is None:
             return
         own = [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
         for column in footer.columns:
             if column.encryption is ColumnEncryption.FOOTER_KEY and opened.cipher is not None:
-                self._ciphers[column.ordinal] = opened.cipher
+                self._add(column, opened.cipher)
         wanted = [(column.path, column.key_metadata) for column in own]
         for column, dek in zip(own, self._keys.column_deks(wanted), strict=True):
             if dek is not None:
-                self._ciphers[column.ordinal] = ModuleCipher(dek, opened.file_aad)
+                self._add(column, ModuleCipher(dek, opened.file_aad))
+
+    def _add(self, column: Column, cipher: ModuleCipher) -> None:
+        is_ctr = self._envelope.algorithm is Algorithm.AES_GCM_CTR_V1
+        self._ciphers[column.ordinal] = ColumnCiphers(column, cipher, is_ctr=is_ctr)
 
     def chunk_metadata(self, row_group_ordinal: int, column: Column, hidden: bytes) -> ColumnMetaData | None:
         """Return the metadata of a chunk from its module; None without its key, or where it is not authentic."""
-        cipher = self._ciphers.get(column.ordinal)
-        if cipher is None:
+        chunk = self._chunk(row_group_ordinal, column)
+        if chunk is None or chunk.ciphers.cipher is None:
             return None
-        place = chunk_place(row_group_ordinal, column.ordinal)
-        plaintext = check_module(cipher, hidden, place, None, self._book)
+        plaintext = check_module(chunk, ModuleType.COLUMN_META_DATA, hidden, None, self._book)
         try:
             return None if plaintext is None else ColumnMetaData.read(plaintext)[0]
         except ParquetFormatError as error:
-            self._book.broken("metadata-path", str(error), place)
+            self._book.broken("metadata-path", str(error), chunk_place(row_group_ordinal, column.ordinal))
             return None
 
     def pages(
-        self, row_group_ordinal: int, column: Column, metadata: ColumnMetaData, region: ChunkRegion
+        self, row_group_ordinal: int, column: Column, dictionary_page_offset: int | None, region: ChunkRegion
     ) -> tuple[list[InspectedModule], bool] | None:
         """Return the pages of a chunk and their headers, and whether all were found; None without its key."""
         chunk = self._chunk(row_group_ordinal, column)
         if chunk is None:
             return None
         end = region.offset + (region.length or 0)
-        window = Window(self._source, end, _HEADER_STEP)
-        walk = PageWalk(window, chunk, metadata, region.offset, end, self._book)
+        walk = PageWalk(self._window, chunk, dictionary_page_offset, region.offset, end, self._book)
         modules: list[InspectedModule] = []
-        for page in walk:
-            ordinal = page.place.page_ordinal
-            header_type = ModuleType.DICTIONARY_PAGE_HEADER if page.is_dictionary else ModuleType.DATA_PAGE_HEADER
-            header_length = page.offset - page.header_offset
-            modules.append(InspectedModule(header_type, page.header_offset, header_length, ordinal))
-            modules.append(InspectedModule(page.place.module_type, page.offset, page.length, ordinal))
+        for ordinal, facts, header_offset, offset, _ in walk:
+            header_type, page_type = _DATA if ordinal is not None else _DICTIONARY
+            modules.append(InspectedModule(header_type, header_offset, offset - header_offset, ordinal))
+            modules.append(InspectedModule(page_type, offset, facts.length, ordinal))
         return modules, not walk.stopped
 
     def bloom_filter(
@@ -106,7 +114,7 @@ class ModuleFinder:
         chunk = self._chunk(row_group_ordinal, column)
         if chunk is None:
             return None
-        index = IndexVerifier(self._source, chunk, limit, self._book, NonceLedger(), lambda *_: None)
+        index = IndexVerifier(self._source, chunk, limit, self._book)
         lengths = index.bloom_filter_lengths(region)
         if lengths is None:
             return None
@@ -117,8 +125,5 @@ class ModuleFinder:
 
     def _chunk(self, row_group_ordinal: int, column: Column) -> ChunkCiphers | None:
         """Return how a chunk is decrypted; None without its key."""
-        cipher = self._ciphers.get(column.ordinal)
-        if cipher is None and column.encryption is not ColumnEncryption.PLAINTEXT:
-            return None
-        is_ctr = self._envelope.algorithm is Algorithm.AES_GCM_CTR_V1
-        return ChunkCiphers(column, row_group_ordinal, cipher, is_ctr, b"")
+        ciphers = self._ciphers.get(column.ordinal)
+        return None if ciphers is None else ChunkCiphers(ciphers, row_group_ordinal)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import tempfile
-import threading
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
@@ -34,55 +33,93 @@ class Invocations(NamedTuple):
         return self.modules <= limit and 2 * self.pages <= limit
 
 
+def nonce_entry(nonce: bytes | memoryview, offset: int, check: bytes | memoryview) -> bytes:
+    """Return what a ledger keeps of a module.
+
+    Args:
+        nonce: 12 bytes.
+        offset: Where the module lies; a module that is met twice there counts as one.
+        check: Four bytes by which a copy of the module is told from another module: the end of its tag, or the
+            CRC of both ends of a page that has none.
+    """
+    return b"".join((nonce, offset.to_bytes(_OFFSET_LENGTH, "little"), check))
+
+
 @dataclass(slots=True)
-class _Nonces:
+class DekNonces:
+    """The nonces under one DEK, 22 bytes each, so that millions of modules take little memory.
+
+    Attributes:
+        buckets: Their entries: all in one, or by their first bytes.
+        pages: How many of them are those of pages.
+    """
+
     buckets: list[bytearray] = field(default_factory=lambda: [bytearray()])
     pages: int = 0
 
-    def add(self, entry: bytes) -> None:
-        bucket = self.buckets[entry[0] % len(self.buckets)]
-        bucket += entry
-        if len(bucket) > _SPLIT_BYTES and len(self.buckets) == 1:
-            self.buckets = [bytearray() for _ in range(_BUCKETS)]
-            for found in _entries(bucket):
-                self.buckets[found[0]] += found
+    def add(self, entries: bytes | bytearray, pages: int = 0) -> None:
+        """Add the nonces of one module or of several.
+
+        Args:
+            entries: One `nonce_entry` after another.
+            pages: How many of them are those of pages.
+        """
+        self.pages += pages
+        buckets = self.buckets
+        if len(buckets) == 1:
+            bucket = buckets[0]
+            bucket += entries
+            if len(bucket) <= _SPLIT_BYTES:
+                return
+            buckets = self.buckets = [bytearray() for _ in range(_BUCKETS)]
+            entries = bucket
+        for entry in _entries(entries):
+            buckets[entry[0]] += entry
+
+    @property
+    def invocations(self) -> Invocations:
+        """How often the DEK encrypted."""
+        return Invocations(sum(map(len, self.buckets)) // _ENTRY_LENGTH, self.pages)
 
 
 class NonceLedger:
-    """Nonces and where they were used, 22 bytes each, so that millions of modules take little memory.
-
-    Any number of threads may add to it.
-    """
+    """Nonces and where they were used, by DEK; for one thread."""
 
     def __init__(self) -> None:
-        self._nonces: dict[bytes, _Nonces] = {}
-        self._lock = threading.Lock()
+        self._nonces: dict[bytes, DekNonces] = {}
+
+    def of(self, fingerprint: bytes) -> DekNonces:
+        """Return the nonces under one DEK, to be added to."""
+        found = self._nonces.get(fingerprint)
+        if found is None:
+            found = self._nonces[fingerprint] = DekNonces()
+        return found
 
     def add(
-        self, fingerprint: bytes, nonce: bytes | memoryview, offset: int, check: bytes, *, is_page: bool = False
+        self,
+        fingerprint: bytes,
+        nonce: bytes | memoryview,
+        offset: int,
+        check: bytes | memoryview,
+        *,
+        is_page: bool = False,
     ) -> None:
         """Add the nonce of a module.
 
         Args:
             fingerprint: Of its DEK.
-            nonce: 12 bytes.
-            offset: Where the module lies; a module that is met twice there counts as one.
-            check: Four bytes by which a copy of the module is told from another module: the end of its tag, or
-                the CRC of both ends of a page that has none.
+            nonce: As in `nonce_entry`.
+            offset: As there.
+            check: As there.
             is_page: Whether it is a page.
         """
-        entry = bytes(nonce) + offset.to_bytes(_OFFSET_LENGTH, "little") + check
-        with self._lock:
-            nonces = self._nonces.get(fingerprint)
-            if nonces is None:
-                nonces = self._nonces[fingerprint] = _Nonces()
-            nonces.add(entry)
-            nonces.pages += is_page
+        self.of(fingerprint).add(nonce_entry(nonce, offset, check), int(is_page))
 
     def check(self, book: RuleBook, invocation_limit: int) -> None:
         """Check both rules about nonces."""
-        for fingerprint, nonces in self._nonces.items():
-            invocations = self.invocations(fingerprint)
+        for fingerprint in self.fingerprints:
+            nonces = self._nonces[fingerprint]
+            invocations = nonces.invocations
             message = f"one DEK encrypts {invocations.modules} modules, of which {invocations.pages} are pages."
             book.check("invocations", invocations.are_allowed(invocation_limit), message)
             book.holds("nonce-reuse")
@@ -91,13 +128,12 @@ class NonceLedger:
 
     @property
     def fingerprints(self) -> tuple[bytes, ...]:
-        """Those of all DEKs."""
-        return tuple(self._nonces)
+        """Those of all DEKs that encrypted something."""
+        return tuple(fingerprint for fingerprint, nonces in self._nonces.items() if any(nonces.buckets))
 
     def invocations(self, fingerprint: bytes) -> Invocations:
         """Return how often a DEK encrypted."""
-        nonces = self._nonces[fingerprint]
-        return Invocations(sum(map(len, nonces.buckets)) // _ENTRY_LENGTH, nonces.pages)
+        return self._nonces[fingerprint].invocations
 
     def nonces(self, fingerprint: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yield each nonce of a DEK with the check of its module."""
@@ -106,12 +142,16 @@ class NonceLedger:
                 yield entry[:NONCE_LENGTH], entry[-_CHECK_LENGTH:]
 
 
-def _entries(bucket: bytearray) -> Iterator[bytes]:
+def _entries(bucket: bytes | bytearray) -> Iterator[bytes]:
     data = bytes(bucket)
     return (data[at : at + _ENTRY_LENGTH] for at in range(0, len(data), _ENTRY_LENGTH))
 
 
 def _check_bucket(bucket: bytearray, book: RuleBook) -> None:
+    data = bytes(bucket)
+    starts = range(0, len(data), _ENTRY_LENGTH)
+    if len({data[at : at + NONCE_LENGTH] for at in starts}) == len(starts):
+        return
     seen: dict[bytes, int] = {}
     for entry in _entries(bucket):
         offset = int.from_bytes(entry[NONCE_LENGTH : NONCE_LENGTH + _OFFSET_LENGTH], "little")

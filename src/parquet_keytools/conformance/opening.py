@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from parquet_keytools.conformance.chunk_modules import check_padding
+from parquet_keytools.conformance.chunk_ciphers import check_padding
 from parquet_keytools.conformance.envelope import check_required, plaintext_metadata
 from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, fingerprint
 from parquet_keytools.conformance.findings import RuleBook

@@ -11,7 +11,7 @@ from typing import Any
 from parquet_keytools.conformance.findings import Finding, Outcome, RuleResult
 from parquet_keytools.conformance.rules import Severity
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
-from parquet_keytools.runtime.summary import Summarised
+from parquet_keytools.runtime.presentation import Summarised
 
 __all__ = [
     "Damage",

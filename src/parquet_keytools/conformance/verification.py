@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
 
+from parquet_keytools import audit
 from parquet_keytools.conformance.data_set import Member, Surroundings, check_data_set
 from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
 from parquet_keytools.conformance.file_keys import MaterialFinder
@@ -28,10 +29,8 @@ from parquet_keytools.errors import KeytoolsError, ParquetFormatError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH
-from parquet_keytools.keys.file_key_retriever import FileKeyRetriever
 from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_wrapping import KmsKeys
-from parquet_keytools.runtime import audit
+from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
@@ -298,8 +297,10 @@ def expected_prefix(
     keys: KeyService, source: ByteSource, location: FileLocation, table_name: str | None, aad_prefix: str | None
 ) -> ExpectedAadPrefix | None:
     """Return the AAD prefix that a file must have; which table it seems to be of, its stored prefix may say."""
-    envelope = check_envelope(source, RuleBook(FILE_SCOPES))
-    stored = None if envelope is None else envelope.aad_prefix
+    stored = None
+    if table_name is None and len(keys.configuration.tables) != 1:
+        envelope = check_envelope(source, RuleBook(FILE_SCOPES))
+        stored = None if envelope is None else envelope.aad_prefix
     return keys.expected_aad_prefix(location, table_name, aad_prefix, stored)
 
 

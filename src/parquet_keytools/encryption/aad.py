@@ -39,7 +39,8 @@ class ModuleType(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-_HAS_PAGE_ORDINAL = (ModuleType.DATA_PAGE, ModuleType.DATA_PAGE_HEADER)
+_FOOTER, _DATA_PAGE, _DATA_PAGE_HEADER = ModuleType.FOOTER, ModuleType.DATA_PAGE, ModuleType.DATA_PAGE_HEADER
+_HAS_PAGE_ORDINAL = (_DATA_PAGE, _DATA_PAGE_HEADER)
 
 _pack_two_ordinals = struct.Struct("<B2h").pack
 _pack_three_ordinals = struct.Struct("<B3h").pack
@@ -115,11 +116,11 @@ def module_aad(
     Raises:
         FormatLimitError: An ordinal does not fit into 16 bits with a sign.
     """
-    if module_type is ModuleType.FOOTER:
+    if module_type is _FOOTER:
         return file_aad + b"\x00"
     ordinals: tuple[int | None, ...] = (row_group_ordinal, column_ordinal)
     pack = _pack_two_ordinals
-    if module_type is ModuleType.DATA_PAGE or module_type is ModuleType.DATA_PAGE_HEADER:
+    if module_type is _DATA_PAGE or module_type is _DATA_PAGE_HEADER:
         ordinals = (row_group_ordinal, column_ordinal, page_ordinal)
         pack = _pack_three_ordinals
     for ordinal in ordinals:

@@ -35,14 +35,16 @@ class AesGcm:
 
     Attributes:
         encrypt: `(nonce, plaintext, aad)`; returns the ciphertext and the tag.
+        decrypt: `(nonce, ciphertext and tag, aad)`; returns the plaintext. Raises `InvalidTag`.
         encrypt_into: `(nonce, plaintext, aad, out)`; `out` has the length of the plaintext and of the tag.
         decrypt_into: `(nonce, ciphertext and tag, aad, out)`; `out` has the length of the plaintext. Raises
             `InvalidTag`, and `out` is worth nothing then.
     """
 
-    __slots__ = ("decrypt_into", "encrypt", "encrypt_into")
+    __slots__ = ("decrypt", "decrypt_into", "encrypt", "encrypt_into")
 
     encrypt: Callable[[Bytes, Bytes, Bytes], bytes]
+    decrypt: Callable[[Bytes, Bytes, Bytes], bytes]
     encrypt_into: Callable[[Bytes, Bytes, Bytes, Bytes], int]
     decrypt_into: Callable[[Bytes, Bytes, Bytes, Bytes], int]
 
@@ -51,6 +53,7 @@ class AesGcm:
         cipher = AESGCM(dek.reveal())
         # The bound methods themselves: pages are many, and a call in between costs as much as a small page.
         self.encrypt = cipher.encrypt
+        self.decrypt = cipher.decrypt
         self.encrypt_into = cipher.encrypt_into
         self.decrypt_into = cipher.decrypt_into
 

@@ -10,12 +10,19 @@ import struct
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import starmap
+from operator import call
 
 from parquet_keytools.encryption.aes import NONCE_LENGTH, InvalidTag
-from parquet_keytools.encryption.module_cipher import GCM_FRAMING, NO_PAGE_ORDINAL, ChunkCipher, check_length_field
-from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.encryption.module_cipher import (
+    GCM_FRAMING,
+    LENGTH_LENGTH,
+    NO_PAGE_ORDINAL,
+    ChunkCipher,
+    check_length_field,
+)
+from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import Bytes
 from parquet_keytools.format.pages import padded_crc
 
@@ -24,53 +31,72 @@ NOTHING = -1
 
 
 class ChunkPages:
-    """Pages of a chunk, as columns of numbers: a chunk may have 32,768 of them, and a file many chunks.
+    """Pages of a chunk, as one array of numbers: a chunk may have 32,768 of them, and a file many chunks.
 
     Attributes:
         source_offset: Where the first header begins.
         source_end: Where the last page ends.
-        header_lengths: Lengths of the headers in the source, with framing.
-        page_lengths: Lengths of the pages in the source, with framing.
-        ordinals: Page ordinals, `NO_PAGE_ORDINAL` for the dictionary page.
-        stored_crcs: What the headers say, or `NOTHING`.
+        numbers: Six for each page, in order: the lengths of header and page in the source, with framing; the page
+            ordinal, `NO_PAGE_ORDINAL` for the dictionary page; the CRC that the header states, or `NOTHING`; where
+            its new header ends in `headers`; and where in that a padded CRC is to be filled in, or `NOTHING`.
         headers: The new headers one after another, without framing; empty where chunks are copied.
-        header_ends: Where each of them ends.
-        crc_positions: Where in each a padded CRC is to be filled in, or `NOTHING`.
         first_data_page: Position of the first data page among the pages; None where there is none.
+        length_before_data: How many bytes the pages before the first data page take in the output.
+        output_length: How many bytes all of it takes there.
     """
 
     __slots__ = (
-        "crc_positions",
         "first_data_page",
-        "header_ends",
-        "header_lengths",
         "headers",
-        "ordinals",
-        "page_lengths",
+        "length_before_data",
+        "numbers",
+        "output_length",
         "source_end",
         "source_offset",
-        "stored_crcs",
     )
 
     def __init__(self, source_offset: int) -> None:
         self.source_offset = source_offset
         self.source_end = 0
-        self.header_lengths: array[int] = array("Q")
-        self.page_lengths: array[int] = array("I")
-        self.ordinals: array[int] = array("h")
-        self.stored_crcs: array[int] = array("q")
+        self.numbers: array[int] = array("q")
         self.headers = bytearray()
-        self.header_ends: array[int] = array("Q")
-        self.crc_positions: array[int] = array("i")
         self.first_data_page: int | None = None
+        self.length_before_data = self.output_length = 0
+
+    @property
+    def header_lengths(self) -> array[int]:
+        """Lengths of the headers in the source, with framing."""
+        return self.numbers[::_EACH]
+
+    @property
+    def page_lengths(self) -> array[int]:
+        """Lengths of the pages in the source, with framing."""
+        return self.numbers[1::_EACH]
+
+    @property
+    def ordinals(self) -> array[int]:
+        """Page ordinals, `NO_PAGE_ORDINAL` for the dictionary page."""
+        return self.numbers[2::_EACH]
 
     @property
     def has_dictionary_page(self) -> bool:
         """Whether the first page is a dictionary page."""
-        return bool(self.ordinals) and self.ordinals[0] == NO_PAGE_ORDINAL
+        return bool(self.numbers) and self.numbers[2] == NO_PAGE_ORDINAL
 
     def __len__(self) -> int:
-        return len(self.page_lengths)
+        return len(self.numbers) // _EACH
+
+    def each(self, first: int, last: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """Yield the numbers of the pages from position `first` up to `last`."""
+        numbers = iter(self.numbers[first * _EACH : last * _EACH])
+        return zip(numbers, numbers, numbers, numbers, numbers, numbers, strict=True)
+
+    def header_end(self, position: int) -> int:
+        """Return where in `headers` that of the page before a position ends."""
+        return self.numbers[position * _EACH - 2] if position else 0
+
+
+_EACH = 6
 
 
 def output_lengths(pages: ChunkPages, reader: ChunkCipher | None, writer: ChunkCipher | None) -> list[int]:
@@ -81,13 +107,14 @@ def output_lengths(pages: ChunkPages, reader: ChunkCipher | None, writer: ChunkC
         reader: Decrypts them, or None.
         writer: Encrypts them, or None.
     """
+    each = pages.each(0, len(pages))
     if reader is None and writer is None:
-        return [a + b for a, b in zip(pages.header_lengths, pages.page_lengths, strict=True)]
+        return [header_length + page_length for header_length, page_length, *_ in each]
     added = (GCM_FRAMING + writer.page_framing) if writer is not None else 0
     added -= reader.page_framing if reader is not None else 0
     lengths = []
     start = 0
-    for end, page_length in zip(pages.header_ends, pages.page_lengths, strict=True):
+    for _, page_length, _, _, end, _ in each:
         lengths.append(end - start + page_length + added)
         start = end
     return lengths
@@ -96,16 +123,164 @@ def output_lengths(pages: ChunkPages, reader: ChunkCipher | None, writer: ChunkC
 def source_offsets(pages: ChunkPages) -> Iterator[int]:
     """Yield where each page begins in the source, from the start of the file."""
     offset = pages.source_offset
-    for header_length, page_length in zip(pages.header_lengths, pages.page_lengths, strict=True):
+    for header_length, page_length, _, _, _, _ in pages.each(0, len(pages)):
         yield offset
         offset += header_length + page_length
 
 
-_Job = tuple[Bytes, Bytes, bytes, Bytes]
-"""Nonce, input, AAD and output of one invocation of a cipher."""
+_Job = tuple[Callable[[Bytes, Bytes, bytes, Bytes], object], Bytes, Bytes, bytes, Bytes]
+"""What one invocation of a cipher takes: the cipher, nonce, input, AAD and output."""
 
 _write_framing = struct.Struct("<I12s").pack_into
 _read_length = struct.Struct("<I").unpack_from
+
+
+class PageJobs:
+    """What is to be enciphered for some of the output, in one go: for many chunks where these are small.
+
+    The interpreter lock is let go within the cipher. Loops around it that do next to nothing else keep two threads
+    from waiting for each other after every page.
+    """
+
+    __slots__ = ("_crcs", "_decrypting", "_headers", "_owners", "_pages")
+
+    def __init__(self) -> None:
+        self._decrypting: list[_Job] = []
+        self._owners: list[tuple[int, ChunkCipher, ChunkPages, int]] = []
+        """Where the jobs of a chunk begin in `_decrypting`, its cipher, its pages, and the first of them."""
+        self._pages: list[_Job] = []
+        self._headers: list[_Job] = []
+        """For each of `_pages` one."""
+        self._crcs: list[tuple[int, int]] = []
+        """Position in these lists, and where in the header the CRC of the page is to be filled in."""
+
+    def run(self) -> None:
+        """Do all of it.
+
+        Raises:
+            DecryptionError: A page does not authenticate.
+        """
+        if self._decrypting:
+            jobs = iter(self._decrypting)
+            try:
+                deque(starmap(call, jobs), maxlen=0)
+            except InvalidTag:
+                raise self._not_authentic(len(self._decrypting) - sum(1 for _ in jobs) - 1) from None
+        deque(starmap(call, self._pages), maxlen=0)
+        for position, crc_position in self._crcs:
+            _, nonce, _, _, ciphertext = self._pages[position]
+            framing = struct.pack("<I12s", len(ciphertext) + NONCE_LENGTH, nonce)
+            crc = padded_crc(zlib.crc32(ciphertext, zlib.crc32(framing)))
+            cipher, nonce, header, aad, out = self._headers[position]
+            header = b"".join((header[:crc_position], crc, header[crc_position + len(crc) :]))
+            self._headers[position] = (cipher, nonce, header, aad, out)
+        deque(starmap(call, self._headers), maxlen=0)
+
+    def _not_authentic(self, failed: int) -> DecryptionError:
+        start, reader, pages, first = max(owner for owner in self._owners if owner[0] <= failed)
+        return reader.page_place(pages.ordinals[first + failed - start]).not_authentic()
+
+    def encrypt(
+        self,
+        pages: ChunkPages,
+        first: int,
+        last: int,
+        stored: memoryview,
+        out: memoryview,
+        path: str,
+        reader: ChunkCipher | None,
+        writer: ChunkCipher,
+    ) -> None:
+        """Have pages and their headers encrypted.
+
+        Args:
+            pages: Those of the chunk.
+            first: Position of the first page to encrypt.
+            last: Position after the last one.
+            stored: These pages with their headers as they lie in the source.
+            out: Where the modules go; as long as they are.
+            path: The source's name, for error texts.
+            reader: Decrypts them first, where the source is encrypted too.
+            writer: Encrypts them; its invocations are reserved.
+
+        Raises:
+            ParquetFormatError: A page is damaged.
+            DecryptionError: The length field of a page is wrong.
+        """
+        header_base = header_start = pages.header_end(first)
+        headers = bytes(memoryview(pages.headers)[header_base : pages.header_end(last)])
+        nonces = writer.cipher.nonces(2 * (last - first))
+        aads_of, framing = writer.page_aads, writer.page_framing
+        encrypt_page, encrypt_header = writer.pages_into(encrypt=True), writer.cipher.gcm.encrypt_into
+        add_page, add_header = self._pages.append, self._headers.append
+        room = memoryview(b"")
+        if reader is not None:
+            decrypt = reader.pages_into(encrypt=False)
+            room = memoryview(bytearray(len(stored)))
+            self._owners.append((len(self._decrypting), reader, pages, first))
+        at = offset = taken = used = 0
+        for header_length, length, ordinal, crc, header_end, crc_position in pages.each(first, last):
+            page_start = at + header_length
+            at = page_start + length
+            page = stored[page_start:at]
+            if crc >= 0:
+                check_crc(page, crc, path, pages.source_offset + page_start)
+            if reader is not None:
+                if _read_length(page)[0] != length - LENGTH_LENGTH:
+                    check_length_field(page, length, reader.page_place(ordinal))
+                plaintext = room[used : used + length - reader.page_framing]
+                used += length
+                self._decrypting.append((decrypt, page[4:16], page[16:], reader.page_aads(ordinal)[1], plaintext))
+                page = plaintext
+            header_aad, page_aad = aads_of(ordinal)
+            page_offset = offset + header_end - header_start + GCM_FRAMING
+            end = page_offset + len(page) + framing
+            nonce = nonces[taken : taken + 12]
+            _write_framing(out, offset, page_offset - offset - 4, nonce)
+            header = headers[header_start - header_base : header_end - header_base]
+            add_header((encrypt_header, nonce, header, header_aad, out[offset + 16 : page_offset]))
+            nonce = nonces[taken + 12 : taken + 24]
+            _write_framing(out, page_offset, end - page_offset - 4, nonce)
+            if crc_position >= 0:
+                self._crcs.append((len(self._pages), crc_position))
+            add_page((encrypt_page, nonce, page, page_aad, out[page_offset + 16 : end]))
+            header_start = header_end
+            taken += 24
+            offset = end
+
+    def decrypt(
+        self, pages: ChunkPages, first: int, last: int, stored: memoryview, out: memoryview, reader: ChunkCipher
+    ) -> None:
+        """Have pages decrypted; their headers were, and what CRCs they state was checked, when they were found.
+
+        Args:
+            pages: Those of the chunk.
+            first: Position of the first page to decrypt.
+            last: Position after the last one.
+            stored: These pages with their headers as they lie in the source.
+            out: Where the plaintext goes; as long as it is.
+            reader: Decrypts them.
+
+        Raises:
+            DecryptionError: The length field of a page is wrong.
+        """
+        header_base = header_start = pages.header_end(first)
+        headers = bytes(memoryview(pages.headers)[header_base : pages.header_end(last)])
+        aads_of, framing, decrypt = reader.page_aads, reader.page_framing, reader.pages_into(encrypt=False)
+        add = self._decrypting.append
+        self._owners.append((len(self._decrypting), reader, pages, first))
+        at = offset = 0
+        for header_length, length, ordinal, _, header_end, _ in pages.each(first, last):
+            page_start = at + header_length
+            at = page_start + length
+            if _read_length(stored, page_start)[0] != length - LENGTH_LENGTH:
+                check_length_field(stored[page_start:at], length, reader.page_place(ordinal))
+            page_offset = offset + header_end - header_start
+            out[offset:page_offset] = headers[header_start - header_base : header_end - header_base]
+            offset = page_offset + length - framing
+            nonce = stored[page_start + 4 : page_start + 16]
+            add((decrypt, nonce, stored[page_start + 16 : at], aads_of(ordinal)[1], out[page_offset:offset]))
+            header_start = header_end
 
 
 def check_crc(page: memoryview, stored_crc: int, path: str, offset: int) -> None:
@@ -127,171 +302,7 @@ def decrypt_page(reader: ChunkCipher, module: memoryview, ordinal: int, out: byt
         DecryptionError: Its length field is wrong, or it does not authenticate.
     """
     check_length_field(module, len(module), reader.page_place(ordinal))
-    job = (module[4:16], module[16:], reader.page_aads(ordinal)[1], out)
-    _decrypt_all(reader, [job], [ordinal])
-
-
-def encrypt_pages(
-    pages: ChunkPages,
-    first: int,
-    last: int,
-    stored: memoryview,
-    out: memoryview,
-    path: str,
-    reader: ChunkCipher | None,
-    writer: ChunkCipher,
-) -> None:
-    """Encrypt pages and their headers.
-
-    Args:
-        pages: Those of the chunk.
-        first: Position of the first page to encrypt.
-        last: Position after the last one.
-        stored: These pages with their headers as they lie in the source.
-        out: Where the modules go; as long as they are.
-        path: The source's name, for error texts.
-        reader: Decrypts them first, where the source is encrypted too.
-        writer: Encrypts them; its invocations are reserved.
-
-    Raises:
-        ParquetFormatError: A page is damaged.
-        DecryptionError: A page does not authenticate.
-    """
-    plaintexts = _stored_pages(pages, first, last, stored, path)
-    ordinals = pages.ordinals[first:last]
-    if reader is not None:
-        plaintexts = _decrypted(reader, plaintexts, ordinals)
-    header_base = header_start = pages.header_ends[first - 1] if first else 0
-    header_ends = pages.header_ends[first:last]
-    headers = bytes(pages.headers[header_base : header_ends[-1]])
-    nonces = writer.cipher.nonces(2 * len(plaintexts))
-    aads_of, write_framing, framing = writer.page_aads, _write_framing, writer.page_framing
-    page_jobs: list[_Job] = []
-    header_jobs: list[_Job] = []
-    offset = taken = 0
-    for page, ordinal, header_end in zip(plaintexts, ordinals, header_ends, strict=True):
-        header_aad, page_aad = aads_of(ordinal)
-        page_offset = offset + header_end - header_start + GCM_FRAMING
-        end = page_offset + len(page) + framing
-        nonce = nonces[taken : taken + 12]
-        write_framing(out, offset, page_offset - offset - 4, nonce)
-        header = headers[header_start - header_base : header_end - header_base]
-        header_jobs.append((nonce, header, header_aad, out[offset + 16 : page_offset]))
-        nonce = nonces[taken + 12 : taken + 24]
-        write_framing(out, page_offset, end - page_offset - 4, nonce)
-        page_jobs.append((nonce, page, page_aad, out[page_offset + 16 : end]))
-        header_start = header_end
-        taken += 24
-        offset = end
-    _run(writer.pages_into(encrypt=True), page_jobs)
-    if max(pages.stored_crcs[first:last]) >= 0:
-        _fill_in_crcs(pages, first, header_jobs, page_jobs)
-    _run(writer.cipher.gcm.encrypt_into, header_jobs)
-
-
-def decrypt_pages(
-    pages: ChunkPages, first: int, last: int, stored: memoryview, out: memoryview, reader: ChunkCipher
-) -> None:
-    """Decrypt pages; their headers were decrypted, and what CRCs they state was checked, when they were found.
-
-    Args:
-        pages: Those of the chunk.
-        first: Position of the first page to decrypt.
-        last: Position after the last one.
-        stored: These pages with their headers as they lie in the source.
-        out: Where the plaintext goes; as long as it is.
-        reader: Decrypts them.
-
-    Raises:
-        DecryptionError: A page does not authenticate.
-    """
-    header_ends = pages.header_ends
-    header_base = header_start = header_ends[first - 1] if first else 0
-    headers = bytes(memoryview(pages.headers)[header_base : header_ends[last - 1]])
-    ordinals = pages.ordinals[first:last]
-    aads_of, framing = reader.page_aads, reader.page_framing
-    jobs: list[_Job] = []
-    at = offset = 0
-    for header_length, length, ordinal, header_end in zip(
-        pages.header_lengths[first:last],
-        pages.page_lengths[first:last],
-        ordinals,
-        header_ends[first:last],
-        strict=True,
-    ):
-        page_start = at + header_length
-        at = page_start + length
-        if _read_length(stored, page_start)[0] != length - 4:
-            check_length_field(stored[page_start:at], length, reader.page_place(ordinal))
-        page_offset = offset + header_end - header_start
-        out[offset:page_offset] = headers[header_start - header_base : header_end - header_base]
-        offset = page_offset + length - framing
-        nonce = stored[page_start + 4 : page_start + 16]
-        jobs.append((nonce, stored[page_start + 16 : at], aads_of(ordinal)[1], out[page_offset:offset]))
-        header_start = header_end
-    _decrypt_all(reader, jobs, ordinals)
-
-
-def _stored_pages(pages: ChunkPages, first: int, last: int, stored: memoryview, path: str) -> list[memoryview]:
-    """Return pages as they lie in the source, after a look at their CRCs."""
-    result = []
-    at = 0
-    for header_length, length, crc in zip(
-        pages.header_lengths[first:last],
-        pages.page_lengths[first:last],
-        pages.stored_crcs[first:last],
-        strict=True,
-    ):
-        page_start = at + header_length
-        at = page_start + length
-        page = stored[page_start:at]
-        if crc >= 0:
-            check_crc(page, crc, path, pages.source_offset + page_start)
-        result.append(page)
-    return result
-
-
-def _decrypted(reader: ChunkCipher, modules: Sequence[memoryview], ordinals: Sequence[int]) -> list[memoryview]:
-    """Return the plaintexts of pages."""
-    framing = reader.page_framing
-    room = memoryview(bytearray(sum(map(len, modules)) - framing * len(modules)))
-    jobs: list[_Job] = []
-    plaintexts: list[memoryview] = []
-    offset = 0
-    for module, ordinal in zip(modules, ordinals, strict=True):
-        length = len(module)
-        if _read_length(module)[0] != length - 4:
-            check_length_field(module, length, reader.page_place(ordinal))
-        end = offset + length - framing
-        plaintexts.append(room[offset:end])
-        jobs.append((module[4:16], module[16:], reader.page_aads(ordinal)[1], plaintexts[-1]))
-        offset = end
-    _decrypt_all(reader, jobs, ordinals)
-    return plaintexts
-
-
-def _fill_in_crcs(pages: ChunkPages, first: int, header_jobs: list[_Job], page_jobs: Sequence[_Job]) -> None:
-    """Put into headers the CRCs of their pages as they are now stored."""
-    for number, (_, _, _, ciphertext) in enumerate(page_jobs):
-        position = pages.crc_positions[first + number]
-        if position >= 0:
-            nonce, header, aad, header_out = header_jobs[number]
-            framing = struct.pack("<I12s", len(ciphertext) + NONCE_LENGTH, page_jobs[number][0])
-            crc = padded_crc(zlib.crc32(ciphertext, zlib.crc32(framing)))
-            header = b"".join((header[:position], crc, header[position + len(crc) :]))
-            header_jobs[number] = (nonce, header, aad, header_out)
-
-
-def _run(cipher: Callable[..., object], jobs: list[_Job]) -> None:
-    # The interpreter lock is let go within the cipher. A loop around it that does next to nothing else keeps two
-    # threads from waiting for each other after every page.
-    deque(starmap(cipher, jobs), maxlen=0)
-
-
-def _decrypt_all(reader: ChunkCipher, jobs: list[_Job], ordinals: Sequence[int]) -> None:
-    rest = iter(jobs)
     try:
-        deque(starmap(reader.pages_into(encrypt=False), rest), maxlen=0)
+        reader.pages_into(encrypt=False)(module[4:16], module[16:], reader.page_aads(ordinal)[1], out)
     except InvalidTag:
-        failed = len(jobs) - sum(1 for _ in rest) - 1
-        raise reader.page_place(ordinals[failed]).not_authentic() from None
+        raise reader.page_place(ordinal).not_authentic() from None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from parquet_keytools.encryption.file_rewriter import ChunkRewrite, RowGroupRewrite, rewrite_file
-from parquet_keytools.encryption.footer import Footer, KeyRetriever
+from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite
+from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, new_row_group, rewrite_file, set_columns
+from parquet_keytools.encryption.footer import Footer
+from parquet_keytools.encryption.key_retriever import KeyRetriever
 from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
@@ -14,8 +16,14 @@ from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.collector import paused_collector, paused_for
 from parquet_keytools.format.column_selection import Selection, selected_footer, selected_sorting_columns
 from parquet_keytools.format.file_layout import MAGIC
-from parquet_keytools.format.structs import ColumnChunk, FileMetaData, RowGroup
+from parquet_keytools.format.structs import ColumnChunk, FileMetaData
+from parquet_keytools.format.thrift_values import Struct, WireType
 from parquet_keytools.secret_bytes import SecretBytes
+
+_STRUCT = WireType.STRUCT
+_META_DATA = ColumnChunk.meta_data.field_id
+_CRYPTO_METADATA = ColumnChunk.crypto_metadata.field_id
+_ENCRYPTED_COLUMN_METADATA = ColumnChunk.encrypted_column_metadata.field_id
 
 Deks = Mapping[tuple[str, ...], SecretBytes]
 """DEKs of columns with a column key, by path."""
@@ -84,7 +92,7 @@ def _decrypt(
         footer_offset=footer.envelope.footer_offset,
         created_by=footer.metadata.created_by,
         magic=MAGIC,
-        make_footer=lambda new_row_groups: _plaintext_footer(footer, selection, row_groups, new_row_groups),
+        make_footer=lambda: _plaintext_footer(footer, selection, row_groups),
         threads=threads,
         on_progress=on_progress,
     )
@@ -111,26 +119,29 @@ def decrypted_footer(
     """
     selection = selected_footer(footer.metadata, footer.leaves, columns, None, key_values)
     row_groups = open_chunks(footer, deks, lambda *_: None, None, selection.column_ordinals)
-    new_row_groups: list[RowGroup] = [row_group.shallow_copy() for row_group, _ in row_groups]
-    return _plaintext_footer(footer, selection, row_groups, new_row_groups)
+    return _plaintext_footer(footer, selection, row_groups, is_moved=False)
 
 
 def _plaintext_footer(
-    footer: Footer, selection: Selection, row_groups: list[RowGroupRewrite], new_row_groups: list[RowGroup]
+    footer: Footer, selection: Selection, row_groups: list[RowGroupRewrite], *, is_moved: bool = True
 ) -> bytes:
-    for (_, chunks), row_group in zip(row_groups, new_row_groups, strict=True):
-        if len(chunks) < len(footer.leaves):
-            selected_sorting_columns(row_group.struct, selection.column_ordinals)
-            row_group.total_byte_size = sum(c.metadata.total_uncompressed_size for c in chunks)
+    new_row_groups = []
+    for ordinal, (row_group, chunks) in enumerate(row_groups):
+        columns: list[bytes | Struct] = []
         for chunk in chunks:
-            chunk.new_chunk.set_fields(
-                {
-                    ColumnChunk.meta_data: chunk.new_metadata,
-                    ColumnChunk.crypto_metadata: None,
-                    ColumnChunk.encrypted_column_metadata: None,
-                }
-            )
-        row_group.columns = [chunk.new_chunk for chunk in chunks]
+            changes = chunk.chunk_changes
+            changes[_META_DATA] = (_STRUCT, chunk.new_metadata())
+            changes[_CRYPTO_METADATA] = changes[_ENCRYPTED_COLUMN_METADATA] = None
+            columns.append(chunk.chunk.struct.changed_bytes(changes))
+        if is_moved:
+            new = new_row_group(ordinal, row_group, chunks, columns)
+        else:
+            new = row_group.shallow_copy()
+            set_columns(new, columns)
+        if len(chunks) < len(footer.leaves):
+            selected_sorting_columns(new.struct, selection.column_ordinals)
+            new.total_byte_size = sum(chunk.metadata.total_uncompressed_size for chunk in chunks)
+        new_row_groups.append(new)
     metadata: FileMetaData = selection.metadata
     metadata.row_groups = new_row_groups
     metadata.encryption_algorithm = None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from parquet_keytools.encryption.aad import FOOTER_PLACE, ModuleType, random_file_unique
-from parquet_keytools.encryption.aes import NONCE_LENGTH
-from parquet_keytools.encryption.file_rewriter import ChunkRewrite
+from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite
 from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS, ChunkCipher, ModuleCipher
 from parquet_keytools.encryption.plaintext_footer import PlaintextFooterMaker, VisibleKeyValues
@@ -20,13 +18,21 @@ from parquet_keytools.format.structs import (
     Aes,
     ColumnChunk,
     ColumnCryptoMetaData,
+    ColumnMetaData,
     EncryptionAlgorithm,
     EncryptionWithColumnKey,
     EncryptionWithFooterKey,
     FileCryptoMetaData,
     RowGroup,
 )
+from parquet_keytools.format.thrift_values import Entry, WireType
 from parquet_keytools.secret_bytes import SecretBytes
+
+_STRUCT, _BINARY = WireType.STRUCT, WireType.BINARY
+_FOOTER_KEY, _COLUMN_META_DATA = ColumnEncryption.FOOTER_KEY, ModuleType.COLUMN_META_DATA
+_META_DATA = ColumnChunk.meta_data.field_id
+_CRYPTO_METADATA = ColumnChunk.crypto_metadata.field_id
+_ENCRYPTED_COLUMN_METADATA = ColumnChunk.encrypted_column_metadata.field_id
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,12 @@ class FileEncryption:
         """AAD prefix and file unique, which begin the AAD of every module."""
         return (self.aad_prefix or b"") + self.aad_file_unique
 
+    @property
+    def deks(self) -> list[tuple[SecretBytes, bytes | None]]:
+        """The footer's DEK, and those of columns that have one of their own, each with its key metadata."""
+        of_columns = [(key.dek, key.key_metadata) for key in self.columns.values() if isinstance(key, ColumnKey)]
+        return [(self.footer_dek, self.footer_key_metadata), *of_columns]
+
     def keys_of(self, leaves: Sequence[LeafColumn]) -> list[KeyChoice]:
         """Return the key of each leaf column of a file.
 
@@ -120,16 +132,22 @@ class OutputKeys:
         column_ciphers: For each leaf column; None where it stays plaintext.
     """
 
-    def __init__(self, encryption: FileEncryption, column_keys: Sequence[KeyChoice]) -> None:
+    def __init__(self, encryption: FileEncryption, leaves: Sequence[LeafColumn]) -> None:
+        """Make them for a file with these leaf columns.
+
+        Raises:
+            ConfigurationError: A key is given for a column that is not among them.
+        """
         self.encryption = encryption
-        self.column_keys = column_keys
+        self.column_keys = encryption.keys_of(leaves)
         self._ciphers: dict[bytes, ModuleCipher] = {}
         self.footer_cipher = self._cipher_of(encryption.footer_dek)
-        self.column_ciphers = [self._column_cipher(key) for key in column_keys]
-        encrypted = [ordinal for ordinal, key in enumerate(column_keys) if key is not ColumnEncryption.PLAINTEXT]
+        self.column_ciphers = [self._column_cipher(key) for key in self.column_keys]
+        keys = self.column_keys
+        encrypted = [ordinal for ordinal, key in enumerate(keys) if key is not ColumnEncryption.PLAINTEXT]
         self._plaintext_footer = PlaintextFooterMaker(encryption.visible_key_values, encrypted)
         # The same in every row group.
-        self._crypto_metadata: dict[int, ColumnCryptoMetaData | None] = {}
+        self._crypto_metadata = [_crypto_metadata(key, leaf.path) for key, leaf in zip(keys, leaves, strict=True)]
 
     def _column_cipher(self, key: KeyChoice) -> ModuleCipher | None:
         if isinstance(key, ColumnKey):
@@ -152,34 +170,34 @@ class OutputKeys:
             return None
         return ChunkCipher(cipher, self.encryption.algorithm, row_group_ordinal, column_ordinal)
 
-    def protect(self, chunk: ChunkRewrite, path: tuple[str, ...], column_ordinal: int) -> None:
-        """Set in a chunk of the output how it is encrypted, and its metadata where that belongs (spec 5.3)."""
-        key, new, metadata = self.column_keys[column_ordinal], chunk.new_chunk, chunk.new_metadata
+    def protected(self, chunk: ChunkRewrite, column_ordinal: int) -> bytes:
+        """Return a chunk of the output's footer: how it is encrypted, and its metadata (spec 5.3).
+
+        Args:
+            chunk: The chunk, laid out.
+            column_ordinal: Of its column.
+
+        Raises:
+            FormatLimitError: The key has encrypted as much as it may.
+        """
+        key, metadata, changes = self.column_keys[column_ordinal], chunk.new_metadata(), chunk.chunk_changes
         plaintext_footer = self.encryption.plaintext_footer
-        if column_ordinal not in self._crypto_metadata:
-            self._crypto_metadata[column_ordinal] = _crypto_metadata(key, path)
-        crypto_metadata = self._crypto_metadata[column_ordinal]
-        if key is ColumnEncryption.PLAINTEXT or (key is ColumnEncryption.FOOTER_KEY and not plaintext_footer):
-            new.set_fields(
-                {
-                    ColumnChunk.meta_data: metadata,
-                    ColumnChunk.crypto_metadata: crypto_metadata,
-                    ColumnChunk.encrypted_column_metadata: None,
-                }
-            )
-            return
         writer = chunk.writer
-        assert writer is not None
-        place = writer.place(ModuleType.COLUMN_META_DATA)
-        new.set_fields(
-            {
-                ColumnChunk.meta_data: None,
-                ColumnChunk.crypto_metadata: crypto_metadata,
-                ColumnChunk.encrypted_column_metadata: writer.cipher.encrypt(metadata.serialise(), place),
-            }
-        )
-        if plaintext_footer:
-            self._plaintext_footer.protect_chunk(new, metadata)
+        changes[_CRYPTO_METADATA] = self._crypto_metadata[column_ordinal]
+        if writer is None or (key is _FOOTER_KEY and not plaintext_footer):
+            changes[_META_DATA] = (_STRUCT, metadata)
+            changes[_ENCRYPTED_COLUMN_METADATA] = None
+            return chunk.chunk.struct.changed_bytes(changes)
+        writer.cipher.reserve(1)
+        module = writer.encrypt_reserved(metadata, _COLUMN_META_DATA)
+        changes[_META_DATA] = None
+        changes[_ENCRYPTED_COLUMN_METADATA] = (_BINARY, module)
+        written = chunk.chunk.struct.changed_bytes(changes)
+        if not plaintext_footer:
+            return written
+        shown, _ = ColumnChunk.read(written)
+        self._plaintext_footer.protect_chunk(shown, ColumnMetaData.read(metadata)[0])
+        return shown.serialise()
 
     def footer(self, footer: Footer, row_groups: list[RowGroup]) -> bytes:
         """Return the output's footer with what belongs to it, up to its length (spec 5.4, 5.5).
@@ -202,14 +220,10 @@ class OutputKeys:
             return crypto.serialise() + self.footer_cipher.encrypt(metadata.serialise(), FOOTER_PLACE)
         metadata.encryption_algorithm = encryption.stored_algorithm()
         metadata.footer_signing_key_metadata = encryption.footer_key_metadata
-        serialised = metadata.serialise()
-        self.footer_cipher.reserve(1)
-        nonce = os.urandom(NONCE_LENGTH)
-        aad = FOOTER_PLACE.aad(self.footer_cipher.file_aad)
-        return serialised + nonce + self.footer_cipher.gcm.tag(nonce, serialised, aad)
+        return self.footer_cipher.signed(metadata.serialise())
 
 
-def _crypto_metadata(key: KeyChoice, path: tuple[str, ...]) -> ColumnCryptoMetaData | None:
+def _crypto_metadata(key: KeyChoice, path: tuple[str, ...]) -> Entry | None:
     if key is ColumnEncryption.PLAINTEXT:
         return None
     crypto = ColumnCryptoMetaData()
@@ -220,4 +234,4 @@ def _crypto_metadata(key: KeyChoice, path: tuple[str, ...]) -> ColumnCryptoMetaD
         crypto.encryption_with_column_key = with_column_key
     else:
         crypto.encryption_with_footer_key = EncryptionWithFooterKey()
-    return crypto.as_read()
+    return WireType.STRUCT, crypto.serialise()

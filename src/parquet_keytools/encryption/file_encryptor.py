@@ -8,15 +8,16 @@ from parquet_keytools.encryption.aad import MAX_COUNT
 from parquet_keytools.encryption.aad_prefix import AadPrefix
 from parquet_keytools.encryption.file_decryptor import Deks, column_deks, open_chunks
 from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
-from parquet_keytools.encryption.file_rewriter import rewrite_file
-from parquet_keytools.encryption.footer import Footer, FooterEnvelope, KeyRetriever, open_footer, read_envelope
+from parquet_keytools.encryption.file_rewriter import new_row_group, rewrite_file
+from parquet_keytools.encryption.footer import Footer, FooterEnvelope, open_footer, read_envelope
+from parquet_keytools.encryption.key_retriever import KeyRetriever
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import AlreadyEncryptedError, FormatLimitError, NotEncryptedError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
-from parquet_keytools.format.structs import RowGroup
+from parquet_keytools.format.thrift_values import Struct
 
 
 def encrypt_source(
@@ -143,14 +144,16 @@ def _encrypt(
             hint="Write fewer into one file.",
         )
     check_stated_algorithm(source, footer, deks)
-    keys = OutputKeys(encryption, encryption.keys_of(footer.leaves))
+    keys = OutputKeys(encryption, footer.leaves)
     row_groups = open_chunks(footer, deks, keys.writer_of)
 
-    def make_footer(new_row_groups: list[RowGroup]) -> bytes:
-        for (_, chunks), row_group in zip(row_groups, new_row_groups, strict=True):
-            for column_ordinal, chunk in enumerate(chunks):
-                keys.protect(chunk, footer.leaves[column_ordinal].path, column_ordinal)
-            row_group.columns = [chunk.new_chunk for chunk in chunks]
+    def make_footer() -> bytes:
+        new_row_groups = []
+        for ordinal, (row_group, chunks) in enumerate(row_groups):
+            columns: list[bytes | Struct] = [
+                keys.protected(chunk, column_ordinal) for column_ordinal, chunk in enumerate(chunks)
+            ]
+            new_row_groups.append(new_row_group(ordinal, row_group, chunks, columns))
         return keys.footer(footer, new_row_groups)
 
     rewrite_file(

@@ -15,14 +15,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hmac
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from parquet_keytools.encryption.aad import FOOTER_PLACE, ModulePlace, ModuleType
 from parquet_keytools.encryption.aad_prefix import AadPrefix, aad_prefixes
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH
 from parquet_keytools.encryption.envelope import Envelope
+from parquet_keytools.encryption.key_retriever import KeyRetriever
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import (
     Algorithm,
@@ -30,19 +30,18 @@ from parquet_keytools.encryption.protection import (
     FooterColumn,
     FooterMode,
     columns_of,
+    leaves_of,
 )
 from parquet_keytools.errors import (
     DecryptionError,
     DraftFormatError,
     FooterSignatureError,
     KeyNotAvailableError,
-    KeytoolsError,
     ParquetFormatError,
 )
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import (
     LeafColumn,
-    leaf_columns,
     read_footer_bytes,
     unauthenticated_limit,
 )
@@ -51,6 +50,7 @@ from parquet_keytools.format.structs import (
     ColumnMetaData,
     FileMetaData,
     RowGroup,
+    path_bytes,
 )
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -168,8 +168,9 @@ class FooterEnvelope(Envelope):
         try:
             metadata, _ = FileMetaData.read(data, max_memory=max_memory)
             row_groups = metadata.row_groups
-            chunks = [row_group.columns for row_group in row_groups]
-            leaves = leaf_columns(metadata.schema)
+            are_unread = all(row_group.unread_chunks is not None for row_group in row_groups)
+            chunks = None if are_unread else [row_group.columns for row_group in row_groups]
+            leaves = leaves_of(metadata)
             columns = columns_of(leaves, row_groups, chunks, self.mode is not FooterMode.UNENCRYPTED)
         except ParquetFormatError as error:
             raise ParquetFormatError(str(error), path=self.path) from None
@@ -185,7 +186,7 @@ class Footer:
             footer all of it.
         metadata: The footer itself. Share it read-only.
         row_groups: Those of `metadata`.
-        chunks: `chunks[row group ordinal][column ordinal]`.
+        read_chunks: `chunks`, if they were looked at when the footer was read; else None.
         leaves: The leaf columns of the schema.
         columns: The same, and how each is encrypted.
         file_aad: AAD prefix and file unique; empty in a file that is not encrypted.
@@ -194,12 +195,19 @@ class Footer:
     envelope: FooterEnvelope
     metadata: FileMetaData = field(repr=False)
     row_groups: list[RowGroup] = field(repr=False)
-    chunks: list[list[ColumnChunk]] = field(repr=False)
+    read_chunks: list[list[ColumnChunk]] | None = field(repr=False)
     leaves: tuple[LeafColumn, ...] = field(repr=False)
     columns: tuple[FooterColumn, ...]
     file_aad: bytes
     cipher: ModuleCipher | None = field(repr=False)
     """Under the footer's DEK; None in a file that is not encrypted, and in an unverified footer."""
+    held_metadata: dict[tuple[int, int], ColumnMetaData] = field(default_factory=dict, repr=False)
+    """What `chunk_metadata` returned, by the ordinals of row group and column, kept to be used again."""
+
+    @functools.cached_property
+    def chunks(self) -> list[list[ColumnChunk]]:
+        """The column chunks: `chunks[row group ordinal][column ordinal]`."""
+        return self.read_chunks or [row_group.columns for row_group in self.row_groups]
 
     @property
     def path(self) -> str:
@@ -273,6 +281,30 @@ class Footer:
                 result[place] = self.chunk_metadata(row_group_ordinal, column, cipher)
         return result
 
+    def check_column(self, column: FooterColumn, dek: SecretBytes | None, *, holds_metadata: bool = False) -> None:
+        """Check that the metadata of all chunks of a column is authentic and its own; see `chunk_metadata`.
+
+        Args:
+            column: One of `columns`.
+            dek: Its own DEK; only looked at where it has a column key.
+            holds_metadata: Whether the metadata is kept in `held_metadata`.
+        """
+        cipher = self.cipher_of(column, dek)
+        if holds_metadata:
+            for row_group_ordinal in range(len(self.row_groups)):
+                metadata = self.chunk_metadata(row_group_ordinal, column, cipher)
+                self.held_metadata[row_group_ordinal, column.ordinal] = metadata
+            return
+        path = path_bytes(column.path)
+        for row_group_ordinal, row_group in enumerate(self.row_groups):
+            unread = row_group.unread_chunks if self.read_chunks is None and cipher is not None else None
+            module = None if unread is None else unread.module(column.ordinal)
+            if module is not None and cipher is not None:
+                place = ModulePlace(ModuleType.COLUMN_META_DATA, row_group_ordinal, column.ordinal)
+                if ColumnMetaData.is_usual(cipher.decrypt(module, place), path):
+                    continue
+            self.chunk_metadata(row_group_ordinal, column, cipher)
+
     def chunk_metadata(
         self, row_group_ordinal: int, column: FooterColumn, cipher: ModuleCipher | None
     ) -> ColumnMetaData:
@@ -282,23 +314,30 @@ class Footer:
             DecryptionError: It does not authenticate.
             ParquetFormatError: It is missing, or not what the format says, or that of another column.
         """
-        chunk = self.chunks[row_group_ordinal][column.ordinal]
-        module = chunk.encrypted_column_metadata
+        held = self.held_metadata.get((row_group_ordinal, column.ordinal))
+        if held is not None:
+            return held
+        unread = self.row_groups[row_group_ordinal].unread_chunks if self.read_chunks is None else None
+        module = None if unread is None or cipher is None else unread.module(column.ordinal)
+        if module is None:
+            if unread is None:
+                chunk = self.chunks[row_group_ordinal][column.ordinal]
+            else:
+                chunk = ColumnChunk(unread.chunk(column.ordinal))
+            module = chunk.copy_of(ColumnChunk.encrypted_column_metadata)
         metadata: ColumnMetaData | None
         if cipher is None or module is None:
             metadata = chunk.copy_of(ColumnChunk.meta_data)
-            if column.encryption is ColumnEncryption.COLUMN_KEY or (
-                column.encryption is ColumnEncryption.FOOTER_KEY and self.mode is not FooterMode.ENCRYPTED_FOOTER
+            if column.encryption is not _PLAINTEXT and (
+                column.encryption is ColumnEncryption.COLUMN_KEY or self.mode is not FooterMode.ENCRYPTED_FOOTER
             ):
                 metadata = None  # What is visible there is stripped, and not the column's own.
         else:
-            place = ModulePlace(ModuleType.COLUMN_META_DATA, row_group_ordinal, column.ordinal)
+            place = ModulePlace(_COLUMN_META_DATA, row_group_ordinal, column.ordinal)
             metadata, _ = ColumnMetaData.read(cipher.decrypt(module, place))
         if metadata is None:
             wrong = "the column metadata is missing (spec 5.3)."
-        elif metadata.bytes_of(ColumnMetaData.path_in_schema) == _usual_path(
-            column.path
-        ) or metadata.path_in_schema == list(column.path):
+        elif metadata.has_path(column.path):
             return metadata
         else:
             wrong = f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}."
@@ -306,40 +345,7 @@ class Footer:
         raise ParquetFormatError(f"{name}: {wrong}", path=self.path)
 
 
-@functools.lru_cache(maxsize=32_768)
-def _usual_path(path: tuple[str, ...]) -> bytes | None:
-    """Return the bytes that metadata has for a path, as all writers write it."""
-    metadata = ColumnMetaData()
-    metadata.path_in_schema = list(path)
-    return metadata.bytes_of(ColumnMetaData.path_in_schema)
-
-
-class KeyRetriever(Protocol):
-    """Finds the DEK that key metadata stands for (spec 4.3)."""
-
-    def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
-        """Return the DEK of the footer.
-
-        Args:
-            key_metadata: As the file carries it, or None where it carries none.
-
-        Raises:
-            KeytoolsError: The key is unavailable; the error says why.
-        """
-        ...
-
-    def column_deks(
-        self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
-    ) -> list[SecretBytes | KeytoolsError]:
-        """Return the DEKs of columns, asked for together so that a KMS can be asked once.
-
-        Args:
-            columns: For each column its path in the schema and its key metadata, None where there is none.
-
-        Returns:
-            In the same order the DEK, or the error that says why it is unavailable.
-        """
-        ...
+_PLAINTEXT, _COLUMN_META_DATA = ColumnEncryption.PLAINTEXT, ModuleType.COLUMN_META_DATA
 
 
 def read_envelope(source: ByteSource) -> FooterEnvelope:

@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from parquet_keytools.encryption.aad import MAX_ORDINAL, ModulePlace, ModuleType, module_aad
+from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePlace, ModuleType, module_aad
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesCtr, AesGcm, InvalidTag
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import FormatLimitError
@@ -19,6 +19,9 @@ LENGTH_LENGTH = 4
 
 GCM_FRAMING = LENGTH_LENGTH + NONCE_LENGTH + TAG_LENGTH
 """How many bytes longer a module is than its plaintext with AES-GCM."""
+
+_COVERED_FRAMING = NONCE_LENGTH + TAG_LENGTH
+"""As much of it as the length field counts."""
 
 CTR_FRAMING = LENGTH_LENGTH + NONCE_LENGTH
 """How many bytes longer a page is than its plaintext with AES-CTR."""
@@ -40,16 +43,6 @@ _read_length = struct.Struct("<I").unpack_from
 
 _MOST_NONCES = 1_024
 
-_forks = 0
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
-
 
 class _Nonces:
     """Nonces, taken from the system many at once: a call for each takes longer than a small page.
@@ -57,23 +50,16 @@ class _Nonces:
     They are random, so that it does not matter which key takes which.
     """
 
-    __slots__ = ("_fork", "_lock", "_next", "_position", "_taken")
+    __slots__ = ("_lock", "_next", "_position", "_taken")
 
     def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._next = 16
         self._position = 0
         self._taken = b""
-        self._fork = _forks
 
     def take(self, count: int) -> bytes:
         """Return the bytes of nonces that nobody else gets."""
-        if self._fork != _forks:
-            # What was left when this process was forked, its parent uses too; and the lock may be shut.
-            self._begin()
         with self._lock:
             start = self._position
             end = self._position = start + NONCE_LENGTH * count
@@ -86,6 +72,16 @@ class _Nonces:
 
 
 _nonces = _Nonces()
+
+
+def _begin_anew() -> None:
+    # What was left, the parent uses too, and the lock may be shut. A child has one thread here: of several that
+    # began anew only when they take nonces, two could take the same.
+    global _nonces
+    _nonces = _Nonces()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 class ModuleCipher:
@@ -110,6 +106,16 @@ class ModuleCipher:
     def ctr(self) -> AesCtr:
         """Return AES-CTR under the same key, for the thread that asks."""
         return AesCtr(self._dek)
+
+    def signed(self, footer: bytes) -> bytes:
+        """Return a serialised plaintext footer with its signature: a fresh nonce, and the tag (spec 5.5).
+
+        Raises:
+            FormatLimitError: The key has encrypted as much as it may.
+        """
+        self.reserve(1)
+        nonce = _nonces.take(1)
+        return b"".join((footer, nonce, self.gcm.tag(nonce, footer, FOOTER_PLACE.aad(self.file_aad))))
 
     def reserve(self, invocations: int) -> None:
         """Count modules that are going to be encrypted with this key.
@@ -137,12 +143,16 @@ class ModuleCipher:
 
     def encrypt_reserved(self, plaintext: Bytes, place: ModulePlace) -> bytes:
         """Do the same for a module that `reserve` has counted already."""
-        length = len(plaintext) + GCM_FRAMING
-        if length - LENGTH_LENGTH > MAX_MODULE_LENGTH:
-            raise FormatLimitError(f"{place.module_type.title}: {length} bytes are too long for a module.")
-        aad = place.aad(self.file_aad)
+        return self.module(plaintext, place.aad(self.file_aad), place.module_type)
+
+    def module(self, plaintext: Bytes, aad: bytes, module_type: ModuleType) -> bytes:
+        """Do the same where the AAD is at hand."""
+        length = len(plaintext) + _COVERED_FRAMING
+        if length > MAX_MODULE_LENGTH:
+            length += LENGTH_LENGTH
+            raise FormatLimitError(f"{module_type.title}: {length} bytes are too long for a module.")
         nonce = _nonces.take(1)
-        return b"".join((_pack_length(length - LENGTH_LENGTH), nonce, self.gcm.encrypt(nonce, plaintext, aad)))
+        return b"".join((_pack_length(length), nonce, self.gcm.encrypt(nonce, plaintext, aad)))
 
     def decrypt(self, module: Bytes, place: ModulePlace) -> bytes:
         """Return the plaintext of a module that fills its container exactly.
@@ -150,20 +160,19 @@ class ModuleCipher:
         Raises:
             DecryptionError: The length field does not fit the container, or the module is not authentic.
         """
+        length = len(module)
+        if length < GCM_FRAMING:
+            raise place.error(f"a module of {length} bytes is too short.")
+        if _read_length(module)[0] != length - LENGTH_LENGTH:
+            check_length_field(module, length, place)
         view = memoryview(module)
-        if len(view) < GCM_FRAMING:
-            raise place.error(f"a module of {len(view)} bytes is too short.")
-        check_length_field(view, len(view), place)
-        aad = place.aad(self.file_aad)
-        out = bytearray(len(view) - GCM_FRAMING)
         try:
-            self.gcm.decrypt_into(view[4:16], view[16:], aad, out)
+            return self.gcm.decrypt(view[4:16], view[16:], place.aad(self.file_aad))
         except InvalidTag:
             raise place.not_authentic() from None
-        return bytes(out)
 
 
-def check_length_field(module: memoryview, length: int, place: ModulePlace) -> None:
+def check_length_field(module: Bytes, length: int, place: ModulePlace) -> None:
     """Check that the length field of a module says what its container says.
 
     Args:
@@ -187,11 +196,13 @@ NO_PAGE_ORDINAL = -1
 
 _pack_ordinal = struct.Struct("<h").pack
 _pack_ordinals = struct.Struct("<2h").pack
-_DATA, _DATA_HEADER = bytes((ModuleType.DATA_PAGE,)), bytes((ModuleType.DATA_PAGE_HEADER,))
+_TYPE_BYTES = [bytes((module_type,)) for module_type in ModuleType]
+_DATA, _DATA_HEADER = _TYPE_BYTES[ModuleType.DATA_PAGE], _TYPE_BYTES[ModuleType.DATA_PAGE_HEADER]
 _DICTIONARY, _DICTIONARY_HEADER = (
-    bytes((ModuleType.DICTIONARY_PAGE,)),
-    bytes((ModuleType.DICTIONARY_PAGE_HEADER,)),
+    _TYPE_BYTES[ModuleType.DICTIONARY_PAGE],
+    _TYPE_BYTES[ModuleType.DICTIONARY_PAGE_HEADER],
 )
+_CTR = Algorithm.AES_GCM_CTR_V1
 
 
 class ChunkCipher:
@@ -222,7 +233,7 @@ class ChunkCipher:
         self.cipher = cipher
         self.row_group_ordinal = row_group_ordinal
         self.column_ordinal = column_ordinal
-        self.pages_are_gcm = algorithm is not Algorithm.AES_GCM_CTR_V1
+        self.pages_are_gcm = algorithm is not _CTR
         self.page_framing = GCM_FRAMING if self.pages_are_gcm else CTR_FRAMING
         if not (0 <= row_group_ordinal <= MAX_ORDINAL and 0 <= column_ordinal <= MAX_ORDINAL):
             module_aad(b"", ModuleType.COLUMN_META_DATA, row_group_ordinal, column_ordinal)  # raises
@@ -273,8 +284,12 @@ class ChunkCipher:
 
     def encrypt_reserved(self, plaintext: bytes | memoryview, module_type: ModuleType) -> bytes:
         """Return the module of a plaintext that is not a page; its invocation is reserved."""
-        return self.cipher.encrypt_reserved(plaintext, self.place(module_type))
+        return self.cipher.module(plaintext, self._aad(module_type), module_type)
 
     def decrypt(self, module: bytes | memoryview, module_type: ModuleType) -> bytes:
         """Return the plaintext of a module that is not a page."""
         return self.cipher.decrypt(module, self.place(module_type))
+
+    def _aad(self, module_type: ModuleType) -> bytes:
+        """Return the AAD of a module that is not a page."""
+        return self.cipher.file_aad + _TYPE_BYTES[module_type] + self._ordinals

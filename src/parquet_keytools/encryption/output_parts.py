@@ -6,25 +6,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from parquet_keytools.encryption.chunk_pages import ChunkPages, decrypt_pages, encrypt_pages, output_lengths
+from parquet_keytools.encryption.chunk_pages import ChunkPages, PageJobs, output_lengths
 from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 
 SEGMENT_LENGTH = 1024 * 1024
 """About how many bytes of output are made and written at a time: large writes are faster than small ones, as
 long as what is written is still in the processor's cache."""
-
-
-class OutputPiece(NamedTuple):
-    """Bytes that are made in one go.
-
-    Attributes:
-        length: How many.
-        make: Writes them into memory of that length.
-    """
-
-    length: int
-    make: Callable[[memoryview], None]
 
 
 class BytesPart(NamedTuple):
@@ -38,13 +26,13 @@ class BytesPart(NamedTuple):
     length: int
     make: Callable[[], bytes | memoryview]
 
-    def pieces(self) -> Iterator[OutputPiece]:
-        """Yield them as one piece."""
+    def pieces(self) -> Iterable[OutputPiece]:
+        """Return them as one piece."""
+        return (self,)
 
-        def make(out: memoryview) -> None:
-            out[:] = self.make()
-
-        yield OutputPiece(self.length, make)
+    def fill(self, out: memoryview, jobs: PageJobs) -> None:
+        """Write them into memory of that length."""
+        out[:] = self.make()
 
 
 class PagesPart(NamedTuple):
@@ -70,39 +58,60 @@ class PagesPart(NamedTuple):
         if self.length <= SEGMENT_LENGTH:
             if self.length:
                 source_length = pages.source_end - pages.source_offset
-                yield OutputPiece(
-                    self.length, self._maker(pages, 0, len(pages), pages.source_offset, source_length)
-                )
+                yield PagesPiece(self.length, self, pages, 0, len(pages), pages.source_offset, source_length)
             return
         lengths = output_lengths(pages, self.reader, self.writer)
         first = length = source_length = 0
         source_offset = pages.source_offset
-        for position, page_length in enumerate(lengths):
+        for position, (page_length, source_header_length, source_page_length) in enumerate(
+            zip(lengths, pages.header_lengths, pages.page_lengths, strict=True)
+        ):
             if length and length + page_length > SEGMENT_LENGTH:
-                yield OutputPiece(length, self._maker(pages, first, position, source_offset, source_length))
+                yield PagesPiece(length, self, pages, first, position, source_offset, source_length)
                 source_offset += source_length
                 first, length, source_length = position, 0, 0
             length += page_length
-            source_length += pages.header_lengths[position] + pages.page_lengths[position]
+            source_length += source_header_length + source_page_length
         if length:
-            yield OutputPiece(length, self._maker(pages, first, len(lengths), source_offset, source_length))
+            yield PagesPiece(length, self, pages, first, len(lengths), source_offset, source_length)
 
-    def _maker(
-        self, pages: ChunkPages, first: int, last: int, source_offset: int, source_length: int
-    ) -> Callable[[memoryview], None]:
-        source, reader, writer = self.source, self.reader, self.writer
 
-        def make(out: memoryview) -> None:
-            stored = memoryview(source.read_at(source_offset, source_length))
-            if writer is not None:
-                encrypt_pages(pages, first, last, stored, out, source.path, reader, writer)
-            elif reader is not None:
-                decrypt_pages(pages, first, last, stored, out, reader)
-            else:
-                out[:] = stored
+class PagesPiece(NamedTuple):
+    """Some of the pages of a chunk.
 
-        return make
+    Attributes:
+        length: How many bytes they have in the output.
+        part: The chunk.
+        pages: Its pages.
+        first: Position of the first one.
+        last: Position after the last one.
+        source_offset: Where they begin in the source.
+        source_length: How many bytes they have there.
+    """
 
+    length: int
+    part: PagesPart
+    pages: ChunkPages
+    first: int
+    last: int
+    source_offset: int
+    source_length: int
+
+    def fill(self, out: memoryview, jobs: PageJobs) -> None:
+        """Write them into memory of their length, as soon as the jobs are run."""
+        _, part, pages, first, last, source_offset, source_length = self
+        _, source, _, reader, writer = part
+        stored = memoryview(source.read_at(source_offset, source_length))
+        if writer is not None:
+            jobs.encrypt(pages, first, last, stored, out, source.path, reader, writer)
+        elif reader is not None:
+            jobs.decrypt(pages, first, last, stored, out, reader)
+        else:
+            out[:] = stored
+
+
+OutputPiece = BytesPart | PagesPiece
+"""Bytes that are made in one go."""
 
 Part = BytesPart | PagesPart
 
@@ -192,9 +201,12 @@ class _Work:
                     buffer = bytearray(length)
                 view = memoryview(buffer)
                 start = 0
+                jobs = PageJobs()
                 for piece in pieces:
-                    piece.make(view[start : start + piece.length])
-                    start += piece.length
+                    end = start + piece[0]
+                    piece.fill(view[start:end], jobs)
+                    start = end
+                jobs.run()
                 self._sink.write_at(offset, view[:length])
                 if self._on_progress is not None:
                     self._on_progress(length)

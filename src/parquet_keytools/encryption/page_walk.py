@@ -28,6 +28,10 @@ _WINDOW_LENGTH = 64 * 1024
 _HEADER_LENGTH = 512
 """How much is read at once where pages are longer than a window; few headers are."""
 
+_read_length = struct.Struct("<I").unpack_from
+
+_DICTIONARY_PAGE, _INDEX_PAGE = PageHeader.DICTIONARY_PAGE, PageHeader.INDEX_PAGE
+
 _BEGINNING_LENGTH = 32
 """Length field, nonce, and one block of a page."""
 
@@ -104,16 +108,15 @@ def walk_chunk(
     window = HeaderWindow(source, start, limit)
     added = (writer.page_framing if writer is not None else 0) - (reader.page_framing if reader is not None else 0)
     is_copied = reader is None and writer is None
-    headers, header_ends = pages.headers, pages.header_ends
-    add_header_length, add_page_length = pages.header_lengths.append, pages.page_lengths.append
-    add_ordinal, add_crc = pages.ordinals.append, pages.stored_crcs.append
+    header_framing = 0 if writer is None else GCM_FRAMING
+    headers, add = pages.headers, pages.numbers.extend
     offset = start
-    ordinal = 0
+    ordinal = position = output_length = 0
     while offset < end:
         try:
             if reader is None:
                 facts, header = _plaintext_header(window, offset)
-                header_length = facts.length
+                header_length = facts[3]
             else:
                 facts, header, header_length = read_encrypted_header(
                     window, offset, reader, ordinal, offset == start, expects_dictionary_page
@@ -122,10 +125,11 @@ def walk_chunk(
             raise ParquetFormatError(f"page header at byte {offset}: {error}", path=source.path) from None
         page_type, page_length, crc, _, size_start, rest_start = facts
         page_offset = offset + header_length
-        if page_offset + page_length > limit:
+        page_end = page_offset + page_length
+        if page_end > limit:
             raise ParquetFormatError(f"the page at byte {offset} goes on after its chunk.", path=source.path)
         page_ordinal = ordinal
-        if page_type == PageHeader.DICTIONARY_PAGE:
+        if page_type == _DICTIONARY_PAGE:
             if offset != start:
                 raise ParquetFormatError(
                     f"the dictionary page at byte {offset} is not the first page.", path=source.path
@@ -136,36 +140,48 @@ def walk_chunk(
                 f"{source.path}: a column chunk has more than {MAX_COUNT} pages.",
                 hint="Write larger pages, or smaller row groups.",
             )
-        elif page_type != PageHeader.INDEX_PAGE:
+        elif page_type != _INDEX_PAGE:
             if pages.first_data_page is None:
-                pages.first_data_page = len(pages)
+                pages.first_data_page = position
+                pages.length_before_data = output_length + len(headers)
             ordinal += 1
-        add_header_length(header_length)
-        add_page_length(page_length)
-        add_ordinal(page_ordinal if page_ordinal <= MAX_ORDINAL else MAX_ORDINAL)
-        add_crc(NOTHING if crc is None else crc)
-        offset = page_offset + page_length
+        position += 1
+        new_length = page_length + added
+        crc_place = NOTHING
         if is_copied:
-            continue
-        page_length += added
-        if page_length > MAX_PAGE_LENGTH:
-            raise FormatLimitError(
-                f"{source.path}: a page would have {page_length} bytes, more than {MAX_PAGE_LENGTH}.",
-                hint="Write smaller pages.",
-            )
-        position = NOTHING
-        if crc is None:
-            headers += header[:size_start] + varint(page_length << 1) + header[rest_start:]
-        elif writer is not None:
-            headers += with_sizes(header, facts, page_length)
-            position = crc_position(facts, page_length)
+            output_length += header_length
         else:
-            assert reader is not None
-            new_crc = _plaintext_crc(source, page_offset, facts, page_ordinal, reader)
-            headers += with_sizes(header, facts, page_length, new_crc)
-        header_ends.append(len(headers))
-        pages.crc_positions.append(position)
+            if new_length > MAX_PAGE_LENGTH:
+                raise FormatLimitError(
+                    f"{source.path}: a page would have {new_length} bytes, more than {MAX_PAGE_LENGTH}.",
+                    hint="Write smaller pages.",
+                )
+            if crc is None:
+                headers += header[:size_start] + varint(new_length << 1) + header[rest_start:]
+            elif writer is not None:
+                headers += with_sizes(header, facts, new_length)
+                crc_place = crc_position(facts, new_length)
+            else:
+                assert reader is not None
+                new_crc = _plaintext_crc(source, page_offset, facts, page_ordinal, reader)
+                headers += with_sizes(header, facts, new_length, new_crc)
+            output_length += header_framing
+        output_length += new_length
+        add(
+            (
+                header_length,
+                page_length,
+                page_ordinal if page_ordinal <= MAX_ORDINAL else MAX_ORDINAL,
+                NOTHING if crc is None else crc,
+                len(headers),
+                crc_place,
+            )
+        )
+        offset = page_end
     pages.source_end = offset
+    pages.output_length = output_length + len(headers)
+    if pages.first_data_page is None:
+        pages.length_before_data = pages.output_length
     return pages
 
 
@@ -213,8 +229,10 @@ def read_first_page(
 
 def _plaintext_header(window: HeaderWindow, offset: int) -> tuple[PageHeaderFacts, bytes]:
     while True:
-        try:
+        position = offset - window.offset
+        if not 0 <= position < len(window.data):
             position = window.cover(offset)
+        try:
             return read_page_header(window.data, position)
         except ParquetFormatError:
             if not window.grow(offset):
@@ -246,31 +264,35 @@ def read_encrypted_header(
         ParquetFormatError: There is no such header.
         DecryptionError: It does not authenticate.
     """
-    position = window.cover(offset, LENGTH_LENGTH)
-    if len(window.data) - position < LENGTH_LENGTH:
-        raise ParquetFormatError("it goes on after its chunk.")
-    (length,) = struct.unpack_from("<I", window.data, position)
-    length += LENGTH_LENGTH
-    position = window.cover(offset, length)
-    module = window.data[position : position + length]
-    if len(module) < length or length < GCM_FRAMING:
+    data, position = window.data, offset - window.offset
+    if position < 0 or position + LENGTH_LENGTH > len(data):
+        position = window.cover(offset, LENGTH_LENGTH)
+        data = window.data
+        if len(data) - position < LENGTH_LENGTH:
+            raise ParquetFormatError("it goes on after its chunk.")
+    length = _read_length(data, position)[0] + LENGTH_LENGTH
+    if position + length > len(data):
+        position = window.cover(offset, length)
+        data = window.data
+    module_end = position + length
+    if module_end > len(data) or length < GCM_FRAMING:
         raise ParquetFormatError(f"a module of {length} bytes does not fit into its chunk.")
-    candidates = [ordinal]
-    if is_first:
-        candidates.insert(0 if expects_dictionary_page else 1, NO_PAGE_ORDINAL)
-    plaintext = bytearray(length - GCM_FRAMING)
-    for candidate in candidates:
+    nonce, sealed = data[position + 4 : position + 16], data[position + 16 : module_end]
+    candidate = likelier = NO_PAGE_ORDINAL if is_first and expects_dictionary_page else ordinal
+    try:
+        plaintext = reader.cipher.gcm.decrypt(nonce, sealed, reader.page_aads(candidate)[0])
+    except InvalidTag:
+        if not is_first:
+            raise reader.header_place(likelier).not_authentic() from None
+        candidate = ordinal if expects_dictionary_page else NO_PAGE_ORDINAL
         try:
-            reader.cipher.gcm.decrypt_into(module[4:16], module[16:], reader.page_aads(candidate)[0], plaintext)
-            break
+            plaintext = reader.cipher.gcm.decrypt(nonce, sealed, reader.page_aads(candidate)[0])
         except InvalidTag:
-            continue
-    else:
-        raise reader.header_place(candidates[0]).not_authentic()
+            raise reader.header_place(likelier).not_authentic() from None
     facts, header = read_page_header(plaintext, 0)
-    if (facts.page_type == PageHeader.DICTIONARY_PAGE) != (candidate == NO_PAGE_ORDINAL):
+    if (facts[0] == _DICTIONARY_PAGE) != (candidate == NO_PAGE_ORDINAL):
         raise ParquetFormatError("its page type is not that of its module.")
-    if facts.page_length < reader.page_framing:
+    if facts[1] < reader.page_framing:
         raise ParquetFormatError(f"an encrypted page of {facts.page_length} bytes is too short.")
     return facts, header, length
 

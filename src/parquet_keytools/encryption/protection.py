@@ -8,8 +8,17 @@ from enum import Enum
 
 from parquet_keytools.encryption.aad import MAX_ORDINAL
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.file_layout import LeafColumn
-from parquet_keytools.format.structs import ColumnChunk, ColumnCryptoMetaData, EncryptionWithColumnKey, RowGroup
+from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
+from parquet_keytools.format.structs import (
+    ColumnChunk,
+    ColumnCryptoMetaData,
+    EncryptionWithColumnKey,
+    FileMetaData,
+    RowGroup,
+    kept_by_path,
+)
+from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.format.unread_lists import UnreadChunks, UnreadList
 
 
 class FooterMode(Enum):
@@ -52,10 +61,29 @@ class FooterColumn:
     key_metadata: bytes | None
 
 
+def leaves_of(metadata: FileMetaData) -> tuple[LeafColumn, ...]:
+    """Return the leaves of the schema of a footer; see `leaf_columns`."""
+    entry = metadata.struct.entry(FileMetaData.schema.field_id)
+    written = entry[1].as_bytes() if entry is not None and entry[0] is WireType.LIST else None
+    if written is None or len(written) > _USUAL_SCHEMA_BYTES:
+        return leaf_columns(metadata.schema)
+    return _leaves_of_written(written)
+
+
+_USUAL_SCHEMA_BYTES = 64 * 1024
+
+
+@functools.lru_cache(maxsize=16)
+def _leaves_of_written(schema: bytes) -> tuple[LeafColumn, ...]:
+    metadata = FileMetaData()
+    metadata.struct.set_entry(FileMetaData.schema.field_id, (WireType.LIST, UnreadList(schema)))
+    return leaf_columns(metadata.schema)
+
+
 def columns_of(
     leaves: tuple[LeafColumn, ...],
     row_groups: list[RowGroup],
-    chunks: list[list[ColumnChunk]],
+    chunks: list[list[ColumnChunk]] | None,
     is_encrypted: bool,
 ) -> tuple[FooterColumn, ...]:
     """Return how each column is encrypted, which must be the same in every row group.
@@ -63,7 +91,7 @@ def columns_of(
     Args:
         leaves: The leaf columns of the schema.
         row_groups: Those of the footer.
-        chunks: `chunks[row group ordinal][column ordinal]`.
+        chunks: `chunks[row group ordinal][column ordinal]`; None where all have `unread_chunks`.
         is_encrypted: Whether the footer names an encryption algorithm.
 
     Raises:
@@ -74,17 +102,25 @@ def columns_of(
         raise ParquetFormatError("an encrypted file has more row groups or columns than ordinals (spec 4.4.2).")
     columns: list[FooterColumn] = []
     # Byte for byte the same in every row group, as a rule.
-    first = [_encryption_of(chunk) for chunk in chunks[0]] if chunks else []
+    first: object = None
     for ordinal, row_group in enumerate(row_groups):
         if is_encrypted and row_group.ordinal not in (None, ordinal):
             raise ParquetFormatError(f"row group {ordinal} says that its ordinal is {row_group.ordinal}.")
-        if len(chunks[ordinal]) != len(leaves):
-            raise ParquetFormatError(
-                f"row group {ordinal} has {len(chunks[ordinal])} chunks for {len(leaves)} leaf columns."
-            )
-        if columns and [_encryption_of(chunk) for chunk in chunks[ordinal]] == first:
+        these = row_group.unread_chunks if chunks is None else chunks[ordinal]
+        if these is None or len(these) != len(leaves):
+            count = 0 if these is None else len(these)
+            raise ParquetFormatError(f"row group {ordinal} has {count} chunks for {len(leaves)} leaf columns.")
+        written: object = these.crypto if isinstance(these, UnreadChunks) else list(map(_encryption_of, these))
+        if columns and written == first:
             continue
-        found = [_column_of(leaf, chunk) for leaf, chunk in zip(leaves, chunks[ordinal], strict=True)]
+        first = written if first is None else first
+        if isinstance(these, UnreadChunks):
+            found = [
+                _usual_column_of(leaf, crypto) or _column_of(leaf, ColumnChunk(these.chunk(leaf.ordinal)))
+                for leaf, crypto in zip(leaves, these.crypto, strict=True)
+            ]
+        else:
+            found = [_column_of(leaf, chunk) for leaf, chunk in zip(leaves, these, strict=True)]
         columns = columns or found
         if found != columns:
             leaf = next(leaf for leaf, a, b in zip(leaves, found, columns, strict=True) if a != b)
@@ -101,10 +137,26 @@ def columns_of(
     return tuple(columns)
 
 
-def _encryption_of(chunk: ColumnChunk) -> tuple[bytes | None, bool]:
-    """Return what a chunk says of its encryption: its crypto metadata, and whether it has encrypted metadata."""
-    crypto = chunk.bytes_of(ColumnChunk.crypto_metadata)
-    return crypto, crypto is not None or chunk.bytes_of(ColumnChunk.encrypted_column_metadata) is not None
+_CRYPTO_METADATA = ColumnChunk.crypto_metadata.field_id
+_ENCRYPTION_FIELD_IDS = (_CRYPTO_METADATA, ColumnChunk.encrypted_column_metadata.field_id)
+
+
+def _encryption_of(chunk: ColumnChunk) -> tuple[tuple[WireType, bytes] | None, bool]:
+    """Return what a chunk says of its encryption: its crypto metadata, and whether it says anything."""
+    struct = chunk.struct
+    if struct.lacks(_ENCRYPTION_FIELD_IDS):
+        return None, False
+    return struct.entry_bytes(_CRYPTO_METADATA), True
+
+
+def _usual_column_of(leaf: LeafColumn, crypto: bytes | None) -> FooterColumn | None:
+    """Return how a column is encrypted, by the crypto metadata of a chunk; None where that has to be parsed."""
+    if crypto is None:
+        return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None)
+    key_metadata = _usual_key_metadata(_STRUCT + crypto, leaf.path)
+    if key_metadata is None:
+        return None
+    return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.COLUMN_KEY, key_metadata)
 
 
 def _column_of(leaf: LeafColumn, chunk: ColumnChunk) -> FooterColumn:
@@ -151,11 +203,12 @@ def _usual_key_metadata(written: bytes, path: tuple[str, ...]) -> bytes | None:
     return written[at : at + length] if at + length + len(_TWO_STOPS) == len(written) else None
 
 
+_STRUCT = bytes((WireType.STRUCT,))
 _TWO_STOPS = b"\0\0"
 """The ends of the structs that key metadata is in."""
 
 
-@functools.lru_cache(maxsize=32_768)
+@kept_by_path
 def _usual_start(path: tuple[str, ...]) -> bytes:
     """Return crypto metadata of a column with a key of its own, up to the length of its key metadata."""
     own = EncryptionWithColumnKey()

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
-
 from parquet_keytools.encryption.aad import MAX_COUNT
+from parquet_keytools.encryption.chunk_rewrite import INDEX_FIELD_IDS, ChunkRewrite, PagesMemory
 from parquet_keytools.encryption.file_decryptor import open_chunks
 from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
 from parquet_keytools.encryption.file_encryptor import refuse_encrypted
-from parquet_keytools.encryption.file_rewriter import (
-    ChunkRewrite,
-    PagesMemory,
-    RowGroupRewrite,
-    in_order,
-    new_row_group,
-)
+from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, in_order, new_row_group
 from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.output_parts import BytesPart, Part, write_parts
 from parquet_keytools.errors import FormatLimitError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.collector import paused_collector
-from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, RegionKind
-from parquet_keytools.format.structs import ColumnChunk, FileMetaData, RowGroup
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, RegionKind, with_trailer
+from parquet_keytools.format.structs import FileMetaData, RowGroup
+from parquet_keytools.format.thrift_outline import UnreadStruct
+from parquet_keytools.format.thrift_values import Struct, WireType
 
-Index = tuple[ColumnChunk, Callable[[ColumnChunk, int], None], bytes]
-"""The chunk that an index is of, what sets the index's offset in it, and the bytes of its module."""
+Index = tuple[Struct, int, bytes]
+"""The chunk that an index is of, the id of the field that has the index's offset, and the bytes of its module."""
 
 
 class StreamedFile:
@@ -54,8 +48,7 @@ class StreamedFile:
         self._threads = threads
         footer = _footer_of(template)
         self._schema = footer.metadata.bytes_of(FileMetaData.schema)
-        self._leaves = footer.leaves
-        self._keys = OutputKeys(encryption, encryption.keys_of(footer.leaves))
+        self._keys = OutputKeys(encryption, footer.leaves)
         self._magic = MAGIC if encryption.plaintext_footer else MAGIC_ENCRYPTED_FOOTER
         self._row_groups: list[RowGroup] = []
         self._indexes: dict[RegionKind, list[Index]] = {RegionKind.COLUMN_INDEX: [], RegionKind.OFFSET_INDEX: []}
@@ -82,28 +75,38 @@ class StreamedFile:
             row_groups = open_chunks(
                 footer, {}, lambda row_group, column: self._keys.writer_of(first + row_group, column)
             )
-            parts = self._laid_out(source, footer, row_groups)
+            parts, indexes = self._laid_out(source, footer, row_groups)
         self._write(parts)
         for ordinal, (row_group, chunks) in enumerate(row_groups, first):
+            columns: list[bytes | Struct] = []
             for column_ordinal, chunk in enumerate(chunks):
-                self._keys.protect(chunk, self._leaves[column_ordinal].path, column_ordinal)
-            self._row_groups.append(new_row_group(ordinal, row_group, chunks))
+                written = self._keys.protected(chunk, column_ordinal)
+                its_indexes = indexes.get(chunk, ())
+                struct_of_it = UnreadStruct(written, 0, len(written), None) if its_indexes else None
+                columns.append(struct_of_it or written)
+                for kind, module in its_indexes:
+                    assert struct_of_it is not None
+                    self._indexes[kind].append((struct_of_it, INDEX_FIELD_IDS[kind][0], module))
+            self._row_groups.append(new_row_group(ordinal, row_group, chunks, columns))
         self.num_rows += footer.metadata.num_rows
 
-    def _laid_out(self, source: ByteSource, footer: Footer, row_groups: list[RowGroupRewrite]) -> list[Part]:
-        """Return what is written now, and keep the indexes."""
+    def _laid_out(
+        self, source: ByteSource, footer: Footer, row_groups: list[RowGroupRewrite]
+    ) -> tuple[list[Part], dict[ChunkRewrite, list[tuple[RegionKind, bytes]]]]:
+        """Return what is written now, and the indexes, which are kept."""
         parts: list[Part] = []
+        indexes: dict[ChunkRewrite, list[tuple[RegionKind, bytes]]] = {}
         offset, memory = self.size_bytes, PagesMemory()
         for region, chunk in in_order(
             source, row_groups, footer.envelope.footer_offset, footer.metadata.created_by
         ):
             part = chunk.lay_out(source, region, offset, memory)
             if isinstance(part, BytesPart) and region.kind in self._indexes:
-                self._indexes[region.kind].append(_index(chunk, region.kind, bytes(part.make())))
+                indexes.setdefault(chunk, []).append((region.kind, bytes(part.make())))
                 continue
             parts.append(part)
             offset += part.length
-        return parts
+        return parts, indexes
 
     def finish(self, template: ByteSource) -> None:
         """Write what comes after the row groups.
@@ -122,13 +125,13 @@ class StreamedFile:
                 raise ParquetFormatError("the footer has another schema than the file.", path=template.path)
             offset = self.size_bytes
             parts: list[Part] = []
-            for chunk, set_offset, module in (index for kind in self._indexes.values() for index in kind):
-                set_offset(chunk, offset)
+            for chunk, offset_field_id, module in (index for kind in self._indexes.values() for index in kind):
+                chunk.set_entry(offset_field_id, (WireType.I64, offset))
                 parts.append(_bytes_part(module))
                 offset += len(module)
             footer.metadata.num_rows = self.num_rows
             data = self._keys.footer(footer, self._row_groups)
-        parts.append(_bytes_part(data + struct.pack("<I", len(data)) + self._magic))
+        parts.append(_bytes_part(with_trailer(data, self._magic)))
         self._write(parts)
 
     def _write(self, parts: list[Part]) -> None:
@@ -144,14 +147,3 @@ def _footer_of(source: ByteSource) -> Footer:
 
 def _bytes_part(data: bytes) -> BytesPart:
     return BytesPart(len(data), lambda: data)
-
-
-def _index(chunk: ChunkRewrite, kind: RegionKind, module: bytes) -> Index:
-    def set_column_index(chunk: ColumnChunk, offset: int) -> None:
-        chunk.column_index_offset = offset
-
-    def set_offset_index(chunk: ColumnChunk, offset: int) -> None:
-        chunk.offset_index_offset = offset
-
-    is_column_index = kind is RegionKind.COLUMN_INDEX
-    return chunk.new_chunk, set_column_index if is_column_index else set_offset_index, module

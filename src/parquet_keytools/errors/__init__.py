@@ -29,8 +29,10 @@ from parquet_keytools.errors.files import (
     TableMismatchError,
     VisibleMetadataError,
 )
-from parquet_keytools.errors.kms import (
+from parquet_keytools.errors.root import (
     KEY_REFUSALS,
+    ConfigurationError,
+    KeytoolsError,
     KmsAccessDeniedError,
     KmsConfigurationError,
     KmsError,
@@ -40,14 +42,10 @@ from parquet_keytools.errors.kms import (
     MasterKeyDisabledError,
     MasterKeyNotFoundError,
     MasterKeyNotTrustedError,
-    WrappedKeyInvalidError,
-)
-from parquet_keytools.errors.root import (
-    ConfigurationError,
-    KeytoolsError,
     SparkJobFailedError,
     UnsupportedByArrowError,
     UnsupportedBySparkError,
+    WrappedKeyInvalidError,
     value_or_raise,
     without_frames,
 )

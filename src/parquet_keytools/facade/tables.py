@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from parquet_keytools import audit
 from parquet_keytools.arrow import writing
 from parquet_keytools.arrow.decryption_properties import Filters, make_decryption_properties
 from parquet_keytools.arrow.encryption_properties import ArrowEncryptor
 from parquet_keytools.arrow.file_writer import EncryptedParquetWriter, WriteResult
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.facade.configured import Configured
+from parquet_keytools.facade import Configured
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.runtime import audit
 from parquet_keytools.storage.locations import FileLocation, PathLike, PathOrPaths
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
+from parquet_keytools import audit
 from parquet_keytools.conformance import salvage, verification
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
-from parquet_keytools.facade.configured import Configured
+from parquet_keytools.facade import Configured
 from parquet_keytools.files import conversion
 from parquet_keytools.files.file_identities import FileIdentities
-from parquet_keytools.runtime import audit
 from parquet_keytools.storage.locations import FileLocation, PathLike
 
 

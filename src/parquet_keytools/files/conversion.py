@@ -15,8 +15,8 @@ from parquet_keytools.encryption import file_decryptor, file_encryptor
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import OutputError
-from parquet_keytools.files.counterpart import encrypted_contents, is_there_already, plaintext_contents
 from parquet_keytools.files.file_identities import FileIdentities
+from parquet_keytools.files.file_plan import encrypted_contents, is_there_already, plaintext_contents
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
@@ -106,7 +106,7 @@ def decrypt_file(
     )
     if skip_existing and is_there_already(source, target, opens_source, plaintext_contents, overwrite=overwrite):
         return _skipped(source, target)
-    (opened,) = keys.open_files([source], table_name, aad_prefix, identities=identities)
+    (opened,) = keys.open_files([source], table_name, aad_prefix, identities=identities, holds_metadata=True)
     opened.refuse_denied(None)
     with open_source(source) as opened_source, plaintext_output(target, mode, overwrite=overwrite) as pending:
         data = as_verified(opened, opened_source)
@@ -146,7 +146,7 @@ def rekey_file(
     opens_target = partial(encrypted_contents, new_keys, table_name=new_table_name)
     if skip_existing and is_there_already(source, target, opens_source, opens_target, overwrite=overwrite):
         return _skipped(source, target)
-    (opened,) = keys.open_files([source], table_name, aad_prefix)
+    (opened,) = keys.open_files([source], table_name, aad_prefix, holds_metadata=True)
     opened.refuse_unencrypted()
     opened.refuse_denied(None)
     with open_source(source) as opened_source:

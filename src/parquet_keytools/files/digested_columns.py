@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from parquet_keytools.config.column_policy import ColumnPath, digest_columns
-from parquet_keytools.config.key_names import hash_key_reference
-from parquet_keytools.config.mistakes import Mistake
+from parquet_keytools.config.document import Mistake
+from parquet_keytools.config.key_policy import ColumnPath, digest_columns, hash_key_reference
 from parquet_keytools.config.settings import Configuration, TableSettings
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, value_or_raise

@@ -15,8 +15,8 @@ from collections import OrderedDict
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import KeytoolsError, ReusedKeysError
 from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail
-from parquet_keytools.runtime.callers import levels_inside
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.presentation import levels_inside
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source

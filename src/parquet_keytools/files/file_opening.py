@@ -22,11 +22,10 @@ from parquet_keytools.errors import (
     NotEncryptedError,
     TableMismatchError,
 )
-from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail, naming_place
+from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail, name_place, naming_place
 from parquet_keytools.files.table_check import KeySource, SeenColumn, TableCheck, seen_key
-from parquet_keytools.keys.file_key_retriever import DataKeys, FileKeyRetriever
 from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_wrapping import KmsKeys
+from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KmsKeys
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 
@@ -49,6 +48,7 @@ def open_files(
     allow_plaintext: bool = False,
     allow_ctr: bool = True,
     wanted: WantedColumns = tuple,
+    holds_metadata: bool = False,
 ) -> list[OpenedFile]:
     """Open files: read and authenticate their footers, and get the keys of the columns that are wanted.
 
@@ -64,6 +64,7 @@ def open_files(
         allow_plaintext: Whether a file that is not encrypted may be among them.
         allow_ctr: Whether a file may be among them whose page data is not authenticated.
         wanted: Which columns of a file will be read: no key is fetched for others, and they cannot be read.
+        holds_metadata: Whether metadata of all chunks is kept once it is decrypted, to be used at once.
 
     Raises:
         NotEncryptedError: A file is not encrypted.
@@ -119,7 +120,9 @@ def open_files(
             for material in _materials(retriever, [column.key_metadata for column in _with_own_key(these)])
         )
         files = [
-            _open_columns(OpenedFile(location, footer, tail, retriever, kms_keys, {}, {}), these, table_check)
+            _open_columns(
+                OpenedFile(location, footer, tail, retriever, kms_keys, {}, {}), these, table_check, holds_metadata
+            )
             for location, footer, these, retriever, (_, tail) in zip(
                 locations, footers, columns, retrievers, envelopes, strict=True
             )
@@ -206,10 +209,12 @@ def _check_still_there(location: FileLocation, tail: VerifiedTail) -> None:
 def _materials(retriever: FileKeyRetriever, all_key_metadata: Iterable[bytes | None]) -> Iterator[KeyMaterial]:
     """Yield the key materials among key metadata; what is wrong is reported where its key is needed."""
     for key_metadata in all_key_metadata:
-        with contextlib.suppress(KeytoolsError):
+        try:
             material = retriever.material(key_metadata)
-            if material is not None:
-                yield material
+        except KeytoolsError:
+            continue
+        if material is not None:
+            yield material
 
 
 def _checked_prefix(envelope: FooterEnvelope, aad_prefix: AadPrefix) -> AadPrefix:
@@ -234,7 +239,7 @@ def _with_own_key(columns: Iterable[FooterColumn]) -> list[FooterColumn]:
 
 
 def _open_columns(
-    opened: OpenedFile, wanted: Sequence[FooterColumn], table_check: TableCheck | None
+    opened: OpenedFile, wanted: Sequence[FooterColumn], table_check: TableCheck | None, holds_metadata: bool
 ) -> OpenedFile:
     footer = opened.footer
     if len(wanted) < len(footer.columns):
@@ -260,11 +265,9 @@ def _open_columns(
         if column.path in opened.denied:
             continue
         try:
-            with naming_place(opened.location, footer.columns):
-                cipher = footer.cipher_of(column, opened.deks.get(column.path))
-                for row_group_ordinal in range(len(footer.row_groups)):
-                    footer.chunk_metadata(row_group_ordinal, column, cipher)
+            footer.check_column(column, opened.deks.get(column.path), holds_metadata=holds_metadata)
         except KeytoolsError as error:
+            name_place(error, opened.location, footer.columns)
             opened.denied[column.path] = error
             opened.deks.pop(column.path, None)
     return dataclasses.replace(opened, refused=refused)

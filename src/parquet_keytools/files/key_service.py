@@ -7,18 +7,19 @@ import secrets
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
-from parquet_keytools.config.column_policy import ChosenKey, ColumnPath, resolve_columns
-from parquet_keytools.config.key_names import (
+from parquet_keytools import audit
+from parquet_keytools.config.key_policy import (
+    ChosenKey,
+    ColumnPath,
     MasterKeyReference,
     check_key_names,
     configured_master_key_ids,
+    resolve_columns,
     resolve_key,
 )
-from parquet_keytools.config.settings import Configuration
-from parquet_keytools.config.table_settings import TableSettings
+from parquet_keytools.config.settings import Configuration, TableSettings
 from parquet_keytools.encryption import file_encryption
 from parquet_keytools.encryption.aad_prefix import (
     ExpectedAadPrefix,
@@ -35,14 +36,12 @@ from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.file_opening import WantedColumns, open_files
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.files.table_check import TableCheck
-from parquet_keytools.keys.file_key_retriever import DataKeys
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
-from parquet_keytools.keys.key_wrapping import DekToWrap, KeyUnwrapper, KeyWrapper, KmsKeys, Wrapping
+from parquet_keytools.keys.key_wrapping import DataKeys, DekToWrap, KeyUnwrapper, KeyWrapper, KmsKeys, Wrapping
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.registry import make_client
-from parquet_keytools.runtime import audit
-from parquet_keytools.runtime.callers import levels_inside
+from parquet_keytools.runtime.presentation import levels_inside
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 
@@ -237,6 +236,7 @@ class KeyService:
         wanted: WantedColumns = tuple,
         kms_keys: KmsKeys | None = None,
         identities: FileIdentities | None = None,
+        holds_metadata: bool = False,
     ) -> list[OpenedFile]:
         """Open files for reading, each only if it is what its table says; see `opened_file.open_files`.
 
@@ -248,6 +248,7 @@ class KeyService:
             wanted: Which of their columns will be read.
             kms_keys: Collects what the KMS answers, where that is for more than this.
             identities: Compares them with other files of their folder; None with all that were opened before.
+            holds_metadata: Whether metadata of chunks is kept: for files that are rewritten as a whole at once.
 
         Raises:
             ConfigurationError: There is no such table, or several to choose from.
@@ -257,36 +258,30 @@ class KeyService:
         """
         # Of a data set the caller has said the folder: the keys of all its files are asked for together.
         about = audit.about(locations[0]) if len(locations) == 1 else contextlib.nullcontext()
+
+        def opening() -> list[OpenedFile]:
+            opened = open_files(
+                locations,
+                kms_keys or self.kms_keys(),
+                self.data_keys,
+                aad_prefix_of=lambda location, stored: self.expected_aad_prefix(
+                    location, table_name, aad_prefix, stored
+                ),
+                table_check=self.table_check(table_name),
+                allow_plaintext=self.configuration.reading.plaintext_files == "allow",
+                allow_ctr=self.configuration.reading.ctr_files == "allow",
+                wanted=wanted,
+                holds_metadata=holds_metadata,
+            )
+            return with_digests(self.configuration, self.kms_keys, table_name, opened)
+
         with about:
-            opening = partial(self._open_files, locations, table_name, aad_prefix, wanted, kms_keys)
             # One that is replaced just now may be found with the key material of the other.
             files = read_again_if_changed(opening) if again else opening()
         if self.configuration.reading.reused_encryption_properties == "reject":
             for opened in files:
                 (identities or self._identities).compare(opened)
         return files
-
-    def _open_files(
-        self,
-        locations: Sequence[FileLocation],
-        table_name: str | None,
-        aad_prefix: str | None,
-        wanted: WantedColumns,
-        kms_keys: KmsKeys | None,
-    ) -> list[OpenedFile]:
-        files = open_files(
-            locations,
-            kms_keys or self.kms_keys(),
-            self.data_keys,
-            aad_prefix_of=lambda location, stored: self.expected_aad_prefix(
-                location, table_name, aad_prefix, stored
-            ),
-            table_check=self.table_check(table_name),
-            allow_plaintext=self.configuration.reading.plaintext_files == "allow",
-            allow_ctr=self.configuration.reading.ctr_files == "allow",
-            wanted=wanted,
-        )
-        return with_digests(self.configuration, self.kms_keys, table_name, files)
 
     def wrap_keks(self, policy: TablePolicy) -> None:
         """Have the KEKs of a table wrapped, so that its next files need no KMS; does nothing without KEKs.

@@ -17,8 +17,7 @@ from parquet_keytools.errors import (
     ParquetFormatError,
 )
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.keys.file_key_retriever import FileKeyRetriever
-from parquet_keytools.keys.key_wrapping import KmsKeys
+from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 
@@ -147,10 +146,16 @@ def naming_place(location: FileLocation, columns: Sequence[FooterColumn] = ()) -
     try:
         yield
     except DecryptionError as error:
+        name_place(error, location, columns)
+        raise
+
+
+def name_place(error: KeytoolsError, location: FileLocation, columns: Sequence[FooterColumn]) -> None:
+    """Say in an error of what does not decrypt which file it is, and the name of the column."""
+    if isinstance(error, DecryptionError):
         error.path = str(location)
         if error.column_ordinal is not None and error.column_ordinal < len(columns):
             error.column = ".".join(columns[error.column_ordinal].path)
-        raise
 
 
 def as_verified(opened: OpenedFile, source: ByteSource) -> ByteSource:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
-from parquet_keytools.errors import OutputError, ParquetFormatError
-from parquet_keytools.format.byte_ranges import Bytes
+from parquet_keytools.errors import OutputError
+from parquet_keytools.format.byte_ranges import Bytes, check_range
 from parquet_keytools.runtime.fork_safety import ForkSafeLock, OwnerProcess
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
@@ -180,11 +180,7 @@ class PlaintextSpool:
         Raises:
             ParquetFormatError: It is not in the file.
         """
-        if offset < 0 or length < 0 or offset + length > self.size_bytes:
-            raise ParquetFormatError(
-                f"bytes {offset} to {offset + length} are outside of the file of {self.size_bytes} bytes",
-                path=self.path,
-            )
+        check_range(self, offset, length)
         ordinal, start = divmod(offset, SEGMENT_BYTES)
         if start + length <= SEGMENT_BYTES:
             return memoryview(self._segment(ordinal))[start : start + length] if length else memoryview(b"")

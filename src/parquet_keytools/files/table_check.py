@@ -7,6 +7,7 @@ unwraps only under the very master key that was compared: who names another one 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 from urllib.parse import unquote
 
-from parquet_keytools.config.column_policy import ChosenKey, ColumnPath, resolve_columns
-from parquet_keytools.config.key_names import (
+from parquet_keytools.config.key_policy import (
+    ChosenKey,
+    ColumnPath,
     DataKeyReference,
     KeyReference,
     MasterKeyReference,
     moved_master_key_ids,
+    resolve_columns,
     resolve_key,
 )
 from parquet_keytools.config.settings import Configuration
@@ -313,10 +316,15 @@ def seen_key(source: KeySource, key_metadata: bytes | None, column_path: ColumnP
     """
     material = source.material(key_metadata)
     if material is not None:
-        return MasterKeyReference(decode_master_key_id(material.master_key_id))
+        return _master_key(material.master_key_id)
     parsed = parse_key_metadata(key_metadata)
     name = parsed.name if isinstance(parsed, DataKeyId) else source.name_without_metadata(column_path)
     return None if name is None else DataKeyReference(name)
+
+
+@functools.lru_cache(maxsize=1_024)
+def _master_key(written_id: str) -> MasterKeyReference:
+    return MasterKeyReference(decode_master_key_id(written_id))
 
 
 def _moved(moves: Iterable[tuple[str, str]], key: KeyReference) -> set[KeyReference]:

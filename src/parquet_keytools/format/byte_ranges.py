@@ -7,6 +7,8 @@ import threading
 from abc import abstractmethod
 from typing import Protocol
 
+from parquet_keytools.errors import ParquetFormatError
+
 Bytes = bytes | bytearray | memoryview
 
 
@@ -30,6 +32,19 @@ class ByteSource(Protocol):
             ParquetFormatError: The file ends before.
         """
         ...
+
+
+def check_range(source: ByteSource, offset: int, length: int) -> None:
+    """Refuse a range that is not in a file.
+
+    Raises:
+        ParquetFormatError: It is not.
+    """
+    if offset < 0 or length < 0 or offset + length > source.size_bytes:
+        raise ParquetFormatError(
+            f"bytes {offset} to {offset + length} are outside of the file of {source.size_bytes} bytes",
+            path=source.path,
+        )
 
 
 class ByteSink(Protocol):

@@ -19,6 +19,7 @@ from parquet_keytools.format.structs import (
     SchemaElement,
 )
 from parquet_keytools.format.thrift_compact import Struct, WireType
+from parquet_keytools.format.thrift_values import IntegerFields
 
 MAGIC = b"PAR1"
 MAGIC_ENCRYPTED_FOOTER = b"PARE"
@@ -31,6 +32,9 @@ TAIL_LENGTH = 64 * 1024
 
 MAX_SCHEMA_DEPTH = 256
 """How deep groups of a schema may nest; keeps the paths of all leaves proportional to the schema's bytes."""
+
+MAX_PATHS_LENGTH = 32 * 1024 * 1024
+"""How long the paths of all leaves may be together, in characters: as texts, each has the names of its groups."""
 
 _BOOLEAN = (WireType.TRUE, WireType.FALSE)
 
@@ -59,8 +63,12 @@ class FooterBytes:
     @property
     def tail(self) -> bytes:
         """The end of the file that was read here: the footer, its length, and the magic."""
-        magic = MAGIC_ENCRYPTED_FOOTER if self.is_encrypted else MAGIC
-        return self.data + struct.pack("<I", len(self.data)) + magic
+        return with_trailer(self.data, MAGIC_ENCRYPTED_FOOTER if self.is_encrypted else MAGIC)
+
+
+def with_trailer(footer: bytes, magic: bytes) -> bytes:
+    """Return the end of a file: the footer with what belongs to it, its length, and the magic."""
+    return footer + struct.pack("<I", len(footer)) + magic
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +179,7 @@ def leaf_columns(schema: list[SchemaElement]) -> tuple[LeafColumn, ...]:
     names: list[str] = []
     waiting = [schema[0].num_children or 0]  # For each open group, how many children are still to come.
     top_level_position = -1
+    paths_length = 0
     for element in schema[1:]:
         while waiting and waiting[-1] == 0:
             waiting.pop()
@@ -189,7 +198,13 @@ def leaf_columns(schema: list[SchemaElement]) -> tuple[LeafColumn, ...]:
             names.append(element.name)
             waiting.append(children)
         elif element.type is not None:
-            leaves.append(LeafColumn((*names, element.name), len(leaves), top_level_position))
+            path = (*names, element.name)
+            paths_length += sum(map(len, path))
+            if paths_length > MAX_PATHS_LENGTH:
+                raise ParquetFormatError(
+                    f"the paths of the columns are longer than {MAX_PATHS_LENGTH} characters together."
+                )
+            leaves.append(LeafColumn(path, len(leaves), top_level_position))
     if any(waiting):
         raise ParquetFormatError("a group of the schema has more children than elements follow.")
     return tuple(leaves)
@@ -238,6 +253,10 @@ class Region(NamedTuple):
     next_offset: int = 0
 
 
+_region = Region._make  # Twice as fast as calling the class.
+_PAGES = RegionKind.PAGES
+
+
 class ChunkPlaces(NamedTuple):
     """What column metadata says of where a chunk lies; offsets are from the start of the file, all in bytes."""
 
@@ -262,7 +281,7 @@ class ChunkPlaces(NamedTuple):
         return cls._make((data, dictionary, index, length, bloom_filter, bloom_filter_length))
 
 
-_PLACES = (
+_PLACES = IntegerFields(
     (ColumnMetaData.data_page_offset.field_id, WireType.I64),
     (ColumnMetaData.dictionary_page_offset.field_id, WireType.I64),
     (ColumnMetaData.index_page_offset.field_id, WireType.I64),
@@ -271,7 +290,7 @@ _PLACES = (
     (ColumnMetaData.bloom_filter_length.field_id, WireType.I32),
 )
 
-_INDEX_PLACES = (
+_INDEX_PLACES = IntegerFields(
     (ColumnChunk.column_index_offset.field_id, WireType.I64),
     (ColumnChunk.column_index_length.field_id, WireType.I32),
     (ColumnChunk.offset_index_offset.field_id, WireType.I64),
@@ -279,7 +298,7 @@ _INDEX_PLACES = (
 )
 
 
-_NO_INDEXES = [None] * len(_INDEX_PLACES)
+_UNUSUAL_FIELD_IDS = (ColumnChunk.file_path.field_id, *(field_id for field_id, _ in _INDEX_PLACES.types))
 
 
 def regions_of(
@@ -301,13 +320,13 @@ def regions_of(
     Raises:
         ParquetFormatError: A length is negative or missing, or the data lies in another file.
     """
-    if chunk.file_path is not None:
+    is_usual = chunk.struct.lacks(_UNUSUAL_FIELD_IDS)
+    if not is_usual and chunk.file_path is not None:
         raise ParquetFormatError(
             f"the data of column {'.'.join(metadata.path_in_schema)!r} is in another file, "
             f"{chunk.file_path!r}: this is a summary file (_metadata).",
             hint="Use the data files themselves.",
         )
-    ordinals = (row_group_ordinal, column_ordinal)
     if places is None:
         places = ChunkPlaces.of(metadata)
     data_page, dictionary_page, index_page, length, bloom_filter, bloom_filter_length = places
@@ -316,11 +335,10 @@ def regions_of(
     for page in (dictionary_page, index_page):
         if page and (page < start or not start):
             start = page
-    regions = [Region(RegionKind.PAGES, *ordinals, start, length)]
-    indexes = chunk.struct.numbers(_INDEX_PLACES)
-    if bloom_filter is None and indexes == _NO_INDEXES:
+    regions = [_region((_PAGES, row_group_ordinal, column_ordinal, start, length, 0, 0))]
+    if bloom_filter is None and is_usual:
         return regions
-    column_index, column_index_length, offset_index, offset_index_length = indexes
+    column_index, column_index_length, offset_index, offset_index_length = chunk.struct.numbers(_INDEX_PLACES)
     for kind, offset, index_length in (
         (RegionKind.BLOOM_FILTER, bloom_filter, bloom_filter_length),
         (RegionKind.COLUMN_INDEX, column_index, column_index_length),
@@ -332,7 +350,7 @@ def regions_of(
             if _LENGTH_FIELD_IDS[kind] in chunk.struct.fields:
                 continue  # A length of another type: nobody can read the index.
             raise ParquetFormatError(f"the {kind.name.lower().replace('_', ' ')} has no length.")
-        regions.append(Region(kind, *ordinals, offset, index_length))
+        regions.append(Region(kind, row_group_ordinal, column_ordinal, offset, index_length))
     return regions
 
 
@@ -348,27 +366,29 @@ def arranged(regions: Iterable[Region], footer_offset: int, created_by: str | No
         ParquetFormatError: A region lies outside of the file's body, or two overlap.
     """
     tolerance = _FORGOTTEN_LENGTH if created_by and _OLD_PARQUET_MR.match(created_by) else 0
-    ordered = sorted(regions, key=lambda region: (region.offset, region.length or 0, region.kind))
+    # The numbers of a region itself make that no two of them are the same.
+    ordered = sorted([(region[3], region[4] or 0, region[0], region) for region in regions], reverse=True)
     result: list[Region] = []
     next_offset = footer_offset
-    for region in reversed(ordered):
-        length = region.length
+    for offset, _, kind, region in ordered:
+        _, row_group_ordinal, column_ordinal, _, length, _, _ = region
         if length == 0:
-            result.append(Region(*region[:5], region.offset, region.offset))
-            continue
-        end = region.offset + (1 if length is None else length)
-        if region.offset < MAGIC_LENGTH or (length or 1) < 0 or end > footer_offset:
-            raise ParquetFormatError(
-                f"{_name(region)}: {length} bytes at {region.offset} are not before the footer."
-            )
-        if end > next_offset:
-            raise ParquetFormatError(f"{_name(region)} overlaps with what begins at byte {next_offset}.")
-        if length is None:
-            limit = next_offset
+            limit = following = offset
         else:
-            limit = min(next_offset, end + (tolerance if region.kind is RegionKind.PAGES else 0))
-        result.append(Region._make((*region[:5], limit, next_offset)))
-        next_offset = region.offset
+            end = offset + (1 if length is None else length)
+            if offset < MAGIC_LENGTH or (length is not None and length < 0) or end > footer_offset:
+                raise ParquetFormatError(f"{_name(region)}: {length} bytes at {offset} are not before the footer.")
+            if end > next_offset:
+                raise ParquetFormatError(f"{_name(region)} overlaps with what begins at byte {next_offset}.")
+            following = next_offset
+            if length is None:
+                limit = next_offset
+            elif tolerance and kind is _PAGES:
+                limit = min(next_offset, end + tolerance)
+            else:
+                limit = end
+            next_offset = offset
+        result.append(_region((kind, row_group_ordinal, column_ordinal, offset, length, limit, following)))
     result.reverse()
     return result
 

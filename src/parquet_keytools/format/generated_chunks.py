@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, DataPageHeader, PageHeader
+from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, DataPageHeader, PageHeader, path_bytes
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
-from parquet_keytools.format.thrift_values import varint
+from parquet_keytools.format.thrift_skim import skim_struct
+from parquet_keytools.format.thrift_values import varint, write_value
 
 _PLAIN, _RLE = 0, 3
 _ENCODINGS_FIELD_ID = 2
 _STATISTICS_FIELD_ID = 12
 _NULL_COUNT_FIELD_ID = 3
+_METADATA_FIELDS = (
+    ColumnChunk.meta_data.field_id,
+    ColumnMetaData.path_in_schema.field_id,
+    ColumnMetaData.data_page_offset.field_id,
+)
 
 
 def generated_chunk(
@@ -49,6 +55,24 @@ def generated_chunk(
     chunk.file_offset = 0
     chunk.meta_data = metadata
     return chunk
+
+
+class ChunkTemplate:
+    """A generated chunk of which only path and offset differ between columns."""
+
+    def __init__(self, physical_type: int, num_values: int, length: int) -> None:
+        """Make one; see `generated_chunk`."""
+        written = generated_chunk(physical_type, ("",), num_values, 0, length).serialise()
+        metadata = skim_struct(written, keep=_METADATA_FIELDS)[0][ColumnChunk.meta_data.field_id]
+        places = skim_struct(written, metadata[1], keep=_METADATA_FIELDS)[0]
+        _, path_start, path_end = places[ColumnMetaData.path_in_schema.field_id]
+        _, offset_start, offset_end = places[ColumnMetaData.data_page_offset.field_id]
+        self._pieces = written[:path_start], written[path_end:offset_start], written[offset_end:]
+
+    def chunk(self, path: tuple[str, ...], offset: int) -> bytes:
+        """Return the bytes of a chunk."""
+        before, between, after = self._pieces
+        return b"".join((before, path_bytes(path), between, write_value(WireType.I64, offset), after))
 
 
 def null_page(num_rows: int, max_definition_level: int, max_repetition_level: int) -> bytes:

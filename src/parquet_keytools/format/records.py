@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
@@ -50,13 +50,16 @@ class Record:
         try:
             if cls.MAX_VALUES is not None:
                 check_value_count(data, offset, cls.MAX_VALUES)
-            if cls.OUTLINE_LEVELS is None:
-                struct, end = read_struct(data, offset, max_memory)
-            else:
-                struct, end = read_outline(bytes(data), offset, cls.OUTLINE_LEVELS, max_memory)
+            struct, end = cls._read_struct(data, offset, max_memory)
         except ParquetFormatError as error:
             raise ParquetFormatError(f"{cls.__name__}: {error}") from None
         return cls(struct), end
+
+    @classmethod
+    def _read_struct(cls, data: bytes | memoryview, offset: int, max_memory: int | None) -> tuple[Struct, int]:
+        if cls.OUTLINE_LEVELS is None:
+            return read_struct(data, offset, max_memory)
+        return read_outline(bytes(data), offset, cls.OUTLINE_LEVELS, max_memory)
 
     def bytes_of(self, field: _Field[Any]) -> bytes | None:
         """Return the bytes of a field's type and value; None where it is not set."""
@@ -66,15 +69,6 @@ class Record:
     def copy_of(self, field: _Field[T]) -> T | None:
         """Return a copy of a field's value, and read no other field for it; None where it is not set."""
         return field.load(self.struct.entry(field.field_id))
-
-    def set_fields(self, values: Mapping[_Field[Any], Any]) -> None:
-        """Set several fields at once, or remove those whose value is None."""
-        self.struct.set_entries(
-            {
-                field.field_id: None if value is None else field.codec.store(value)
-                for field, value in values.items()
-            }
-        )
 
     def serialise(self) -> bytes:
         """Return the bytes of the structure, unknown fields included."""

@@ -5,9 +5,12 @@ Field ids are those of parquet.thrift (spec 5.2 to 5.5 for the ones about encryp
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.footer_outline import read_footer_outline
 from parquet_keytools.format.records import (
     BINARY,
     BOOL,
@@ -21,8 +24,11 @@ from parquet_keytools.format.records import (
     list_of,
     nested,
 )
-from parquet_keytools.format.thrift_compact import Struct, ThriftReader, WireType, read_struct
-from parquet_keytools.format.thrift_skim import check_value_count, skim_struct
+from parquet_keytools.format.thrift_compact import Struct, ThriftList, ThriftReader, WireType, read_struct
+from parquet_keytools.format.thrift_grammar import COLUMN_GROUPS
+from parquet_keytools.format.thrift_skim import check_value_count, column_at, skim_struct
+from parquet_keytools.format.thrift_values import write_value
+from parquet_keytools.format.unread_lists import CutChunk, UnreadChunks
 
 # --- Encryption (spec 5.2, 5.4) ----------------------------------------------------------------------------
 
@@ -87,6 +93,29 @@ class SchemaElement(Record):
     num_children = Optional(5, I32)
 
 
+_USUAL_PATH_LENGTH = 1024
+
+_Path = tuple[str, ...]
+
+
+def kept_by_path(make: Callable[[_Path], bytes]) -> Callable[[_Path], bytes]:
+    """Keep what is made for paths of columns, but not of long ones: files could fill the memory with them."""
+    kept = functools.lru_cache(maxsize=32_768)(make)
+
+    @functools.wraps(make)
+    def made(path: _Path) -> bytes:
+        return kept(path) if sum(map(len, path)) <= _USUAL_PATH_LENGTH else make(path)
+
+    return made
+
+
+@kept_by_path
+def path_bytes(path: tuple[str, ...]) -> bytes:
+    """Return the bytes that metadata has for the path of a column, as all writers write it."""
+    names = [name.encode("utf-8", "surrogateescape") for name in path]
+    return write_value(WireType.LIST, ThriftList(WireType.BINARY, names))
+
+
 class ColumnMetaData(Record):
     """What a footer says of a column chunk; offsets are from the start of the file, sizes in bytes."""
 
@@ -104,6 +133,22 @@ class ColumnMetaData(Record):
     bloom_filter_offset = Optional(14, I64)
     bloom_filter_length = Optional(15, I32)
 
+    @classmethod
+    def is_usual(cls, data: bytes, path: bytes) -> bool:
+        """Return whether bytes are the metadata of a column, as writers write it; else they have to be read.
+
+        Args:
+            data: The bytes.
+            path: The `path_bytes` of the column.
+        """
+        found = column_at(data, 0)
+        return found is not None and found[COLUMN_GROUPS[cls.path_in_schema.field_id][0]] == path
+
+    def has_path(self, path: tuple[str, ...]) -> bool:
+        """Return whether it is the metadata of a column with this path."""
+        written = self.struct.entry_bytes(type(self).path_in_schema.field_id)
+        return written == (WireType.LIST, path_bytes(path)) or tuple(self.path_in_schema) == path
+
 
 class ColumnChunk(Record):
     """A column chunk: where it lies, and how it is encrypted."""
@@ -118,6 +163,16 @@ class ColumnChunk(Record):
     crypto_metadata = Optional(8, nested(ColumnCryptoMetaData), refuses_other_types=True)
     encrypted_column_metadata = Optional(9, BINARY, refuses_other_types=True)
 
+    def cut(self) -> CutChunk:
+        """Return the bytes of the chunk, cut where its crypto metadata begins and ends."""
+        field_id = type(self).crypto_metadata.field_id
+        written = self.serialise()
+        places, _ = skim_struct(written, keep=(field_id,))
+        if field_id not in places:
+            return written, None, b""
+        _, start, end = places[field_id]
+        return written[:start], written[start:end], written[end:]
+
 
 class RowGroup(Record):
     """A row group; `total_byte_size` is without compression and without framing."""
@@ -128,6 +183,32 @@ class RowGroup(Record):
     file_offset = Optional(5, I64)
     total_compressed_size = Optional(6, I64)
     ordinal = Optional(7, I16)
+
+    def with_chunks(self, others: Sequence[bytes | None]) -> Self:
+        """Return a row group, to be written only, with the bytes of others in place of chunks; None keeps one."""
+        field_id = type(self).columns.field_id
+        unread = self.unread_chunks
+        if unread is None:
+            own = [chunk.struct for chunk in self.columns]
+            pairs = zip(others, own, strict=True)
+            chunks = ThriftList(WireType.STRUCT, [struct if other is None else other for other, struct in pairs])
+        else:
+            chunks = unread.with_others(others)
+        changed = self.shallow_copy()
+        changed.struct.set_entry(field_id, (WireType.LIST, chunks))
+        return changed
+
+    def cut_chunks(self) -> list[CutChunk]:
+        """Return the bytes of each column chunk, cut where its crypto metadata begins and ends."""
+        unread = self.unread_chunks
+        cut = None if unread is None else unread.cut()
+        return [chunk.cut() for chunk in self.columns] if cut is None else cut
+
+    @property
+    def unread_chunks(self) -> UnreadChunks | None:
+        """Its column chunks, where these were only passed over; to be looked at only."""
+        entry = self.struct.entry(type(self).columns.field_id)
+        return entry[1] if entry is not None and isinstance(entry[1], UnreadChunks) else None
 
 
 class FileMetaData(Record):
@@ -143,6 +224,12 @@ class FileMetaData(Record):
     created_by = Optional(6, TEXT)
     encryption_algorithm = Optional(8, nested(EncryptionAlgorithm), refuses_other_types=True)
     footer_signing_key_metadata = Optional(9, BINARY, refuses_other_types=True)
+
+    @classmethod
+    def _read_struct(cls, data: bytes | memoryview, offset: int, max_memory: int | None) -> tuple[Struct, int]:
+        if max_memory is not None:
+            return super()._read_struct(data, offset, max_memory)
+        return read_footer_outline(bytes(data), offset, cls.row_groups.field_id)
 
     @classmethod
     def read_protection(cls, data: bytes) -> tuple[Self, int]:

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable
 
-from parquet_keytools.format.thrift_values import WireType
+from parquet_keytools.format.thrift_values import IntegerFields, WireType
 
 Match = Callable[[bytes, int], re.Match[bytes] | None]
 
@@ -39,13 +39,26 @@ COLUMN_GROUPS = {field_id: (group, wire_type) for group, (field_id, wire_type) i
 """Id of such a field -> its group, and its type."""
 
 
+def column_groups(fields: IntegerFields) -> tuple[int, ...]:
+    """Return the groups of fields, 0 where such a struct never has one of that type; and keep them there."""
+    found = [(COLUMN_GROUPS.get(field_id, (0, None)), wire_type) for field_id, wire_type in fields.types]
+    fields.groups = tuple(group if its_type is wire_type else 0 for (group, its_type), wire_type in found)
+    return fields.groups
+
+
+CRYPTO_GROUP = 4
+
+
 @functools.cache
-def usual() -> tuple[Match, Match, Match]:
+def usual() -> tuple[Match, Match, Match, Match, Match]:
     """Return what matches structs and lists.
 
     Returns:
-        What matches the structs of usual footers, down to a column chunk; what matches lists in them; and what
-        matches structs with the fields of column metadata and no other, whose groups are the values.
+        What matches the structs of usual footers, down to a column chunk; what matches lists in them; what matches
+        structs with the fields of column metadata and no other, whose groups are the values; what matches a column
+        chunk up to the value of its crypto metadata, and then has `CRYPTO_GROUP`, or up to its end; and what
+        matches crypto metadata for the footer key, or up to the length of the key metadata of another key, and
+        then has group 1.
     """
 
     def headers(*codes: int) -> bytes:
@@ -87,8 +100,18 @@ def usual() -> tuple[Match, Match, Match]:
         + (rb"(?:(?(12)\x15|(?!))(" + i32 + b"))?")
         + (rb"(?:(?(13)\x1c|(?(12)\x2c|(?(11)\x3c|(?(10)\x4c|(?(9)\x5c|\x7c)))))(" + column_metadata + rb"))?\x00")
     )
+    # Which fields come before the crypto metadata: metadata (1), offset index (2), column index (3).
+    chunk_head = (
+        (rb"\x26" + i64 + rb"(\x1c" + column_metadata + b")?")
+        + (rb"((?(1)\x16|\x26)" + i64 + rb"\x15" + i32 + b")?")
+        + (rb"((?(2)\x16|(?(1)\x36|\x46))" + i64 + rb"\x15" + i32 + b")?")
+        + rb"((?(3)\x1c|(?(2)\x3c|(?(1)\x5c|\x6c))))?"
+    )
+    crypto = rb"\x1c\x00\x00|\x2c\x19(?:" + lists(8, texts(128), 4) + rb")(\x18)"
     return (
         re.compile(chunk, re.DOTALL).match,
         re.compile(usual_list, re.DOTALL).match,
         re.compile(column_fields, re.DOTALL).match,
+        re.compile(chunk_head, re.DOTALL).match,
+        re.compile(crypto, re.DOTALL).match,
     )

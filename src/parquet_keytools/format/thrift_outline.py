@@ -7,23 +7,28 @@ bytes: compared, copied and written as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.thrift_compact import ThriftReader
-from parquet_keytools.format.thrift_grammar import ALWAYS_MATCHED, COLUMN_FIELDS, COLUMN_GROUPS
+from parquet_keytools.format.thrift_grammar import ALWAYS_MATCHED, COLUMN_FIELDS, COLUMN_GROUPS, column_groups
 from parquet_keytools.format.thrift_skim import Skimmer, Span, Spans, column_at, skimmer_of
 from parquet_keytools.format.thrift_values import (
+    FIELD_HEADERS,
     INTEGER_BITS,
+    Changes,
+    IntegerFields,
     Struct,
     ThriftList,
     WireType,
-    write_field_header,
+    far_header,
     write_value,
 )
 
-_I32, _I64 = WireType.I32, WireType.I64
+# Looking up a member of an enumeration takes as long as a call with Python 3.11.
+_I32, _I64, _BINARY, _STRUCT = WireType.I32, WireType.I64, WireType.BINARY, WireType.STRUCT
+_TRUE, _FALSE = WireType.TRUE, WireType.FALSE
 
 _UNREAD_BYTES = 1_500
 """About what the places of the fields of a struct take."""
@@ -58,7 +63,8 @@ class UnreadStruct(Struct):
         data = self._data
         if data is None:
             return None
-        return self._changed(data) if self._changes else data[self._start : self._end]
+        # A copy of the changes: another thread may look at a field of a footer that both share.
+        return self._changed(data, dict(self._changes)) if self._changes else data[self._start : self._end]
 
     def copy(self) -> Struct:
         """Return a struct whose fields can be set without changing this one."""
@@ -100,31 +106,20 @@ class UnreadStruct(Struct):
             return wire_type, UnreadStruct(data, start, end, None, column)
         return wire_type, _value_at(data, wire_type, start, end)
 
-    def numbers(self, fields: Sequence[tuple[int, WireType]]) -> list[int | None]:
+    def numbers(self, fields: IntegerFields) -> list[int | None]:
         """Return the values of fields that are integers; None where there is none, or of another type."""
         data, column, changes = self._data, self._column, self._changes
         if data is None or changes:
             return super().numbers(fields)
-        found: list[int | None] = []
         if column is None:
             spans = self._spans or self._places(data)
-            for field_id, wire_type in fields:
-                its_type, start, end, _ = spans.get(field_id, _NO_SPAN)
-                found.append(_number_at(data, start, end) if its_type is wire_type else None)
-            return found
-        for field_id, wire_type in fields:
-            group, its_type = COLUMN_GROUPS.get(field_id, _NO_GROUP)
-            value = column[group] if its_type is wire_type else None
-            if value is None:
-                found.append(None)
-            elif len(value) == 4:
-                # Offsets in most files.
-                a, b, c, d = value
-                number = a & 0x7F | (b & 0x7F) << 7 | (c & 0x7F) << 14 | d << 21
-                found.append((number >> 1) ^ -(number & 1))
-            else:
-                found.append(_number_at(value, 0, len(value)))
-        return found
+            places = [(spans.get(field_id, _NO_SPAN), wire_type) for field_id, wire_type in fields.types]
+            return [
+                _number_at(data, start, end) if its_type is wire_type else None
+                for (its_type, start, end, _), wire_type in places
+            ]
+        groups = fields.groups or column_groups(fields)
+        return [None if group == 0 or (value := column[group]) is None else _number(value) for group in groups]
 
     def entry_to_change(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field; what is changed in the value is changed in this struct."""
@@ -135,14 +130,18 @@ class UnreadStruct(Struct):
 
     def entry_bytes(self, field_id: int) -> tuple[WireType, bytes] | None:
         """Return type and bytes of a field."""
-        data, changes = self._data, self._changes
+        data, changes, column = self._data, self._changes, self._column
         if data is None:
             return super().entry_bytes(field_id)
         if field_id in changes:
             changed = changes[field_id]
             return None if changed is None else (changed[0], write_value(*changed))
-        place = self._place(data, field_id)
-        return None if place is None else (place[0], data[place[1] : place[2]])
+        if column is None:
+            wire_type, start, end, _ = (self._spans or self._places(data)).get(field_id, _NO_SPAN)
+            return (wire_type, data[start:end]) if end else None
+        group, wire_type = COLUMN_GROUPS.get(field_id, _NO_GROUP)
+        value = column[group] if group else None
+        return None if value is None else (wire_type, value)
 
     def set_entry(self, field_id: int, entry: tuple[WireType, Any] | None) -> None:
         """Set a field, at its place or in the order of ids; or remove it."""
@@ -153,20 +152,26 @@ class UnreadStruct(Struct):
         else:
             self._changes[field_id] = entry
 
-    def set_entries(self, entries: Mapping[int, tuple[WireType, Any] | None]) -> None:
+    def set_entries(self, entries: Changes) -> None:
         """Set or remove several fields, as `set_entry` does."""
         if self._data is None:
             super().set_entries(entries)
         else:
             self._changes = {**self._changes, **entries}
 
-    def _place(self, data: bytes, field_id: int) -> Span | None:
-        column = self._column
-        if column is None:
-            return (self._spans or self._places(data)).get(field_id)
-        group, wire_type = COLUMN_GROUPS.get(field_id, _NO_GROUP)
-        start, end = column.span(group)
-        return None if start < 0 or not group else (wire_type, start, end, None)
+    def changed_bytes(self, changes: Changes) -> bytes:
+        """Return the bytes that the struct would have with some entries set or removed; it is not changed."""
+        data = self._data
+        if data is None:
+            return super().changed_bytes(changes)
+        return self._changed(data, {**self._changes, **changes} if self._changes else changes)
+
+    def lacks(self, field_ids: Collection[int]) -> bool:
+        """Return whether it has none of these fields."""
+        data = self._data
+        if data is None or self._changes:
+            return super().lacks(field_ids)
+        return (self._spans or self._places(data)).keys().isdisjoint(field_ids)
 
     def _places(self, data: bytes) -> Spans:
         spans = self._spans
@@ -184,59 +189,49 @@ class UnreadStruct(Struct):
             self._spans = spans
         return spans
 
-    def _changed(self, data: bytes) -> bytes:
-        # A copy: another thread may look at a field of a footer that both share.
-        changes = dict(self._changes)
-        pieces = []
-        at = self._start
-        column, spans = self._column, self._spans
-        for field_id in sorted(changes):
-            changed = changes[field_id]
-            if column is not None:
+    def _changed(self, data: bytes, changes: Changes) -> bytes:
+        pieces: list[bytes] = []
+        column = self._column
+        if column is not None:
+            at = self._start
+            for field_id in sorted(changes):
+                changed = changes[field_id]
                 group, its_type = COLUMN_GROUPS.get(field_id, _NO_GROUP)
                 start, end = column.span(group)
+                if changed is None or changed[0] is not its_type or start < at:
+                    break
+                # The header stays what it is, and what lies between two of these fields is copied at once.
+                pieces += data[at:start], write_value(*changed)
+                at = end
             else:
-                if spans is None:
-                    spans = self._places(data)
-                its_type, start, end, _ = spans.get(field_id, _NO_SPAN)
-            if changed is None or changed[0] is not its_type or start < at:
-                break
-            # The header stays what it is, and what lies between two of these fields is copied at once.
-            pieces.append(data[at:start])
-            pieces.append(write_value(*changed))
-            at = end
-        else:
-            pieces.append(data[at : self._end])
-            return b"".join(pieces)
-        spans = self._places(data)
+                pieces.append(data[at : self._end])
+                return b"".join(pieces)
+            pieces.clear()
+        spans = self._spans or self._places(data)
         order = list(spans)
-        for field_id in sorted(changes):
-            if changes[field_id] is None:
-                if field_id in spans:
-                    order.remove(field_id)
-            elif field_id not in spans:
-                is_last = not order or field_id > max(order)
-                order.append(field_id)
-                if not is_last:
-                    order.sort()
-        out = bytearray()
+        new = [field_id for field_id in changes if field_id not in spans and changes[field_id] is not None]
+        if new:
+            new.sort()
+            is_sorted = bool(order) and max(order) > new[0]
+            order += new
+            if is_sorted:
+                order.sort()
         last = 0
         for field_id in order:
-            changed = changes.get(field_id)
-            if changed is not None:
-                wire_type = changed[0]
-                value = write_value(wire_type, changed[1])
+            if field_id in changes:
+                changed = changes[field_id]
+                if changed is None:
+                    continue
+                wire_type, value = changed[0], write_value(*changed)
             else:
                 wire_type, start, end, _ = spans[field_id]
                 value = data[start:end]
-            if 0 < field_id - last <= 15:
-                out.append(field_id - last << 4 | wire_type)
-            else:
-                write_field_header(out, field_id - last, field_id, wire_type)
-            out += value
+            delta = field_id - last
+            header = FIELD_HEADERS[delta << 4 | wire_type] if 0 < delta <= 15 else far_header(field_id, wire_type)
+            pieces += header, value
             last = field_id
-        out.append(WireType.STOP)
-        return bytes(out)
+        pieces.append(b"\0")
+        return b"".join(pieces)
 
     def __getattr__(self, name: str) -> Any:
         # Python comes here for `fields` only as long as they are not set.
@@ -282,19 +277,32 @@ def _number_at(data: bytes, start: int, end: int) -> int:
     return (value >> 1) ^ -(value & 1)
 
 
+def _number(value: bytes) -> int:
+    """Return what the bytes of a zigzag varint say."""
+    if len(value) == 4:
+        # Offsets in most files.
+        a, b, c, d = value
+        number = a & 0x7F | (b & 0x7F) << 7 | (c & 0x7F) << 14 | d << 21
+    elif len(value) == 2:
+        number = value[0] & 0x7F | value[1] << 7
+    else:
+        return _number_at(value, 0, len(value))
+    return (number >> 1) ^ -(number & 1)
+
+
 def _value_at(data: bytes, wire_type: WireType, start: int, end: int) -> Any:
     """Return a value whose place is known, and whose bytes are valid."""
     if wire_type in INTEGER_BITS:
         return _number_at(data, start, end)
-    if wire_type is WireType.BINARY:
+    if wire_type is _BINARY:
         while data[start] > 0x7F:
             start += 1
         return data[start + 1 : end]
-    if wire_type is WireType.STRUCT:
+    if wire_type is _STRUCT:
         return UnreadStruct(data, start, end, None)
-    if wire_type is WireType.TRUE or wire_type is WireType.FALSE:
+    if wire_type is _TRUE or wire_type is _FALSE:
         return None
-    return _Outliner(data, start, 0).value(wire_type, 1)
+    return Outliner(data, start, 0).value(wire_type, 1)
 
 
 def read_outline(data: bytes, offset: int, levels: int, max_memory: int | None = None) -> tuple[Struct, int]:
@@ -323,20 +331,29 @@ def read_outline(data: bytes, offset: int, levels: int, max_memory: int | None =
         except IndexError:
             raise ParquetFormatError("a Thrift struct ends before it is complete") from None
         return UnreadStruct(data, offset, skimmer.offset, spans), skimmer.offset
-    return _Outliner(data, offset, levels, max_memory).whole_struct()
+    return Outliner(data, offset, levels, max_memory).whole_struct()
 
 
-class _Outliner(ThriftReader):
+class Outliner(ThriftReader):
     """As the reader, down to a level."""
 
-    __slots__ = ("levels", "skimmer")
+    __slots__ = ("_skimmer", "levels")
 
     data: bytes
 
     def __init__(self, data: bytes, offset: int, levels: int, most: int | None = None) -> None:
         super().__init__(data, offset, most)
         self.levels = levels
-        self.skimmer: Skimmer | None = None
+        self._skimmer: Skimmer | None = None
+
+    @property
+    def skimmer(self) -> Skimmer:
+        """What passes over values, from where this reader is."""
+        skimmer = self._skimmer
+        if skimmer is None:
+            skimmer = self._skimmer = skimmer_of(self.data, self.offset)
+        skimmer.offset = self.offset
+        return skimmer
 
     def struct(self, depth: int) -> Struct:
         """Read a struct, or pass over it."""
@@ -351,28 +368,28 @@ class _Outliner(ThriftReader):
             return super().list(depth)
         start = self.offset
         element_type, count = self.list_header(depth)
-        if element_type is not WireType.STRUCT:
+        if element_type is not _STRUCT:
             self.offset = start
             return super().list(depth)
         return self.unread_structs(count, depth + 1)
 
     def unread_structs(self, count: int, depth: int) -> ThriftList:
         """Pass over structs, and keep where they are."""
-        data = self.data
-        skimmer = self.skimmer
-        if skimmer is None:
-            skimmer = self.skimmer = skimmer_of(data, self.offset)
-        skimmer.offset = end = self.offset
-        structs = ThriftList(WireType.STRUCT, [])
-        append = structs.elements.append
-        for position in range(count):
-            skimmer.position = position
-            start = end
-            spans: Spans = {}
-            skimmer.struct_fields(depth, spans)
-            end = skimmer.offset
-            if self.left is not None:
-                self.charge(_UNREAD_BYTES)
-            append(UnreadStruct(data, start, end, spans))
-        self.offset = end
-        return structs
+        self.charge(_UNREAD_BYTES * count)
+        structs, self.offset = outlined(self.skimmer, count, depth)
+        return ThriftList(WireType.STRUCT, structs)
+
+
+def outlined(skimmer: Skimmer, count: int, depth: int) -> tuple[list[Struct], int]:
+    """Pass over structs; return them, with the places of their fields, and where the last one ends."""
+    data = skimmer.data
+    end = skimmer.offset
+    structs: list[Struct] = []
+    for position in range(count):
+        skimmer.position = position
+        start = end
+        spans: Spans = {}
+        skimmer.struct_fields(depth, spans)
+        end = skimmer.offset
+        structs.append(UnreadStruct(data, start, end, spans))
+    return structs, end

@@ -27,7 +27,7 @@ Span = tuple[WireType, int, int, re.Match[bytes] | None]
 Spans = dict[int, Span]
 """Field id -> where it is."""
 
-_MAX_FIELD_ID = 32_767
+MAX_FIELD_ID = 32_767
 
 _MANY_BYTES = 256 * 1024
 """After how many bytes an expression passes over usual structs at once; it takes a while to compile."""
@@ -86,7 +86,7 @@ def _no_match(data: bytes, offset: int) -> None:
 class Skimmer(ThriftReader):
     """As the reader, step by step, with nothing kept."""
 
-    __slots__ = ("known", "match", "match_column", "match_list", "position")
+    __slots__ = ("known", "match", "match_column", "match_list", "position", "uses_expression")
 
     data: bytes
 
@@ -94,8 +94,9 @@ class Skimmer(ThriftReader):
         super().__init__(data, offset)
         self.match = self.match_list = None
         self.match_column: Match = _no_match
+        self.uses_expression = uses_expression
         if uses_expression:
-            self.match, self.match_list, self.match_column = usual()
+            self.match, self.match_list, self.match_column, *_ = usual()
         self.known: dict[int, bytes] = {}
         self.position = 0
 
@@ -169,7 +170,7 @@ class Skimmer(ThriftReader):
                 self.pass_value(WIRE_TYPES[code], depth + 1)
                 offset = self.offset
             if field_id >= 0:
-                if field_id > _MAX_FIELD_ID:
+                if field_id > MAX_FIELD_ID:
                     raise ParquetFormatError(f"Thrift field {field_id} is out of range")
                 bit = 1 << field_id
                 is_second = seen & bit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -29,8 +29,35 @@ class WireType(IntEnum):
     UUID = 13
 
 
+# Looking up a member of an enumeration takes as long as a call with Python 3.11.
+_I64, _BINARY, _STRUCT = WireType.I64, WireType.BINARY, WireType.STRUCT
+_LIST, _SET, _MAP, _TRUE, _FALSE = WireType.LIST, WireType.SET, WireType.MAP, WireType.TRUE, WireType.FALSE
+
+_MOST_I64 = 1 << 63
 INTEGER_BITS = {WireType.I16: 16, WireType.I32: 32, WireType.I64: 64}
 FIXED_LENGTH = {WireType.DOUBLE: 8, WireType.UUID: 16, WireType.BYTE: 1, WireType.TRUE: 1, WireType.FALSE: 1}
+
+
+Entry = tuple[WireType, Any]
+"""Type and value of a field."""
+
+Changes = Mapping[int, Entry | None]
+"""Field id -> its new type and value; None removes the field."""
+
+
+class IntegerFields:
+    """Fields of a struct that are integers, and are looked at together.
+
+    Attributes:
+        types: Ids and types.
+        groups: See `thrift_grammar.column_groups`; empty until they were asked for.
+    """
+
+    __slots__ = ("groups", "types")
+
+    def __init__(self, *types: tuple[int, WireType]) -> None:
+        self.types = types
+        self.groups: tuple[int, ...] = ()
 
 
 class Struct:
@@ -67,17 +94,10 @@ class Struct:
         """Return type and value of a field, to be looked at only."""
         return self.fields.get(field_id)
 
-    def numbers(self, fields: Sequence[tuple[int, WireType]]) -> list[int | None]:
-        """Return the values of fields that are integers; None where there is none, or of another type.
-
-        Args:
-            fields: Ids and types.
-        """
-        entries = [self.entry(field_id) for field_id, _ in fields]
-        return [
-            entry[1] if entry is not None and entry[0] is wire_type else None
-            for entry, (_, wire_type) in zip(entries, fields, strict=True)
-        ]
+    def numbers(self, fields: IntegerFields) -> list[int | None]:
+        """Return the values of fields that are integers; None where there is none, or of another type."""
+        entries = [(self.entry(field_id), wire_type) for field_id, wire_type in fields.types]
+        return [entry[1] if entry is not None and entry[0] is wire_type else None for entry, wire_type in entries]
 
     def entry_to_change(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field; what is changed in the value is changed in this struct."""
@@ -99,10 +119,24 @@ class Struct:
         if is_new and any(other > field_id for other in fields):
             self.fields = dict(sorted(fields.items()))
 
-    def set_entries(self, entries: Mapping[int, tuple[WireType, Any] | None]) -> None:
+    def set_entries(self, entries: Changes) -> None:
         """Set or remove several fields, as `set_entry` does."""
         for field_id, entry in entries.items():
             self.set_entry(field_id, entry)
+
+    def changed_bytes(self, changes: Changes) -> bytes:
+        """Return the bytes that the struct would have with some entries set or removed; it is not changed.
+
+        Args:
+            changes: The new entries. A struct may be given as its bytes.
+        """
+        changed = self.copy()
+        changed.set_entries(changes)
+        return changed.as_bytes() or write_struct(changed)
+
+    def lacks(self, field_ids: Collection[int]) -> bool:
+        """Return whether it has none of these fields."""
+        return self.types().keys().isdisjoint(field_ids)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Struct) and self.fields == other.fields
@@ -113,12 +147,25 @@ class Struct:
         return f"Struct({self.fields!r})"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ThriftList:
-    """A list or a set. Booleans in it are one byte each."""
+    """A list or a set. Booleans in it are one byte each. Structs may be bytes in one that is only written."""
 
     element_type: WireType
     elements: list[Any]
+
+    def as_bytes(self) -> bytes | None:
+        """Return its bytes where they need not be made of its elements; see `unread_lists.UnreadList`."""
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ThriftList)
+            and self.element_type == other.element_type
+            and self.elements == other.elements
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(slots=True)
@@ -132,39 +179,35 @@ class ThriftMap:
 
 def write_struct(struct: Struct) -> bytes:
     """Return the bytes of a struct in compact protocol."""
-    _write_value(out := bytearray(), WireType.STRUCT, struct)
+    _write_value(out := bytearray(), _STRUCT, struct)
     return bytes(out)
 
 
 def write_value(wire_type: WireType, value: Any) -> bytes:
     """Return the bytes of a value; a boolean field has none."""
+    if wire_type is _I64 and 0 <= value < _MOST_I64:
+        return varint(value << 1)
     if value is None:
         return b""
-    if wire_type is WireType.I64 and 0 <= value < 1 << 63:
-        return varint(value << 1)
-    if wire_type is WireType.BINARY:
+    if wire_type is _BINARY:
         return b"".join((varint(len(value)), value))
-    written: bytes | None = value.as_bytes() if wire_type is WireType.STRUCT else None
-    if written is not None:
-        return written
+    if wire_type is _STRUCT:
+        written: bytes | None = value if isinstance(value, bytes) else value.as_bytes()
+        if written is not None:
+            return written
     _write_value(out := bytearray(), wire_type, value)
     return bytes(out)
 
 
-def write_field_header(out: bytearray, delta: int, field_id: int, wire_type: WireType) -> None:
-    """Write what comes before the value of a field.
+FIELD_HEADERS = tuple(bytes((header,)) for header in range(256))
+"""What comes before the value of a field: by the id less that of the field before, times 16, and the type."""
 
-    Args:
-        out: Where it goes.
-        delta: The id less that of the field before, or 0.
-        field_id: The id.
-        wire_type: The type.
-    """
-    if 0 < delta <= 15:
-        out.append(delta << 4 | wire_type)
-    else:
-        out.append(wire_type)
-        _write_zigzag(out, field_id, 16)
+
+def far_header(field_id: int, wire_type: WireType) -> bytes:
+    """Return it for a field whose id is not 1 to 15 more than that of the field before."""
+    out = bytearray((wire_type,))
+    _write_zigzag(out, field_id, 16)
+    return bytes(out)
 
 
 def varint(value: int) -> bytes:
@@ -198,31 +241,39 @@ def _write_value(out: bytearray, wire_type: WireType, value: Any) -> None:
     bits = INTEGER_BITS.get(wire_type)
     if bits is not None:
         _write_zigzag(out, value, bits)
-    elif wire_type is WireType.BINARY:
+    elif wire_type is _BINARY:
         _write_varint(out, len(value))
         out += value
-    elif wire_type is WireType.STRUCT:
-        written = value.as_bytes()
+    elif wire_type is _STRUCT:
+        written = value if isinstance(value, bytes) else value.as_bytes()
         if written is not None:
             out += written
             return
         last = 0
         for field_id, (field_type, field_value) in value.fields.items():
-            write_field_header(out, field_id - last, field_id, field_type)
+            delta = field_id - last
+            out += FIELD_HEADERS[delta << 4 | field_type] if 0 < delta <= 15 else far_header(field_id, field_type)
             last = field_id
-            if field_type is not WireType.TRUE and field_type is not WireType.FALSE:
+            if field_type is not _TRUE and field_type is not _FALSE:
                 _write_value(out, field_type, field_value)
         out.append(WireType.STOP)
-    elif wire_type is WireType.LIST or wire_type is WireType.SET:
+    elif wire_type is _LIST or wire_type is _SET:
+        written = value.as_bytes()
+        if written is not None:
+            out += written
+            return
         count = len(value.elements)
         if count < 15:
             out.append(count << 4 | value.element_type)
         else:
             out.append(0xF0 | value.element_type)
             _write_varint(out, count)
+        if value.element_type is _STRUCT and all(type(element) is bytes for element in value.elements):
+            out += b"".join(value.elements)
+            return
         for element in value.elements:
             _write_value(out, value.element_type, element)
-    elif wire_type is WireType.MAP:
+    elif wire_type is _MAP:
         _write_varint(out, len(value.pairs))
         if value.pairs:
             out.append(value.key_type << 4 | value.value_type)

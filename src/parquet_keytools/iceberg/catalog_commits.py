@@ -29,7 +29,7 @@ from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 from pyiceberg.typedef import IcebergBaseModel
 
 from parquet_keytools.errors import KeytoolsError, OutputError
-from parquet_keytools.iceberg.key_entries import as_json
+from parquet_keytools.iceberg.key_chain import as_json
 from parquet_keytools.iceberg.table_metadata import EncryptionKey, read_document
 
 _KEYS, _KEY_ID = "encryption-keys", "key-id"

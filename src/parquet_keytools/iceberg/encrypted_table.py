@@ -10,7 +10,6 @@ from typing import Any
 
 from pyiceberg.exceptions import CommitFailedException, ValidationException
 from pyiceberg.table import DataScan, Table, TableProperties, Transaction
-from pyiceberg.table.locations import LocationProvider
 from pyiceberg.table.metadata import TableMetadata, TableMetadataV3
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.update import AddSnapshotUpdate, SetPropertiesUpdate, TableRequirement, TableUpdate
@@ -25,11 +24,11 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing, is_refusal
 from parquet_keytools.iceberg.file_io import EncryptedFileIO
-from parquet_keytools.iceberg.key_entries import NewKeys, is_young, key_length_bits, master_key_of, rewrapped
+from parquet_keytools.iceberg.key_chain import NewKeys, is_young, key_length_bits, master_key_of, rewrapped
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable
-from parquet_keytools.iceberg.snapshot_producers import EncryptedUpdateSnapshot
-from parquet_keytools.iceberg.stored_files import is_of_catalogs
+from parquet_keytools.iceberg.snapshot_producers import EncryptedUpdateSnapshot, KeyedTransaction
+from parquet_keytools.iceberg.table_files import is_of_catalogs
 from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, EncryptionKey
 from parquet_keytools.iceberg.written_files import StoredFileIO, WritingFileIO
 
@@ -278,7 +277,7 @@ class WorkingTable(EncryptedTable):
 _ROTATION_ATTEMPTS = 10
 
 
-class EncryptedTransaction(Transaction):
+class EncryptedTransaction(KeyedTransaction):
     """Changes of an encrypted table that are committed as one."""
 
     _table: WorkingTable
@@ -299,10 +298,6 @@ class EncryptedTransaction(Transaction):
         return EncryptedUpdateSnapshot(
             self, io=self._table.io, branch=branch, snapshot_properties=snapshot_properties
         )
-
-    def location_provider(self) -> LocationProvider:
-        """Return what names new files."""
-        return self._table.location_provider()
 
     def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
         """Take the key of the manifest list of a snapshot of this transaction."""

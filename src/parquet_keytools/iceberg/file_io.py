@@ -18,18 +18,20 @@ from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.iceberg.ags1 import Ags1Reader
-from parquet_keytools.iceberg.bounded_avro import read_plaintext
-from parquet_keytools.iceberg.data_files import UncopiedInput, check_length, open_data_file, read_stream
 from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
-from parquet_keytools.iceberg.manifests import ListedFile, manifests_in
-from parquet_keytools.iceberg.stored_files import (
+from parquet_keytools.iceberg.manifests import ListedFile, manifests_in, read_plaintext
+from parquet_keytools.iceberg.table_files import (
     MAPPING_PROPERTY,
+    UncopiedInput,
+    check_length,
     check_place,
     mapped_location,
     misplaced_properties,
     open_as_stored,
+    open_data_file,
+    read_stream,
 )
 from parquet_keytools.iceberg.table_metadata import (
     KEY_ID_PROPERTY,

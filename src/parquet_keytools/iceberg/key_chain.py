@@ -1,4 +1,4 @@
-"""From a master key to the key of a manifest list: the links of the key chain that the metadata file has.
+"""From a master key to the key of a manifest list: the entries of `encryption-keys`, and how new ones are made.
 
 Iceberg Java unwraps every KEK with the master key in the table property `encryption.key-id`, whatever the KEK's
 own `encrypted-by-id` says; iceberg-rust, and this package, take `encrypted-by-id`. So a table whose property was
@@ -8,30 +8,51 @@ changed is read here and by Rust, and by Java only as far as its KEKs are under 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from parquet_keytools import strict_base64
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.errors import (
+    ConfigurationError,
     DecryptionError,
     KeyMaterialError,
     KeyNotAvailableError,
     KmsError,
+    KmsResponseInvalidError,
+    NotEncryptedError,
     WrappedKeyInvalidError,
     value_or_raise,
 )
 from parquet_keytools.files.digested_columns import refuse_digests
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
-from parquet_keytools.iceberg.table_metadata import EncryptionKey, TableEncryption
+from parquet_keytools.iceberg.table_metadata import (
+    KEY_LENGTH_PROPERTY,
+    TIMESTAMP_PROPERTY,
+    EncryptionKey,
+    TableEncryption,
+)
 from parquet_keytools.keys.kek import KekCache
-from parquet_keytools.kms.aes_key_wrap import unwrap_key
+from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
+from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.secret_bytes import SecretBytes
+
+KEK_LIFETIME_MS = 730 * 24 * 60 * 60 * 1000
+"""A KEK encrypts keys of new snapshots for so long (2 years, as in Iceberg's own writers)."""
+
+CLOCK_SKEW_MS = 24 * 60 * 60 * 1000
+"""So far may the clock of another writer be ahead of ours."""
+
+_KEY_ID_BYTES = 16
+_KEY_LENGTHS = {"16": 128, "24": 192, "32": 256}
 
 
 class IcebergKeys:
-    """Unwraps KEKs of tables with the KMS of a configuration; each is asked for once, and kept for a time.
+    """Wraps and unwraps KEKs of tables with the KMS of a configuration; each is unwrapped once, and kept a while.
 
     Attributes:
         service: The configuration and its KMS.
@@ -62,29 +83,55 @@ class IcebergKeys:
             KeyNotAvailableError: The configuration has no KMS.
             KmsError: The KMS does not unwrap it.
         """
-        kms = self.service.kms
-        if kms is None:
+        kms, key = self._kms_for(master_key_id), (self.master_key_id(master_key_id), wrapped_kek)
+
+        def load(wanted: list[tuple[str, bytes]]) -> Sequence[SecretBytes | KmsError]:
+            return [_outcome(kms, wrapped, by) for by, wrapped in wanted]
+
+        lifetime = self.service.configuration.reading.cache_lifetime_seconds
+        return value_or_raise(self._keks.get_many([key], load, lifetime)[0])
+
+    def wrap_kek(self, kek: SecretBytes, master_key_id: str) -> bytes:
+        """Return a KEK as the KMS wraps it, under the current version of the master key.
+
+        It is unwrapped again: all that depends on it would be lost with a wrapped KEK that does not open. This
+        also refuses a master key of anybody's in the metadata file, before the KEK encrypts anything.
+
+        Raises:
+            KeyNotAvailableError: The configuration has no KMS.
+            MasterKeyNotTrustedError: The configuration does not name this master key, and it could be anybody's.
+            KmsResponseInvalidError: What the KMS returned does not unwrap to the KEK.
+            KmsError: The KMS does not wrap or unwrap it.
+        """
+        kms = self._kms_for(master_key_id)
+        wrapped = kms.wrap_raw(kek, self.master_key_id(master_key_id))
+        if self.kek(wrapped, master_key_id) != kek:
+            raise KmsResponseInvalidError(
+                "the wrapped KEK does not unwrap to the KEK",
+                backend=kms.backend,
+                operation="wrap",
+                master_key_id=master_key_id,
+            )
+        return wrapped
+
+    def master_key_id(self, name: str) -> str:
+        """Return the identifier of a master key in the KMS, by that or by its name in the configuration."""
+        return self.service.configuration.master_keys.get(name, name)
+
+    def _kms_for(self, master_key_id: str) -> KmsClient:
+        if self.service.kms is None:
             raise KeyNotAvailableError(
                 f"the table is under the master key {master_key_id!r}, and the configuration has no kms.",
                 hint="Describe the KMS under `kms:`.",
             )
-        configuration = self.service.configuration
-        master_key_id = configuration.master_keys.get(master_key_id, master_key_id)
-
-        def load(wanted: list[tuple[str, bytes]]) -> Sequence[SecretBytes | KmsError]:
-            return [_outcome(kms.unwrap_raw, wrapped, by) for by, wrapped in wanted]
-
-        lifetime = configuration.reading.cache_lifetime_seconds
-        return value_or_raise(self._keks.get_many([(master_key_id, wrapped_kek)], load, lifetime)[0])
+        return self.service.kms
 
 
-def _outcome(unwrap: object, wrapped: bytes, master_key_id: str) -> SecretBytes | KmsError:
+def _outcome(kms: KmsClient, wrapped: bytes, master_key_id: str) -> SecretBytes | KmsError:
     try:
-        key = unwrap(wrapped, master_key_id)  # type: ignore[operator]
+        return kms.unwrap_raw(wrapped, master_key_id)
     except KmsError as error:
         return error
-    assert isinstance(key, SecretBytes)
-    return key
 
 
 class KeyChain:
@@ -162,3 +209,123 @@ class KeyChain:
             path=self.table.metadata_location,
             hint="A writer that does not know encryption may have made this metadata file; use the one before it.",
         )
+
+
+def key_length_bits(table: TableEncryption) -> int:
+    """Return the length of new KEKs and DEKs of a table: its property `encryption.data-key-length`, in bits.
+
+    Raises:
+        ConfigurationError: The property is no length of an AES key.
+    """
+    text = table.properties.get(KEY_LENGTH_PROPERTY, "16")
+    if text not in _KEY_LENGTHS:
+        raise ConfigurationError(
+            f"{table.metadata_location}: the table property {KEY_LENGTH_PROPERTY} is {text[:20]!r}, and not the "
+            "length of an AES key: 16, 24 or 32 bytes."
+        )
+    return _KEY_LENGTHS[text]
+
+
+def master_key_of(table: TableEncryption) -> str:
+    """Return the master key of a table that is to be written.
+
+    Raises:
+        NotEncryptedError: The table has none.
+        KeyMaterialError: Its KEKs are under another one than its property names.
+    """
+    master_key_id = table.master_key_id
+    if master_key_id is None:
+        raise NotEncryptedError(
+            f"{table.metadata_location}: the table has no property encryption.key-id, so it would be written in "
+            "plaintext.",
+            hint="If it was encrypted, restore its metadata file; else write it with PyIceberg itself.",
+        )
+    others = sorted({entry.encrypted_by_id for entry in table.keks} - {master_key_id})
+    if others:
+        raise KeyMaterialError(
+            f"the property encryption.key-id is {master_key_id!r}, and KEKs of the table are under {others[0]!r}.",
+            path=table.metadata_location,
+            hint="This property never changes in the life of a table: set it to what it was.",
+        )
+    return master_key_id
+
+
+class NewKeys:
+    """Makes entries for new snapshots of one table, under a KEK that the table has, or else a new one.
+
+    A new KEK costs two calls of the KMS, to wrap and to unwrap it, however often a commit is repeated.
+    """
+
+    def __init__(self, keys: IcebergKeys, now: Callable[[], float] = lambda: time.time()) -> None:
+        self._keys = keys
+        self._now = now
+        self._fresh: tuple[EncryptionKey, SecretBytes] | None = None
+
+    def entries_for(
+        self, table: TableEncryption, chain: KeyChain, metadata: StandardKeyMetadata
+    ) -> tuple[EncryptionKey, ...]:
+        """Return what `encryption-keys` needs for a manifest list: the last entry is that of the list.
+
+        Args:
+            table: The current state of the table.
+            chain: Its keys.
+            metadata: The key metadata of the manifest list.
+
+        Raises:
+            NotEncryptedError: The table has no master key.
+            KeyMaterialError: Its KEKs are under another master key.
+            KmsError: The KMS does not wrap or unwrap a KEK.
+        """
+        entry, kek = self._kek(table, chain)
+        assert entry.timestamp is not None
+        encrypted = wrap_key(kek, metadata.encode(), entry.timestamp.encode())
+        for_list = EncryptionKey(_new_id(), strict_base64.decode(encrypted), entry.key_id, None)
+        return (for_list,) if entry.key_id in table.keys else (entry, for_list)
+
+    def _kek(self, table: TableEncryption, chain: KeyChain) -> tuple[EncryptionKey, SecretBytes]:
+        master_key_id = master_key_of(table)
+        now_ms = int(self._now() * 1000)
+        young = [entry for entry in table.keks if is_young(entry, now_ms)]
+        if young:
+            entry = max(young, key=lambda entry: entry.timestamp_ms or 0)
+            return entry, chain.kek(entry.key_id)
+        if self._fresh is None:
+            kek = SecretBytes.random(key_length_bits(table))
+            wrapped = self._keys.wrap_kek(kek, master_key_id)
+            self._fresh = EncryptionKey(_new_id(), wrapped, master_key_id, str(now_ms)), kek
+        return self._fresh
+
+
+def is_young(kek: EncryptionKey, now_ms: float) -> bool:
+    """Return whether new snapshots are encrypted under a KEK.
+
+    One from the future is not young: a clock that was wrong, or whoever changed the metadata file, would keep it
+    in use for as long as they like.
+    """
+    made = kek.timestamp_ms
+    return made is not None and -CLOCK_SKEW_MS <= now_ms - made < KEK_LIFETIME_MS
+
+
+def rewrapped(keys: IcebergKeys, chain: KeyChain, entry: EncryptionKey) -> EncryptionKey:
+    """Return the entry of a KEK, wrapped under the current version of its master key; the KEK stays the same.
+
+    Errors are those of `IcebergKeys.wrap_kek`, and of unwrapping the entry.
+    """
+    return replace(entry, encrypted=keys.wrap_kek(chain.kek(entry.key_id), entry.encrypted_by_id))
+
+
+def as_json(entries: Iterable[EncryptionKey]) -> list[dict[str, Any]]:
+    """Return entries as the metadata file has them."""
+    return [
+        {
+            "key-id": entry.key_id,
+            "encrypted-key-metadata": strict_base64.encode(entry.encrypted),
+            "encrypted-by-id": entry.encrypted_by_id,
+            **({"properties": {TIMESTAMP_PROPERTY: entry.timestamp}} if entry.timestamp is not None else {}),
+        }
+        for entry in entries
+    ]
+
+
+def _new_id() -> str:
+    return strict_base64.encode(os.urandom(_KEY_ID_BYTES))

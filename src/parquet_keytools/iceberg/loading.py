@@ -1,22 +1,28 @@
-"""Encrypted tables of a catalog: loaded with their keys, or made."""
+"""Tables of a catalog: loaded with their keys, made, or only found, with nothing decrypted yet."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import TypeVar, overload
 
 import pyarrow as pa
-from pyiceberg.catalog import Catalog
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
 from pyiceberg.io import PY_IO_IMPL, FileIO, load_file_io
+from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table, TableProperties
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
 from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
+from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.encryption.aes import KEY_LENGTHS_BITS
-from parquet_keytools.errors import ConfigurationError, KeyMaterialError, NotEncryptedError
+from parquet_keytools.errors import ConfigurationError, KeyMaterialError, KeytoolsError, NotEncryptedError
+from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing
 from parquet_keytools.iceberg.encrypted_table import (
     HIDDEN_PARTITIONS,
@@ -24,11 +30,25 @@ from parquet_keytools.iceberg.encrypted_table import (
     refuse_encryption_properties,
 )
 from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, EncryptedFileIO
-from parquet_keytools.iceberg.key_entries import master_key_of, wrap_kek
-from parquet_keytools.iceberg.located_tables import catalog_named, table_named
-from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, KEY_LENGTH_PROPERTY
+from parquet_keytools.iceberg.key_chain import master_key_of
+from parquet_keytools.iceberg.table_files import (
+    MAPPING_PROPERTY,
+    mapped_location,
+    open_as_stored,
+    stored_location,
+)
+from parquet_keytools.iceberg.table_metadata import (
+    KEY_ID_PROPERTY,
+    KEY_LENGTH_PROPERTY,
+    TableEncryption,
+    parse_table_metadata,
+    read_metadata_file,
+)
 from parquet_keytools.iceberg.written_files import StoredFileIO
 from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation
+
+Loaded = TypeVar("Loaded")
 
 
 @overload
@@ -71,9 +91,9 @@ def load_table(
                 f"{table.metadata_location}: the table is not encrypted, and should be under {encryption_key!r}.",
                 hint="Somebody may have taken the keys out of its metadata file: restore it from a backup.",
             )
-        expected = _master_key(reader, encryption_key)
+        expected = reader.keys.master_key_id(encryption_key)
         found = {master_key_of(known.encryption), *(kek.encrypted_by_id for kek in known.encryption.keks)}
-        if {_master_key(reader, each) for each in found} != {expected}:
+        if set(map(reader.keys.master_key_id, found)) != {expected}:
             raise KeyMaterialError(
                 f"the table is under the master key {sorted(found)[0]!r}, and should be under {expected!r}.",
                 path=table.metadata_location,
@@ -89,11 +109,6 @@ def _ours(catalog: Catalog, file_io: FileIO) -> EncryptedFileIO:
             hint="Set its property py-io-impl to parquet_keytools.iceberg.EncryptedFileIO.",
         )
     return file_io
-
-
-def _master_key(reader: EncryptedFileIO, name: str) -> str:
-    """Return the identifier in the KMS of a master key, by its name in the configuration or that identifier."""
-    return reader.keys.service.configuration.master_keys.get(name, name)
 
 
 def load_table_to_write(
@@ -115,7 +130,7 @@ def load_table_to_write(
     given = {PY_IO_IMPL: "parquet_keytools.iceberg.EncryptedFileIO", **properties}
     if config is not None:
         given[CONFIG_PROPERTY] = str(config)
-    loaded = table_named(catalog_named(catalog_name, given), table, load_table)
+    loaded = _table_named(_catalog_named(catalog_name, given), table, load_table)
     if not isinstance(loaded, EncryptedTable):
         raise NotEncryptedError(f"the table {table} is not encrypted.", hint="It has no keys.")
     return loaded
@@ -156,9 +171,9 @@ def create_table(
     refuse_encryption_properties(properties)
     # What could not be loaded afterwards is not made.
     reader = _ours(catalog, load_file_io(dict(catalog.properties)))
-    master_key_id = _master_key(reader, encryption_key)
+    master_key_id = reader.keys.master_key_id(encryption_key)
     # Whether the KMS has this key, and lets it be used, is found out before there is a table.
-    wrap_kek(reader.keys, SecretBytes.random(data_key_length_bits), master_key_id)
+    reader.keys.wrap_kek(SecretBytes.random(data_key_length_bits), master_key_id)
     committing(catalog, StoredFileIO(reader), KeyChanges()).create_table(
         identifier,
         schema,
@@ -175,3 +190,138 @@ def create_table(
         },
     )
     return load_table(catalog, identifier, encryption_key=encryption_key)
+
+
+@dataclass(frozen=True)
+class LocatedTable:
+    """A table, and how its files are opened.
+
+    Attributes:
+        encryption: What its metadata file says.
+        service: The configuration and its KMS; an empty configuration where none was given.
+        file_io: Opens files as they are stored.
+        mapping: The property of this name.
+    """
+
+    encryption: TableEncryption
+    service: KeyService
+    file_io: FileIO
+    mapping: str
+
+    def open_stored(self, location: str) -> pa.NativeFile:
+        """Open a file as it is stored."""
+        return open_as_stored(lambda _: self.file_io, location, self.mapping)
+
+    def path_of(self, location: str) -> str:
+        """Return the path of a location on its file system."""
+        mapped = mapped_location(location, self.mapping)
+        try:
+            return PyArrowFileIO.parse_location(mapped)[2]
+        except ValueError:
+            return mapped
+
+    def folder(self) -> FileLocation | None:
+        """Return the folder of the table: that of the folder `metadata` with its metadata file, or None.
+
+        The location in the file is not taken: whoever changed it could let us list anything.
+        """
+        folder, _, _ = self.encryption.metadata_location.rpartition("/")
+        above, _, name = folder.rpartition("/")
+        if name != "metadata" or not above:
+            return None
+        return stored_location(self.file_io, mapped_location(above, self.mapping))
+
+
+def _catalog_named(name: str, properties: Mapping[str, str]) -> Catalog:
+    """Return a catalog that PyIceberg knows by its name.
+
+    Raises:
+        ConfigurationError: There is no such catalog, or it cannot be used.
+    """
+
+    def failed(error: Exception) -> ConfigurationError:
+        if isinstance(error, ValueError):
+            text, hint = f"PyIceberg has no catalog {name!r}: {error}.", "Describe it in .pyiceberg.yaml."
+        else:
+            text = f"the catalog {name!r} cannot be used ({_in_short(error)})."
+            hint = "Check its properties in .pyiceberg.yaml."
+        return ConfigurationError(text, hint=hint)
+
+    return _of_catalog(lambda: load_catalog(name, **properties), failed)
+
+
+def _table_named(catalog: Catalog, name: str, load: Callable[[Catalog, str], Loaded]) -> Loaded:
+    """Return a table of a catalog, by a function that loads it.
+
+    Raises:
+        ConfigurationError: The catalog has no such table, or does not say.
+        KeytoolsError: Another subclass says what is wrong with the configuration or the metadata file.
+        OSError: A file cannot be read.
+    """
+
+    def failed(error: Exception) -> ConfigurationError:
+        if isinstance(error, (NoSuchTableError, NoSuchNamespaceError)):
+            text = f"the catalog {catalog.name!r} has no table {name!r}."
+        else:
+            text = f"the catalog {catalog.name!r} does not load the table {name!r} ({_in_short(error)})."
+        return ConfigurationError(text, hint="Name it with its namespace: db.people.")
+
+    return _of_catalog(lambda: load(catalog, name), failed)
+
+
+def _of_catalog(load: Callable[[], Loaded], failed: Callable[[Exception], ConfigurationError]) -> Loaded:
+    """Return what PyIceberg loads; its own errors are no context of ours, for their texts may hold anything."""
+    try:
+        return load()
+    except (KeytoolsError, OSError):
+        raise
+    except Exception as error:
+        failure = failed(error)
+    raise failure
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}"
+
+
+def located_table(
+    table: str,
+    config: Path | None = None,
+    catalog_name: str | None = None,
+    properties: Mapping[str, str] = EMPTY_DICT,
+) -> LocatedTable:
+    """Find a table, and read its metadata file.
+
+    Args:
+        table: Location of the metadata file, or the name of the table in the catalog.
+        config: The configuration; by default the one that the properties name, of the catalog or given ones.
+            Without any, no key can be unwrapped.
+        catalog_name: A catalog that PyIceberg knows.
+        properties: For the catalog, and for its FileIO.
+
+    Raises:
+        KeytoolsError: The configuration or the metadata file is wrong.
+        OSError: A file cannot be read.
+    """
+    given = dict(properties)
+    if catalog_name is not None:
+        if config is not None:
+            given.setdefault(CONFIG_PROPERTY, str(config))
+        catalog = _catalog_named(catalog_name, given)
+        loaded = _table_named(catalog, table, lambda catalog, name: catalog.load_table(name))
+        # Of ours, those of the catalog hold: a table's own may be anybody's.
+        of_storage = {n: v for n, v in loaded.io.properties.items() if not n.startswith("keytools.")}
+        ours = {n: v for n, v in catalog.properties.items() if n.startswith("keytools.")}
+        table, given = loaded.metadata_location, {**of_storage, **ours, **given}
+    elif "://" not in table and not table.startswith("file:"):
+        table = str(Path(table).expanduser().absolute())
+    if config is None and CONFIG_PROPERTY in given:
+        config = Path(given[CONFIG_PROPERTY])
+    configuration = load_configuration(config) if config is not None else parse_configuration({"version": 1})
+    service = KeyService(configuration, None, time.monotonic)
+    beneath = {name: value for name, value in given.items() if name != PY_IO_IMPL}
+    mapping = given.get(MAPPING_PROPERTY, "")
+    file_io = load_file_io(beneath, mapped_location(table, mapping))
+    with open_as_stored(lambda _: file_io, table, mapping) as file:
+        encryption = parse_table_metadata(read_metadata_file(file, table), table)
+    return LocatedTable(encryption, service, file_io, mapping)

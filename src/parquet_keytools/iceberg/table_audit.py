@@ -16,14 +16,17 @@ import pyarrow as pa
 
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, KmsError, WrappedKeyInvalidError
 from parquet_keytools.iceberg.ags1 import MAGIC
-from parquet_keytools.iceberg.bounded_avro import read_plaintext
-from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file, read_stream
-from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
-from parquet_keytools.iceberg.key_entries import is_young, master_key_of
+from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain, is_young, master_key_of
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
-from parquet_keytools.iceberg.located_tables import LocatedTable
-from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in
-from parquet_keytools.iceberg.stored_files import check_place, misplaced_properties
+from parquet_keytools.iceberg.loading import LocatedTable
+from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in, read_plaintext
+from parquet_keytools.iceberg.table_files import (
+    check_length,
+    check_place,
+    decrypt_data_file,
+    misplaced_properties,
+    read_stream,
+)
 from parquet_keytools.iceberg.table_metadata import SnapshotKey, TableEncryption
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.storage.walk import all_files

@@ -14,11 +14,11 @@ from pyiceberg.io import FileIO, InputFile, OutputFile, OutputStream
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source
 from parquet_keytools.errors import NotEncryptedError, OutputError
-from parquet_keytools.format.byte_ranges import Bytes
 from parquet_keytools.iceberg.ags1 import Ags1Reader, Ags1Writer
-from parquet_keytools.iceberg.data_files import check_length, decrypt_data_file
 from parquet_keytools.iceberg.file_io import EncryptedFileIO
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.table_files import check_length, decrypt_data_file
+from parquet_keytools.storage.outputs import StreamSink
 from parquet_keytools.storage.sources import BufferSource
 
 
@@ -231,7 +231,7 @@ class _ParquetOutput(io.BytesIO):
         encryption = FileEncryption(
             self._metadata.encryption_key, aad_prefix=self._metadata.aad_prefix, store_aad_prefix=False
         )
-        sink = _StreamSink(self._stream)
+        sink = StreamSink(self._stream)
         try:
             # A file that a failure left without its end is no Parquet: nothing of it is written.
             encrypt_source(BufferSource(self._location, plaintext), sink, encryption)
@@ -251,21 +251,3 @@ class _ParquetOutput(io.BytesIO):
     def __del__(self) -> None:
         # io.BytesIO would call `close`, and what nobody closed is not complete.
         pass
-
-
-class _StreamSink:
-    """A file of the module encryptor that is written from its beginning to its end."""
-
-    takes_any_order = False
-
-    def __init__(self, stream: OutputStream) -> None:
-        self._stream = stream
-        self.length = 0
-
-    def reserve(self, length: int) -> None:
-        pass
-
-    def write_at(self, offset: int, data: Bytes) -> None:
-        assert offset == self.length
-        self._stream.write(bytes(data))
-        self.length += len(data)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import os
+import functools
 import secrets
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -13,14 +12,12 @@ from typing import Generic, TypeVar
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from parquet_keytools import telemetry
 from parquet_keytools.errors import KeyMaterialError, KmsError
 from parquet_keytools.keys.key_material import KEK_ID_LENGTH_BYTES, KeyMaterial, decode_base64
-from parquet_keytools.runtime import telemetry
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.kms.aes_key_wrap import ADDED_LENGTH, unwrap_bytes, wrap_key
+from parquet_keytools.runtime.fork_safety import ForkSafeLock, OwnerProcess
 from parquet_keytools.secret_bytes import SecretBytes
-
-_NONCE_LENGTH_BYTES = 12
-_TAG_LENGTH_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,13 @@ class Kek:
         """Return a fresh KEK of `length_bits` bits with a random id."""
         return cls(secrets.token_bytes(KEK_ID_LENGTH_BYTES), SecretBytes.random(length_bits))
 
+    @functools.cached_property
+    def _cipher(self) -> AESGCM:
+        return AESGCM(self.key.reveal())
+
     def wrap_dek(self, dek: SecretBytes) -> str:
         """Return base64 of nonce, ciphertext and tag."""
-        nonce = secrets.token_bytes(_NONCE_LENGTH_BYTES)
-        ciphertext = AESGCM(self.key.reveal()).encrypt(nonce, dek.reveal(), self.kek_id)
-        return base64.b64encode(nonce + ciphertext).decode()
+        return wrap_key(self.key, dek, self.kek_id)
 
     def unwrap_dek(self, wrapped_dek: str) -> SecretBytes:
         """Return the DEK.
@@ -48,11 +47,10 @@ class Kek:
             KeyMaterialError: It was not wrapped by this KEK, or was damaged.
         """
         buffer = decode_base64(wrapped_dek, "wrappedDEK")
-        if len(buffer) <= _NONCE_LENGTH_BYTES + _TAG_LENGTH_BYTES:
+        if len(buffer) <= ADDED_LENGTH:
             raise KeyMaterialError("wrappedDEK: too short")
-        nonce, ciphertext = buffer[:_NONCE_LENGTH_BYTES], buffer[_NONCE_LENGTH_BYTES:]
         try:
-            dek = SecretBytes(AESGCM(self.key.reveal()).decrypt(nonce, ciphertext, self.kek_id))
+            dek = unwrap_bytes(self._cipher, buffer, self.kek_id)
         except InvalidTag:
             raise KeyMaterialError(
                 "wrappedDEK: does not belong to its KEK, or is damaged",
@@ -108,7 +106,7 @@ class KekCache(Generic[K, V]):
         self._clock = clock
         self._name = name
         self._lock = ForkSafeLock()
-        self._process_id = os.getpid()
+        self._owner = OwnerProcess()
         self._entries: dict[K, _Entry[V]] = {}
         self._loading: dict[K, Future[V | KmsError]] = {}
         self._next_purge = 0.0
@@ -198,8 +196,8 @@ class KekCache(Generic[K, V]):
         self._entries = {key: entry for key, entry in self._entries.items() if now < entry.expires_at}
 
     def _start_anew_after_fork(self) -> None:
-        if self._process_id != os.getpid():
+        if not self._owner.is_here:
             # The threads that were loading do not exist here; and a child gets its own KEKs.
-            self._process_id = os.getpid()
+            self._owner = OwnerProcess()
             self._entries = {}
             self._loading = {}

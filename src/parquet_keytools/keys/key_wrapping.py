@@ -1,23 +1,32 @@
-"""Wraps DEKs for writing, and unwraps them for reading, with as few calls to the KMS as can be."""
+"""Wraps DEKs for writing, and finds and unwraps those of files, with as few calls to the KMS as can be."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from parquet_keytools.errors import (
     KEY_REFUSALS,
+    KeyMaterialError,
     KeyNotAvailableError,
     KeytoolsError,
     KmsError,
     MasterKeyDisabledError,
     value_or_raise,
 )
-from parquet_keytools.keys.kek import Clock, Kek, KekCache, dek_of
-from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.kek import Clock, Kek, KekCache
+from parquet_keytools.keys.key_material import (
+    DataKeyId,
+    KeyMaterial,
+    KeyMetadata,
+    KeyReference,
+    parse_key_metadata,
+)
+from parquet_keytools.keys.material_store import read_key_materials
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation
 
 
 @dataclass(frozen=True)
@@ -187,6 +196,7 @@ class KmsKeys:
         self._cache_lifetime_seconds = cache_lifetime_seconds
         self._known = known or {}
         self.answers: dict[tuple[str, str], SecretBytes | KeytoolsError] = {}
+        self._keks: dict[tuple[str, str], Kek] = {}
 
     @property
     def keys(self) -> dict[tuple[str, str], SecretBytes]:
@@ -208,7 +218,20 @@ class KmsKeys:
     def deks(self, materials: Sequence[KeyMaterial]) -> list[SecretBytes | KeytoolsError]:
         """Return the DEK of each key material, or why it is unavailable."""
         self.fetch(materials)
-        return [_dek(material, self.answers[_identity(material)]) for material in materials]
+        return [self._dek(material) for material in materials]
+
+    def _dek(self, material: KeyMaterial) -> SecretBytes | KeytoolsError:
+        identity = _identity(material)
+        kms_key = self.answers[identity]
+        if isinstance(kms_key, KeytoolsError) or material.kek_id is None:
+            return kms_key
+        kek = self._keks.get(identity)
+        if kek is None or kek.kek_id != material.kek_id:
+            kek = self._keks[identity] = Kek(material.kek_id, kms_key)
+        try:
+            return kek.unwrap_dek(material.wrapped_dek)
+        except KeytoolsError as error:
+            return error
 
     def refuses_key(self, material: KeyMaterial, error: KeytoolsError) -> bool:
         """Return whether the KMS refused the master key itself; see `KeyUnwrapper.refuses_key`."""
@@ -226,13 +249,143 @@ def encode_master_key_id(master_key_id: str) -> str:
 
 def decode_master_key_id(master_key_id: str) -> str:
     """Return the identifier that the KMS knows; in files written through pyarrow it is encoded."""
-    return unquote(master_key_id)
+    return unquote(master_key_id) if "%" in master_key_id else master_key_id
 
 
-def _dek(material: KeyMaterial, kms_key: SecretBytes | KeytoolsError) -> SecretBytes | KeytoolsError:
-    if isinstance(kms_key, KeytoolsError):
-        return kms_key
-    try:
-        return dek_of(material, kms_key)
-    except KeytoolsError as error:
-        return error
+# --- the keys of one file ---
+
+
+@dataclass(frozen=True)
+class DataKeys:
+    """Data keys that the caller manages (spec 4.3).
+
+    Attributes:
+        footer_without_metadata: Name of the key of footers that carry no key metadata.
+        columns_without_metadata: Dotted column path -> name of its key, where there is no key metadata.
+    """
+
+    by_name: Mapping[str, SecretBytes] = field(default_factory=dict)
+    footer_without_metadata: str | None = None
+    columns_without_metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
+        """Return the name of the data key of what carries no key metadata: the footer (None), or a column."""
+        if column_path is None:
+            return self.footer_without_metadata
+        return self.columns_without_metadata.get(".".join(column_path))
+
+    def find(self, name: str | None, what: str) -> SecretBytes:
+        """Return a data key.
+
+        Raises:
+            KeyNotAvailableError: No name is given, or no such key.
+        """
+        if name is None:
+            raise KeyNotAvailableError(
+                f"{what} has no key metadata.", hint="Name its data key under `reading.keys_without_metadata`."
+            )
+        key = self.by_name.get(name)
+        if key is None:
+            raise KeyNotAvailableError(
+                f"{what} is encrypted with the data key {name[:128]!r}, which is not known.",
+                hint="Add it to `data_keys`.",
+            )
+        return key
+
+
+class FileKeyRetriever:
+    """A `KeyRetriever` for one file.
+
+    Attributes:
+        uses_data_keys: Whether any key of the file is a data key.
+        key_materials: External key material of the file, as it was read; None where none was needed.
+    """
+
+    def __init__(self, kms_keys: KmsKeys, data_keys: DataKeys, parquet_file: FileLocation) -> None:
+        self._kms_keys = kms_keys
+        self._data_keys = data_keys
+        self._parquet_file = parquet_file
+        self.uses_data_keys = False
+        self.key_materials: dict[str, KeyMaterial] | None = None
+        self._not_read: KeytoolsError | None = None
+        self._parsed: dict[bytes | None, KeyMetadata | None] = {}
+
+    def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
+        """Return the DEK of the footer; see `KeyRetriever`."""
+        material = self.material(key_metadata)
+        if material is not None and not material.is_footer_key:
+            raise KeyMaterialError("isFooterKey: is false in the footer's", path=str(self._parquet_file))
+        return value_or_raise(self._deks([(None, key_metadata)])[0])
+
+    def column_deks(
+        self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
+    ) -> list[SecretBytes | KeytoolsError]:
+        """Return the DEKs of columns; see `KeyRetriever`."""
+        return self._deks(columns)
+
+    def parsed(self, key_metadata: bytes | None) -> KeyMetadata | None:
+        """Return what `parse_key_metadata` does; each is parsed once."""
+        try:
+            return self._parsed[key_metadata]
+        except KeyError:
+            parsed = self._parsed[key_metadata] = parse_key_metadata(key_metadata)
+            return parsed
+
+    def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
+        """See `DataKeys.name_without_metadata`."""
+        return self._data_keys.name_without_metadata(column_path)
+
+    def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
+        """Return the key material that key metadata is or refers to; None where it is a data key's.
+
+        Raises:
+            KeyMaterialError: It is not valid, or cannot be found.
+        """
+        parsed = self.parsed(key_metadata)
+        if isinstance(parsed, KeyReference):
+            material = self._external().get(parsed.reference)
+            if material is None:
+                raise KeyMaterialError(
+                    f"the key material file has no {parsed.reference!r}", path=str(self._parquet_file)
+                )
+            return material
+        return parsed if isinstance(parsed, KeyMaterial) else None
+
+    def _external(self) -> dict[str, KeyMaterial]:
+        """Return the external key material of the file.
+
+        It is read once, and what is wrong with it then stays wrong: a rotation that replaces it in between must
+        not mix old and new, and a key that could not be compared with the table must not be there later.
+        """
+        if self._not_read is not None:
+            raise self._not_read
+        if self.key_materials is None:
+            try:
+                self.key_materials = read_key_materials(self._parquet_file)
+            except KeytoolsError as error:
+                self._not_read = error
+                raise
+        return self.key_materials
+
+    def _deks(
+        self, wanted: Sequence[tuple[tuple[str, ...] | None, bytes | None]]
+    ) -> list[SecretBytes | KeytoolsError]:
+        outcomes: list[SecretBytes | KeytoolsError | None] = [None] * len(wanted)
+        materials: dict[int, KeyMaterial] = {}
+        for position, (path, key_metadata) in enumerate(wanted):
+            try:
+                material = self.material(key_metadata)
+                if material is None:
+                    parsed = self.parsed(key_metadata)
+                    name = parsed.name if isinstance(parsed, DataKeyId) else self.name_without_metadata(path)
+                    what = "the footer" if path is None else f"column {'.'.join(path)!r}"
+                    outcomes[position] = self._data_keys.find(name, what)
+                    self.uses_data_keys = True
+                else:
+                    materials[position] = material
+            except KeytoolsError as error:
+                outcomes[position] = error
+        deks = self._kms_keys.deks(list(materials.values()))
+        for position, dek in zip(materials, deks, strict=True):
+            outcomes[position] = dek
+        return [outcome for outcome in outcomes if outcome is not None]

@@ -10,10 +10,9 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.errors import KeyMaterialError
 from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.storage.local_files import FolderIdentity
+from parquet_keytools.storage.local_files import FolderIdentity, remove_from_folder
 from parquet_keytools.storage.locations import FileLocation, key_material_location
 from parquet_keytools.storage.outputs import write_whole
-from parquet_keytools.storage.removal import remove_from_folder
 from parquet_keytools.storage.sources import read_whole
 
 MAX_FILE_BYTES = 64 * 1024 * 1024

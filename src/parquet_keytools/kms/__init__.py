@@ -1,1 +1,1 @@
-"""KMS clients: the contract, the registry, and a folder for each backend. Knows no Parquet."""
+"""KMS clients: the contract, the registry, and the backends. Knows no Parquet."""

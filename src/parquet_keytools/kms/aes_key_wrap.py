@@ -11,7 +11,8 @@ from parquet_keytools import strict_base64
 from parquet_keytools.secret_bytes import SecretBytes
 
 _NONCE_LENGTH = 12
-_TAG_LENGTH = 16
+ADDED_LENGTH = _NONCE_LENGTH + 16
+"""Of nonce and tag, in bytes."""
 
 
 def wrap_key(wrapping_key: SecretBytes, key: SecretBytes, aad: bytes) -> str:
@@ -30,6 +31,15 @@ def unwrap_key(wrapping_key: SecretBytes, wrapped_key: str, aad: bytes) -> Secre
         data = strict_base64.decode(wrapped_key)
     except ValueError:
         data = b""
-    if len(data) < _NONCE_LENGTH + _TAG_LENGTH:
+    return unwrap_bytes(AESGCM(wrapping_key.reveal()), data, aad)
+
+
+def unwrap_bytes(cipher: AESGCM, data: bytes, aad: bytes) -> SecretBytes:
+    """Return the key in nonce, ciphertext and tag.
+
+    Raises:
+        InvalidTag: It was wrapped with another key or AAD, or is damaged.
+    """
+    if len(data) < ADDED_LENGTH:
         raise InvalidTag
-    return SecretBytes(AESGCM(wrapping_key.reveal()).decrypt(data[:_NONCE_LENGTH], data[_NONCE_LENGTH:], aad))
+    return SecretBytes(cipher.decrypt(data[:_NONCE_LENGTH], data[_NONCE_LENGTH:], aad))

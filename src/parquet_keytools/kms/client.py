@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar, Self, TypeVar, TypeVarTuple
 
+from parquet_keytools import audit, strict_base64
 from parquet_keytools.errors import (
     KmsConfigurationError,
     KmsError,
@@ -19,7 +19,6 @@ from parquet_keytools.errors import (
     value_or_raise,
     without_frames,
 )
-from parquet_keytools.kms.raw_form import RawForm
 from parquet_keytools.kms.requests import (
     KEY_LENGTHS_BYTES,
     CallFacts,
@@ -36,7 +35,6 @@ from parquet_keytools.kms.requests import (
     mistake_in_wrapped_key,
 )
 from parquet_keytools.kms.settings import KmsSettings
-from parquet_keytools.runtime import audit
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -55,7 +53,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class KmsClient(RawForm, ABC):
+class KmsClient(ABC):
     """Wraps and unwraps keys with the master keys of one KMS, from any number of threads.
 
     A backend implements the private hooks. Callers use the public methods: these check what goes in and what
@@ -160,6 +158,27 @@ class KmsClient(RawForm, ABC):
         """Re-wrap many wrapped keys. Returns, in the order of the requests, the new one or why not."""
         return self._many("rewrap", requests, self._rewrap_many, mistake_in_wrapped_key)
 
+    # --- public: the raw form of Iceberg, which is bound to nothing that only we know ---
+
+    def wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
+        """Wrap a key, and return the bare ciphertext of the KMS, as Iceberg stores it.
+
+        Raises:
+            KmsConfigurationError: The backend, or its settings, have no form that Iceberg's own clients read.
+            KmsError: Another subclass says why not.
+        """
+        request = WrapRequest(key, master_key_id)
+        request.refuse_other_lengths()
+        answer = self._in_raw_form(
+            request, lambda: strict_base64.encode(self._wrap_raw(key, master_key_id)), mistake_in_wrapped_key
+        )
+        return strict_base64.decode(answer)
+
+    def unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
+        """Unwrap what `wrap_raw` returned, or another program that calls the same KMS. Errors are the same."""
+        request = UnwrapRequest(strict_base64.encode(wrapped_key), master_key_id)
+        return self._in_raw_form(request, lambda: self._unwrap_raw(wrapped_key, master_key_id), mistake_in_key)
+
     # --- public: about master keys ---
 
     def describe(self, master_key_id: str) -> MasterKeyDescription:
@@ -169,14 +188,12 @@ class KmsClient(RawForm, ABC):
             MasterKeyNotFoundError: The KMS has no such key.
             KmsError: Another subclass says why it does not answer.
         """
-        self._count("describe", 1)
+        call = self._call_facts("describe", master_key_id)
+        with self._lock:
+            self._call_counts["describe"] += 1
         with self._reporter().span("describe", [master_key_id]):
             return self._guard(
-                "describe",
-                master_key_id,
-                lambda: self._call_facts("describe", master_key_id).checked_description(
-                    self._describe(master_key_id)
-                ),
+                "describe", master_key_id, lambda: call.checked_description(self._describe(master_key_id))
             )
 
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
@@ -188,24 +205,20 @@ class KmsClient(RawForm, ABC):
 
     def identity(self, master_key_id: str) -> str | None:
         """Return the one name of a master key, which an alias is not; None where the KMS does not say."""
-        try:
-            return self._guard("describe", master_key_id, self._identity, master_key_id)
-        except KmsError:
-            return None
+        found = self._outcome("describe", master_key_id, self._identity, master_key_id)
+        return None if isinstance(found, KmsError) else found
 
     def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
         """Return whether the KMS has a request for it; if not, `rewrap` unwraps, and rotations make new KEKs."""
         return True
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give back connections. Calls after this may fail; closing twice is fine."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- hooks ---
@@ -231,7 +244,7 @@ class KmsClient(RawForm, ABC):
         key = self.unwrap(request.wrapped_key, request.master_key_id)
         return self.wrap(key, request.new_master_key_id)
 
-    def _prepare(self, operation: str) -> None:
+    def _prepare(self, operation: str) -> None:  # noqa: B027 - most need nothing
         """Get what every key of an operation needs, such as a token; what fails here is one error for all."""
 
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
@@ -254,6 +267,18 @@ class KmsClient(RawForm, ABC):
     def _map(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
         """Return the results of a function that does not raise; a KMS across a network calls several at a time."""
         return [function(item) for item in items]
+
+    def _raw_obstacle(self) -> str:
+        """Return why there is no raw form, or nothing: a backend that has one overrides this."""
+        return "this backend has no raw form, which Iceberg needs"
+
+    def _wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
+        """Wrap one key. A backend whose wrapped keys are not base64 of their raw form overrides this."""
+        return strict_base64.decode(self._wrap(key, master_key_id))
+
+    def _unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
+        """Unwrap one key. A wrapped key that is not valid raises `WrappedKeyInvalidError`."""
+        return self._unwrap(strict_base64.encode(wrapped_key), master_key_id)
 
     def _may_be_of_others(self, master_key_id: str) -> bool:
         """Return whether an identifier can mean a master key of somebody else; see `trust`."""
@@ -311,10 +336,6 @@ class KmsClient(RawForm, ABC):
         except KmsError as error:
             return without_frames(error)
 
-    def _count(self, operation: str, keys: int) -> None:
-        with self._lock:
-            self._call_counts[operation] += keys
-
     def _many(
         self,
         operation: str,
@@ -336,7 +357,8 @@ class KmsClient(RawForm, ABC):
         # The KMS never sees these requests, so its own log cannot show who made them.
         reporter.audit(operation, list(refused.values()), [outcomes[key] for key in refused])
         if distinct:
-            self._count(operation, len(distinct))
+            with self._lock:
+                self._call_counts[operation] += len(distinct)
             asked = list(distinct.values())
             with reporter.span(operation, [request.master_key_id for request in asked], keys=len(asked)) as span:
                 try:

@@ -1,5 +1,182 @@
-"""The public name of what reads a keystore's passphrase."""
+"""A keystore's passphrase, and files that only their owner may read.
 
-from parquet_keytools.kms.keystore.file import passphrase_from_file
+Such a file is read with care and replaced in one step, by one writer at a time.
+"""
 
-__all__ = ["passphrase_from_file"]
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from parquet_keytools.errors import KmsConfigurationError, KmsUnavailableError
+from parquet_keytools.kms.requests import CallFacts
+from parquet_keytools.secret_bytes import SecretBytes
+
+_CONNECT = CallFacts("keystore", "connect")
+
+PassphraseSource = Callable[[], SecretBytes]
+"""Gives the passphrase each time that it is needed, so that nobody has to keep it."""
+
+_MAX_PASSPHRASE_LENGTH = 4096
+"""In bytes."""
+
+_LOCK_TIMEOUT_SECONDS = 30.0
+_LOCK_POLL_SECONDS = 0.02
+
+
+def passphrase_from_text(text: str) -> SecretBytes:
+    """Return the passphrase that a text stands for: its bytes in UTF-8.
+
+    Raises:
+        KmsConfigurationError: The text is empty, too long, or no text at all.
+    """
+    passphrase = b""
+    # Not raised from within a handler: an exception in its context would carry the text along.
+    with suppress(UnicodeEncodeError):
+        # An environment variable that is not UTF-8 has its bytes as surrogates: they become bytes again.
+        passphrase = text.encode("utf-8", "surrogateescape")
+    return _checked_passphrase(passphrase, "the passphrase")
+
+
+def passphrase_from_file(path: Path) -> SecretBytes:
+    """Return the passphrase in a file: its bytes, without one newline at the end.
+
+    Raises:
+        KmsConfigurationError: There is no such file, others than its owner may read it, or it is empty.
+        KmsUnavailableError: The file system failed.
+    """
+    content, _ = read_private_file(path, max_length=_MAX_PASSPHRASE_LENGTH + 1)
+    return _checked_passphrase(content.removesuffix(b"\n"), f"the passphrase in {path}")
+
+
+def _checked_passphrase(passphrase: bytes, what: str) -> SecretBytes:
+    if not passphrase or len(passphrase) > _MAX_PASSPHRASE_LENGTH:
+        detail = f"{what} is empty, longer than {_MAX_PASSPHRASE_LENGTH} bytes, or not text"
+        raise _CONNECT.error(KmsConfigurationError, detail)
+    return SecretBytes(passphrase)
+
+
+# --- private files ---
+
+
+FileIdentity = tuple[int, ...]
+"""Differs whenever the content of a file was replaced."""
+
+
+def identity(path: Path) -> FileIdentity | None:
+    """Return the identity of a file, or None where it cannot be looked at."""
+    try:
+        return _identity(path.stat())
+    except OSError:
+        return None
+
+
+def read_private_file(path: Path, *, max_length: int, hint_if_missing: str = "") -> tuple[bytes, FileIdentity]:
+    """Return the bytes of a file that nobody but its owner may read, at most `max_length`.
+
+    Raises:
+        KmsConfigurationError: There is no such file, others may read it, or it is too long.
+        KmsUnavailableError: The file system failed.
+    """
+    detail = hint = ""
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                detail = f"{path} is not a regular file"
+            elif status.st_mode & 0o077:
+                detail = f"others than its owner may read or write {path}"
+                hint = f"Run: chmod 600 {str(path)!r}"
+            elif len(content := file.read(max_length + 1)) > max_length:
+                detail = f"{path} is longer than {max_length} bytes"
+            else:
+                return content, _identity(status)
+    except FileNotFoundError:
+        detail, hint = f"there is no file {path}", hint_if_missing
+    except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
+        detail = f"{path} cannot be opened ({error.strerror})"
+    except OSError as error:
+        raise _CONNECT.error(KmsUnavailableError, f"{path}: {error.strerror}", "Try again.") from None
+    raise _CONNECT.error(KmsConfigurationError, detail, hint)
+
+
+def replace_private_file(path: Path, content: bytes) -> None:
+    """Replace a file, or create it, so that a crash at any point leaves the old or the new content.
+
+    The caller holds `exclusive_lock`.
+
+    Raises:
+        OSError: The file system failed; the old content is still there, or the new one is complete.
+    """
+    new = path.with_name(f".{path.name}.new")
+    with suppress(FileNotFoundError):
+        new.unlink()  # what a crash left
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _keep_owner(path, descriptor)
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)  # only then the new name survives a loss of power
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def exclusive_lock(path: Path, *, timeout_seconds: float = _LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
+    """Keep all other processes and threads that ask for the same lock out.
+
+    The lock is on a file of its own beside `path`, because `path` itself is replaced by another file.
+
+    Raises:
+        TimeoutError: Someone else has held the lock for too long.
+        OSError: The file system failed.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + timeout_seconds
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another process has held {lock} for {timeout_seconds:g} seconds")
+            time.sleep(_LOCK_POLL_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a named pipe does not wait for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _keep_owner(path: Path, descriptor: int) -> None:
+    """Give the file to the owner of the one it replaces, so that root can rotate a service's keystore."""
+    with suppress(FileNotFoundError, PermissionError):
+        status = path.stat()
+        os.fchown(descriptor, status.st_uid, status.st_gid)
+
+
+def _identity(status: os.stat_result) -> FileIdentity:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
-from parquet_keytools.runtime.extras import install_hint
+from parquet_keytools.runtime.presentation import install_hint
 
 ENTRY_POINT_GROUP = "parquet_keytools.kms"
 

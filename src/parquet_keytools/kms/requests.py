@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from parquet_keytools import audit, telemetry
 from parquet_keytools.errors import KmsError, KmsResponseInvalidError, without_frames
-from parquet_keytools.runtime import audit, telemetry
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY_LENGTHS_BYTES = (16, 24, 32)

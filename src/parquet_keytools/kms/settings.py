@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from parquet_keytools.secret_bytes import SecretBytes
 
 
-class KmsSettings(BaseModel):
+class StrictSettings(BaseModel):
+    """Root of all settings: frozen, without unknown fields."""
+
+    # Errors of pydantic quote what they got; here that may be a key or a token.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class KmsSettings(StrictSettings):
     """The settings under `kms:` in a configuration; a backend adds its own fields.
 
     Attributes:
@@ -18,9 +29,6 @@ class KmsSettings(BaseModel):
         audit_log: Whether each wrap, unwrap and rewrap of a key is written to the audit log.
         telemetry_key_ids: Whether spans say which master key they are about.
     """
-
-    # Errors of pydantic quote what they got; here that may be a token.
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     type: str
     instance_id: str = "DEFAULT"
@@ -31,7 +39,7 @@ class KmsSettings(BaseModel):
     telemetry_key_ids: bool = Field(default=False, description="Put the master key id into OpenTelemetry spans.")
 
     def __getstate__(self) -> dict[Any, Any]:
-        if _holds_secret(self):
+        if holds_secret(self):
             raise TypeError("these settings hold a secret, and cannot be pickled: it must not leave the process")
         return super().__getstate__()
 
@@ -84,15 +92,17 @@ def bytes_of_context(context: str | Mapping[str, str] | None) -> bytes:
     return (context or "").encode()
 
 
-def _holds_secret(value: object) -> bool:
+_SECRET_TYPES = (SecretBytes, pydantic.Secret, pydantic.SecretStr, pydantic.SecretBytes)
+
+
+def holds_secret(value: object) -> bool:
     """Return whether a setting is or holds a secret."""
-    match value:
-        case SecretStr():
-            return True
-        case BaseModel():
-            return any(map(_holds_secret, vars(value).values()))
-        case Mapping():
-            return any(map(_holds_secret, value.values()))
-        case list() | tuple():
-            return any(map(_holds_secret, value))
-    return False
+    if isinstance(value, _SECRET_TYPES):
+        return True
+    if isinstance(value, BaseModel):
+        return any(map(holds_secret, vars(value).values()))
+    if is_dataclass(value):
+        return any(holds_secret(getattr(value, entry.name)) for entry in fields(value))
+    if isinstance(value, Mapping):
+        return any(map(holds_secret, value.values()))
+    return isinstance(value, (list, tuple, set, frozenset)) and any(map(holds_secret, value))

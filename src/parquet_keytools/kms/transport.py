@@ -16,7 +16,7 @@ import ssl
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from parquet_keytools.errors import KmsConfigurationError
 
@@ -33,6 +33,16 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def http_parts(url: str) -> tuple[SplitResult, str] | None:
+    """Return the parts of an http or https URL and its host, or None where it is none."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        return None
+    return (parts, host) if parts.scheme in ("http", "https") and host else None
+
+
 def mistake_in_url(url: str, setting: str, *, allow_http: bool) -> str:
     """Return why a URL may not be used as the address of a KMS, or nothing.
 
@@ -41,13 +51,10 @@ def mistake_in_url(url: str, setting: str, *, allow_http: bool) -> str:
         setting: Where it is set.
         allow_http: Whether another machine may be reached without TLS.
     """
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        parts, host = urlsplit(""), None
-    if parts.scheme not in ("http", "https") or not host:
+    found = http_parts(url)
+    if found is None:
         return f"{setting} has to be an address such as https://kms.example:8200"
+    parts, host = found
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         return f"{setting} must hold nothing but scheme, host, port and path"
     if parts.scheme == "http" and not allow_http and not is_loopback(host):

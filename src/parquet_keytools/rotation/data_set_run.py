@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from parquet_keytools import audit
 from parquet_keytools.errors import (
     ChangedMeanwhileError,
     FileChangedError,
@@ -20,9 +21,8 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.rotation.journal import Journal
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
-from parquet_keytools.runtime import audit
-from parquet_keytools.storage.failures import storage_failure
-from parquet_keytools.storage.left_behind import naming_left_behind
+from parquet_keytools.rotation.tail import changed_while_rotated
+from parquet_keytools.storage.failures import naming_left_behind, storage_failure
 from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation, folder_path, real_location
 from parquet_keytools.storage.locks import exclusive_folder
@@ -123,7 +123,7 @@ def outcome_of(location: FileLocation, error: KeytoolsError | OSError) -> FileOu
     is_gone = isinstance(error, FileNotFoundError)
     if isinstance(error, FileChangedError) or (is_gone and location.is_file()):
         # Not there for a moment, or its key material: somebody replaces it just now.
-        return ChangedMeanwhileError(f"{location} changed while its keys were rotated.")
+        return changed_while_rotated(location)
     if is_gone:
         return FileRotation(str(location), RotationOutcome.NOTHING_TO_ROTATE, how="removed meanwhile")
     return FileRotation.failed(str(location), error)

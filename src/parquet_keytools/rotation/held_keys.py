@@ -12,10 +12,9 @@ from parquet_keytools.encryption.footer import Footer, FooterEnvelope
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn, FooterMode
 from parquet_keytools.errors import KeyMaterialError, KeyNotAvailableError, KmsError, value_or_raise
 from parquet_keytools.files.opened_file import naming_place
-from parquet_keytools.keys.file_key_retriever import DataKeys
 from parquet_keytools.keys.kek import dek_of
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
-from parquet_keytools.keys.key_wrapping import decode_master_key_id
+from parquet_keytools.keys.key_wrapping import DataKeys, decode_master_key_id
 from parquet_keytools.keys.material_store import parse_key_materials, read_key_material_file
 from parquet_keytools.rotation.rewrapper import WrappedKey
 from parquet_keytools.rotation.tail import Tail, check_unchanged, read_tail

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
+from parquet_keytools import audit
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.encryption.protection import FooterColumn, FooterMode
 from parquet_keytools.errors import (
@@ -31,11 +32,9 @@ from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key
 from parquet_keytools.rotation.batch import BatchFile, read_batch, step
 from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES, data_set_files
 from parquet_keytools.rotation.held_keys import AadPrefixOf, HeldKey, HeldKeys, Unwrapped, own_key_columns
-from parquet_keytools.rotation.master_key_versions import MasterKeyVersions, SameMasterKey
 from parquet_keytools.rotation.rewrapper import Rewrapper
-from parquet_keytools.rotation.rotation_plan import is_same_version
-from parquet_keytools.runtime import audit
-from parquet_keytools.runtime.summary import Summarised
+from parquet_keytools.rotation.rotation_plan import MasterKeyVersions, SameMasterKey, is_same_version
+from parquet_keytools.runtime.presentation import Summarised
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, Unseen

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError
-from parquet_keytools.storage.left_behind import warn_left_behind
+from parquet_keytools.storage.failures import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.outputs import whole_output
 from parquet_keytools.storage.sources import open_source, read_whole

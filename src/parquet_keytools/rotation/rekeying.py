@@ -35,6 +35,7 @@ from parquet_keytools.rotation.tail import check_unchanged, read_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.walk import file_or_folder
 
 
 def check_rekeyed(
@@ -83,10 +84,7 @@ def _content(footer: Footer) -> tuple[object, ...]:
 
 def _wrapped_deks(new: NewFileKeys) -> Iterator[tuple[SecretBytes, KeyMaterial]]:
     """Yield the DEKs that a KMS has to do with, and their key material."""
-    encryption = new.encryption
-    keys = [(encryption.footer_dek, encryption.footer_key_metadata)]
-    keys += [(key.dek, key.key_metadata) for key in encryption.columns.values() if isinstance(key, ColumnKey)]
-    for dek, key_metadata in keys:
+    for dek, key_metadata in new.encryption.deks:
         material = new.material(key_metadata)
         if material is not None:
             yield dek, material
@@ -130,9 +128,7 @@ def rekey_data_set(
         KeytoolsError: The one file failed; failures of a folder's files are in the report.
         OutputError: The journal is of another run, or cannot be written.
     """
-    is_folder = path.is_folder()
-    if not is_folder and not path.is_file():
-        raise FileNotFoundError(f"there is no file or folder {path}")
+    is_folder = not file_or_folder(path).is_file
     keys.configuration.table_of_files(request.table_name)
     new_keys.configuration.select_table(request.new_table_name)
     # Whoever rekeys after a leak must not get the KEK that leaked once more.
@@ -307,9 +303,7 @@ def _refuse_two_names(opened: OpenedFile, new: NewFileKeys) -> None:
 
 def _refuse_same_keys(opened: OpenedFile, new: FileEncryption) -> None:
     """Refuse data keys that the file has already: after a leak it would pass for done."""
-    keys = [(new.footer_dek, new.footer_key_metadata)]
-    keys += [(key.dek, key.key_metadata) for key in new.columns.values() if isinstance(key, ColumnKey)]
-    for dek, key_metadata in keys:
+    for dek, key_metadata in new.deks:
         parsed = parse_key_metadata(key_metadata)
         is_old = dek in opened.deks.values() or opened.footer.envelope.is_sealed_by(
             ModuleCipher(dek, opened.footer.file_aad)

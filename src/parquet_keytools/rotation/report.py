@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 from enum import Enum
 
 from parquet_keytools.errors import KeytoolsError, without_frames
-from parquet_keytools.runtime.summary import Summarised
+from parquet_keytools.runtime.presentation import Summarised
 from parquet_keytools.storage.walk import Unseen
 
 MOST_LEFT_BEHIND = 100

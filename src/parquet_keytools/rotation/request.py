@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from parquet_keytools.config.key_names import check_moves
-from parquet_keytools.config.mistakes import Mistake, did_you_mean, one_of
+from parquet_keytools.config.document import Mistake, did_you_mean, one_of
+from parquet_keytools.config.key_policy import check_moves
 from parquet_keytools.config.settings import Configuration, ConfigurationWarning
 from parquet_keytools.encryption.aad_prefix import AadPrefix
 from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError, MasterKeyNotFoundError, OutputError
@@ -29,12 +29,17 @@ from parquet_keytools.rotation.journal import (
     refuse_inside,
 )
 from parquet_keytools.rotation.kept_keys import new_rotation_id
-from parquet_keytools.rotation.master_key_versions import MasterKeyVersions
 from parquet_keytools.rotation.report import RotationReport
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.rewrapping import MasterKeyRotation
-from parquet_keytools.rotation.rotation_plan import RotationContext, RotationPlan, TableMembership
+from parquet_keytools.rotation.rotation_plan import (
+    MasterKeyVersions,
+    RotationContext,
+    RotationPlan,
+    TableMembership,
+)
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.walk import file_or_folder
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,7 @@ def rotate_data_set(path: FileLocation, context: RotationContext, options: RunOp
             written.
     """
     report = RotationReport(dry_run=context.dry_run)
-    is_folder = path.is_folder()
-    if not is_folder and not path.is_file():
-        raise FileNotFoundError(f"there is no file or folder {path}")
+    is_folder = not file_or_folder(path).is_file
     if is_folder and path.is_local and (former := Path(path.path) / FORMER_JOURNAL_NAME).is_file():
         report.ignored_journal = str(former)
     journal = _open_journal(path, context, options, report, is_folder=is_folder)

@@ -40,7 +40,8 @@ from parquet_keytools.rotation.held_keys import (
 from parquet_keytools.rotation.kept_keys import KeptFile, KeptKeys, kept_files_in, read_kept, remove_kept
 from parquet_keytools.rotation.report import FileRotation, KmsCalls, RotationOutcome, RotationReport
 from parquet_keytools.rotation.rewrapper import Rewrapper
-from parquet_keytools.rotation.tail import ReplacedTail, check_unchanged, replace_external_material, replace_tail
+from parquet_keytools.rotation.tail import ReplacedTail, check_read_back, check_unchanged
+from parquet_keytools.rotation.tail_replacement import replace_external_material, replace_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
@@ -366,8 +367,6 @@ def _restore_tail(
         return []
 
     def check_written(source: ByteSource) -> None:
-        length = source.size_bytes - tail.offset
-        if length != len(kept.old) or bytes(source.read_at(tail.offset, length)) != kept.old:
-            raise OutputError(f"{source.path}: what was written does not read back.", hint="Check the disk.")
+        check_read_back(source, tail.offset, kept.old)
 
     return [replace_tail(location, tail, kept.old, check_written, locked_folder=locked_folder)]

@@ -24,14 +24,8 @@ from parquet_keytools.rotation.kept_keys import Kind, keep, may_be_in_place, rem
 from parquet_keytools.rotation.report import FileRotation, KeyChange, RotationOutcome
 from parquet_keytools.rotation.rewrapper import Rewrapped, RewrapTask, WrappedKey
 from parquet_keytools.rotation.rotation_plan import RotationContext
-from parquet_keytools.rotation.tail import (
-    ReplacedTail,
-    check_new_tail,
-    check_unchanged,
-    new_tail,
-    replace_external_material,
-    replace_tail,
-)
+from parquet_keytools.rotation.tail import ReplacedTail, check_new_tail, check_unchanged, new_tail
+from parquet_keytools.rotation.tail_replacement import replace_external_material, replace_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.failures import storage_failure
 from parquet_keytools.storage.locations import FileLocation
@@ -333,7 +327,7 @@ class Rewrapping:
                 keys.location,
                 tail,
                 new,
-                lambda source: check_new_tail(source, tail.offset, new, dek, work.aad_prefix, footer),
+                lambda source: check_new_tail(source, tail.offset, new, dek, work.aad_prefix, footer, metadata),
                 locked_folder=self._locked_folder,
             )
 

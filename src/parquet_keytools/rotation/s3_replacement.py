@@ -23,7 +23,7 @@ from pyarrow import fs as pafs
 from parquet_keytools.errors import ChangedMeanwhileError, KeytoolsError, OutputError
 from parquet_keytools.files.opened_file import WithTail
 from parquet_keytools.rotation.tail import CheckWritten, ReplacedTail, Tail, changed_while_rotated, check_unchanged
-from parquet_keytools.storage.left_behind import warn_left_behind
+from parquet_keytools.storage.failures import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.s3_connection import CONCURRENT_PARTS, age_seconds, client_of, end_upload
 from parquet_keytools.storage.sources import open_source

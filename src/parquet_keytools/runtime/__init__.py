@@ -1,1 +1,1 @@
-"""What every part of the package runs on: audit log, telemetry, and what makes forks safe."""
+"""What every part of the package runs on: what makes forks safe, and how the package shows itself to people."""

@@ -8,7 +8,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -30,9 +29,7 @@ class ForkSafeLock:
     def __enter__(self) -> None:
         self._lock.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
 
     @contextlib.contextmanager

@@ -59,11 +59,6 @@ class BoundedServer(ThreadingHTTPServer):
         self._lock = threading.Lock()
         super().__init__(address, handler)
 
-    @property
-    def is_secure(self) -> bool:
-        """Whether clients speak TLS."""
-        return self._tls is not None
-
     def server_bind(self) -> None:
         """Bind, without the look-up of our own name in the DNS, which can take long.
 

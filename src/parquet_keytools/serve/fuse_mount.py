@@ -21,8 +21,8 @@ from parquet_keytools.errors import (
     FileChangedError,
     KmsAccessDeniedError,
 )
-from parquet_keytools.runtime.extras import install_hint
-from parquet_keytools.serve.refusals import logged_outcome
+from parquet_keytools.runtime.presentation import install_hint
+from parquet_keytools.serve.requests_and_answers import logged_outcome
 from parquet_keytools.serve.served_tree import FileReader, ServedFile, ServedTree
 
 _log = logging.getLogger("parquet_keytools.serve")

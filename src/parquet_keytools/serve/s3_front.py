@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
-from parquet_keytools.serve.file_answer import answer_file
+from parquet_keytools.serve.http_front import answer_file
 from parquet_keytools.serve.requests_and_answers import RefusedRequestError, ServedAnswer, ServedRequest
 from parquet_keytools.serve.s3_signature import SignatureCheck
 from parquet_keytools.serve.served_tree import ServedFile, ServedTree

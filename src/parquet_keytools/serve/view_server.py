@@ -1,4 +1,4 @@
-"""The server: who may ask for what, where it listens, and what one has to know to use it."""
+"""The server: who may ask for what, where it listens, and the lines that engines read from it with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
+from urllib.parse import quote
 
 from parquet_keytools.serve.bounded_server import BoundedServer
 from parquet_keytools.serve.connection import ViewConnection
@@ -55,15 +56,19 @@ class ViewServer:
     ) -> None:
         self.key_pair = KeyPair() if with_s3 else None
         token = secrets.token_urlsafe(24)
-        router = _Router(tree, token, self.key_pair)
-        handler = type("_Connection", (_RoutedConnection,), {"router": router})
-        self._server = BoundedServer((address, port), handler, tls=tls, max_connections=max_connections)
+
+        class Connection(_RoutedConnection):
+            """A connection to this server."""
+
+        Connection.tree, Connection.token = tree, token
+        Connection.s3 = S3Front(tree, SignatureCheck(self.key_pair)) if self.key_pair else None
+        self._server = BoundedServer((address, port), Connection, tls=tls, max_connections=max_connections)
         port = self._server.server_port
         host = f"[{address}]" if ":" in address else address
         own = {host, *host_names} | ({LOOPBACK, "localhost", "[::1]"} if address in (LOOPBACK, "::1") else set())
-        default = 443 if tls else 80
+        without_port = own if port == (443 if tls else 80) else set()
         # Others are names that lead here without our will: pages of strangers use them (DNS rebinding).
-        router.hosts = frozenset({f"{name.lower()}:{port}" for name in own} | (own if port == default else set()))
+        Connection.hosts = frozenset({f"{name.lower()}:{port}" for name in own} | without_port)
         self.endpoint = f"{'https' if tls else 'http'}://{host_names[0] if host_names else host}:{port}"
         self.url = f"{self.endpoint}/{token}/"
         self._thread = threading.Thread(
@@ -80,24 +85,15 @@ class ViewServer:
         self._server.end()
 
 
-class _Router:
-    """Knows which part of the server a request is for."""
+class _RoutedConnection(ViewConnection):
+    """Knows which part of the server a request is for; `ViewServer` sets what all its connections share."""
 
+    tree: ServedTree
+    token: str
+    s3: S3Front | None
     hosts: frozenset[str] = frozenset()
 
-    def __init__(self, tree: ServedTree, token: str, key_pair: KeyPair | None) -> None:
-        self._tree = tree
-        self._token = token.encode()
-        self._s3 = S3Front(tree, SignatureCheck(key_pair)) if key_pair else None
-
-    @property
-    def with_s3(self) -> bool:
-        """Whether it answers as S3, too."""
-        return self._s3 is not None
-
-    def route(
-        self, request: ServedRequest, connection: ViewConnection
-    ) -> tuple[str, str, Callable[[], ServedAnswer]]:
+    def route(self, request: ServedRequest) -> tuple[str, str, Callable[[], ServedAnswer]]:
         """Return protocol, key, and what makes the answer.
 
         Raises:
@@ -106,26 +102,61 @@ class _Router:
         if (request.header("host") or "").lower() not in self.hosts:
             raise RefusedRequestError(421, "InvalidRequest", "This server is not called so.")
         first, slash, key = request.path.removeprefix("/").partition("/")
-        if slash and hmac.compare_digest(first.encode(), self._token):
-            connection.keep()
-            return "http", key, partial(answer_http, self._tree, request, key, connection.seen_before)
-        if self._s3 is not None:
+        if slash and hmac.compare_digest(first.encode(), self.token.encode()):
+            self.keep()
+            return "http", key, partial(answer_http, self.tree, request, key, self.seen_before)
+        if self.s3 is not None:
             # A path may hold the secret in the wrong place, and keys are logged.
-            return (
-                "s3",
-                key if first == BUCKET and self._token.decode() not in key else "",
-                partial(self._s3.answer, request, connection.seen_before, connection.keep),
-            )
+            shown = key if first == BUCKET and self.token not in key else ""
+            return "s3", shown, partial(self.s3.answer, request, self.seen_before, self.keep)
         raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")
 
-
-class _RoutedConnection(ViewConnection):
-    router: _Router
-
-    def route(self, request: ServedRequest) -> tuple[str, str, Callable[[], ServedAnswer]]:
-        return self.router.route(request, self)
-
     def error_body(self, refusal: RefusedRequestError) -> tuple[bytes, str]:
-        if self.router.with_s3 and self.protocol != "http":
+        """Return the body of a refusal, and its type."""
+        if self.s3 is not None and self.protocol != "http":
             return error_document(refusal), "application/xml"
         return super().error_body(refusal)
+
+
+def http_lines(url: str, key: str) -> dict[str, str]:
+    """Return a line for each engine that reads one file over HTTP.
+
+    Args:
+        url: Of the folder that is served, with its slash.
+        key: Of the file.
+    """
+    file = url + quote(key)
+    return {
+        "DuckDB": f"select * from '{file}';",  # noqa: S608
+        "Polars": f'pl.scan_parquet("{file}")',
+        "ClickHouse": f"select * from url('{file}', Parquet);",  # noqa: S608
+    }
+
+
+def s3_lines(endpoint: str, key_pair: KeyPair, *, region: str = "us-east-1") -> dict[str, str]:
+    """Return lines for each engine that reads all files as S3.
+
+    Args:
+        endpoint: Scheme, host and port.
+        key_pair: The credentials.
+        region: Any will do.
+    """
+    scheme, _, host = endpoint.partition("://")
+    key_id, secret = key_pair.access_key_id, key_pair.secret.reveal().decode()
+    is_tls = scheme == "https"
+    options = {
+        "aws_endpoint_url": endpoint,
+        "aws_access_key_id": key_id,
+        "aws_secret_access_key": secret,
+        "aws_region": region,
+    } | ({} if is_tls else {"aws_allow_http": "true"})
+    return {
+        "DuckDB": (
+            f"create secret (type s3, key_id '{key_id}', secret '{secret}', region '{region}', endpoint '{host}', "
+            f"url_style 'path', use_ssl {str(is_tls).lower()}); from 's3://{BUCKET}/**/*.parquet';"
+        ),
+        "Polars": f'pl.scan_parquet("s3://{BUCKET}/**/*.parquet", storage_options={options!r})',
+        "ClickHouse": (
+            f"select * from s3('{endpoint}/{BUCKET}/**/*.parquet', '{key_id}', '{secret}', 'Parquet');"  # noqa: S608
+        ),
+    }

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.runtime.extras import install_hint
+from parquet_keytools.runtime.presentation import install_hint
 
 _SOURCES = Path(__file__).parent / "java"
 # The package of all our classes: what else is compiled stands for classes of others, and stays out of the jar.

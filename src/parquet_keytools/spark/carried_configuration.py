@@ -11,12 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from parquet_keytools.config.document_source import DocumentSource
+from parquet_keytools.config.document import DocumentSource, yaml_path_text
 from parquet_keytools.config.loader import load_configuration, restore_configuration
-from parquet_keytools.config.mistakes import yaml_path_text
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.client import KmsClient, KmsSettings
 
 
 def carried(configuration: Configuration) -> str:
@@ -84,6 +83,20 @@ def received_configuration(text: str, files_folder: Path) -> Configuration:
             parts["document"],
         )
     )
+
+
+def kms_for_spark(configuration: Configuration) -> KmsSettings:
+    """Return the settings of the KMS that Spark's own reader and writer need.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    if configuration.kms is None:
+        raise ConfigurationError(
+            "the configuration has no kms, and Spark does not support data keys.",
+            hint="Read and write with Keytools, or with parquet-keytools spark.",
+        )
+    return configuration.kms
 
 
 def refuse_generated_keys(kms: KmsClient | None) -> None:

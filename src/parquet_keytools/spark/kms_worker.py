@@ -19,17 +19,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from parquet_keytools.config.key_names import check_key_names, configured_master_key_ids
+from parquet_keytools.config.key_policy import check_key_names, configured_master_key_ids
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import KEY_REFUSALS, ConfigurationError, KeytoolsError, KmsError
+from parquet_keytools.errors import KEY_REFUSALS, KeytoolsError, KmsError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.key_chain import IcebergKeys
-from parquet_keytools.iceberg.key_entries import wrap_kek
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.spark.carried_configuration import received_configuration, refuse_generated_keys
+from parquet_keytools.spark.carried_configuration import (
+    kms_for_spark,
+    received_configuration,
+    refuse_generated_keys,
+)
 from parquet_keytools.spark.frames import (
     PREAMBLE,
     Frame,
@@ -239,7 +242,7 @@ class KmsWorker:
     def _wrap_keks(self, frames: Sequence[Frame]) -> None:
         def wrap(request: tuple[SecretBytes, str]) -> bytes:
             assert self._iceberg is not None
-            return wrap_kek(self._iceberg, *request)
+            return self._iceberg.wrap_kek(*request)
 
         self._answer_each("wrap", self._readable(frames, lambda p: (_key_to_wrap(p), p.master_key_id)), wrap)
 
@@ -312,12 +315,7 @@ def _key_to_wrap(request: KeyRequest) -> SecretBytes:
 
 
 def _kms_of(configuration: Configuration) -> KmsClient:
-    if configuration.kms is None:
-        raise ConfigurationError(
-            "the configuration has no kms, and Spark does not support data keys.",
-            hint="Read and write with Keytools, or with parquet-keytools spark.",
-        )
-    kms = make_client(configuration.kms, configuration.folder)
+    kms = make_client(kms_for_spark(configuration), configuration.folder)
     refuse_generated_keys(kms)
     check_key_names(configuration, kms.master_key_ids())
     kms.trust(configured_master_key_ids(configuration))

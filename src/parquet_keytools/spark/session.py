@@ -14,7 +14,12 @@ from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.digested_columns import refuse_digests
 from parquet_keytools.spark.bridge_jar import cached_jar
-from parquet_keytools.spark.carried_configuration import carried, carried_file, configuration_identity
+from parquet_keytools.spark.carried_configuration import (
+    carried,
+    carried_file,
+    configuration_identity,
+    kms_for_spark,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -268,17 +273,13 @@ def session_settings(
     """
     if not isinstance(configuration, Configuration):
         configuration = load_configuration(configuration)
-    if configuration.kms is None:
-        raise ConfigurationError(
-            "the configuration has no kms, and Spark does not support data keys.",
-            hint="Read and write with Keytools, or with parquet-keytools spark.",
-        )
+    kms = kms_for_spark(configuration)
     refuse_digests_in_spark(configuration)
     text = carried(configuration) if file_on_nodes is None else carried_file(file_on_nodes)
     reading = configuration.reading
     properties = {
         **FACTORY_OPTIONS,
-        "parquet.encryption.kms.instance.id": configuration.kms.instance_id,
+        "parquet.encryption.kms.instance.id": kms.instance_id,
         # Else parquet-java looks for one in the files.
         "parquet.encryption.kms.instance.url": "DEFAULT",
         "parquet.encryption.cache.lifetime.seconds": _whole_seconds(reading.cache_lifetime_seconds),

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote_plus
 
-from parquet_keytools.config.column_policy import ColumnPath
-from parquet_keytools.config.key_names import KeyReference, MasterKeyReference
+from parquet_keytools.config.key_policy import ColumnPath, KeyReference, MasterKeyReference
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError

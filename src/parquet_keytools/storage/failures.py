@@ -1,11 +1,13 @@
-"""Failures of the storage as a whole: the other files of a run would fare no better."""
+"""Failures of a storage as a whole, where other files would fare no better; and what it does not let us remove."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import errno
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from parquet_keytools.errors import OutputError, StorageFailedError
 from parquet_keytools.runtime.fork_safety import OwnerProcess
@@ -18,6 +20,10 @@ _HINTS = {
     errno.ENFILE: "Close other programs, or raise the system's limit of open files, then repeat the command.",
     errno.ENOMEM: "Free memory, then repeat the command.",
 }
+
+_listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar(
+    "parquet_keytools_left_behind", default=None
+)
 
 
 def storage_failure(error: BaseException, path: object) -> StorageFailedError | None:
@@ -73,3 +79,28 @@ def refuse_in_child(owner: OwnerProcess, target: object) -> None:
 def _failed(error_number: int, path: object, hint: str) -> StorageFailedError:
     reason = os.strerror(error_number).lower()
     return StorageFailedError(f"{path} cannot be written: {reason}.", error_number=error_number, hint=hint)
+
+
+@contextlib.contextmanager
+def naming_left_behind(listener: Callable[[str], None]) -> Iterator[None]:
+    """Have what is left behind within the block named, also in threads that run in a copy of its context."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def warn_left_behind(log: logging.Logger, text: str, *, is_logged: bool = True) -> None:
+    """Say what is left behind.
+
+    Args:
+        log: Of who found it.
+        text: For people: what it is, why it stays, and what to do.
+        is_logged: Whether the log has to have it, too; False where it had it before.
+    """
+    if is_logged:
+        log.warning("%s", text)
+    listener = _listener.get()
+    if listener is not None:
+        listener(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import re
 import urllib.error
 import urllib.request
@@ -13,7 +12,8 @@ from typing import IO, Any, Never
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.storage.addresses import shown_url
+from parquet_keytools.format.byte_ranges import RangedFile
+from parquet_keytools.storage.printable import shown_url
 
 _TIMEOUT_SECONDS = 60
 _CONTENT_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
@@ -51,14 +51,14 @@ class HttpHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         infos = []
         for path in paths:
             try:
-                infos.append(pafs.FileInfo(path, pafs.FileType.File, size=_Ranges(path).size_bytes))
+                infos.append(pafs.FileInfo(path, pafs.FileType.File, size=_WebFile(path).size_bytes))
             except FileNotFoundError:
                 infos.append(pafs.FileInfo(path, pafs.FileType.NotFound))
         return infos
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open a file for reading by ranges."""
-        return pa.PythonFile(_RangeFile(_Ranges(path)), mode="r")
+        return pa.PythonFile(_WebFile(path), mode="r")
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
         """Open a file for reading in order."""
@@ -75,14 +75,11 @@ class HttpHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     move = copy_file = open_output_stream = open_append_stream = _refuse
 
 
-class _Ranges:
-    """A file on a web server; of a server that sends no ranges, all of it in memory.
-
-    Attributes:
-        size_bytes: Its length.
-    """
+class _WebFile(RangedFile):
+    """A file on a web server; of a server that sends no ranges, all of it in memory."""
 
     def __init__(self, url: str) -> None:
+        super().__init__()
         self._url = url
         self._whole: bytes | None = None
         # Servers that sign addresses sign them for GET, and not for HEAD.
@@ -97,9 +94,8 @@ class _Ranges:
         self.size_bytes = len(self._whole)
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Return a range, less of it at the end of the file."""
-        length = min(length, self.size_bytes - offset)
-        if length <= 0:
+        """Return a range."""
+        if not length:
             return b""
         if self._whole is not None:
             return self._whole[offset : offset + length]
@@ -148,32 +144,3 @@ def _read(url: str, answer: Any, length: int) -> bytes:
     except HTTPException:
         raise _error(errno.EIO, "the server closed the connection early", url) from None
     return data
-
-
-class _RangeFile(io.RawIOBase):
-    """A file of which Arrow reads ranges, one at a time."""
-
-    def __init__(self, ranges: _Ranges) -> None:
-        super().__init__()
-        self._ranges = ranges
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._ranges.size_bytes}[whence]
-        self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = self._ranges.size_bytes - self._position
-        data = self._ranges.read_at(self._position, left if size is None or size < 0 else size)
-        self._position += len(data)
-        return data

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from pyarrow import fs as pafs
 
-from parquet_keytools.storage.left_behind import warn_left_behind
-from parquet_keytools.storage.local_files import UnsupportedRenameError, exchange
+from parquet_keytools.storage.failures import warn_left_behind
+from parquet_keytools.storage.local_files import UnsupportedRenameError, exchange, opened_folder
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.temporary_names import OccasionalScan, TemporaryName, parse_temporary_name
 
@@ -33,11 +33,6 @@ LOCK_NAME = ".parquet-keytools.lock"
 _LOCK_NAME = re.compile(r"\.parquet-keytools(\.[0-9]+)?\.lock")
 
 
-def open_folder(path: str) -> int:
-    """Return a file descriptor of a folder."""
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
 def without_leftovers(locations: Iterable[FileLocation]) -> Iterator[FileLocation]:
     """Yield files, and remove what processes left behind that were killed while they wrote in their folders."""
     folders: set[str] = set()
@@ -48,12 +43,8 @@ def without_leftovers(locations: Iterable[FileLocation]) -> Iterator[FileLocatio
                 folder = str(Path(path).parent)
                 if folder not in folders:
                     folders.add(folder)
-                    with contextlib.suppress(OSError):
-                        descriptor = open_folder(folder)
-                        try:
-                            remove_leftovers(descriptor)
-                        finally:
-                            os.close(descriptor)
+                    with contextlib.suppress(OSError), opened_folder(folder) as descriptor:
+                        remove_leftovers(descriptor)
         yield location
 
 

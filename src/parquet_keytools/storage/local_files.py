@@ -1,4 +1,7 @@
-"""Local files: exchange of names, renames without replacement, and owner, mode and attributes of another file."""
+"""Local files by descriptor of their folder: renames, attributes of another file, removal.
+
+A path may lead elsewhere by now.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,20 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path, PurePosixPath
 
 from parquet_keytools.errors import OutputError
+from parquet_keytools.storage.locations import FileLocation
 
 _NOREPLACE = 1
 _EXCHANGE = 2
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 """What a kernel or a file system answers that has no such rename."""
+
+_FOLDER_AND_NO_LINK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UnsupportedRenameError(Exception):
@@ -112,6 +119,21 @@ def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
     os.fchmod(new, mode)
 
 
+def open_folder(path: str) -> int:
+    """Return a file descriptor of a folder."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def opened_folder(path: str) -> Iterator[int]:
+    """Open a folder for as long as a block runs."""
+    folder = open_folder(path)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
 FolderIdentity = tuple[int, int]
 """Device and inode: a path may lead to another folder by now."""
 
@@ -120,6 +142,12 @@ def identity_of_folder(folder: int | str) -> FolderIdentity:
     """Return device and inode of a folder, by its file descriptor or path."""
     found = os.stat(folder)  # noqa: PTH116
     return found.st_dev, found.st_ino
+
+
+def state_of_local(path: str) -> tuple[int, ...]:
+    """Return what changes when a file is replaced or written to, whatever its times are set to; follows links."""
+    found = os.stat(path)  # noqa: PTH116 - one call, and no object for each of a million files
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def folder_moved(target: object) -> OutputError:
@@ -159,3 +187,47 @@ def remove_hadoop_checksums(folder: int, target: str) -> None:
             os.close(file)
         if is_hadoops:
             os.unlink(name, dir_fd=folder)
+
+
+def remove_beneath(base: FileLocation, folder: FolderIdentity, location: FileLocation) -> None:
+    """Remove a local file from a data set, by descriptor of its folder; what a link leads to is not removed.
+
+    Raises:
+        OutputError: The base is another folder, or a folder between it and the file is a link.
+        FileNotFoundError: There is no such file.
+        OSError: The file system failed.
+    """
+    *folders, name = PurePosixPath(location.path).relative_to(base.path).parts
+    with contextlib.ExitStack() as descriptors:
+        inner = descriptors.enter_context(opened_folder(base.path))
+        if identity_of_folder(inner) != folder:
+            raise folder_moved(location)
+        for part in folders:
+            try:
+                inner = os.open(part, _FOLDER_AND_NO_LINK, dir_fd=inner)
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                    raise
+                raise OutputError(
+                    f"{location} is not removed: {part!r} is a link.", hint="Remove what is in it by hand."
+                ) from None
+            descriptors.callback(os.close, inner)
+        os.unlink(name, dir_fd=inner)
+
+
+def remove_from_folder(location: FileLocation, folder: FolderIdentity | None) -> None:
+    """Remove a file, if its folder is still the same one.
+
+    Args:
+        location: The file.
+        folder: Device and inode of its folder; None where there are none.
+
+    Raises:
+        OutputError: The folder is another one: what has this name there is another file.
+        FileNotFoundError: There is no such file.
+        OSError: The file system failed.
+    """
+    if folder is None or not location.is_local:
+        location.filesystem.delete_file(location.path)
+    else:
+        remove_beneath(FileLocation(location.filesystem, str(Path(location.path).parent)), folder, location)

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 from parquet_keytools.errors import ChangedMeanwhileError, OutputError
 from parquet_keytools.storage.failures import failing_as_output
-from parquet_keytools.storage.leftovers import open_folder, remove_leftovers
+from parquet_keytools.storage.leftovers import remove_leftovers
 from parquet_keytools.storage.local_files import (
     FolderIdentity,
     Identity,
@@ -24,6 +24,8 @@ from parquet_keytools.storage.local_files import (
     folder_moved,
     identity_of_folder,
     may_give_attributes,
+    open_folder,
+    opened_folder,
     remove_hadoop_checksums,
     rename_new,
     take_attributes,
@@ -202,8 +204,7 @@ class LocalFile:
             return
         assert self._temporary is not None
         with contextlib.ExitStack() as descriptors:
-            folder = open_folder(self._folder_path)
-            descriptors.callback(os.close, folder)
+            folder = descriptors.enter_context(opened_folder(self._folder_path))
             if identity_of_folder(folder) != self.folder:
                 raise folder_moved(self._target)
             try:

@@ -13,9 +13,8 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.runtime.extras import install_hint
-from parquet_keytools.runtime.waiting import waiting_for
-from parquet_keytools.storage.addresses import is_url, shown_url
+from parquet_keytools.runtime.presentation import install_hint, waiting_for
+from parquet_keytools.storage.printable import is_url, shown_url
 
 PathLike = str | os.PathLike[str]
 

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from parquet_keytools.errors import OutputError
-from parquet_keytools.runtime.waiting import waiting_for
-from parquet_keytools.storage.leftovers import LOCK_NAME, open_folder
+from parquet_keytools.runtime.presentation import waiting_for
+from parquet_keytools.storage.leftovers import LOCK_NAME
+from parquet_keytools.storage.local_files import opened_folder
 from parquet_keytools.storage.locations import FileLocation
 
 FOREIGN_LOCK_SECONDS = 60.0
@@ -43,8 +44,7 @@ def exclusive_folder(target: FileLocation) -> Iterator[None]:
         yield
         return
     path = str(Path(target.path).parent)
-    folder = open_folder(path)
-    try:
+    with opened_folder(path) as folder:
         name, lock = _locked(folder, path)
         try:
             yield
@@ -53,8 +53,6 @@ def exclusive_folder(target: FileLocation) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
             os.close(lock)
-    finally:
-        os.close(folder)
 
 
 def _locked(folder: int, path: str) -> tuple[str, int]:

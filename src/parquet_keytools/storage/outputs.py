@@ -15,12 +15,12 @@ from pyarrow import fs as pafs
 from parquet_keytools.errors import OutputError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
 from parquet_keytools.runtime.fork_safety import OwnerProcess
-from parquet_keytools.storage.addresses import is_url
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
-from parquet_keytools.storage.leftovers import open_folder, remove_object, remove_stored_leftovers
-from parquet_keytools.storage.local_files import FolderIdentity
+from parquet_keytools.storage.leftovers import remove_object, remove_stored_leftovers
+from parquet_keytools.storage.local_files import FolderIdentity, opened_folder
 from parquet_keytools.storage.local_output import LocalFile, exists_already
 from parquet_keytools.storage.locations import FileLocation, fsspec_of
+from parquet_keytools.storage.printable import is_url
 from parquet_keytools.storage.sources import FileSource, open_source
 from parquet_keytools.storage.temporary_names import temporary_name
 
@@ -82,23 +82,27 @@ class BufferSink:
 
 
 class StreamSink:
-    """A stream: written in order."""
+    """A stream: written in order.
+
+    Attributes:
+        length: How much was written, in bytes.
+    """
 
     takes_any_order = False
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._offset = 0
+        self.length = 0
 
     def reserve(self, length: int) -> None:
         """Nothing: a stream grows."""
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Append `data`; `offset` must be the end of what was written."""
-        if offset != self._offset:
-            raise OutputError(f"a stream was written at {offset} instead of {self._offset}.")
+        if offset != self.length:
+            raise OutputError(f"a stream was written at {offset} instead of {self.length}.")
         self._stream.write(data)
-        self._offset += len(data)
+        self.length += len(data)
 
 
 PLAINTEXT_MODE = 0o600
@@ -355,12 +359,9 @@ def sync_folder(target: FileLocation) -> None:
         StorageFailedError: The file system failed.
     """
     if target.is_local:
-        with failing_as_output(target, only_writing=True):
-            folder = open_folder(str(Path(target.path).parent))
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        path = str(Path(target.path).parent)
+        with failing_as_output(target, only_writing=True), opened_folder(path) as folder:
+            os.fsync(folder)
 
 
 def write_whole(

@@ -1,8 +1,12 @@
-"""Text from files made fit for terminals: a hostile file must not steer the terminal of whoever looks into it."""
+"""Text from files, paths and addresses made fit for people.
+
+A hostile file must not steer the terminal of whoever looks into it, and no address shows what it is signed with.
+"""
 
 from __future__ import annotations
 
 import os
+from urllib.parse import urlsplit
 
 _MOST_CHARACTERS = 1000
 _SHOWN_OF_THE_END = 200
@@ -35,3 +39,14 @@ def _escaped(text: str) -> str:
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
+
+
+def is_url(text: str) -> bool:
+    """Tell whether a path is the address of a file on a web server."""
+    return text.lower().startswith(("https://", "http://"))
+
+
+def shown_url(url: str) -> str:
+    """Return an address for people, without credentials: neither a user nor what it is signed with."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -18,7 +18,7 @@ import botocore.config
 import botocore.exceptions
 from pyarrow import fs as pafs
 
-from parquet_keytools.storage.left_behind import warn_left_behind
+from parquet_keytools.storage.failures import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.temporary_names import parse_temporary_name
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from parquet_keytools.errors import FileChangedError, ParquetFormatError
-from parquet_keytools.format.byte_ranges import Bytes, ByteSource
-from parquet_keytools.runtime.waiting import waiting_for
+from parquet_keytools.format.byte_ranges import Bytes, ByteSource, check_range
+from parquet_keytools.runtime.presentation import waiting_for
 from parquet_keytools.storage.locations import FileLocation
 
 
@@ -40,7 +40,7 @@ class FileSource:
             FileChangedError: The file became shorter.
             OSError: It cannot be read.
         """
-        _check_range(self, offset, length)
+        check_range(self, offset, length)
         data = os.pread(self.file_descriptor, length, offset)
         if len(data) == length:
             return data
@@ -76,7 +76,7 @@ class BufferSource:
 
     def read_at(self, offset: int, length: int) -> memoryview:
         """Return a range, without a copy."""
-        _check_range(self, offset, length)
+        check_range(self, offset, length)
         # Arrow's buffers say that their bytes are signed.
         return memoryview(self.buffer).cast("B")[offset : offset + length]
 
@@ -91,7 +91,7 @@ class ArrowSource:
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Read one range with one request."""
-        _check_range(self, offset, length)
+        check_range(self, offset, length)
         try:
             with waiting_for(self.path):
                 data: bytes = self.file.read_at(length, offset)
@@ -108,14 +108,6 @@ def _naming(error: OSError, path: str) -> OSError:
     if error.errno is not None or kind.__module__ != "builtins" or path in str(error):
         return error
     return kind(f"{path}: {error or 'it could not be read'}").with_traceback(error.__traceback__)
-
-
-def _check_range(source: ByteSource, offset: int, length: int) -> None:
-    if offset < 0 or length < 0 or offset + length > source.size_bytes:
-        raise ParquetFormatError(
-            f"bytes {offset} to {offset + length} are outside of the file of {source.size_bytes} bytes",
-            path=source.path,
-        )
 
 
 @contextlib.contextmanager

@@ -124,20 +124,31 @@ def data_set(path: FileLocation, *, into_passed_over: bool = False) -> Iterator[
     if path.only:
         yield from _chosen(path, into_passed_over=into_passed_over)
         return
-    info = path.info()
-    if info.type == pafs.FileType.NotFound:
-        raise FileNotFoundError(f"there is no file or folder {path}")
+    info = file_or_folder(path)
     if info.type == pafs.FileType.File:
         yield ParquetFile(path, info.size or 0)
         return
-    if info.type != pafs.FileType.Directory:
-        raise ParquetFormatError("this is neither a file nor a folder.", path=str(path))
     is_empty = True
     for entry in walk(path, into_passed_over=into_passed_over):
         is_empty &= isinstance(entry, LeftOut)
         yield entry
     if is_empty:
         raise NoParquetFilesError(path=str(path))
+
+
+def file_or_folder(path: FileLocation) -> pafs.FileInfo:
+    """Return what the file system says of a file or a folder.
+
+    Raises:
+        FileNotFoundError: There is nothing of that name.
+        ParquetFormatError: It is neither.
+    """
+    info = path.info()
+    if info.type == pafs.FileType.NotFound:
+        raise FileNotFoundError(f"there is no file or folder {path}")
+    if info.type not in (pafs.FileType.File, pafs.FileType.Directory):
+        raise ParquetFormatError("this is neither a file nor a folder.", path=str(path))
+    return info
 
 
 def _chosen(folder: FileLocation, *, into_passed_over: bool) -> Iterator[Entry]:

@@ -12,14 +12,14 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from parquet_keytools.config.column_policy import resolve_columns
+from parquet_keytools import audit
+from parquet_keytools.config.key_policy import resolve_columns
 from parquet_keytools.errors import KeytoolsError, OutputError
 from parquet_keytools.files.conversion import encrypt_pending
 from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
-from parquet_keytools.runtime import audit
 from parquet_keytools.runtime.exceptions_in_flight import ExceptionWatch
 from parquet_keytools.runtime.fork_safety import OwnerProcess
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child

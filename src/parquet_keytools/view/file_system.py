@@ -26,8 +26,7 @@ from parquet_keytools.storage.locks import exclusive_folder
 from parquet_keytools.storage.printable import escaped_path
 from parquet_keytools.storage.walk import infos_in
 from parquet_keytools.view.encrypted_output import EncryptedOutput, refuse_partition_folders
-from parquet_keytools.view.plain_files import PlainFiles
-from parquet_keytools.view.plain_input import PlainInput
+from parquet_keytools.view.plain_files import PlainFiles, PlainInput
 
 _TYPES = {pafs.FileType.Directory: "directory", pafs.FileType.File: "file"}
 

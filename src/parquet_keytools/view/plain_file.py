@@ -22,7 +22,7 @@ from parquet_keytools.files.digested_columns import NEEDS_KEY
 from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService, read_again_if_changed
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place
-from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.byte_ranges import ByteSource, check_range
 from parquet_keytools.format.collector import paused_collector
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH, Region, RegionKind, arranged, regions_of
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData
@@ -30,11 +30,10 @@ from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.view.chunk_view import ChunkView, HeldSource
-from parquet_keytools.view.digest_chunk import StandIn
+from parquet_keytools.view.digest_chunk import StandIn, StandIns
 from parquet_keytools.view.digest_kinds import digest_kind, leaf_chains
 from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_footer import PlainTail, plain_tail
-from parquet_keytools.view.stand_ins import StandIns
 
 _log = logging.getLogger(__name__)
 
@@ -198,9 +197,11 @@ class PlainFile:
         self, regions: list[Region], all_metadata: list[list[ColumnMetaData | None]]
     ) -> list[StandIn]:
         """Return the digests of chunks, one behind the other where the footer of the file begins."""
+        found: list[StandIn] = []
+        if not regions:
+            return found
         footer = self._opened.footer
         chains = leaf_chains(footer.metadata.schema)
-        found: list[StandIn] = []
         offset = footer.envelope.footer_offset
         for region in sorted(regions):
             metadata = all_metadata[region.row_group_ordinal][region.column_ordinal]
@@ -232,11 +233,7 @@ class PlainFile:
             ColumnAccessDeniedError: They are of a column whose key is refused.
             OSError: The file cannot be read.
         """
-        end = offset + length
-        if offset < 0 or length < 0 or end > self.size_bytes:
-            raise ParquetFormatError(
-                f"bytes {offset} to {end} are outside of the file of {self.size_bytes} bytes", path=self.path
-            )
+        check_range(self, offset, length)
         # Bytes that are written in their place, once: to copy them would cost as much as to decrypt them.
         return self._cache.buffers.filled(length, partial(self._fill, offset, whole_row_groups))
 

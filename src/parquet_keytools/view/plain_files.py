@@ -1,17 +1,21 @@
-"""Views that were opened, kept for the next reader of the same files."""
+"""Views that were opened, kept for the next reader of the same files; and one as a file object of Python."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pyarrow import fs as pafs
 
 from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.format.byte_ranges import RangedFile
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.process_end import share_with_arrow
+from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_file import PlainFile, open_plain_file
@@ -26,6 +30,45 @@ _CLOCK_STEP_SECONDS = 2
 """Object stores say to the second when an object was written: within that, another may say the same."""
 
 Version = tuple[object, ...]
+
+
+class PlainInput(RangedFile):
+    """The view of one file, to read and seek in; any number may be open.
+
+    Attributes:
+        name: The file's name.
+        size: Length in bytes, as fsspec names it.
+        mode: As of files that Python opens.
+    """
+
+    mode = "rb"
+
+    def __init__(
+        self, file: PlainFile, reopen: Callable[[], Any] | None = None, *, whole_row_groups: bool = False
+    ) -> None:
+        """Make one.
+
+        Args:
+            file: The view.
+            reopen: Opens the file again in another process, with the keys of who unpickles.
+            whole_row_groups: See `PlainFile.read_at`.
+        """
+        super().__init__()
+        self.name = file.path
+        self.size = self.size_bytes = file.size_bytes
+        self._file = file
+        self._reopen = reopen
+        self._whole_row_groups = whole_row_groups
+        share_with_arrow(self)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return a range of the view."""
+        return self._file.read_at(offset, length, whole_row_groups=self._whole_row_groups) if length else b""
+
+    def __reduce__(self) -> Any:
+        if self._reopen is None:
+            raise TypeError("this file cannot be pickled")
+        return self._reopen, ()
 
 
 @dataclass(frozen=True)
@@ -116,9 +159,7 @@ class PlainFiles:
 def _version(location: FileLocation) -> Version | None:
     """Return what changes when a file is replaced; None where that cannot be known."""
     if location.is_local:
-        # A file that is open keeps its inode.
-        found = os.stat(location.path)  # noqa: PTH116 (a path of pyarrow)
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return state_of_local(location.path)  # A file that is open keeps its inode.
     info = location.info()
     if info.type != pafs.FileType.File:
         raise FileNotFoundError(str(location))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,13 +12,19 @@ from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.column_selection import ARROW_SCHEMA_KEY, selected_footer, selected_sorting_columns
-from parquet_keytools.format.file_layout import MAGIC, TAIL_LENGTH
+from parquet_keytools.format.file_layout import MAGIC, TAIL_LENGTH, with_trailer
 from parquet_keytools.format.generated_chunks import generated_chunk, null_page
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift_compact import WireType
-from parquet_keytools.view.digest_arrow_schema import digest_arrow_schema
 from parquet_keytools.view.digest_chunk import StandIn
-from parquet_keytools.view.digest_kinds import digest_kind, digest_schema, highest_levels, leaf_chains, repetition
+from parquet_keytools.view.digest_kinds import (
+    digest_arrow_schema,
+    digest_kind,
+    digest_schema,
+    highest_levels,
+    leaf_chains,
+    repetition,
+)
 
 _REPETITION_FIELD_ID = 3
 _REQUIRED, _OPTIONAL = 0, 1
@@ -105,7 +111,7 @@ def plain_tail(
     metadata.encryption_algorithm = None
     metadata.footer_signing_key_metadata = None
     data = metadata.serialise()
-    trailer = data + struct.pack("<I", len(data)) + MAGIC
+    trailer = with_trailer(data, MAGIC)
     generated = bytes(builder.generated)
     # Readers take the last bytes of a file to have its footer, and shall not have digests made.
     least = TAIL_LENGTH if stand_ins else 0
@@ -160,15 +166,20 @@ class _TailBuilder:
                 if column.path in opened.denied and not (column.path in opened.refused and digested):
                     self.refused[column.path] = offset + len(self.generated)
                     self.generated += _REFUSED_PAGE
-        schema = footer.metadata.schema
-        chains = leaf_chains(schema) if digested else []
+        chains = leaf_chains(footer.metadata.schema) if digested else []
         kinds = {c.ordinal: digest_kind(chains[c.ordinal][-1]) for c in footer.columns if c.path in digested}
         if kinds and key_values is not None and (arrow_schema := key_values.get(ARROW_SCHEMA_KEY)) is not None:
             key_values[ARROW_SCHEMA_KEY] = digest_arrow_schema(arrow_schema, footer.leaves, kinds)
         self.selection = selected_footer(footer.metadata, footer.leaves, columns, None, key_values)
         if kinds:
-            schema = self.selection.metadata.schema = digest_schema(schema, kinds)
-        self._types = [element.type or 0 for element in schema if element.type is not None]
+            self.selection.metadata.schema = digest_schema(footer.metadata.schema, kinds)
+        self._is_digested = bool(kinds)
+
+    @functools.cached_property
+    def _types(self) -> list[int]:
+        # A file without refused columns has no use for them, and its schema is copied as it is.
+        metadata = self.selection.metadata if self._is_digested else self._opened.footer.metadata
+        return [element.type or 0 for element in metadata.schema if element.type is not None]
 
     def row_group(
         self,

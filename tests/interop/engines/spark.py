@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from py4j.protocol import Py4JJavaError
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "services"))
+
+from spark_jvm import JAVA_OPTIONS
 
 from engines.ours import base64_keys, deks_of
 from engines.policy import EncryptedFile, Policy
@@ -57,9 +62,8 @@ def spark_session(folder: Path) -> Iterator[SparkSession]:
     settings = {
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.host": "127.0.0.1",
-        "spark.driver.extraClassPath": f"{classes}:{cached_jar()}",
-        # Starting takes most of the time: the first compiler is enough for a few hundred rows.
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        # Nothing else in its class path: it would not take the archive of classes.
+        "spark.driver.extraJavaOptions": JAVA_OPTIONS,
         "spark.driver.memory": "512m",
         "spark.local.dir": str(folder),
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
@@ -88,11 +92,14 @@ def spark_session(folder: Path) -> Iterator[SparkSession]:
 
 
 def _compile(session: SparkSession, classes: Path) -> None:
-    """Compile with Janino, Spark's own compiler, so that no JDK is needed."""
+    """Compile with Janino, Spark's own compiler, so that no JDK is needed; and load that, and our jar."""
     compiler = session._jvm.org.codehaus.janino.SimpleCompiler()
     compiler.cook(JAVA_SOURCE.read_text())
     for name, code in dict(compiler.getBytecodes()).items():
         (classes / f"{name}.class").write_bytes(code)
+    loader = session._jvm.java.lang.Thread.currentThread().getContextClassLoader()
+    for path in (classes, cached_jar()):
+        loader.addURL(session._jvm.java.io.File(str(path)).toURI().toURL())
 
 
 def encryption_options(policy: Policy) -> dict[str, str]:

@@ -15,6 +15,8 @@ from faults import FaultyKms
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.arrow.decryption_properties import columns_mentioned
 from parquet_keytools.errors import ColumnAccessDeniedError
+from parquet_keytools.format.file_layout import with_trailer
+from parquet_keytools.format.structs import FileMetaData
 
 KEYS = ("k0", "k1", "k2", "k3")
 MASTER_KEYS = {name: b"0123456789abcde" + name[-1:].encode() for name in ("kf", *KEYS)}
@@ -106,6 +108,22 @@ def test_a_refused_key_of_another_column_is_no_matter(
             tools.read_table(place(written), columns=["c1"])
     else:
         assert tools.read_table(place(written), columns=["c0", "c1"]).column_names == ["c0"]
+
+
+def test_a_column_is_refused_in_a_file_whose_root_says_a_type(tmp_path: Path) -> None:
+    """Some writers give the root of the schema a type, which means nothing."""
+    pq.write_table(TABLE, tmp_path / "plain")
+    data = (tmp_path / "plain").read_bytes()
+    offset = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    footer, _ = FileMetaData.read(data[offset:-8])
+    schema = footer.schema
+    schema[0].type = 1
+    footer.schema = schema
+    (tmp_path / "plain").write_bytes(data[:offset] + with_trailer(footer.serialise(), b"PAR1"))
+    tools, kms = keytools(denied_columns="hide")
+    tools.encrypt_file(tmp_path / "plain", tmp_path / "t.parquet")
+    kms.fail("refused", "k1")
+    assert tools.dataset(tmp_path / "t.parquet").to_table().equals(TABLE.drop_columns("c1"))
 
 
 def test_one_column_of_a_file_that_is_not_encrypted(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner, Result
 from parquet_keytools import Keytools
 from parquet_keytools.cli import app
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.kms.keystore.file import Keystore, passphrase_from_file
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_file
 
 MASTER_KEYS = {name: (name[:1] * 16).encode() for name in ("footer", "pii", "times")}
 LISTED = ", ".join(f"{name}: {base64.b64encode(key).decode()}" for name, key in MASTER_KEYS.items())

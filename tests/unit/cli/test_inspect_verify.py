@@ -11,7 +11,7 @@ from rich.text import Text
 from vector_kit.vector import SealedFile, as_metadata, data_key, key_material, recipe
 
 from parquet_keytools import Keytools
-from parquet_keytools.cli.inspect_tree import render_inspection
+from parquet_keytools.cli.conformance_report import render_inspection
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.inspector import inspect_source, open_local
 

@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 
 from parquet_keytools.cli import keystore as cli
 from parquet_keytools.errors import ConfigurationError, KmsConfigurationError, MasterKeyNotFoundError
-from parquet_keytools.kms.keystore import document as keystore_document
-from parquet_keytools.kms.keystore import file as keystore_file
-from parquet_keytools.kms.keystore.file import Keystore
+from parquet_keytools.kms import keystore_document, keystore_file
+from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.secret_bytes import SecretBytes
 
 PASSPHRASE = "correct horse battery"

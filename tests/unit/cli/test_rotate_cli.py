@@ -10,7 +10,7 @@ from parquet_keytools import Keytools
 from parquet_keytools.cli.output import FilesDocument
 from parquet_keytools.errors import TableMismatchError
 from parquet_keytools.rotation import rekeying, rewrapping
-from parquet_keytools.storage.left_behind import warn_left_behind
+from parquet_keytools.storage.failures import warn_left_behind
 
 
 def test_the_old_version_is_needed_no_more(run, keystore_case) -> None:

@@ -23,7 +23,7 @@ from unit.cli.conftest import CONFIGURATION, PROGRAM
 from unit.serve.serving import memory_files, opened_by
 
 from parquet_keytools import Keytools
-from parquet_keytools.cli.viewed_tree import viewed_tree
+from parquet_keytools.cli.serve import viewed_tree
 from parquet_keytools.errors import KmsAccessDeniedError, KmsUnavailableError
 from parquet_keytools.serve import fuse_mount
 

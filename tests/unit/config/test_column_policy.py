@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parquet_keytools.config.column_policy import ChosenKey, resolve_columns
+from parquet_keytools.config.key_policy import ChosenKey, resolve_columns
 from parquet_keytools.config.loader import parse_configuration
 from parquet_keytools.errors import ConfigurationError
 

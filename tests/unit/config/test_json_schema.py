@@ -6,8 +6,7 @@ import jsonschema
 import pytest
 import yaml
 
-from parquet_keytools.config.column_policy import resolve_columns
-from parquet_keytools.config.key_names import check_key_names
+from parquet_keytools.config.key_policy import check_key_names, resolve_columns
 from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.config.settings import (
     Configuration,

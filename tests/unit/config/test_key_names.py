@@ -1,6 +1,6 @@
 import pytest
 
-from parquet_keytools.config.key_names import (
+from parquet_keytools.config.key_policy import (
     DataKeyReference,
     MasterKeyReference,
     check_key_names,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import io
 import struct
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySource
 from vector_kit.plain_file import plain_bytes
@@ -32,11 +35,13 @@ from vector_kit.vector import (
 from vector_kit.write_kit import data_keys
 
 from parquet_keytools import Keytools
+from parquet_keytools.conformance import page_batches
 from parquet_keytools.conformance.file_verifier import verify_source
 from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.opening import Expectation
 from parquet_keytools.conformance.report import FileReport, Loss, Outcome, Verdict
 from parquet_keytools.conformance.verification import finder_of
+from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 from parquet_keytools.format.file_layout import read_footer_bytes
 from parquet_keytools.format.structs import (
     BloomFilterHeader,
@@ -204,6 +209,85 @@ def test_a_page_of_ctr_whose_beginning_was_altered_shows_where_it_is_compressed(
     assert broken(report) == {"ctr", "page-content"}
     assert report.damage is not None
     assert report.damage.losses[0].pages == (0,)
+
+
+@pytest.mark.parametrize("row_group", [0, 1])
+def test_what_a_later_chunk_of_a_column_shows_is_found_too(row_group: int) -> None:
+    """Chunks whose entries say the same are checked once: one that differs is not among them."""
+
+    def statistics(r: int, c: int, visible: ColumnMetaData) -> None:
+        if (r, c) == (row_group, 0):
+            visible.struct.fields[12] = (WireType.STRUCT, Struct({5: (WireType.BINARY, b"\x07" * 8)}))
+
+    def list_of_texts(r: int, c: int, visible: ColumnMetaData) -> None:
+        if (r, c) == (row_group, 0):
+            visible.struct.fields[2] = (WireType.LIST, ThriftList(WireType.BINARY, [b"value"]))
+
+    def unknown(r: int, c: int, chunk: ColumnChunk) -> None:
+        if (r, c) == (row_group, 0):
+            chunk.struct.fields[77] = (WireType.BINARY, b"value")
+
+    for hooks in ({"visible": statistics}, {"visible": list_of_texts}, {"chunk": unknown}):
+        report = verified(SealedFile(recipe(1, plaintext_footer=True, **hooks)).make())
+        (finding,) = report.result("metadata-stripped").findings
+        assert finding.place == ModulePlace(ModuleType.COLUMN_META_DATA, row_group, 0)
+    hidden = {"chunk": lambda r, c, chunk: setattr(chunk, "crypto_metadata", None) if (r, c) == (1, 0) else None}
+    report = verified(SealedFile(recipe(1, **hidden)).make())
+    assert broken(report) == {"crypto-metadata-set"}
+
+
+def test_page_indexes_are_read_together_and_never_beyond_those_that_lie_in_the_file() -> None:
+    data = plain_bytes()
+
+    def longer_last_index(footer: FileMetaData) -> None:
+        groups = footer.row_groups
+        chunks = groups[-1].columns
+        last = max(chunks, key=lambda chunk: chunk.offset_index_offset or 0)
+        last.offset_index_length = len(data)
+        groups[-1].columns = chunks
+        footer.row_groups = groups
+
+    source = MemorySource(changed_plain(longer_last_index))
+    report, _ = verify_source(source, None, Expectation(allow_plaintext=True))
+    assert broken(report) == {"layout-range"}
+    assert report.result("offset-index").outcome is Outcome.HOLDS
+    assert all(offset + length <= source.size_bytes for offset, length in source.reads)
+    whole = MemorySource(data)
+    verify_source(whole, None, Expectation(allow_plaintext=True))
+    chunks = sum(len(group.columns) for group in FileMetaData.read(read_footer_bytes(whole).data)[0].row_groups)
+    assert len(whole.reads) < 2 * chunks, "fewer reads than there are indexes"
+
+
+def test_a_large_page_among_small_ones_does_not_keep_what_was_read_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("_STEP", 16_384), ("_SMALL_PAGE", 512), ("_BATCH_BYTES", 32_768)):
+        monkeypatch.setattr(page_batches, name, value)
+    table = pa.table({"small": list(range(1000)), "large": [b"x" * 1000, *[None] * 999]})
+    sink = io.BytesIO()
+    options: dict[str, Any] = {"compression": "none", "use_dictionary": False}
+    with pq.ParquetWriter(sink, table.schema, data_page_size=256, write_batch_size=32, **options) as writer:
+        for _ in range(80):
+            writer.write_table(table)
+    data = sink.getvalue()
+    kept = most_kept = 0
+
+    class Piece(bytearray):
+        def __del__(self) -> None:
+            nonlocal kept
+            kept -= len(self)
+
+    class Source(MemorySource):
+        def read_at(self, offset: int, length: int) -> memoryview:
+            nonlocal kept, most_kept
+            kept += length
+            most_kept = max(most_kept, kept)
+            return memoryview(Piece(super().read_at(offset, length)))
+
+    report, _ = verify_source(Source(data), None, Expectation(allow_plaintext=True))
+    assert report.conforms
+    assert len(data) > 800_000
+    assert most_kept < 350_000
 
 
 # --- Required fields ---------------------------------------------------------------------------------------

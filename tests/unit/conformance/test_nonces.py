@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.conformance.nonce_ledger import NonceLedger, SharedNonces
+from parquet_keytools.conformance.nonce_ledger import NonceLedger, SharedNonces, nonce_entry
 from parquet_keytools.conformance.report import Outcome
 from parquet_keytools.conformance.rules import FILE_SCOPES, Scope
 
@@ -60,6 +60,24 @@ def test_a_dek_with_many_nonces_is_checked_as_one_with_few() -> None:
     assert [finding.message for finding in result.findings] == ["it has the nonce of the module at byte 70000."]
     assert made.invocations(DEK) == (100_001, 100_001)
     assert sorted(nonce for nonce, _ in made.nonces(DEK)) == sorted([*nonces, nonces[70_000]])
+
+
+def test_nonces_of_a_chunk_are_added_at_once() -> None:
+    nonces = random_nonces(100_000, 1)
+    entries = [nonce_entry(nonce, offset, b"tag.") for offset, nonce in enumerate(nonces)]
+    made = NonceLedger()
+    for start in range(0, len(entries), 1_000):
+        made.of(DEK).add(b"".join(entries[start : start + 1_000]), 400)
+    assert made.invocations(DEK) == (100_000, 40_000)
+    assert sorted(made.nonces(DEK)) == sorted((nonce, b"tag.") for nonce in nonces)
+    # The same module, met again, and another one with its nonce.
+    made.of(DEK).add(entries[5] + nonce_entry(nonces[7], 100_000, b"tag."))
+    made.of(OTHER_DEK)
+    assert made.fingerprints == (DEK,)
+    book = RuleBook(FILE_SCOPES)
+    made.check(book, LIMIT)
+    (result,) = (result for result in book.results() if result.rule.id == "nonce-reuse")
+    assert [finding.message for finding in result.findings] == ["it has the nonce of the module at byte 7."]
 
 
 @pytest.mark.parametrize("memory_bytes", [2**26, 1000], ids=["in memory", "in a temporary file"])

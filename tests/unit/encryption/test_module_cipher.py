@@ -139,3 +139,13 @@ def test_a_forked_child_takes_no_nonce_of_its_parent() -> None:
     assert len(theirs) == len(ours) == 120
     pieces = [data[start : start + 12] for data in (ours, theirs) for start in range(0, 120, 12)]
     assert len(set(pieces)) == 20
+
+
+def test_a_forked_child_begins_anew_before_it_has_threads() -> None:
+    """Threads that find those of the parent would begin anew beside each other: two could take the same."""
+    parents = module_cipher._nonces
+    child = os.fork()
+    if child == 0:
+        os._exit(int(module_cipher._nonces is parents))
+    assert os.waitpid(child, 0)[1] == 0
+    assert module_cipher._nonces is parents

@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 
-from parquet_keytools.config.key_names import DataKeyReference, MasterKeyReference, configured_master_key_ids
+from parquet_keytools.config.key_policy import DataKeyReference, MasterKeyReference, configured_master_key_ids
 from parquet_keytools.config.loader import parse_configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, TableMismatch, TableMismatchError

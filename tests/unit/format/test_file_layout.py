@@ -16,7 +16,13 @@ from parquet_keytools.format.file_layout import (
     refuse_draft_crypto_metadata,
     refuse_draft_footer,
 )
-from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData, SchemaElement
+from parquet_keytools.format.structs import (
+    FileCryptoMetaData,
+    FileMetaData,
+    SchemaElement,
+    kept_by_path,
+    path_bytes,
+)
 from parquet_keytools.format.thrift_compact import Struct, WireType
 
 
@@ -120,12 +126,29 @@ def test_leaves_have_their_paths_ordinals_and_top_level_positions() -> None:
         ([_element("root", -1), _element("a", leaf=True)], "more elements"),
         ([_element("root", 2**31 - 1)], "more children"),
         ([_element("root", 1), _element("a", 1, leaf=True), _element("b", leaf=True)], "at once"),
-        ([_element(str(depth), 1) for depth in range(10_000)] + [_element("a", leaf=True)], "deep"),
+        ([_element("g", 1)] * 10_000 + [_element("a", leaf=True)], "deep"),
+        (
+            [_element("root", 1), _element("g" * 2**20, 32), *[_element("a", leaf=True)] * 32],
+            "longer than 33554432 characters together",
+        ),
     ],
 )
 def test_a_schema_that_is_no_tree_is_refused(schema: list[SchemaElement], reason: str) -> None:
     with pytest.raises(ParquetFormatError, match=reason):
         leaf_columns(schema)
+
+
+def test_what_is_made_for_paths_is_kept_unless_they_are_long() -> None:
+    made: list[tuple[str, ...]] = []
+
+    def make(path: tuple[str, ...]) -> bytes:
+        made.append(path)
+        return path_bytes(path)
+
+    kept = kept_by_path(make)
+    short, long = ("a", "b" * 1023), ("a", "b" * 1024)
+    assert [kept(path) for path in (short, long) * 2] == [make(short), make(long)] * 2
+    assert made == [short, long, long, short, long]
 
 
 def test_a_wide_and_deep_schema_takes_time_in_proportion() -> None:

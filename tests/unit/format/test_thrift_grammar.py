@@ -10,10 +10,18 @@ import pytest
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format import thrift_skim
+from parquet_keytools.format.thrift_compact import read_struct
 from parquet_keytools.format.thrift_grammar import COLUMN_GROUPS, usual
 from parquet_keytools.format.thrift_outline import read_outline
 from parquet_keytools.format.thrift_skim import Skimmer, Spans
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_struct
+from parquet_keytools.format.thrift_values import (
+    Changes,
+    IntegerFields,
+    Struct,
+    ThriftList,
+    WireType,
+    write_struct,
+)
 
 I32, I64, BINARY, LIST, STRUCT = (
     WireType.I32,
@@ -122,7 +130,7 @@ def test_fields_are_read_and_set_as_in_other_structs(monkeypatch: pytest.MonkeyP
         )
         assert end == 3 + len(data)
         assert outline.types() == general.types()
-        wanted = [(field, wire_type) for field in range(1, 18) for wire_type in (I32, I64)]
+        wanted = IntegerFields(*((field, wire_type) for field in range(1, 18) for wire_type in (I32, I64)))
         assert outline.numbers(wanted) == general.numbers(wanted)
         for field in range(1, 18):
             assert outline.entry_bytes(field) == general.entry_bytes(field)
@@ -133,3 +141,49 @@ def test_fields_are_read_and_set_as_in_other_structs(monkeypatch: pytest.MonkeyP
         assert copied.as_bytes() == write_struct(general)
         assert outline.as_bytes() == data
         assert outline.fields.keys() == by_field(data)[0].keys()
+
+
+CHANGES: tuple[Changes, ...] = (
+    {},
+    {7: (I64, 12), 9: (I64, 1 << 33)},
+    {9: (I64, 5), 7: (I64, 12), 11: (I64, 4)},
+    {7: (I64, -3), 11: None},
+    {11: None, 12: None, 8: None, 40: None},
+    {14: (I64, 1), 15: (I32, 2)},
+    {7: (I32, 1)},
+    {10: (I64, 2), 300: (I64, 5)},
+    {2: None, 3: None, 18: (WireType.TRUE, None), 400: (BINARY, b"x" * 200)},
+    {3: (STRUCT, Struct({1: (I32, 4)}))},
+    {-7: (I64, 1)},
+)
+
+
+@pytest.mark.parametrize("many_bytes", [0, 1 << 60])
+def test_changed_bytes_are_those_of_a_changed_struct(monkeypatch: pytest.MonkeyPatch, many_bytes: int) -> None:
+    monkeypatch.setattr(thrift_skim, "_MANY_BYTES", many_bytes)
+    generator = random.Random(3)
+    for data in subsets()[::9]:
+        general, _ = read_struct(data)
+        fields = list(general.fields.items())
+        generator.shuffle(fields)
+        for fields_in_some_order in (general.fields, dict(fields)):
+            written = write_struct(Struct(fields_in_some_order))
+            for changes in CHANGES:
+                changed = Struct(dict(fields_in_some_order))
+                changed.set_entries(dict(sorted(changes.items())))
+                outline, _ = read_outline(written, 0, 0)
+                assert outline.changed_bytes(changes) == write_struct(changed)
+                assert outline.as_bytes() == written
+                outline.set_entries(changes)
+                assert outline.as_bytes() == outline.changed_bytes({}) == write_struct(changed)
+                assert Struct(fields_in_some_order).changed_bytes(changes) == write_struct(changed)
+
+
+def test_a_struct_may_be_given_as_its_bytes() -> None:
+    inner = Struct({1: (I32, 4)})
+    outline, _ = read_outline(write_struct(Struct(REQUIRED)), 0, 0)
+    as_struct = outline.changed_bytes({20: (STRUCT, inner), 21: (LIST, ThriftList(STRUCT, [inner, inner]))})
+    written = write_struct(inner)
+    for elements in ([written, written], [inner, written]):
+        entry = (LIST, ThriftList(STRUCT, elements))
+        assert outline.changed_bytes({20: (STRUCT, written), 21: entry}) == as_struct

@@ -12,10 +12,11 @@ from iceberg_reader import KEYS, key_metadata, open_sealed
 from parquet_keytools import parse_configuration
 from parquet_keytools.errors import KmsResponseInvalidError, MasterKeyNotTrustedError
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
-from parquet_keytools.iceberg.key_entries import (
+from parquet_keytools.iceberg.key_chain import (
     CLOCK_SKEW_MS,
     KEK_LIFETIME_MS,
+    IcebergKeys,
+    KeyChain,
     NewKeys,
     as_json,
     key_length_bits,

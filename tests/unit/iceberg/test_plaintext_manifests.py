@@ -16,7 +16,7 @@ from parquet_keytools.errors import DecryptionError, NotEncryptedError, ParquetF
 from parquet_keytools.iceberg import EncryptedFileIO, table_metadata
 from parquet_keytools.iceberg.ags1 import Ags1Writer
 from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
-from parquet_keytools.iceberg.located_tables import located_table
+from parquet_keytools.iceberg.loading import located_table
 from parquet_keytools.iceberg.table_audit import TableAudit, TableReport
 from parquet_keytools.kms.aes_key_wrap import wrap_key
 

@@ -6,9 +6,16 @@ import pytest
 from faults import FaultyKms, TurnedClock
 
 from parquet_keytools.errors import KeyMaterialError, KeyNotAvailableError, KmsAccessDeniedError
-from parquet_keytools.keys.file_key_retriever import DataKeys, FileKeyRetriever
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference
-from parquet_keytools.keys.key_wrapping import DekToWrap, KeyUnwrapper, KeyWrapper, KmsKeys, Wrapping
+from parquet_keytools.keys.key_wrapping import (
+    DataKeys,
+    DekToWrap,
+    FileKeyRetriever,
+    KeyUnwrapper,
+    KeyWrapper,
+    KmsKeys,
+    Wrapping,
+)
 from parquet_keytools.keys.material_store import write_key_materials
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation

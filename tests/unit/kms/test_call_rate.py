@@ -10,7 +10,7 @@ from faults import TurnedClock
 from virtual_time import VirtualTime
 
 from parquet_keytools.errors import KmsThrottledError
-from parquet_keytools.kms.calls.limits import CallRate
+from parquet_keytools.kms.call_limits import CallRate
 from parquet_keytools.kms.client import WrapRequest
 from parquet_keytools.secret_bytes import SecretBytes
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from pyarrow import fs as pafs
-from rotation_case import TABLE, Case, key_material_file, names, read_with_pyarrow, tree_digest
+from rotation_case import MASTER_KEYS, TABLE, Case, key_material_file, names, read_with_pyarrow, tree_digest
 
-from parquet_keytools.errors import MasterKeyDisabledError
+from parquet_keytools import Keytools, parse_configuration
+from parquet_keytools.errors import MasterKeyDisabledError, OutputError
 from parquet_keytools.rotation import data_set_run, restoring, rewrapping
 from parquet_keytools.rotation.kept_keys import SUFFIX, keep
 from parquet_keytools.rotation.report import Outcome
+from parquet_keytools.storage.outputs import LocalSink
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
 every_footer = pytest.mark.parametrize("plaintext_footer", [True, False])
@@ -42,6 +44,33 @@ def test_undo(tmp_path: Path, key_material: str, plaintext_footer: bool) -> None
     assert tree_digest(case.folder) == before
     assert tools.read_table(path).equals(TABLE) and read_with_pyarrow(case.kms, path).equals(TABLE)
     assert tools.undo_rotation(path).counts == Counter({Outcome.NOTHING_TO_RESTORE: 1})
+
+
+@every_key_material
+@pytest.mark.parametrize("keys", [("dk", "ka"), ("kf", "dk")])
+def test_undo_beside_a_data_key(tmp_path: Path, key_material: str, keys: tuple[str, str]) -> None:
+    """No KMS has to do with the data key, of the footer or of a column; it needs no key material."""
+    case = Case.make(tmp_path, "keystore")
+    footer_key, column_key = keys
+    table = {
+        "footer_key": footer_key,
+        "column_keys": {column_key: ["a"], "kb": ["b"]},
+        "key_material": key_material,
+    }
+    document = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
+        "data_keys": {"dk": "MDEyMzQ1Njc4OTAxMjM0NQ=="},
+        "tables": {"t": table},
+    }
+    tools = Keytools(parse_configuration(document), kms=case.kms)
+    path = case.write(tools=tools)
+    before = tree_digest(case.folder)
+    case.add_version()
+    assert tools.rotate(path, keep_old=True).succeeded and tree_digest(case.folder) != before
+    assert tools.undo_rotation(path).counts == Counter({Outcome.RESTORED: 1})
+    assert tree_digest(case.folder) == before
+    assert tools.read_table(path).equals(TABLE)
 
 
 @every_key_material
@@ -84,6 +113,21 @@ def test_undo_with_an_aad_prefix_that_is_not_stored(tmp_path: Path) -> None:
     (file,) = case.tools().undo_rotation(path).files
     assert file.error_class == "AadPrefixError"
     assert case.tools().undo_rotation(path, aad_prefix="secret").succeeded
+    assert tree_digest(case.folder) == before
+
+
+@every_key_material
+def test_undo_without_a_kms(tmp_path: Path, key_material: str) -> None:
+    """Old keys that nobody unwraps are not put back."""
+    case = Case.make(tmp_path, "keystore", key_material=key_material)
+    path = case.write()
+    case.add_version()
+    assert case.tools().rotate(path, keep_old=True).succeeded
+    before = tree_digest(case.folder)
+    table = {"footer_key": "dk", "column_keys": {}, "unlisted_columns": "footer_key"}
+    document = {"version": 1, "data_keys": {"dk": "MDEyMzQ1Njc4OTAxMjM0NQ=="}, "tables": {"t": table}}
+    (file,) = Keytools.from_mapping(document).undo_rotation(path).files
+    assert file.outcome is Outcome.FAILED and "no KMS unwraps its keys" in str(file.error)
     assert tree_digest(case.folder) == before
 
 
@@ -263,6 +307,27 @@ def test_what_a_crash_leaves(tmp_path: Path, key_material: str, monkeypatch: pyt
     (case.folder / name.replace(".2", ".9", 1)).write_bytes(saved)
     assert tools.undo_rotation(path).counts == Counter({Outcome.RESTORED: 1})
     assert changing.read_bytes() == old
+
+
+def test_a_disk_that_does_not_keep_what_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.make(tmp_path, "keystore")
+    path, tools = case.write(), case.tools()
+    case.add_version()
+    assert tools.rotate(path, keep_old=True).succeeded
+    before = tree_digest(case.folder)
+    write_at = LocalSink.write_at
+
+    def write_wrong(sink: LocalSink, offset: int, data: Any) -> None:
+        wrong = bytearray(data)
+        wrong[-9] ^= 1
+        write_at(sink, offset, bytes(wrong))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalSink, "write_at", write_wrong)
+        (file,) = tools.undo_rotation(path).files
+    assert isinstance(file.error, OutputError) and "does not read back" in str(file.error)
+    assert tree_digest(case.folder) == before
+    assert tools.undo_rotation(path).succeeded and kept(case.folder) == []
 
 
 def test_damaged(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +13,21 @@ import pyarrow as pa
 import pytest
 from rotation_case import TABLE, UNIFORM, Case, data_range, read_with_pyarrow
 
+from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
 from parquet_keytools.encryption.footer import Footer
+from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.errors import KeytoolsError, OutputError
-from parquet_keytools.format.file_layout import MAGIC_ENCRYPTED_FOOTER
-from parquet_keytools.format.structs import FileCryptoMetaData
+from parquet_keytools.format import thrift_skim
+from parquet_keytools.format.file_layout import MAGIC_ENCRYPTED_FOOTER, with_trailer
+from parquet_keytools.format.structs import (
+    ColumnCryptoMetaData,
+    EncryptionWithFooterKey,
+    FileCryptoMetaData,
+    FileMetaData,
+)
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
 from parquet_keytools.rotation.report import Outcome
-from parquet_keytools.rotation.tail import check_new_tail, footer_of, new_tail, read_tail, with_trailer
+from parquet_keytools.rotation.tail import check_new_tail, footer_of, new_tail, read_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import BufferSource
@@ -152,7 +164,7 @@ def test_what_was_written_is_looked_at(tmp_path: Path, plaintext_footer: bool) -
     data = data_range(path)
 
     def check(content: bytes, key: SecretBytes = dek) -> None:
-        check_new_tail(BufferSource("x", content), len(data), new, key, None, footer)
+        check_new_tail(BufferSource("x", content), len(data), new, key, None, footer, {})
 
     check(data + new)
     for wrong in (data + tail.data, data[:-1] + new, data + new[:-1], b"P" + data + new):
@@ -163,6 +175,150 @@ def test_what_was_written_is_looked_at(tmp_path: Path, plaintext_footer: bool) -
     footer.metadata.num_rows += 1
     with pytest.raises(OutputError, match="not that of the file"):
         check(data + new)
+
+
+def _flip(data: bytes | None) -> bytes:
+    assert data is not None
+    return data[:-1] + bytes((data[-1] ^ 1,))
+
+
+def _set_unknown(record: Any) -> None:
+    record.struct.set_entry(77, (WireType.I32, 1))
+
+
+def _with_footer_key() -> ColumnCryptoMetaData:
+    crypto = ColumnCryptoMetaData()
+    crypto.encryption_with_footer_key = EncryptionWithFooterKey()
+    return crypto
+
+
+def _change(footer: Footer, name: str, change: Callable[[Any], Any]) -> None:
+    """Change a field of the footer, or of the last row group or chunk with a key of its own."""
+    owner, _, field_name = name.rpartition(".")
+    own_key = [chunk for chunk in footer.row_groups[-1].columns if chunk.crypto_metadata is not None]
+    records = {"": footer.metadata, "row_group": footer.row_groups[-1], "chunk": own_key[-1]}
+    setattr(records[owner], field_name, change(getattr(records[owner], field_name)))
+
+
+DIFFERENCES: dict[str, Callable[[Footer], Any]] = {
+    "version": lambda footer: _change(footer, "version", lambda old: old + 1),
+    "rows": lambda footer: _change(footer, "num_rows", lambda old: old + 1),
+    "created by": lambda footer: _change(footer, "created_by", lambda _: "somebody else"),
+    "no creator": lambda footer: _change(footer, "created_by", lambda _: None),
+    "key-value metadata": lambda footer: _change(footer, "key_value_metadata", lambda old: old[:-1]),
+    "unknown field": lambda footer: _set_unknown(footer.metadata),
+    "unknown field of the schema": lambda footer: _set_unknown(footer.metadata.schema[-1]),
+    "rows of a row group": lambda footer: _change(footer, "row_group.num_rows", lambda old: old + 1),
+    "no ordinal": lambda footer: _change(footer, "row_group.ordinal", lambda _: None),
+    "one row group less": lambda footer: footer.row_groups.pop(),
+    "unknown field of a row group": lambda footer: _set_unknown(footer.row_groups[2]),
+    "offset of a chunk": lambda footer: _change(footer, "chunk.file_offset", lambda old: old + 1),
+    "metadata of a chunk": lambda footer: _change(footer, "chunk.encrypted_column_metadata", _flip),
+    "unknown field of a chunk": lambda footer: _set_unknown(footer.row_groups[1].columns[1]),
+    "unknown field of a key": lambda footer: [
+        _set_unknown(row_group.columns[0].crypto_metadata.encryption_with_column_key)  # type: ignore[union-attr]
+        for row_group in footer.row_groups
+    ],
+    "the footer key for a column": lambda footer: [
+        setattr(row_group.columns[0], "crypto_metadata", _with_footer_key()) for row_group in footer.row_groups
+    ],
+}
+
+
+@pytest.fixture(params=[0, sys.maxsize], ids=["chunks unread", "chunks read"])
+def _how_chunks_are_read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thrift_skim, "_MANY_BYTES", request.param)
+
+
+@every_footer
+@pytest.mark.usefixtures("_how_chunks_are_read")
+def test_a_footer_that_says_anything_else_is_refused(tmp_path: Path, plaintext_footer: bool) -> None:
+    case = Case.make(tmp_path, "in_memory", plaintext_footer=plaintext_footer)
+    path = case.write()
+    tail, _ = read_tail(FileLocation.resolve(path))
+    old = opened_footer(case, path)
+    dek = old.cipher._dek  # type: ignore[union-attr]
+    data = data_range(path)
+    before = old.metadata.serialise()
+    a, b, footer_key = old.columns[0].key_metadata, old.columns[1].key_metadata, old.key_metadata
+    assert a and b and footer_key
+    new_key_metadata = {a: b"new a", b: b"k" * 20_000, footer_key: b"new f"}
+
+    def check(new: bytes, expected: dict[bytes, bytes] = new_key_metadata) -> None:
+        check_new_tail(BufferSource("x", data + new), len(data), new, dek, None, old, expected)
+
+    right = new_tail(tail, old, new_key_metadata)
+    check(right)
+    assert old.metadata.serialise() == before, "the footer that the new one is compared with was changed"
+    other_keys = [{}, {**new_key_metadata, a: b"k"}, {**new_key_metadata, footer_key: b"k"}, {a: b, b: a}]
+    for other in other_keys:
+        with pytest.raises(OutputError, match="not that of the file"):
+            check(new_tail(tail, old, other))
+        with pytest.raises(OutputError, match="not that of the file"):
+            check(right, other)
+    for name, make in DIFFERENCES.items():
+        different = opened_footer(case, path)
+        make(different)
+        with pytest.raises(OutputError, match="not that of the file"):
+            check(new_tail(tail, different, new_key_metadata))
+            pytest.fail(f"accepted: {name}")
+    check(right)
+
+
+@pytest.mark.usefixtures("_how_chunks_are_read")
+def test_what_comes_before_an_encrypted_footer_stays(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory")
+    path = case.write()
+    tail, _ = read_tail(FileLocation.resolve(path))
+    footer = opened_footer(case, path)
+    data = data_range(path)
+    new = new_tail(tail, footer, {})
+    crypto_metadata, end = FileCryptoMetaData.read(footer_of(new))
+    _set_unknown(crypto_metadata)
+    new = with_trailer(crypto_metadata.serialise() + footer_of(new)[end:], MAGIC_ENCRYPTED_FOOTER)
+    dek = footer.cipher._dek  # type: ignore[union-attr]
+
+    with pytest.raises(OutputError, match="not that of the file"):
+        check_new_tail(BufferSource("x", data + new), len(data), new, dek, None, footer, {})
+
+
+@every_footer
+def test_the_aad_prefix_stays_where_there_may_be_another_one(tmp_path: Path, plaintext_footer: bool) -> None:
+    settings = {"aad_prefix": "one", "store_aad_prefix": False}
+    case = Case.make(tmp_path, "in_memory", plaintext_footer=plaintext_footer, **settings)
+    path = case.write()
+    tail, _ = read_tail(FileLocation.resolve(path))
+    old = opened_footer(case, path)
+    data = data_range(path)
+    dek = old.cipher._dek  # type: ignore[union-attr]
+    other = old.file_aad.replace(b"one", b"two")
+    assert other != old.file_aad
+
+    for file_aad, is_right in ((old.file_aad, True), (other, False)):
+        new = new_tail(tail, dataclasses.replace(old, cipher=ModuleCipher(dek, file_aad)), {})
+        source = BufferSource("x", data + new)
+        expected = ExpectedAadPrefix((old.aad_prefix, old.aad_prefix.replace(b"one", b"two")))
+        with contextlib.nullcontext() if is_right else pytest.raises(OutputError, match="not that of the file"):
+            check_new_tail(source, len(data), new, dek, expected, old, {})
+
+
+def test_a_serialiser_that_loses_a_field_does_not_prove_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.make(tmp_path, "keystore")
+    path = case.write()
+    before = path.read_bytes()
+    case.add_version()
+    serialise = FileMetaData.serialise
+
+    def lossy(record: FileMetaData) -> bytes:
+        record.created_by = None
+        return serialise(record)
+
+    monkeypatch.setattr(FileMetaData, "serialise", lossy)
+    (file,) = case.tools().rotate(path).files
+    assert isinstance(file.error, OutputError) and "not that of the file" in str(file.error)
+    assert path.read_bytes() == before
 
 
 def test_nonces_are_fresh(tmp_path: Path) -> None:

@@ -122,6 +122,27 @@ def test_a_new_file_that_does_not_open_does_not_take_the_place(
     assert names(case.folder) == ["x.parquet"]
 
 
+def test_a_new_file_that_lacks_rows_does_not_take_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the right keys, and authentic: it is the content that is compared."""
+    case = Case.make(tmp_path, "in_memory")
+    path = case.write()
+    before = path.read_bytes()
+    original = rekeying.file_encryptor.encrypt_opened
+
+    def one_row_less(source: Any, sink: Any, footer: Any, *arguments: Any, **options: Any) -> None:
+        footer.metadata.num_rows -= 1
+        original(source, sink, footer, *arguments, **options)
+        footer.metadata.num_rows += 1
+
+    monkeypatch.setattr(rekeying.file_encryptor, "encrypt_opened", one_row_less)
+    with pytest.raises(OutputError, match=r"x\.parquet.* does not have what the old one has"):
+        case.tools().rekey_in_place(path)
+    assert path.read_bytes() == before
+    assert names(case.folder) == ["x.parquet"]
+
+
 def test_a_kms_that_wraps_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.make(tmp_path, "in_memory", double_wrapping=False)
     path = case.write()

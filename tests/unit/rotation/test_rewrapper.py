@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import FaultyKms
 from rotation_case import MASTER_KEYS, TABLE, Case
 
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsResponseInvalidError, KmsUnavailableError
+from parquet_keytools.keys.kek import Kek
 from parquet_keytools.kms.client import RewrapRequest
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import rewrapper as module
@@ -85,6 +87,64 @@ def test_another_key_on_the_way_to_another_kms_is_noticed(new_keks: bool) -> Non
     other.fail("wrong_key")
     (outcome,) = Rewrapper(kms, other, new_keks=new_keks, only_count=False).rewrap(tasks_of(kms, 1)).values()
     assert isinstance(outcome, KmsResponseInvalidError)
+    assert "the new wrapped key does not unwrap to the same key" in str(outcome)
+    assert (outcome.backend, outcome.master_key_id) == (other.backend, "a")
+
+
+def test_a_new_kek_that_does_not_lead_to_the_same_dek(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could read the column again."""
+    case = Case.make(tmp_path, "keystore")
+    path = case.write()
+    before = path.read_bytes()
+    case.add_version()
+    wrap_dek = Kek.wrap_dek
+    with monkeypatch.context() as patched:
+        patched.setattr(Kek, "wrap_dek", lambda kek, dek: wrap_dek(kek, SecretBytes.random(128)))
+        (file,) = case.tools().rotate(path, new_keks=True).files
+    assert file.outcome is Outcome.FAILED and str(path) in str(file.error)
+    assert "the new KEK does not lead to the same DEK" in str(file.error)
+    assert path.read_bytes() == before
+    assert case.tools().rotate(path).succeeded and case.tools().read_table(path).equals(TABLE)
+
+
+def refuse(kms: InMemoryKms, requests_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(requests: Sequence[Any]) -> list[KmsError]:
+        return [
+            KmsAccessDeniedError(backend=kms.backend, operation=requests_of, master_key_id="a") for _ in requests
+        ]
+
+    monkeypatch.setattr(kms, requests_of, refused)
+
+
+@pytest.mark.parametrize("is_kek", [True, False])
+@pytest.mark.parametrize("refused", ["_wrap_many", "_unwrap_many"])
+def test_a_new_kms_that_refuses(refused: str, is_kek: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is that of each key, and none is re-wrapped."""
+    kms, other = InMemoryKms(KEYS), InMemoryKms(KEYS)
+    refuse(other, refused, monkeypatch)
+    outcomes = Rewrapper(kms, other, new_keks=True, only_count=False).rewrap(tasks_of(kms, 2, is_kek=is_kek))
+    assert [type(outcome) for outcome in outcomes.values()] == [KmsAccessDeniedError] * 2
+
+
+def test_what_the_kms_re_wrapped_and_does_not_unwrap_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    kms = RewrappingKms(KEYS)
+    tasks = tasks_of(kms, 2)
+    refuse(kms, "_unwrap_many", monkeypatch)
+    outcomes = Rewrapper(kms, kms, new_keks=False, only_count=False).rewrap(tasks)
+    assert [type(outcome) for outcome in outcomes.values()] == [KmsAccessDeniedError] * 2
+
+
+def test_a_dry_run_counts_each_key_once() -> None:
+    kms = RewrappingKms(KEYS)
+    tasks = tasks_of(kms, 3)
+    rewrapper = Rewrapper(kms, kms, new_keks=False, only_count=True)
+    for _ in range(2):
+        rewrapper.expect_unwraps([task.old for task in tasks])
+    assert rewrapper.expected_calls == KmsCalls(unwrap=3)
+    for _ in range(2):
+        assert rewrapper.rewrap(tasks[:2]) == {}
+    assert rewrapper.expected_calls == KmsCalls(unwrap=5, rewrap=2)
+    assert rewrapper.calls == KmsCalls()
 
 
 def test_failures_are_not_remembered() -> None:

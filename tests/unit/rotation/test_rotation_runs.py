@@ -23,7 +23,7 @@ from parquet_keytools.errors import (
     OutputError,
     StorageFailedError,
 )
-from parquet_keytools.keys import file_key_retriever
+from parquet_keytools.keys import key_wrapping as file_key_retriever
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import batch, data_set_run, held_keys, rewrapping
 from parquet_keytools.rotation.journal import Journal, JournalInUseError, journal_folder

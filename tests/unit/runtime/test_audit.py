@@ -19,11 +19,10 @@ import pytest
 from fake_remote_kms import FakeRemoteKms
 from faults import FaultyKms
 
-from parquet_keytools import Keytools, SecretBytes, parse_configuration
+from parquet_keytools import Keytools, SecretBytes, audit, parse_configuration
 from parquet_keytools.errors import ColumnAccessDeniedError, KmsAccessDeniedError
 from parquet_keytools.kms.client import RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.runtime import audit
 
 KEY = SecretBytes.random(128)
 MASTER_KEYS = {"footer": os.urandom(16), "pii": os.urandom(16)}

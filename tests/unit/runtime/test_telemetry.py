@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from parquet_keytools import Keytools, SecretBytes, parse_configuration
+from parquet_keytools import Keytools, SecretBytes, parse_configuration, telemetry
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
     KmsError,
@@ -29,7 +29,6 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.keys.kek import KekCache
 from parquet_keytools.kms.client import WrapRequest
-from parquet_keytools.runtime import telemetry
 
 KEY = SecretBytes(b"CANARY-of-a-key!")
 

@@ -16,10 +16,10 @@ from fake_spark import FakeSpark
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import ConfigurationError, OutputError, ParquetFormatError
-from parquet_keytools.kms.keystore.client import KeystoreSettings
+from parquet_keytools.kms.keystore import KeystoreSettings
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.spark import pipelines
-from parquet_keytools.spark.pipelines import encryption, rekeying, rotation, worker_keys
+from parquet_keytools.spark.pipelines import encryption, rotation, worker_keys
 from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, state_of
 from parquet_keytools.spark.pipelines.job import Job
 from parquet_keytools.spark.pipelines.planned_files import (
@@ -316,9 +316,9 @@ def test_a_plaintext_file_in_a_folder_is_not_rekeyed(encrypted: tuple[Keytools, 
     pq.write_table(pa.table({"a": [1]}), folder / "plain.parquet")
     spark: Any = FakeSpark([2], spark_master="local[2]")
     job = Job(spark, keytools.configuration)
-    task = rekeying.RekeyTask(job.carried_keys(1), str(folder), None, None, "t")
+    task = rotation.RekeyTask(job.carried_keys(1), str(folder), None, None, "t")
     assert task(0, 0, piece_of(folder)).outcomes == {"rekeyed": 1, "not encrypted": 1}
-    alone = rekeying.RekeyTask(job.carried_keys(1), str(folder / "plain.parquet"), None, None, "t")
+    alone = rotation.RekeyTask(job.carried_keys(1), str(folder / "plain.parquet"), None, None, "t")
     assert alone(0, 0, piece_of(folder / "plain.parquet")).outcomes == {"failed": 1}
 
 

@@ -46,7 +46,7 @@ from parquet_keytools.spark.session import session_settings
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.view.digest_chunk import StandIn
 from parquet_keytools.view.digest_kinds import digest_kind
-from parquet_keytools.view.plain_input import PlainInput
+from parquet_keytools.view.plain_files import PlainInput
 
 SECRET = bytes(range(32))
 EPOCH = datetime.datetime(1970, 1, 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from parquet_keytools.view.read_buffers import ReadBuffers
+from parquet_keytools.view.page_cache import ReadBuffers
 
 LARGE = 1_000_000
 

@@ -2,7 +2,8 @@
 
 A wrapped key is base64 of the ciphertext blob that `Encrypt` returned. AWS keeps in it, hidden, which key and
 which key material made it. No master key leaves AWS, and with `ReEncrypt` no wrapped key has to be unwrapped here
-to be rotated.
+to be rotated. The raw form is the blob of a call without encryption context, as that of Iceberg's
+`AwsKeyManagementClient`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from parquet_keytools.errors import (
     KmsResponseInvalidError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.aws.connection import AwsConnection
+from parquet_keytools.kms.aws.connection import AwsConnection, AwsSettings
 from parquet_keytools.kms.aws.errors import aws_error
-from parquet_keytools.kms.aws.settings import AwsSettings
 from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
 from parquet_keytools.kms.requests import MasterKeyDescription, RewrapRequest
 from parquet_keytools.kms.settings import KmsSettings
@@ -242,10 +242,11 @@ class AwsKms(RemoteKmsClient):
         """Return the key of an answer, which may be the one that was asked for."""
         arn = KmsArn.parse(key_id)
         if arn is None or not may_stand_for(as_asked(master_key_id, arn.region), arn):
-            raise self._kms_error(
-                KmsResponseInvalidError, operation, master_key_id, "it is about another master key"
-            )
+            raise self._about_another(operation, master_key_id)
         return arn
+
+    def _about_another(self, operation: str, master_key_id: str) -> KmsError:
+        return self._kms_error(KmsResponseInvalidError, operation, master_key_id, "it is about another master key")
 
     def _check_identity(self, key_id: object, master_key_id: str, operation: str, until: float) -> None:
         """Check that an answer is about the master key that was asked for.
@@ -262,9 +263,7 @@ class AwsKms(RemoteKmsClient):
         with self._aliases_lock:
             self._aliases[master_key_id] = found
         if found not in (arn, None):
-            raise self._kms_error(
-                KmsResponseInvalidError, operation, master_key_id, "it is about another master key"
-            )
+            raise self._about_another(operation, master_key_id)
 
     def _resolved(self, alias: str, operation: str, until: float) -> KmsArn | None:
         """Return the key that an alias stands for, or None where this principal may not know."""

@@ -1,4 +1,7 @@
-"""The connection to AWS: sessions, clients, roles, and silence in the SDK's log while keys pass through it."""
+"""What a configuration may say of AWS KMS, and the connection that this makes.
+
+It has sessions, clients, roles, and silence in the SDK's log while keys pass through it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
 import boto3
 import botocore.session
@@ -21,13 +24,102 @@ from botocore.credentials import (
     DeferredRefreshableCredentials,
 )
 from botocore.exceptions import ClientError, NoCredentialsError, ReadTimeoutError
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 
 from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.kms.aws.errors import EXPIRED_CREDENTIALS, code_of
-from parquet_keytools.kms.aws.settings import AwsSettings
 from parquet_keytools.kms.requests import CallFacts
+from parquet_keytools.kms.settings import RemoteKmsSettings, StrictSettings
 from parquet_keytools.kms.transport import SdkLogs, check_certificates, mistake_in_url
-from parquet_keytools.runtime.fork_safety import PerProcess
+from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
+
+_MAX_CONTEXT_LENGTH = 8_192
+
+
+def _checked_context(context: dict[str, str]) -> dict[str, str]:
+    if any(not name for name in context):
+        raise ValueError("a name in the encryption context may not be empty")
+    if any(name.lower().startswith("aws:") for name in context):
+        raise ValueError("names in the encryption context may not start with `aws:`, which is AWS's own")
+    if sum(len(name) + len(value) for name, value in context.items()) > _MAX_CONTEXT_LENGTH:
+        raise ValueError(f"the encryption context may not have more than {_MAX_CONTEXT_LENGTH} characters")
+    return context
+
+
+EncryptionContext = Annotated[dict[str, str], AfterValidator(_checked_context)]
+
+
+class AssumeRoleSettings(StrictSettings):
+    """A role to be assumed with the credentials that are there."""
+
+    role_arn: str = Field(pattern=r"^arn:aws[a-z-]*:iam::[0-9]{12}:role/.+$", description="The role's ARN.")
+    session_name: str = Field(
+        default="parquet-keytools",
+        pattern=r"^[A-Za-z0-9_=,.@-]{2,64}$",
+        description="CloudTrail records it with each call.",
+    )
+    external_id: SecretStr | None = Field(
+        default=None, description="External id that a role of another account may require; best as `${VARIABLE}`."
+    )
+    duration_seconds: int = Field(
+        default=3600,
+        ge=900,
+        le=43_200,
+        description="How long its credentials are valid; they are renewed before they expire.",
+    )
+    endpoint_url: str | None = Field(default=None, description="URL of STS, if it is not the public one.")
+
+
+class AwsSettings(RemoteKmsSettings):
+    """Settings of AWS KMS; what is not said comes from where the AWS SDK looks for it."""
+
+    type: Literal["aws"] = "aws"
+    region: str | None = Field(
+        default=None, pattern=r"^[a-z]{2}(-[a-z0-9]+)+$", description="Region of the KMS, such as eu-west-1."
+    )
+    endpoint_url: str | None = Field(
+        default=None, description="URL of the KMS, where it is not AWS's own, such as that of a VPC endpoint."
+    )
+    allow_http: bool = Field(
+        default=False, description="Whether an endpoint on another machine may be reached without TLS."
+    )
+    use_fips_endpoint: bool = Field(default=False, description="Whether to use AWS's FIPS endpoints.")
+    ca_bundle: Path | None = Field(
+        default=None, description="PEM file of certificates to trust instead of those of the SDK."
+    )
+    profile: str | None = Field(default=None, description="Profile of the AWS configuration files.")
+    access_key_id: SecretStr | None = Field(
+        default=None, description="Credentials for tests. Without them the SDK looks for some, as it always does."
+    )
+    secret_access_key: SecretStr | None = Field(default=None, description="Belongs to access_key_id.")
+    session_token: SecretStr | None = Field(default=None, description="Belongs to access_key_id.")
+    assume_role: AssumeRoleSettings | None = Field(
+        default=None, description="A role to assume with these credentials."
+    )
+    encryption_context: EncryptionContext = Field(
+        default_factory=dict,
+        description="Bound to each wrapped key, needed to unwrap it, and written to CloudTrail in plaintext.",
+        json_schema_extra={"default": {}},
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            raise ValueError("access_key_id and secret_access_key go together")
+        if self.session_token is not None and self.access_key_id is None:
+            raise ValueError("session_token needs access_key_id and secret_access_key")
+        if self.profile is not None and self.access_key_id is not None:
+            raise ValueError("give either profile or access_key_id")
+        if self.use_fips_endpoint and self.endpoint_url is not None:
+            raise ValueError("give either endpoint_url or use_fips_endpoint")
+        for url in (self.endpoint_url, self.assume_role and self.assume_role.endpoint_url):
+            if url and (mistake := mistake_in_url(url, "endpoint_url", allow_http=self.allow_http)):
+                raise ValueError(mistake)
+        return self
+
+
+# --- the connection ---
+
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +145,7 @@ class AwsConnection:
         self._folder = folder
         self._session = session
         self._given_client = client
-        self._maker_process_id = os.getpid()
+        self._owner = OwnerProcess()
         self._clients: PerProcess[Any] = PerProcess(self._make_client)
 
     @property
@@ -118,7 +210,7 @@ class AwsConnection:
             if self._settings.assume_role is not None:
                 session = self._session_in_role(session)
             client = self._opened(session.client, "kms", self._settings.endpoint_url)
-        elif os.getpid() != self._maker_process_id:
+        elif not self._owner.is_here:
             # A forked child drops its copies of the parent's connections, and opens its own.
             client.close()
         _sdk_logs.add_filters()

@@ -1,12 +1,13 @@
 """A KMS client of Google Cloud KMS.
 
 A wrapped key is the base64 of the ciphertext that Cloud KMS makes, and nothing else, so whoever may call Decrypt
-can unwrap it with any tool. Such a ciphertext hides which version of the master key made it.
+can unwrap it with any tool. Such a ciphertext hides which version of the master key made it. The raw form is that
+of a call without additional authenticated data, as that of Iceberg's `GcpKeyManagementClient`.
 """
 
 from __future__ import annotations
 
-import os
+import re
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,19 +30,27 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.gcp.connection import (
+    KEY_RING,
+    NAME,
     CredentialsFileError,
     GcpConnection,
+    GcpSettings,
     TokenSource,
+    key_ring_name,
     load_credentials,
     open_client,
 )
 from parquet_keytools.kms.gcp.errors import kms_error
-from parquet_keytools.kms.gcp.settings import GcpSettings, crypto_key_name, key_ring_name, version_of
 from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
 from parquet_keytools.kms.requests import MasterKeyDescription
 from parquet_keytools.kms.settings import KmsSettings
-from parquet_keytools.runtime.fork_safety import PerProcess
+from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
 from parquet_keytools.secret_bytes import SecretBytes
+
+_CRYPTO_KEY = re.compile(rf"{KEY_RING.pattern}/cryptoKeys/{NAME}")
+_CRYPTO_KEY_VERSION = re.compile(rf"({_CRYPTO_KEY.pattern})/cryptoKeyVersions/([1-9][0-9]{{0,8}})")
+_SHORT_NAME = re.compile(NAME)
+_FORM = "projects/PROJECT/locations/LOCATION/keyRings/KEY_RING/cryptoKeys/KEY"
 
 _ENABLED = CryptoKeyVersion.CryptoKeyVersionState.ENABLED
 _ENCRYPT_DECRYPT = CryptoKey.CryptoKeyPurpose.ENCRYPT_DECRYPT
@@ -75,7 +84,7 @@ class GcpKms(RemoteKmsClient):
         super().__init__(self.settings, time_source)
         self._folder = folder or Path()
         self._client = client
-        self._made_in = os.getpid()
+        self._owner = OwnerProcess()
         self._key_ring = key_ring_name(self.settings.project, self.settings.location, self.settings.key_ring)
         self._aad = self.settings.aad()
         self._aad_crc32c = crc32c(self._aad)
@@ -114,7 +123,7 @@ class GcpKms(RemoteKmsClient):
             self._call(operation, None, lambda seconds: self._connections.get().authenticate(seconds))
 
     def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
-        name = crypto_key_name(master_key_id, self._key_ring)
+        name = self._key_name("wrap", master_key_id)
         request = EncryptRequest(
             name=name, plaintext=key.reveal(), plaintext_crc32c=crc32c(key.reveal()), **self._aad_fields()
         )
@@ -137,7 +146,7 @@ class GcpKms(RemoteKmsClient):
         return self._call("wrap", master_key_id, send)
 
     def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
-        name = crypto_key_name(master_key_id, self._key_ring)
+        name = self._key_name("unwrap", master_key_id)
         try:
             ciphertext = strict_base64.decode(wrapped_key)
         except ValueError:
@@ -157,7 +166,7 @@ class GcpKms(RemoteKmsClient):
         return self._call("unwrap", master_key_id, send)
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
-        name = crypto_key_name(master_key_id, self._key_ring)
+        name = self._key_name("describe", master_key_id)
         key = self._ask("describe", master_key_id, "get_crypto_key", GetCryptoKeyRequest(name=name))
         if key.name != name:
             raise self._kms_error(
@@ -184,7 +193,7 @@ class GcpKms(RemoteKmsClient):
         return self.settings.endpoint
 
     def _identity(self, master_key_id: str) -> str:
-        return crypto_key_name(master_key_id, self._key_ring)
+        return self._key_name("describe", master_key_id)
 
     def _raw_obstacle(self) -> str:
         return "Iceberg's own client sends no additional authenticated data" if self._aad else ""
@@ -199,11 +208,29 @@ class GcpKms(RemoteKmsClient):
         email = self._last_connection.email if self._last_connection is not None else None
         return email or "application default credentials"
 
+    # --- names: `projects/*/locations/*/keyRings/*/cryptoKeys/*`, and versions below them ---
+
+    def _key_name(self, operation: str, master_key_id: str) -> str:
+        """Return the resource name of a master key, given its resource name or its name in the key ring."""
+        if _CRYPTO_KEY.fullmatch(master_key_id):
+            return master_key_id
+        if version := _CRYPTO_KEY_VERSION.fullmatch(master_key_id):
+            detail = "this names one version of the key"
+            hint = f"Name the key: {version[1]}. Cloud KMS finds the version."
+        elif not _SHORT_NAME.fullmatch(master_key_id):
+            detail, hint = "this is not the name of a key in Cloud KMS", f"Its form is {_FORM}."
+        elif self._key_ring is None:
+            detail = "a short name needs a key ring"
+            hint = f"Set project, location and key_ring under kms, or write it in full: {_FORM}."
+        else:
+            return f"{self._key_ring}/cryptoKeys/{master_key_id}"
+        raise self._kms_error(KmsConfigurationError, operation, master_key_id, detail, hint)
+
     # --- connection ---
 
     def _connect(self) -> GcpConnection:
         if self._client is not None:
-            if self._made_in != os.getpid():
+            if not self._owner.is_here:
                 detail = "the client that was passed in belongs to the parent process"
                 hint = "Make a client in each process, or let the configuration make it."
                 raise self._kms_error(KmsConfigurationError, "connect", None, detail, hint)
@@ -261,6 +288,12 @@ class GcpKms(RemoteKmsClient):
     def _ask(self, operation: str, master_key_id: str, method: str, request: Any) -> Any:
         """Return the answer to a request that needs no check."""
         return self._call(operation, master_key_id, lambda s: self._connections.get().call(method, request, s))
+
+
+def version_of(version_name: str, key_name: str) -> str | None:
+    """Return the number of a version of a key, or None where a name is not that of a version of this key."""
+    parts = _CRYPTO_KEY_VERSION.fullmatch(version_name)
+    return parts[2] if parts and parts[1] == key_name else None
 
 
 def _origin(key: CryptoKey) -> str | None:

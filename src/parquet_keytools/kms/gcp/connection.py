@@ -1,4 +1,4 @@
-"""Who we are to Google Cloud, and a channel to Cloud KMS that is kept apart from forks."""
+"""What a configuration may say of Google Cloud KMS: who we are there, and a channel kept apart from forks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Literal, Self
 
 import google.auth
 import grpc
@@ -24,9 +24,90 @@ from google.cloud.kms_v1 import KeyManagementServiceClient
 from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
 from google.oauth2 import credentials as user_credentials
 from google.oauth2 import service_account
+from pydantic import Field, model_validator
 
-from parquet_keytools.kms.transport import SdkLogs
+from parquet_keytools.kms.settings import RemoteKmsSettings, bytes_of_context
+from parquet_keytools.kms.transport import SdkLogs, is_loopback
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+
+_ENDPOINT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?")
+_EMAIL = r"^[^@\s]+@[^@\s]+$"
+_MAX_AAD_LENGTH = 65_536
+
+NAME = r"[A-Za-z0-9_-]{1,63}"
+# Projects of a domain are named `example.com:project`.
+KEY_RING = re.compile(rf"projects/[a-z0-9][a-z0-9.:-]{{0,127}}/locations/[a-z0-9-]{{1,63}}/keyRings/{NAME}")
+
+
+class GcpSettings(RemoteKmsSettings):
+    """Settings of Cloud KMS; relative paths start at the configuration's folder."""
+
+    type: Literal["gcp"] = "gcp"
+    project: str | None = Field(default=None, description="Project of the key ring.")
+    location: str | None = Field(default=None, description="Location of the key ring.")
+    key_ring: str | None = Field(
+        default=None, description="Key ring of the master keys that are named by their short names."
+    )
+    endpoint: str = Field(
+        default="cloudkms.googleapis.com", description="Host of Cloud KMS, with a port where it is not 443."
+    )
+    credentials_file: Path | None = Field(
+        default=None,
+        description="A service account key, or what gcloud made for a user or for workload identity federation. "
+        "Without it, application default credentials.",
+    )
+    impersonate_service_account: str | None = Field(
+        default=None, pattern=_EMAIL, description="Email of a service account to act as."
+    )
+    impersonation_delegates: tuple[str, ...] = Field(
+        default=(), description="Service accounts in between, each of which may act as the next."
+    )
+    quota_project: str | None = Field(default=None, description="Project whose quota is used.")
+    additional_authenticated_data: str | dict[str, str] | None = Field(
+        default=None,
+        description="Bound to each wrapped key, as a text or a mapping. Not secret; unwrapping needs the same.",
+    )
+    insecure: bool = Field(
+        default=False, description="Without TLS and credentials, for tests; to this machine only."
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        key_ring_name(self.project, self.location, self.key_ring)
+        parts = _ENDPOINT.fullmatch(self.endpoint)
+        if parts is None:
+            raise ValueError("endpoint is a host, with or without a port; it has no https:// before it")
+        if self.insecure and not is_loopback(parts[1]):
+            raise ValueError("insecure is for tests with an endpoint on this machine, such as 127.0.0.1:8080")
+        if self.insecure and (self.credentials_file or self.impersonate_service_account):
+            raise ValueError("credentials would be sent without TLS: leave out insecure, or the credentials")
+        if self.impersonation_delegates and not self.impersonate_service_account:
+            raise ValueError("impersonation_delegates needs impersonate_service_account")
+        if len(self.aad()) > _MAX_AAD_LENGTH:
+            raise ValueError(f"additional_authenticated_data has more than {_MAX_AAD_LENGTH} bytes")
+        return self
+
+    def aad(self) -> bytes:
+        """Return the additional authenticated data as Cloud KMS gets it."""
+        return bytes_of_context(self.additional_authenticated_data)
+
+
+def key_ring_name(project: str | None, location: str | None, key_ring: str | None) -> str | None:
+    """Return the resource name of a key ring, or None where parts of it are not given.
+
+    Raises:
+        ValueError: A part is not valid.
+    """
+    if not (project and location and key_ring):
+        return None
+    name = f"projects/{project}/locations/{location}/keyRings/{key_ring}"
+    if not KEY_RING.fullmatch(name):
+        raise ValueError("project, location and key_ring do not make the name of a key ring")
+    return name
+
+
+# --- credentials ---
+
 
 SDK_LOGS = SdkLogs(
     "google.auth.transport.requests",
@@ -214,9 +295,7 @@ class CallGate:
             self._changed.wait_for(lambda: not self._forks)
             self._calls += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._changed:
             self._calls -= 1
             self._changed.notify_all()

@@ -24,7 +24,6 @@ from parquet_keytools.errors import (
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.gcp.settings import InvalidKeyNameError
 from parquet_keytools.kms.requests import CallFacts
 
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{1,62}")
@@ -84,8 +83,6 @@ _WRONG_WRAPPED_KEY_HINT = (
 def kms_error(error: Exception, operation: str, master_key_id: str | None) -> KmsError | None:
     """Return the `KmsError` that stands for an exception, or None for one that is not from here."""
     call = CallFacts("gcp", operation, master_key_id)
-    if isinstance(error, InvalidKeyNameError):
-        return call.error(KmsConfigurationError, error.detail, error.hint)
     if isinstance(error, GoogleAuthError):
         return _of_authentication(error, call)
     if isinstance(error, GoogleAPICallError):

@@ -1,6 +1,6 @@
 """A KMS client for the transit engine of HashiCorp Vault and OpenBao.
 
-A wrapped key is what the engine itself makes: `vault:v<version>:<base64>`.
+A wrapped key is what the engine itself makes: `vault:v<version>:<base64>`. The raw form is its ASCII bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
 from parquet_keytools.kms.requests import MasterKeyDescription, R, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.settings import KmsSettings
-from parquet_keytools.kms.vault.connection import Address, VaultConnection, open_session
+from parquet_keytools.kms.vault.connection import VaultConnection, VaultSettings, open_session
 from parquet_keytools.kms.vault.errors import (
     RequestTooLargeError,
     TransitCall,
@@ -34,7 +34,6 @@ from parquet_keytools.kms.vault.errors import (
     refusal_error,
 )
 from parquet_keytools.kms.vault.session import VaultSession, token_source
-from parquet_keytools.kms.vault.settings import VaultSettings
 from parquet_keytools.kms.vault.transit import (
     TransitEngine,
     TransitKey,
@@ -322,9 +321,9 @@ class _Link:
         self, settings: VaultSettings, folder: Path, connections: requests.Session, clock: Callable[[], float]
     ) -> None:
         self.connections = connections
-        self._address = Address(settings.url, settings.namespace, settings.redirect_hosts)
+        self._settings = settings
         self._clock = clock
         self.session = VaultSession(token_source(settings, folder), self.connect, clock)
 
     def connect(self, token: SecretStr | None, deadline: float) -> VaultConnection:
-        return VaultConnection(self.connections, self._address, token, deadline, self._clock)
+        return VaultConnection(self.connections, self._settings, token, deadline, self._clock)

@@ -1,4 +1,6 @@
-"""HTTP to Vault or OpenBao for hvac: one attempt, within its time, to hosts that are configured, without leaks.
+"""What a configuration may say of Vault or OpenBao, and HTTP to it for hvac.
+
+One attempt, within its time, to hosts that are configured, without leaks.
 
 hvac's own adapters follow redirects to any host and put answers, plaintexts included, into exceptions.
 """
@@ -9,40 +11,169 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import requests
 from hvac.adapters import Adapter
-from pydantic import SecretStr
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from requests.adapters import HTTPAdapter
 from urllib3 import Timeout
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from parquet_keytools.errors import KmsConfigurationError
+from parquet_keytools.kms.settings import RemoteKmsSettings, StrictSettings, bytes_of_context
 from parquet_keytools.kms.transport import (
     check_certificates,
     check_client_certificate,
+    http_parts,
     is_loopback,
+    mistake_in_url,
     retry_after_seconds,
 )
-from parquet_keytools.kms.vault.errors import BACKEND, Reason, VaultRefusal, reason_of
-from parquet_keytools.kms.vault.settings import VaultSettings
+from parquet_keytools.kms.vault.errors import BACKEND, CONNECT, Reason, VaultRefusal, reason_of
+
+_MOUNT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
+_NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]*(/[A-Za-z0-9_][A-Za-z0-9_. -]*)*/?")
+_HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
+
+
+def _checked_mount(mount: str) -> str:
+    # It becomes part of a path: dots in a row would leave the mount.
+    if not _MOUNT.fullmatch(mount) or ".." in mount:
+        raise ValueError("a mount point is a path such as `transit` or `team/transit`")
+    return mount
+
+
+def _checked_namespace(namespace: str) -> str:
+    if not _NAMESPACE.fullmatch(namespace) or ".." in namespace:
+        raise ValueError("a namespace is a path such as `team` or `org/team`")
+    return namespace
+
+
+def _checked_host(host: str) -> str:
+    if not _HOST.fullmatch(host):
+        raise ValueError("a host is a name or an address, with a port where it is not the usual one")
+    return host.lower()
+
+
+Mount = Annotated[str, AfterValidator(_checked_mount)]
+Namespace = Annotated[str, AfterValidator(_checked_namespace)]
+Host = Annotated[str, AfterValidator(_checked_host)]
+
+
+class AppRoleSettings(StrictSettings):
+    """Login of a service that has a role id and a secret id."""
+
+    role_id: str = Field(min_length=1, description="The role id.")
+    secret_id: SecretStr | None = Field(default=None, description="The secret id, best as `${VARIABLE}`; or")
+    secret_id_file: Path | None = Field(
+        default=None, description="a file with the secret id, read at each login. A role may need neither."
+    )
+    mount: Mount = Field(default="approle", description="Where the auth method is mounted.")
+
+    @model_validator(mode="after")
+    def _one_secret_id(self) -> Self:
+        if self.secret_id is not None and self.secret_id_file is not None:
+            raise ValueError("give either secret_id or secret_id_file")
+        return self
+
+
+class KubernetesSettings(StrictSettings):
+    """Login of a pod with the token of its service account."""
+
+    role: str = Field(min_length=1, description="The role to log in to.")
+    jwt_path: Path = Field(
+        default=Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),
+        description="The file with the service account's token, read at each login.",
+    )
+    mount: Mount = Field(default="kubernetes", description="Where the auth method is mounted.")
+
+
+class JwtSettings(StrictSettings):
+    """Login with a JSON Web Token that someone else issued, such as a CI service."""
+
+    role: str = Field(min_length=1, description="The role to log in to.")
+    jwt: SecretStr | None = Field(default=None, description="The JSON Web Token, best as `${VARIABLE}`; or")
+    jwt_file: Path | None = Field(default=None, description="a file with it, read at each login.")
+    mount: Mount = Field(default="jwt", description="Where the auth method is mounted.")
+
+    @model_validator(mode="after")
+    def _one_jwt(self) -> Self:
+        if (self.jwt is None) == (self.jwt_file is None):
+            raise ValueError("give either jwt or jwt_file")
+        return self
+
+
+class VaultSettings(RemoteKmsSettings):
+    """Settings of Vault and OpenBao; relative paths start at the configuration's folder."""
+
+    type: Literal["vault"] = "vault"
+    url: str = Field(description="Address of the server, such as `https://vault.example:8200`.")
+    allow_http: bool = Field(
+        default=False, description="Allow an address without TLS that is not on this machine."
+    )
+    redirect_hosts: tuple[Host, ...] = Field(
+        default=(), description="Other hosts that the server may redirect to, such as the nodes of its cluster."
+    )
+    proxy: SecretStr | None = Field(
+        default=None,
+        description="Address of a proxy, best as `${VARIABLE}` where it holds a password. Proxies in "
+        "environment variables are not used.",
+    )
+    namespace: Namespace | None = Field(default=None, description="The namespace that mounts and logins are in.")
+    mount_point: Mount = Field(default="transit", description="Where the transit engine is mounted.")
+    token: SecretStr | None = Field(default=None, description="A token, best as `${VAULT_TOKEN}`; or")
+    token_file: Path | None = Field(
+        default=None, description="a file with a token that something else keeps fresh; or"
+    )
+    approle: AppRoleSettings | None = Field(default=None, description="a login with AppRole; or")
+    kubernetes: KubernetesSettings | None = Field(default=None, description="a login with Kubernetes; or")
+    jwt: JwtSettings | None = Field(default=None, description="a login with a JSON Web Token.")
+    ca_file: Path | None = Field(
+        default=None, description="PEM file of certificates to trust instead of the public ones."
+    )
+    client_cert: Path | None = Field(default=None, description="A client certificate (PEM).")
+    client_key: Path | None = Field(default=None, description="Its key (PEM), where it is not in the same file.")
+    context: str | dict[str, str] | None = Field(
+        default=None, description="Context of derived keys. With it all master keys must be derived ones."
+    )
+    batch_size: int = Field(default=100, ge=1, le=1000, description="Maximum number of keys in one call.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        ways = (self.token, self.token_file, self.approle, self.kubernetes, self.jwt)
+        if sum(way is not None for way in ways) != 1:
+            raise ValueError("give one of token, token_file, approle, kubernetes and jwt")
+        if self.client_key is not None and self.client_cert is None:
+            raise ValueError("client_key needs client_cert")
+        if mistake := mistake_in_url(self.url, "url", allow_http=self.allow_http):
+            raise ValueError(mistake)
+        if self.proxy is not None:
+            _check_proxy(self.proxy.get_secret_value(), self.url, self.allow_http)
+        return self
+
+    def context_bytes(self) -> bytes | None:
+        """Return the context as the server gets it, or None."""
+        return None if self.context is None else bytes_of_context(self.context)
+
+
+def _check_proxy(proxy: str, url: str, allow_http: bool) -> None:
+    found = http_parts(proxy)
+    if found is None:
+        raise ValueError("proxy has to be an address such as http://proxy.example:3128")
+    # Through TLS a proxy sees nothing; without, it gets token and keys.
+    if urlsplit(url).scheme == "http" and not allow_http and not is_loopback(found[1]):
+        raise ValueError("url is without TLS, so that the proxy can read the keys: leave out proxy, or use https")
+
+
+# --- the connection ---
+
 
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
 _MAX_REDIRECTS = 3
 _PORTS = {"http": 80, "https": 443}
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where the server is, and where it may send us."""
-
-    url: str
-    namespace: str | None
-    redirect_hosts: tuple[str, ...]
 
 
 class _Connections(requests.Session):
@@ -76,8 +207,7 @@ def open_session(settings: VaultSettings, folder: Path) -> requests.Session:
 def _file(folder: Path, setting: Path) -> str:
     path = folder / setting.expanduser()
     if not path.is_file():
-        detail = f"there is no file {path}"
-        raise KmsConfigurationError(detail, backend=BACKEND, operation="connect")
+        raise CONNECT.error(KmsConfigurationError, f"there is no file {path}")
     return str(path)
 
 
@@ -87,6 +217,7 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
     Answers are returned as mappings; whatever else there is becomes a `VaultRefusal`, without the answer's text.
 
     Args:
+        settings: Where the server is, and where it may send us.
         token: Sent along, or None.
         deadline: When the answer must be here, on the clock.
     """
@@ -94,13 +225,13 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
     def __init__(
         self,
         session: requests.Session,
-        address: Address,
+        settings: VaultSettings,
         token: SecretStr | None,
         deadline: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(base_uri=address.url, session=session, allow_redirects=False)
-        self._address = address
+        super().__init__(base_uri=settings.url, session=session, allow_redirects=False)
+        self._settings = settings
         self._secret_token = token
         self._deadline = deadline
         self._clock = clock
@@ -136,7 +267,7 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
             VaultRefusal: The server refused, or sent what is no answer.
             requests.RequestException, OSError: The connection failed.
         """
-        base = self._address.url.rstrip("/")
+        base = self._settings.url.rstrip("/")
         for _ in range(_MAX_REDIRECTS + 1):
             status, answered, body = self._send(method, f"{base}{url}", headers, arguments.get("json"))
             if status not in (301, 302, 303, 307, 308):
@@ -151,8 +282,8 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
         if left <= 0:
             raise TimeoutError
         sent = {**(headers or {}), "X-Vault-Request": "true"}
-        if self._address.namespace:
-            sent["X-Vault-Namespace"] = self._address.namespace
+        if self._settings.namespace:
+            sent["X-Vault-Namespace"] = self._settings.namespace
         if self._secret_token is not None:
             sent["X-Vault-Token"] = self._secret_token.get_secret_value()
         with self.session.request(
@@ -202,7 +333,7 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
         )
         host = f"[{host}]" if ":" in host else host
         place = f"{host}:{port}"
-        allowed = is_own or place in self._address.redirect_hosts or host in self._address.redirect_hosts
+        allowed = is_own or place in self._settings.redirect_hosts or host in self._settings.redirect_hosts
         if not allowed or loses_protection:
             raise VaultRefusal(310, Reason.REDIRECT, host=f"{to.scheme}://{place}")
         # The path stays ours: it says which master key is asked.

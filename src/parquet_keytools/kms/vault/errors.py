@@ -24,6 +24,7 @@ from parquet_keytools.kms.requests import CallFacts
 from parquet_keytools.kms.transport import tls_error, unreachable_because
 
 BACKEND = "vault"
+CONNECT = CallFacts(BACKEND, "connect")
 
 
 class Reason(Enum):

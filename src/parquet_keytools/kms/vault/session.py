@@ -18,9 +18,14 @@ from hvac.api.auth_methods import JWT, AppRole, Kubernetes, Token
 from pydantic import SecretStr
 
 from parquet_keytools.errors import KmsConfigurationError, KmsError
-from parquet_keytools.kms.vault.connection import VaultConnection
-from parquet_keytools.kms.vault.errors import BACKEND, Reason, VaultRefusal
-from parquet_keytools.kms.vault.settings import AppRoleSettings, JwtSettings, KubernetesSettings, VaultSettings
+from parquet_keytools.kms.vault.connection import (
+    AppRoleSettings,
+    JwtSettings,
+    KubernetesSettings,
+    VaultConnection,
+    VaultSettings,
+)
+from parquet_keytools.kms.vault.errors import CONNECT, Reason, VaultRefusal
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 
 _MAX_SECRET_BYTES = 64 * 1024
@@ -127,7 +132,7 @@ def read_secret(path: Path) -> SecretStr:
     except OSError as error:
         reason = error.strerror or type(error).__name__
     if reason:
-        raise _mistake(f"{path} cannot be read ({reason})")
+        raise CONNECT.error(KmsConfigurationError, f"{path} cannot be read ({reason})")
     return _checked(SecretStr(content.decode("latin-1").strip()), f"the secret in {path}")
 
 
@@ -135,12 +140,11 @@ def _checked(secret: SecretStr, what: str) -> SecretStr:
     """Return a secret that can be part of a header."""
     text = secret.get_secret_value()
     if not text or len(text) > _MAX_SECRET_BYTES or not (text.isascii() and text.isprintable()) or " " in text:
-        raise _mistake(f"{what} is empty, too long, or has other characters than printable ASCII without spaces")
+        raise CONNECT.error(
+            KmsConfigurationError,
+            f"{what} is empty, too long, or has other characters than printable ASCII without spaces",
+        )
     return secret
-
-
-def _mistake(detail: str) -> KmsConfigurationError:
-    return KmsConfigurationError(detail, backend=BACKEND, operation="connect")
 
 
 Connect = Callable[[SecretStr | None, float], VaultConnection]
@@ -224,10 +228,7 @@ class VaultSession:
             with contextlib.suppress(TimeoutError), self._lock.held_within(0):
                 return self._kept(held, deadline)
             return held  # another thread renews it
-        with self._lock.held_within(deadline - self._clock()):
-            if self._held is not held and self._held is not None:
-                return self._held
-            return self._hold(self._fresh(held, deadline))
+        return self._another(held, deadline)
 
     def replace(self, held: HeldToken, deadline: float) -> HeldToken | None:
         """Return another token after one was refused, or None if that one is good.
@@ -242,10 +243,7 @@ class VaultSession:
                 return None
         elif self._clock() - held.got_at < _LEAST_SECONDS_BETWEEN_LOGINS or isinstance(self._source, GivenToken):
             return self._from_file(held, deadline)
-        with self._lock.held_within(deadline - self._clock()):
-            if self._held is not held and self._held is not None:
-                return self._held
-            return self._hold(self._fresh(held, deadline))
+        return self._another(held, deadline)
 
     def revoke(self, deadline: float) -> None:
         """Revoke a token that a login gave us; one that was given to us is not ours to revoke."""
@@ -290,6 +288,13 @@ class VaultSession:
         if not seconds or not enough:
             return None
         return replace(held.lives_for(seconds, asked_at), renewable=auth.get("renewable") is True)
+
+    def _another(self, held: HeldToken | None, deadline: float) -> HeldToken:
+        """Return the token that another thread got meanwhile, or a fresh one."""
+        with self._lock.held_within(deadline - self._clock()):
+            if self._held is not held and self._held is not None:
+                return self._held
+            return self._hold(self._fresh(held, deadline))
 
     def _fresh(self, previous: HeldToken | None, deadline: float) -> HeldToken:
         if isinstance(self._source, Login):

@@ -17,7 +17,7 @@ from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputError
 from parquet_keytools.files import conversion
-from parquet_keytools.files.file_plan import check_target_folder
+from parquet_keytools.files.file_plan import check_target_file, check_target_folder
 from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.spark.carried_configuration import configuration_identity
 from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, parameters_hash, state_of
@@ -45,7 +45,7 @@ from parquet_keytools.storage.locations import FileLocation, PathLike
 from parquet_keytools.storage.outputs import whole_output, write_whole
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.temporary_names import parse_temporary_name
-from parquet_keytools.storage.walk import LeftOutReason, all_files
+from parquet_keytools.storage.walk import LeftOutReason, all_files, file_or_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -112,7 +112,7 @@ def encrypt(
                 "that keeps two attempts of one file from mixing their keys.",
                 hint="Set `key_material: internal`.",
             )
-        is_folder = source_root.is_folder()
+        is_folder = not file_or_folder(source_root).is_file
         run = {"source": source_place, "configuration": configuration_identity(job.configuration), "table": name}
         records_root = target_root if is_folder else target_root.sibling(f".{target_root.name}")
         records = RecordFolder(records_root.child(RECORDS), parameters_hash(run))
@@ -150,15 +150,7 @@ def _check_target(
             )
         check_target_folder(source, target, overwrite=overwrite or records.exists())
         return
-    if not source.is_file():
-        raise FileNotFoundError(f"there is no file or folder {source}")
-    kind = target.info().type
-    if kind == pafs.FileType.Directory:
-        raise OutputError(f"{target} is a folder, and the source is a file.", hint="Name a file in it.")
-    if source.is_same_file(target):
-        raise OutputError(f"{target} is the source itself.", hint="Choose another file for the output.")
-    if kind != pafs.FileType.NotFound and not overwrite:
-        raise OutputError(f"{target} exists already.", hint="Use --overwrite to replace it.")
+    check_target_file(source, target, overwrite=overwrite)
 
 
 def _begin(target: FileLocation, records: RecordFolder, *, is_folder: bool) -> pa.Table:

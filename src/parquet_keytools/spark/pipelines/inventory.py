@@ -11,7 +11,6 @@ from parquet_keytools.config.settings import Configuration
 from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory, uses_of_left_out
 from parquet_keytools.rotation.request import prefix_of
-from parquet_keytools.spark.pipelines.footer_groups import group_files
 from parquet_keytools.spark.pipelines.job import Job, PipelineTask
 from parquet_keytools.spark.pipelines.planned_files import node_location, place_of, plan_data_set
 from parquet_keytools.spark.pipelines.report import FAILED, PipelineReport, file_row
@@ -62,7 +61,7 @@ def keys(
         plan = plan_data_set(node_location(place), on_left_out=None if ignore_passed_over else left_out.append)
         with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
             passed_over = [_row(file, 0) for file in uses_of_left_out(pool, left_out)]
-        pieces = group_files(job, place, plan.table).pieces(job)
+        pieces = job.pieces(job.grouped(place, plan.table))
         task = InventoryTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix)
         job.work_on_files(f"list the keys of {place}", task, pieces)
         job.add_unseen(plan)

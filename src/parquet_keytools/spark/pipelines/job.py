@@ -1,8 +1,9 @@
-"""Runs a function over pieces of a data set as a job of Spark."""
+"""Runs a function over pieces of a data set as a job of Spark; files that share a footer key can go together."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 import uuid
 from collections import Counter
@@ -18,12 +19,18 @@ from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, SparkJobFailedError, without_frames
 from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.rotation.held_keys import read_file_keys
+from parquet_keytools.rotation.rewrapper import WrappedKey
 from parquet_keytools.spark.carried_configuration import carried, carried_file, refuse_generated_keys
 from parquet_keytools.spark.pipelines.planned_files import (
     PlannedFiles,
+    concatenated,
+    cut,
+    cut_by_group,
     file_at,
     node_location,
     number_of_pieces,
+    packed,
     rows_of,
     unpacked,
 )
@@ -46,9 +53,16 @@ _MOST_SECONDS_TO_END = 60.0
 Work = Callable[[int, int, bytes], TaskResult]
 """Takes the position of the task, the number of its attempt from 0, and its piece."""
 
-
 RowOf = Callable[[FileLocation, Mapping[str, Any]], dict[str, Any]]
 """Does something with a file that the plan has, and returns its row for the report."""
+
+MOST_PIECES_A_GROUP = 16
+"""Into how many pieces the files of one footer key are cut where only their ends are read and written: so many
+tasks, at most, unwrap it."""
+
+_GROUPED = pa.schema(
+    [("path", pa.string()), ("size_bytes", pa.int64()), ("group", pa.int64()), ("is_encrypted", pa.bool_())]
+)
 
 
 @dataclass(frozen=True)
@@ -244,6 +258,34 @@ class Job:
             self.outcomes += result.outcomes
             yield result
 
+    def grouped(self, place: str, files: pa.Table) -> pa.Table:
+        """Return files with what brings those together whose footers have the same wrapped key.
+
+        Then few tasks need the same key. This reads the end of each file, in a job of its own, and asks the KMS
+        nothing.
+
+        Returns:
+            `path`, `size_bytes`, `group`, and `is_encrypted`.
+        """
+        # To read the end of a file costs the same for each.
+        alike = files.set_column(1, "size_bytes", pa.nulls(files.num_rows, pa.int64()).fill_null(0))
+        pieces = cut(alike, self.number_of_pieces(files.num_rows))
+        task = partial(_group_piece, place)
+        tables = [result.rows for result in self.run(f"find the keys of {node_location(place)}", task, pieces)]
+        grouped = concatenated(tables, _GROUPED).drop_columns("size_bytes").join(files, "path")
+        return grouped.select(_GROUPED.names)
+
+    def pieces(self, grouped: pa.Table, *, whole_files: bool = False) -> list[bytes]:
+        """Return files, or some of them, cut into pieces by group.
+
+        Args:
+            grouped: The files, with their groups.
+            whole_files: Whether files are read as a whole. Then no task slot shall be idle, and a footer key is
+                unwrapped in each Python worker rather than by few tasks.
+        """
+        pieces = self.number_of_pieces(grouped.num_rows)
+        return cut_by_group(grouped, pieces, pieces if whole_files else MOST_PIECES_A_GROUP)
+
     def work_on_files(self, what: str, work: Work, pieces: Sequence[bytes]) -> None:
         """Run a task for each piece, and keep the rows of files for the report; see `run`."""
         self._rows += [result.rows for result in self.run(what, work, pieces)]
@@ -312,3 +354,26 @@ def _last_line(error: Exception) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
     stages = [line for line in lines if "Job aborted" in line or "Error" in line]
     return (stages or lines or [type(error).__name__])[-1][:500]
+
+
+def _group_piece(place: str, position: int, attempt: int, piece: bytes) -> TaskResult:
+    root = node_location(place)
+    rows = []
+    for file in rows_of(unpacked(piece)):
+        group, is_encrypted = 0, False
+        try:
+            keys = read_file_keys(file_at(root, file["path"]))
+            held = keys.footer_key
+            if held is not None:
+                group = _group(held.wrapped_key)
+            is_encrypted = keys.is_encrypted
+        except (KeytoolsError, OSError):
+            # Whoever works on it says what is wrong with it.
+            pass
+        rows.append({**file, "group": group, "is_encrypted": is_encrypted})
+    return TaskResult(packed(pa.Table.from_pylist(rows, _GROUPED)))
+
+
+def _group(key: WrappedKey) -> int:
+    text = f"{key.master_key_id}\n{key.wrapped_key}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big", signed=True)

@@ -1,4 +1,6 @@
-"""Master keys of a data set rotated: each distinct wrapped key is re-wrapped once, then files are written.
+"""Master keys of a data set rotated, and files re-encrypted with new data keys.
+
+In a rotation each distinct wrapped key is re-wrapped once, then files are written:
 
 1. Tasks read the end of each file, and the KMS is asked nothing. Files are grouped by their footer's wrapped key,
    so that few tasks unwrap the same one.
@@ -16,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import KeytoolsError, KmsError, KmsUnavailableError
+from parquet_keytools.errors import KeytoolsError, KmsError, KmsUnavailableError, NotEncryptedError
 from parquet_keytools.kms.client import KmsClient, RewrapRequest
 from parquet_keytools.rotation.batch import KmsInstance
 from parquet_keytools.rotation.data_set_run import RunOptions
 from parquet_keytools.rotation.held_keys import HeldKeys, read_file_keys
 from parquet_keytools.rotation.kept_keys import new_rotation_id
-from parquet_keytools.rotation.master_key_versions import KnownVersions, MasterKeyVersions
-from parquet_keytools.rotation.report import FileRotation
+from parquet_keytools.rotation.rekeying import RekeyRequest, rekey_data_set
+from parquet_keytools.rotation.report import FileRotation, RotationOutcome
 from parquet_keytools.rotation.request import (
     RotationRequest,
     prefix_of,
@@ -32,11 +34,16 @@ from parquet_keytools.rotation.request import (
     trust_master_keys,
 )
 from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask, WrappedKey, unwrapped
-from parquet_keytools.rotation.rotation_plan import RotationContext, RotationPlan, TableMembership
-from parquet_keytools.spark.pipelines.footer_groups import group_files
+from parquet_keytools.rotation.rotation_plan import (
+    KnownVersions,
+    MasterKeyVersions,
+    RotationContext,
+    RotationPlan,
+    TableMembership,
+)
 from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
 from parquet_keytools.spark.pipelines.planned_files import file_at, node_location, place_of, plan_data_set
-from parquet_keytools.spark.pipelines.report import PipelineReport, TaskResult, file_row
+from parquet_keytools.spark.pipelines.report import FAILED, PipelineReport, TaskResult, file_row
 from parquet_keytools.spark.pipelines.worker_keys import WorkerKeys
 from parquet_keytools.storage.locations import FileLocation, PathLike
 
@@ -49,7 +56,6 @@ _KEYS_A_BATCH = 1000
 
 _KeyOf = tuple[WrappedKey, bool]
 """A wrapped key, and whether it is a KEK."""
-
 
 Given = Mapping[RewrapTask, str | KmsError]
 """What the driver got for wrapped keys: the new ones, and why there is none. No secret."""
@@ -120,11 +126,11 @@ def rotate(
         )
         context = rotation_context(job.keys, request)
         plan = plan_data_set(node_location(place))
-        grouped = group_files(job, place, plan.table)
+        grouped = job.grouped(place, plan.table)
         distinct: set[_KeyOf] = set()
-        encrypted = grouped.table.filter(pc.field("is_encrypted"))
+        encrypted = grouped.filter(pc.field("is_encrypted"))
         if encrypted.num_rows:
-            pieces = grouped.pieces(job, encrypted)
+            pieces = job.pieces(encrypted)
             opening = OpeningTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix, context.plan)
             for result in job.run(f"open footers of {place}", opening, pieces):
                 distinct |= result.other
@@ -133,7 +139,7 @@ def rotate(
         if dry_run:
             # So that versions are known, as in a rotation.
             _tasks(context, distinct)
-        pieces = grouped.pieces(job)
+        pieces = job.pieces(grouped)
         broadcast = spark.sparkContext.broadcast(given)
         writing = WritingTask(
             job.carried_keys(len(pieces)),
@@ -309,3 +315,74 @@ def _row(file: FileRotation, size_bytes: int) -> dict[str, Any]:
     return file_row(
         file.path, file.outcome.value, detail=file.how, keys=changes, size_bytes=size_bytes, error=file.error
     )
+
+
+def rekey(
+    spark: SparkSession,
+    path: PathLike,
+    configuration: Configuration | PathLike,
+    *,
+    table_name: str | None = None,
+    aad_prefix: str | None = None,
+    file_on_nodes: str | None = None,
+    max_tasks: int | None = None,
+) -> PipelineReport:
+    """Re-encrypt the files of a data set, in their place, with new data keys and KEKs, as after a leak.
+
+    Each file is replaced in one step. One that fails stays as it is, and is in the report. A second run encrypts
+    all files once more; a task that Spark tries again may do so with the files that were done.
+
+    Args:
+        spark: A session.
+        path: A path or URI that every node understands.
+        configuration: The configuration, or its YAML file.
+        table_name: The table of the files; None where there is only one.
+        aad_prefix: The AAD prefix that they must have.
+        file_on_nodes: See `encrypt`.
+        max_tasks: How many tasks there may be.
+
+    Raises:
+        ConfigurationError: The configuration is wrong here, or on an executor.
+        FileNotFoundError: There is no such file or folder.
+        SparkJobFailedError: Spark gave the job up.
+    """
+    place = place_of(path)
+    with Job(spark, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+        new_table_name, _ = job.configuration.select_table(table_name)
+        plan = plan_data_set(node_location(place))
+        pieces = job.pieces(job.grouped(place, plan.table), whole_files=True)
+        task = RekeyTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix, new_table_name)
+        job.work_on_files(f"rekey {node_location(place)}", task, pieces)
+        job.add_unseen(plan)
+    return job.report()
+
+
+@dataclass(frozen=True)
+class RekeyTask(PipelineTask):
+    """Encrypts files with new data keys."""
+
+    new_table_name: str
+
+    def row(self, worker: WorkerKeys, location: FileLocation, file: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the row of a file, after it was encrypted."""
+        request = RekeyRequest(
+            table_name=self.table_name, new_table_name=self.new_table_name, aad_prefix=self.aad_prefix
+        )
+        worker.keys.take_last_keys()
+        try:
+            report = rekey_data_set(worker.keys, worker.keys, location, request)
+        except NotEncryptedError as error:
+            # As on one machine: in a folder there is nothing to do for it.
+            is_alone = not file["path"]
+            outcome = FAILED if is_alone else RotationOutcome.NOT_ENCRYPTED.value
+            return file_row(
+                str(location), outcome, size_bytes=file["size_bytes"], error=error if is_alone else None
+            )
+        (result,) = report.files
+        return file_row(
+            str(location),
+            result.outcome.value,
+            keys=worker.keys.take_last_keys() if result.outcome is RotationOutcome.REKEYED else (),
+            size_bytes=file["size_bytes"],
+            error=result.error,
+        )

@@ -19,7 +19,6 @@ from parquet_keytools.conformance.file_keys import use_fingerprint_key
 from parquet_keytools.conformance.file_verifier import FileFacts
 from parquet_keytools.conformance.nonce_ledger import Invocations, NonceLedger, SharedNonces
 from parquet_keytools.conformance.report import FileReport, RuleResult, Verdict, verdict_of
-from parquet_keytools.spark.pipelines.footer_groups import group_files
 from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
 from parquet_keytools.spark.pipelines.planned_files import (
     file_at,
@@ -129,8 +128,8 @@ def verify(
         if table_name is not None:
             job.configuration.select_table(table_name)
         plan = plan_data_set(root)
-        grouped = group_files(job, place, plan.table)
-        pieces = grouped.pieces(job, whole_files=True)
+        grouped = job.grouped(place, plan.table)
+        pieces = job.pieces(grouped, whole_files=True)
         # Fingerprints can be compared within the job, and mean nothing outside of it.
         key = secrets.token_bytes(32)
         task = VerificationTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix, key)
@@ -145,9 +144,9 @@ def verify(
                 paths = columns.setdefault(file.facts.column_paths, file.facts.column_paths)
                 found.append(replace(file, facts=replace(file.facts, column_paths=paths)))
         verdicts = Counter(file.verdict for file in found)
-        if grouped.table["path"].to_pylist() != [""]:
+        if grouped["path"].to_pylist() != [""]:
             found.sort(key=lambda file: file.name)
-            nonces = _shared_nonces(job, task, found, grouped.table)
+            nonces = _shared_nonces(job, task, found, grouped)
             data_set = verification.folder_report(
                 root,
                 [],

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.encryption.file_encryption import ColumnKey
 from parquet_keytools.files.key_service import KeyService, NewFileKeys, TablePolicy
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KmsClient, KmsSettings
@@ -69,11 +68,8 @@ class JobKeyService(KeyService):
         self._last.keys = None
         if new is None:
             return []
-        columns = new.encryption.columns.values()
-        all_metadata = [new.encryption.footer_key_metadata]
-        all_metadata += [choice.key_metadata for choice in columns if isinstance(choice, ColumnKey)]
         counts: Counter[tuple[str, str | None]] = Counter()
-        for key_metadata in all_metadata:
+        for _, key_metadata in new.encryption.deks:
             material = new.material(key_metadata)
             if material is not None and self.kms is not None:
                 master_key_id = decode_master_key_id(material.master_key_id)

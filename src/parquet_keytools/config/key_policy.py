@@ -1,0 +1,358 @@
+"""Which key a name in a table means, and which key each column of a file gets."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Literal
+
+from parquet_keytools.config.document import MOST_REPORTED, Mistake, YamlPath, did_you_mean, one_of
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.config.table_settings import TableSettings
+
+
+@dataclass(frozen=True)
+class MasterKeyReference:
+    """A master key, by its identifier in the KMS."""
+
+    master_key_id: str
+
+
+@dataclass(frozen=True)
+class DataKeyReference:
+    """A data key that the caller manages, by its name under `data_keys`."""
+
+    name: str
+
+
+KeyReference = MasterKeyReference | DataKeyReference
+
+
+def resolve_key(configuration: Configuration, name: str) -> KeyReference:
+    """Return the key that a name means: one of `master_keys`, of `data_keys`, or else of the KMS.
+
+    `data_keys` come before the KMS's keys, which often nobody can list. Where they can be listed, a name in
+    both is a mistake that `check_key_names` reports, so that the order makes no difference.
+
+    Raises:
+        ConfigurationError: The name is not declared, and there is no KMS that might know it.
+    """
+    reference = _lookup(configuration, name)
+    if reference is None:
+        raise configuration.error_for([Mistake((), *_unknown(configuration, name, frozenset()))])
+    return reference
+
+
+def configured_master_key_ids(configuration: Configuration) -> frozenset[str]:
+    """Return the identifiers of all master keys that a configuration names.
+
+    Which of them a file may be under is a matter of its table.
+    """
+    used = {name for table in configuration.tables.values() for _, name in table.key_names()}
+    references = [_lookup(configuration, name) for name in used]
+    in_tables = {found.master_key_id for found in references if isinstance(found, MasterKeyReference)}
+    of_digests = {hash_key_reference(configuration, name).master_key_id for name in configuration.hash_keys}
+    moved = {new for pair in moved_master_key_ids(configuration) for new in pair}
+    return frozenset(in_tables | of_digests | moved | set(configuration.master_keys.values()))
+
+
+def hash_key_reference(configuration: Configuration, name: str) -> MasterKeyReference:
+    """Return the master key that wraps a secret under `hash_keys`; it is never a data key."""
+    master_key = configuration.hash_keys[name].master_key
+    return MasterKeyReference(configuration.master_keys.get(master_key, master_key))
+
+
+def moved_master_key_ids(configuration: Configuration) -> list[tuple[str, str]]:
+    """Return the identifiers of the old and the new master key of each move under `rotation`."""
+    names = configuration.master_keys
+    return [(names.get(old, old), names.get(new, new)) for old, new in configuration.rotation.moves.items()]
+
+
+def check_key_names(configuration: Configuration, known_master_key_ids: frozenset[str] | None = None) -> None:
+    """Check that every key that a table uses exists, as far as that is known.
+
+    Args:
+        configuration: All of its tables are checked.
+        known_master_key_ids: Identifiers of all master keys in the KMS; None where it was not asked or does
+            not tell: then any name may be one of them.
+
+    Raises:
+        ConfigurationError: Reports all names that mean no key, or two.
+    """
+    known = known_master_key_ids
+    mistakes: list[Mistake] = []
+    for name in sorted(configuration.data_keys.keys() & (known or ())):
+        mistakes.append(Mistake(("data_keys", name), "a master key in the KMS has this name too."))
+    for name, hash_key in configuration.hash_keys.items():
+        mistakes += _checked_use(configuration, known, ("hash_keys", name, "master_key"), hash_key.master_key)
+    for table_name, table in configuration.tables.items():
+        for path, name in table.key_names():
+            mistakes += _checked_use(configuration, known, ("tables", table_name, *path), name)
+        mistakes += _without_effect(configuration, table_name, table)
+    if mistakes:
+        raise configuration.error_for(mistakes)
+
+
+def check_moves(configuration: Configuration, known_master_key_ids: frozenset[str] | None) -> None:
+    """Check that the master keys under `rotation.moves` exist, as far as that is known.
+
+    Only before a rotation: the old master key of a move that was made may be gone, and readers need it no more.
+
+    Raises:
+        ConfigurationError: Reports all names that mean no master key.
+    """
+    known = known_master_key_ids
+    if known is None:
+        return
+    mistakes = [
+        Mistake(("rotation", "moves", old), *_unknown(configuration, name, known))
+        for old, new in configuration.rotation.moves.items()
+        for name in (old, new)
+        if configuration.master_keys.get(name, name) not in known
+    ]
+    if mistakes:
+        raise configuration.error_for(mistakes)
+
+
+def _lookup(configuration: Configuration, name: str) -> KeyReference | None:
+    if name in configuration.master_keys:
+        return MasterKeyReference(configuration.master_keys[name])
+    if name in configuration.data_keys:
+        return DataKeyReference(name)
+    return None if configuration.kms is None else MasterKeyReference(name)
+
+
+def _checked_use(
+    configuration: Configuration, known: frozenset[str] | None, path: YamlPath, name: str
+) -> Iterator[Mistake]:
+    reference = _lookup(configuration, name)
+    if reference is None:
+        yield Mistake(path, *_unknown(configuration, name, frozenset()))
+    elif isinstance(reference, MasterKeyReference) and known is not None:
+        if reference.master_key_id in known:
+            return
+        if name in configuration.master_keys:
+            identifier = reference.master_key_id
+            message = f"the KMS has no master key {identifier!r}."
+            yield Mistake(("master_keys", name), message, did_you_mean(identifier, known) or one_of(known))
+        else:
+            yield Mistake(path, *_unknown(configuration, name, known))
+
+
+def _unknown(configuration: Configuration, name: str, known: frozenset[str]) -> tuple[str, str]:
+    """Return message and hint for a name that means no key."""
+    places = "master_keys, data_keys, or the KMS" if configuration.kms else "data_keys, and there is no kms"
+    names = {*configuration.master_keys, *configuration.data_keys, *known}
+    return f"there is no key {name!r} in {places}.", did_you_mean(name, names) or one_of(names)
+
+
+def _without_effect(configuration: Configuration, table_name: str, table: TableSettings) -> Iterator[Mistake]:
+    """Yield options that the table sets and that its data keys make meaningless."""
+    references = [_lookup(configuration, name) for _, name in table.key_uses()]
+    data_keys = [reference.name for reference in references if isinstance(reference, DataKeyReference)]
+    path: YamlPath = ("tables", table_name)
+    if len(data_keys) == len(references) and table.key_material == "external":
+        yield Mistake((*path, "key_material"), "data keys have no key material.")
+    if "data_key_length_bits" in table.model_fields_set:
+        for name in data_keys:
+            length_bits = configuration.data_keys[name].length_bits
+            if length_bits != table.data_key_length_bits:
+                message = f"the data key {name!r} has {length_bits} bits."
+                yield Mistake((*path, "data_key_length_bits"), message)
+
+
+# --- the keys of columns ---
+
+
+ColumnPath = tuple[str, ...]
+"""Names from the top of the schema to a leaf column."""
+
+_WILDCARD = re.compile(r"[*?]")
+
+
+@dataclass(frozen=True)
+class ChosenKey:
+    """The key of a column.
+
+    A column that is listed under the very name of the footer's key is still a `column_key`: it gets a DEK of
+    its own, wrapped by the same master key. Unlisted columns are encrypted with the footer's DEK, and so are those
+    listed under a data key that is the footer's, too: such a column has no metadata of its own (spec 5.4).
+
+    Attributes:
+        kind: `plaintext`; `footer_key`, which means the footer's DEK; or `column_key`, a DEK of its own.
+        key_name: Name of the key in the configuration; None for plaintext.
+    """
+
+    kind: Literal["plaintext", "footer_key", "column_key"]
+    key_name: str | None
+
+
+def resolve_columns(
+    configuration: Configuration,
+    table_name: str,
+    leaf_paths: Sequence[ColumnPath],
+    *,
+    for_reading: bool = False,
+    ignores_case: bool = False,
+) -> dict[ColumnPath, ChosenKey]:
+    """Return the key of every leaf column of a schema, in the order of `leaf_paths`.
+
+    A pattern covers a leaf column where it is its dotted path or that of a parent, letter for letter. Only a
+    pattern that covers nothing in this way is taken as a glob, which covers a leaf column where it fits its
+    dotted path or that of a parent: `*` stands for any text, dots included, `?` for one character, and
+    nothing else has a meaning.
+
+    Args:
+        configuration: Where the table is.
+        table_name: The table whose settings are meant.
+        leaf_paths: Every leaf column of the schema.
+        for_reading: Whether the schema is that of a file that is there. Then patterns may cover nothing, for
+            schemas change over time; and a glob is one also where a column has its very name, for whoever made
+            the file chose the names: such a column must not take the key from the others.
+        ignores_case: Whether a column that no pattern covers otherwise is covered by one that differs in the
+            case of letters, as for readers that make no difference.
+
+    Raises:
+        ConfigurationError: Reports all patterns that cover no column, all columns with two keys, and all that are
+            not listed where the table has `unlisted_columns: error`.
+    """
+    _, table = configuration.select_table(table_name)
+    if table.unlisted_columns == "footer_key":
+        unlisted = ChosenKey("footer_key", table.footer_key)
+    else:
+        unlisted = ChosenKey("plaintext", None)
+    shared = table.footer_key if table.footer_key in configuration.data_keys else None
+    keys = dict.fromkeys(leaf_paths, unlisted)
+    dotted_paths = _DottedPaths(leaf_paths)
+    mistakes: list[Mistake] = []
+
+    def give_keys(
+        covers: Callable[[str], list[ColumnPath]], *, must_cover: bool, spared: Collection[ColumnPath]
+    ) -> Collection[ColumnPath]:
+        """Give columns the keys of the patterns that cover them; returns the columns."""
+        covered_by: dict[ColumnPath, tuple[str, str]] = {}
+        for key_name, patterns in table.column_keys.items():
+            for position, pattern in enumerate(patterns):
+                path: YamlPath = ("tables", table_name, "column_keys", key_name, position)
+                covered = covers(pattern)
+                if not covered and must_cover:
+                    # What is not shown needs no hint; each costs a look at every column.
+                    hint = did_you_mean(pattern, dotted_paths) if len(mistakes) < MOST_REPORTED else ""
+                    mistakes.append(Mistake(path, f"{pattern!r} matches no column.", hint))
+                for leaf in covered:
+                    if leaf in spared:
+                        continue
+                    other_key, other_pattern = covered_by.setdefault(leaf, (key_name, pattern))
+                    if other_key != key_name:
+                        message = (
+                            f"column {'.'.join(leaf)!r} has two keys: {key_name!r} by {pattern!r}, "
+                            f"and {other_key!r} by {other_pattern!r}."
+                        )
+                        mistakes.append(Mistake(path, message))
+                    keys[leaf] = ChosenKey("footer_key" if key_name == shared else "column_key", key_name)
+        return covered_by.keys()
+
+    covered = give_keys(dotted_paths.covered_by, must_cover=not for_reading, spared=())
+    if for_reading:
+        more = partial(dotted_paths.also_covered_by, ignores_case=ignores_case)
+        give_keys(more, must_cover=False, spared=covered)
+    if table.unlisted_columns == "error" and not for_reading:
+        mistakes += _unlisted(
+            table_name, table, dotted_paths, [leaf for leaf in leaf_paths if leaf not in covered]
+        )
+        mistakes += _listed_as_plaintext(table_name, table, dotted_paths, covered)
+    if mistakes:
+        raise configuration.error_for(mistakes)
+    return keys
+
+
+def digest_columns(
+    table: TableSettings, leaf_paths: Sequence[ColumnPath], keyed: Collection[ColumnPath]
+) -> frozenset[ColumnPath]:
+    """Return the leaf columns of a file that are shown as digests with `denied_columns: hash`.
+
+    These are all that the table has under column_keys, but for its `shown_columns`. A mistake in a pattern there
+    leaves a column a digest.
+
+    Args:
+        table: The table of the file.
+        leaf_paths: Every leaf column.
+        keyed: Those that have a key of their own in the file, whatever the table says.
+    """
+    dotted_paths = _DottedPaths(leaf_paths)
+    covered = set(keyed)
+    for pattern in (pattern for patterns in table.column_keys.values() for pattern in patterns):
+        covered.update(dotted_paths.covered_by(pattern))
+        covered.update(dotted_paths.also_covered_by(pattern, ignores_case=False))
+    for pattern in table.shown_columns:
+        covered.difference_update(dotted_paths.covered_by(pattern))
+    return frozenset(covered)
+
+
+def _unlisted(
+    table_name: str, table: TableSettings, dotted_paths: _DottedPaths, without_key: Sequence[ColumnPath]
+) -> Iterator[Mistake]:
+    """Yield columns without a key that are not said to stay plaintext."""
+    plaintext = {leaf for pattern in table.plaintext_columns for leaf in dotted_paths.covered_by(pattern)}
+    for leaf in without_key:
+        if leaf not in plaintext:
+            yield Mistake(
+                ("tables", table_name, "unlisted_columns"),
+                f"column {'.'.join(leaf)!r} is not listed, and nothing is written in this case.",
+                "List it under column_keys or plaintext_columns.",
+            )
+
+
+def _listed_as_plaintext(
+    table_name: str, table: TableSettings, dotted_paths: _DottedPaths, covered: Collection[ColumnPath]
+) -> Iterator[Mistake]:
+    """Yield columns that have a key and are said to stay plaintext."""
+    for position, pattern in enumerate(table.plaintext_columns):
+        for leaf in dotted_paths.covered_by(pattern):
+            if leaf in covered:
+                message = f"column {'.'.join(leaf)!r} has a key under column_keys, and is listed as plaintext too."
+                yield Mistake(("tables", table_name, "plaintext_columns", position), message)
+
+
+class _DottedPaths:
+    """Dotted paths of all leaf columns and their parents, and the leaf columns under each."""
+
+    def __init__(self, leaf_paths: Sequence[ColumnPath]) -> None:
+        self._leaves: dict[str, dict[ColumnPath, None]] = {}
+        for leaf in leaf_paths:
+            for length in range(1, len(leaf) + 1):
+                self._leaves.setdefault(".".join(leaf[:length]), {})[leaf] = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def covered_by(self, pattern: str) -> list[ColumnPath]:
+        """Return the leaf columns that a pattern covers."""
+        if pattern in self._leaves or not _WILDCARD.search(pattern):
+            return list(self._leaves.get(pattern, ()))
+        return self._matching(pattern)
+
+    def also_covered_by(self, pattern: str, *, ignores_case: bool) -> list[ColumnPath]:
+        """Return what a pattern covers as a glob beside a column of its own name, or in another case."""
+        is_glob = _WILDCARD.search(pattern) is not None
+        if is_glob and (ignores_case or pattern in self._leaves):
+            return self._matching(pattern, re.IGNORECASE if ignores_case else 0)
+        if ignores_case and not is_glob:
+            return list(self._lowered.get(pattern.lower(), ()))
+        return []
+
+    @cached_property
+    def _lowered(self) -> dict[str, dict[ColumnPath, None]]:
+        lowered: dict[str, dict[ColumnPath, None]] = {}
+        for dotted_path, leaves in self._leaves.items():
+            lowered.setdefault(dotted_path.lower(), {}).update(leaves)
+        return lowered
+
+    def _matching(self, pattern: str, flags: int = 0) -> list[ColumnPath]:
+        # Brackets are ordinary characters of column names, and mean nothing here.
+        glob = re.compile(fnmatch.translate(pattern.replace("[", "[[]")), flags)
+        matching = (leaves for dotted_path, leaves in self._leaves.items() if glob.match(dotted_path))
+        return list({leaf: None for leaves in matching for leaf in leaves})

@@ -1,0 +1,298 @@
+"""One column chunk rewritten: each of its modules read, laid out again, and written as plaintext or encrypted."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+
+from parquet_keytools.encryption.aad import ModuleType
+from parquet_keytools.encryption.chunk_pages import ChunkPages, output_lengths, source_offsets
+from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, check_length_field
+from parquet_keytools.encryption.output_parts import BytesPart, PagesPart, Part
+from parquet_keytools.encryption.page_walk import walk_chunk
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.file_layout import ChunkPlaces, Region, RegionKind
+from parquet_keytools.format.pages import move_pages
+from parquet_keytools.format.structs import BloomFilterHeader, ColumnChunk, ColumnMetaData
+from parquet_keytools.format.thrift_values import Entry, WireType
+
+_MAX_BLOOM_FILTER_HEADER = 1024
+"""Longest header of a Bloom filter in bytes that is looked for; writers make them about 20 bytes long."""
+
+_PAGES = RegionKind.PAGES
+_I32, _I64 = WireType.I32, WireType.I64
+_TOTAL_COMPRESSED_SIZE = ColumnMetaData.total_compressed_size.field_id
+_DATA_PAGE_OFFSET = ColumnMetaData.data_page_offset.field_id
+_INDEX_PAGE_OFFSET = ColumnMetaData.index_page_offset.field_id
+_DICTIONARY_PAGE_OFFSET = ColumnMetaData.dictionary_page_offset.field_id
+_BLOOM_FILTER_OFFSET = ColumnMetaData.bloom_filter_offset.field_id
+_BLOOM_FILTER_LENGTH = ColumnMetaData.bloom_filter_length.field_id
+_FILE_OFFSET = ColumnChunk.file_offset.field_id
+INDEX_FIELD_IDS = {
+    RegionKind.COLUMN_INDEX: (ColumnChunk.column_index_offset.field_id, ColumnChunk.column_index_length.field_id),
+    RegionKind.OFFSET_INDEX: (ColumnChunk.offset_index_offset.field_id, ColumnChunk.offset_index_length.field_id),
+}
+
+
+class PagesMemory:
+    """How much memory the pages of all chunks may take while a file is laid out; beyond that they are found again.
+
+    Attributes:
+        left_bytes: How much is left.
+    """
+
+    def __init__(self, left_bytes: int = 64 * 1024 * 1024) -> None:
+        self.left_bytes = left_bytes
+
+    def take(self, pages: ChunkPages) -> bool:
+        """Take what these pages need; returns whether there was as much."""
+        needed = len(pages.headers) + 48 * len(pages) + 1024
+        if needed > self.left_bytes:
+            return False
+        self.left_bytes -= needed
+        return True
+
+
+class ChunkRewrite:
+    """A column chunk, how it is read and how it is written.
+
+    Attributes:
+        chunk: As in the source's footer. Not changed.
+        metadata: Its full metadata. Not changed.
+        reader: Decrypts its modules; None for a plaintext chunk.
+        writer: Encrypts them; None for plaintext output.
+        chunk_changes: What is to be set in the chunk for the output; what says how it is encrypted is not in it.
+        metadata_changes: Likewise in its metadata.
+        places: What the metadata says of where the chunk lies; set by `in_order`.
+        start: Where its pages begin in the output, when they are laid out.
+        length: How many bytes they take there.
+    """
+
+    __slots__ = (
+        "_find_pages",
+        "chunk",
+        "chunk_changes",
+        "length",
+        "metadata",
+        "metadata_changes",
+        "places",
+        "reader",
+        "start",
+        "writer",
+    )
+
+    places: ChunkPlaces
+
+    def __init__(
+        self, chunk: ColumnChunk, metadata: ColumnMetaData, reader: ChunkCipher | None, writer: ChunkCipher | None
+    ) -> None:
+        self.chunk = chunk
+        self.metadata = metadata
+        self.reader = reader
+        self.writer = writer
+        self.chunk_changes: dict[int, Entry | None] = {}
+        self.metadata_changes: dict[int, Entry | None] = {}
+        self.start = 0
+        self.length = 0
+        self._find_pages: Callable[[], ChunkPages] | None = None
+
+    def new_metadata(self) -> bytes:
+        """Return the bytes of its metadata in the output."""
+        return self.metadata.struct.changed_bytes(self.metadata_changes)
+
+    def lay_out(self, source: ByteSource, region: Region, offset: int, memory: PagesMemory) -> Part:
+        """Lay out one of the chunk's regions at `offset` of the output; pages come before their offset index.
+
+        Raises:
+            ParquetFormatError: The region does not hold what it should.
+            DecryptionError: It does not authenticate.
+            FormatLimitError: The output would break a limit of the format.
+        """
+        if region[0] is _PAGES:
+            return self._lay_out_pages(source, region, offset, memory)
+        if region.kind is RegionKind.BLOOM_FILTER:
+            part = self._lay_out_bloom_filter(source, region)
+            self.metadata_changes[_BLOOM_FILTER_OFFSET] = (_I64, offset)
+            if self.writer is not None or self.places.bloom_filter_length is not None:
+                self.metadata_changes[_BLOOM_FILTER_LENGTH] = (_I32, part.length)
+            return part
+        if region.kind is RegionKind.OFFSET_INDEX:
+            part = self._lay_out_offset_index(source, region)
+            self.place_index(region.kind, offset, part.length)
+            return part
+        assert region.length is not None
+        part = self._copied(source, region.offset, region.length, ModuleType.COLUMN_INDEX)
+        self.place_index(region.kind, offset, part.length)
+        return part
+
+    def place_index(self, kind: RegionKind, offset: int, length: int) -> None:
+        """Note where one of its indexes lies in the output."""
+        offset_id, length_id = INDEX_FIELD_IDS[kind]
+        self.chunk_changes[offset_id] = (_I64, offset)
+        self.chunk_changes[length_id] = (_I32, length)
+
+    # --- Pages ---------------------------------------------------------------------------------------------
+
+    def _lay_out_pages(self, source: ByteSource, region: Region, offset: int, memory: PagesMemory) -> Part:
+        pages = self._walk(source, region)
+        find_pages = (lambda: pages) if memory.take(pages) else partial(self._walk, source, region)
+        if self.writer is not None:
+            self.writer.cipher.reserve(2 * len(pages))
+        self.start = offset
+        self.length = pages.output_length
+        self._find_pages = find_pages
+        self._move(pages, region, offset)
+        return PagesPart(pages.output_length, source, find_pages, self.reader, self.writer)
+
+    def _walk(self, source: ByteSource, region: Region) -> ChunkPages:
+        assert region.length is not None
+        return walk_chunk(
+            source,
+            region.offset,
+            region.offset + region.length,
+            limit=region.limit,
+            reader=self.reader,
+            writer=self.writer,
+            expects_dictionary_page=bool(self.places.dictionary_page_offset),
+        )
+
+    def _move(self, pages: ChunkPages, region: Region, offset: int) -> None:
+        """Set all offsets and sizes that depend on where the pages are."""
+        data_page, dictionary_page, index_page, *_ = self.places
+        new: dict[int, Entry | None] = {_TOTAL_COMPRESSED_SIZE: (_I64, pages.output_length)}
+        has_dictionary_page = pages.has_dictionary_page
+        if self.reader is None and self.writer is None:
+            if data_page:
+                new[_DATA_PAGE_OFFSET] = (_I64, self._moved(data_page, pages, region, offset) or offset)
+            if dictionary_page:
+                new[_DICTIONARY_PAGE_OFFSET] = _entry(self._moved(dictionary_page, pages, region, offset))
+        else:
+            # Readers of encrypted files take the type of the first module from here.
+            if has_dictionary_page:
+                new[_DICTIONARY_PAGE_OFFSET] = (_I64, offset)
+            elif dictionary_page is not None:
+                new[_DICTIONARY_PAGE_OFFSET] = None
+            if data_page:
+                new[_DATA_PAGE_OFFSET] = (_I64, offset + pages.length_before_data)
+        if index_page:
+            new[_INDEX_PAGE_OFFSET] = _entry(self._moved(index_page, pages, region, offset))
+        elif len(pages) and pages.first_data_page != 0 and not has_dictionary_page:
+            # An index page comes first: without its offset nobody would know where the chunk begins.
+            new[_INDEX_PAGE_OFFSET] = (_I64, offset)
+        self.metadata_changes.update(new)
+        file_offset = self.chunk.file_offset
+        if file_offset:
+            self.chunk_changes[_FILE_OFFSET] = (_I64, self._moved(file_offset, pages, region, offset) or 0)
+
+    def _moved(self, old_offset: int, pages: ChunkPages, region: Region, offset: int) -> int | None:
+        """Return where the page of the chunk that began at an offset begins now; None where none did.
+
+        Args:
+            old_offset: Where it began.
+            pages: Those of the chunk.
+            region: Where they lay.
+            offset: Where the first one begins now.
+        """
+        if old_offset == region.offset:
+            return offset
+        # Only where nothing lies behind it does the end of the chunk stay a place that means something: early
+        # writers put another copy of the column metadata there, which must not go into the output.
+        if old_offset == pages.source_end:
+            return offset + pages.output_length if region.next_offset == old_offset else None
+        new_offset = offset
+        lengths = output_lengths(pages, self.reader, self.writer)
+        for old_start, new_length in zip(source_offsets(pages), lengths, strict=True):
+            if old_start == old_offset:
+                return new_offset
+            new_offset += new_length
+        return None
+
+    # --- Indexes -------------------------------------------------------------------------------------------
+
+    def _lay_out_offset_index(self, source: ByteSource, region: Region) -> Part:
+        assert region.length is not None and self._find_pages is not None
+        plaintext = self._plaintext(source, region.offset, region.length, ModuleType.OFFSET_INDEX)
+        pages = self._find_pages()
+        lengths = output_lengths(pages, self.reader, self.writer)
+        starts = accumulate(lengths, initial=self.start)
+        moves = dict(zip(source_offsets(pages), zip(starts, lengths, strict=False), strict=False))
+        try:
+            moved = move_pages(plaintext, moves)
+        except ParquetFormatError as error:
+            raise ParquetFormatError(f"offset index at byte {region.offset}: {error}", path=source.path) from None
+        return self._encrypted(len(moved), lambda: moved, ModuleType.OFFSET_INDEX)
+
+    def _plaintext(
+        self, source: ByteSource, offset: int, length: int, module_type: ModuleType
+    ) -> bytes | memoryview:
+        stored = source.read_at(offset, length)
+        return stored if self.reader is None else self.reader.decrypt(stored, module_type)
+
+    def _copied(self, source: ByteSource, offset: int, length: int, module_type: ModuleType) -> BytesPart:
+        """Return the part for something that is one module where it is encrypted."""
+        plaintext_length = length if self.reader is None else length - GCM_FRAMING
+        if plaintext_length < 0:
+            raise self._too_short(module_type, length)
+        make = partial(self._plaintext, source, offset, length, module_type)
+        return self._encrypted(plaintext_length, make, module_type)
+
+    def _too_short(self, module_type: ModuleType, length: int) -> Exception:
+        assert self.reader is not None
+        return self.reader.place(module_type).error(f"a module of {length} bytes is too short.")
+
+    def _encrypted(
+        self, plaintext_length: int, make: Callable[[], bytes | memoryview], module_type: ModuleType
+    ) -> BytesPart:
+        writer = self.writer
+        if writer is None:
+            return BytesPart(plaintext_length, make)
+        writer.cipher.reserve(1)
+        return BytesPart(plaintext_length + GCM_FRAMING, lambda: writer.encrypt_reserved(make(), module_type))
+
+    # --- Bloom filters -------------------------------------------------------------------------------------
+
+    def _lay_out_bloom_filter(self, source: ByteSource, region: Region) -> Part:
+        """Lay out a Bloom filter: header and bitset, which are two modules where they are encrypted."""
+        header_length, num_bytes = self._read_bloom_filter_header(source, region)
+        bitset_length = num_bytes + (GCM_FRAMING if self.reader is not None else 0)
+        length = header_length + bitset_length
+        if region.length not in (None, length) or region.offset + length > region.limit:
+            raise ParquetFormatError(
+                f"the Bloom filter at byte {region.offset} has {length} bytes, and its place "
+                f"{region.length or region.limit - region.offset}.",
+                path=source.path,
+            )
+        header = self._copied(source, region.offset, header_length, ModuleType.BLOOM_FILTER_HEADER)
+        bitset_offset = region.offset + header_length
+        bitset = self._copied(source, bitset_offset, bitset_length, ModuleType.BLOOM_FILTER_BITSET)
+        return BytesPart(header.length + bitset.length, lambda: bytes(header.make()) + bytes(bitset.make()))
+
+    def _read_bloom_filter_header(self, source: ByteSource, region: Region) -> tuple[int, int]:
+        """Return the length of the header as it is stored, and that of the bitset without framing."""
+        room = region.limit - region.offset
+        stored = memoryview(source.read_at(region.offset, min(room, _MAX_BLOOM_FILTER_HEADER)))
+        if self.reader is None:
+            header, length = BloomFilterHeader.read(stored)
+        else:
+            place = self.reader.place(ModuleType.BLOOM_FILTER_HEADER)
+            if len(stored) < LENGTH_LENGTH:
+                raise place.error(f"{len(stored)} bytes are too few for a module.")
+            (length,) = struct.unpack_from("<I", stored)
+            length += LENGTH_LENGTH
+            if length > len(stored):
+                raise place.error(f"a module of {length} bytes does not fit where it lies.")
+            header, _ = BloomFilterHeader.read(self.reader.cipher.decrypt(stored[:length], place))
+            if region.limit - region.offset >= length + LENGTH_LENGTH + max(header.num_bytes, 0):
+                bitset = memoryview(source.read_at(region.offset + length, LENGTH_LENGTH))
+                bitset_place = self.reader.place(ModuleType.BLOOM_FILTER_BITSET)
+                check_length_field(bitset, header.num_bytes + GCM_FRAMING, bitset_place)
+        if header.num_bytes < 0:
+            raise ParquetFormatError(f"a Bloom filter has {header.num_bytes} bytes.", path=source.path)
+        return length, header.num_bytes
+
+
+def _entry(offset: int | None) -> Entry | None:
+    return None if offset is None else (_I64, offset)

@@ -1,0 +1,250 @@
+"""Lists of a footer that are their bytes until somebody looks at an element.
+
+What a footer has beside its column chunks is the same in thousands of files of a data set: schema, key-value
+metadata, column orders. And of thousands of chunks most work looks at a few.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from parquet_keytools.format.thrift_compact import ThriftReader
+from parquet_keytools.format.thrift_grammar import CRYPTO_GROUP, usual
+from parquet_keytools.format.thrift_skim import Skimmer
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, varint
+
+_KNOWN_BYTES = 64 * 1024
+_MOST_KNOWN = 8
+
+_known: tuple[bytes, ...] = ()
+
+
+def pass_known_list(skimmer: Skimmer) -> int:
+    """Pass over a list of a footer, at once if its bytes are those of one of the last lists; return where it ends.
+
+    That they were there before says no more than that they are a list, whoever wrote them.
+    """
+    global _known
+    data, start = skimmer.data, skimmer.offset
+    for known in _known:
+        if data.startswith(known, start):
+            return start + len(known)
+    skimmer.pass_list(1)
+    passed = data[start : min(skimmer.offset, start + _KNOWN_BYTES)]
+    if start + len(passed) == skimmer.offset and len(passed) > 1:
+        _known = (passed, *_known[: _MOST_KNOWN - 1])
+    return skimmer.offset
+
+
+CutChunk = tuple[bytes, bytes | None, bytes]
+"""The bytes of a column chunk: before its crypto metadata, those of it (None where it has none), and after."""
+
+
+class UnreadList(ThriftList):
+    """A list whose bytes are valid; it is read once somebody takes its elements, to change them perhaps."""
+
+    __slots__ = ("_written",)
+
+    def __init__(self, written: bytes) -> None:
+        """Make one of the bytes of a list, its header included."""
+        self._written: bytes | None = written
+
+    def as_bytes(self) -> bytes | None:
+        """Return the bytes; None once somebody took the elements."""
+        return self._written
+
+    def __getattr__(self, name: str) -> Any:
+        # Python comes here for what is not set yet.
+        written = self._written if name in ("elements", "element_type") else None
+        if written is not None:
+            self.element_type, self.elements = self._read(written)
+            self._written = None
+        elif name not in ("elements", "element_type"):
+            raise AttributeError(name)
+        # Else another thread has just read them: footers are shared.
+        return object.__getattribute__(self, name)
+
+    def _read(self, written: bytes) -> tuple[WireType, list[Any]]:
+        read = ThriftReader(written, 0).list(1)
+        return read.element_type, read.elements
+
+    def __eq__(self, other: object) -> bool:
+        # Bytes that nobody took elements of are those that were read, never what a serialiser made.
+        own = self.as_bytes()
+        return (own is not None and isinstance(other, UnreadList) and own == other.as_bytes()) or (
+            super().__eq__(other)
+        )
+
+    __hash__ = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThriftList:
+        written = self.as_bytes()
+        if written is not None:
+            return UnreadList(written)
+        return ThriftList(self.element_type, copy.deepcopy(self.elements, memo))
+
+
+class UnreadChunks(UnreadList):
+    """The column chunks of a row group.
+
+    Attributes:
+        crypto: The crypto metadata of each; None where it has no field of encryption. Equal ones are mostly one
+            object in all row groups.
+    """
+
+    __slots__ = ("_bounds", "_data", "_modules", "_read_all", "crypto")
+
+    def __init__(
+        self,
+        data: bytes,
+        places: tuple[list[int], list[int], list[bytes | None]],
+        read_all: Callable[[bytes, Sequence[int]], list[Any]],
+    ) -> None:
+        """Make one.
+
+        Args:
+            data: The bytes of the footer.
+            places: What `pass_chunks` returns.
+            read_all: Returns the structs between bounds.
+        """
+        super().__init__(b"")
+        self._data = data
+        self._bounds, self._modules, self.crypto = places
+        self._read_all = read_all
+
+    def __len__(self) -> int:
+        return len(self.crypto)
+
+    def as_bytes(self) -> bytes | None:
+        """Return the bytes; None once somebody took the elements."""
+        if self._written is None:
+            return None
+        header = bytes((len(self) << 4 | WireType.STRUCT,)) if len(self) < 15 else b"\xfc" + varint(len(self))
+        return header + self._data[self._bounds[0] : self._bounds[-1]]
+
+    def chunk(self, ordinal: int) -> Struct:
+        """Return a chunk, to be looked at only."""
+        if self._written is None:
+            element: Struct = self.elements[ordinal]
+            return element
+        found: Struct = self._read_all(self._data, self._bounds[ordinal : ordinal + 2])[0]
+        return found
+
+    def module(self, ordinal: int) -> bytes | None:
+        """Return the encrypted metadata of a chunk; None where it has to be looked for."""
+        start = self._modules[ordinal]
+        return self._data[start : self._bounds[ordinal + 1] - 1] if start and self._written is not None else None
+
+    def cut(self) -> list[CutChunk] | None:
+        """Return the bytes of the chunks, cut; None where they have to be read for that."""
+        if self._written is None:
+            return None
+        data = self._data
+        found: list[CutChunk] = []
+        start = self._bounds[0]
+        for end, module, crypto in zip(self._bounds[1:], self._modules, self.crypto, strict=True):
+            if crypto is None:
+                found.append((data[start:end], None, b""))
+            else:
+                # The struct's last byte ends the chunk; encrypted metadata has a header and one or two of length.
+                after = end - 1 if not module else module - (2 if end - 1 - module < 0x80 else 3)
+                if not data.startswith(crypto, before := after - len(crypto)):
+                    return None
+                found.append((data[start:before], crypto, data[after:end]))
+            start = end
+        return found
+
+    def with_others(self, others: Sequence[bytes | None]) -> ThriftList:
+        """Return the list, to be written only, with the bytes of others for some chunks; None keeps one."""
+        if self._written is None:
+            pairs = zip(others, self.elements, strict=True)
+            return ThriftList(WireType.STRUCT, [own if other is None else other for other, own in pairs])
+        data, bounds = self._data, self._bounds
+        spans = zip(others, bounds, bounds[1:], strict=False)
+        return ThriftList(
+            WireType.STRUCT, [data[start:end] if other is None else other for other, start, end in spans]
+        )
+
+    def _read(self, written: bytes) -> tuple[WireType, list[Any]]:
+        return WireType.STRUCT, self._read_all(self._data, self._bounds)
+
+
+def pass_chunks(
+    skimmer: Skimmer, count: int, known: dict[int, bytes]
+) -> tuple[list[int], list[int], list[bytes | None]] | None:
+    """Pass over the column chunks of a row group, if all are as writers write them.
+
+    Args:
+        skimmer: Stands where the first one begins; afterwards, where the last one ends.
+        count: How many there are.
+        known: Ordinal -> crypto metadata of the chunk in row groups before; what is new is put there.
+
+    Returns:
+        Where each begins, and where the last one ends; where its encrypted metadata begins, which ends with the
+        chunk, or 0; and its crypto metadata. None where a chunk is another one: then the skimmer stays.
+    """
+    if not skimmer.uses_expression:
+        return None
+    match_chunk, match_crypto = usual()[3:]
+    data = skimmer.data
+    end = len(data)
+    startswith = data.startswith
+    at = skimmer.offset
+    bounds = [at]
+    modules = []
+    all_crypto: list[bytes | None] = []
+    for ordinal in range(count):
+        found = match_chunk(data, at)
+        if found is None:
+            return None
+        at = found.end()
+        crypto = None
+        module = 0
+        if found.lastindex == CRYPTO_GROUP:
+            crypto = known.get(ordinal)
+            if crypto is None or not startswith(crypto, at):
+                found = match_crypto(data, at)
+                if found is None:
+                    return None
+                after = found.end()
+                if found.lastindex:
+                    after = _end_of_text(data, after)
+                    if not startswith(_TWO_STOPS, after):
+                        return None
+                    after += len(_TWO_STOPS)
+                crypto = known[ordinal] = data[at:after]
+            at += len(crypto)
+            if startswith(_ENCRYPTED, at):
+                after = _end_of_text(data, at + 1)
+                module = at + (2 if data[at + 1] < 0x80 else 3)
+                at = after
+        if at >= end or data[at]:
+            return None
+        at += 1
+        bounds.append(at)
+        modules.append(module)
+        all_crypto.append(crypto)
+    skimmer.offset = at
+    return bounds, modules, all_crypto
+
+
+_TWO_STOPS = b"\0\0"
+_ENCRYPTED = b"\x18"
+"""The header of encrypted metadata, whose field follows that of crypto metadata."""
+
+
+def _end_of_text(data: bytes, at: int) -> int:
+    """Return where a text ends whose length takes one or two bytes; the end of all bytes for others."""
+    end = len(data)
+    if at + 2 > end:
+        return end
+    length = data[at]
+    at += 1
+    if length > 0x7F:
+        if data[at] > 0x7F:
+            return end
+        length = length & 0x7F | data[at] << 7
+        at += 1
+    return min(at + length, end)

@@ -1,0 +1,40 @@
+"""Folders of these tests are in memory, where it has room: they do not ask what a power failure leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MEMORY = Path("/dev/shm")
+ROOM_BYTES = 2 << 30
+
+
+@pytest.fixture(scope="session")
+def folder_in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder where `fsync` takes no time, or a usual one."""
+    if not os.access(MEMORY, os.W_OK | os.X_OK) or shutil.disk_usage(MEMORY).free < ROOM_BYTES:
+        yield tmp_path_factory.mktemp("tamper")
+        return
+    with tempfile.TemporaryDirectory(prefix="keytools-", dir=MEMORY) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def tmp_path(folder_in_memory: Path) -> Iterator[Path]:
+    """The folder of a test."""
+    folder = Path(tempfile.mkdtemp(dir=folder_in_memory))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def state_folder(folder_in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this user's state: one for each test."""
+    folder = Path(tempfile.mkdtemp(prefix="state-", dir=folder_in_memory))
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    return folder
