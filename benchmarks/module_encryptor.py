@@ -26,9 +26,10 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 from generated_files import PAGE_BYTES, write_generated
 
-from parquet_keytools.encryption.file_decryptor import decrypt_source
+from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source, rekey_source
+from parquet_keytools.encryption.footer import KeyRetriever, open_footer, read_envelope
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
@@ -53,6 +54,12 @@ class OneKey:
     ) -> list[SecretBytes | KeytoolsError]:
         """Return it for each column."""
         return [self.dek for _ in columns]
+
+
+def decrypt_source(source: ByteSource, sink: ByteSink, keys: KeyRetriever, *, threads: int = 2) -> None:
+    """Decrypt a file, by the functions that `Keytools.decrypt_file` calls."""
+    footer = open_footer(read_envelope(source), keys, None)
+    decrypt_columns(source, sink, footer, column_deks(footer, keys), threads=threads)
 
 
 def rewritten(source: Path, target: Path, work: Callable[[ByteSource, ByteSink], None]) -> None:

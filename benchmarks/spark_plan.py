@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from parquet_keytools.spark.pipelines.footer_groups import MOST_PIECES_A_GROUP
+from parquet_keytools.spark.pipelines.job import MOST_PIECES_A_GROUP
 from parquet_keytools.spark.pipelines.planned_files import (
     cut,
     cut_by_group,

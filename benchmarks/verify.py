@@ -20,10 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from generated_files import write_generated
-from module_encryptor import OneKey
+from module_encryptor import OneKey, decrypt_source
 
 from parquet_keytools.conformance.file_verifier import verify_source
-from parquet_keytools.encryption.file_decryptor import decrypt_source
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source
 from parquet_keytools.encryption.protection import Algorithm
@@ -35,7 +34,7 @@ from parquet_keytools.storage.sources import open_source
 
 _NOTHING = """
 import sys
-import parquet_keytools.cli.inspect as command
+import parquet_keytools.cli.check as command
 from parquet_keytools.cli import app
 command._inspect = lambda *arguments: sys.exit(0)
 app()
