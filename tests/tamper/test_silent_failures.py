@@ -1,6 +1,8 @@
 """What would go wrong without a word: lost files, values in plaintext, checks that do not happen."""
 
+import io
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,11 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.arrow import output_filesystem
+from parquet_keytools.encryption import output_parts
 from parquet_keytools.errors import (
     AadPrefixError,
     ColumnAccessDeniedError,
@@ -58,6 +62,94 @@ def test_names_that_look_like_patterns(tmp_path: Path) -> None:
     filesystem = fsspec.filesystem("memory")
     for name in ("/x*.parquet", "/x[1].parquet"):
         assert keytools().write_table(TABLE, name, filesystem=filesystem).size_bytes == filesystem.size(name)
+
+
+class Uploads(MemoryFileSystem):
+    """A store that uploads a file when it is closed, from the buffers that it was given."""
+
+    protocol = "uploads"
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Those of the class are shared by all.
+        self.store, self.pseudo_dirs = {}, [""]  # type: ignore[misc]
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        return super()._open(path, mode, **options) if mode == "rb" else Upload(self, self._strip_protocol(path))
+
+
+class Upload(io.RawIOBase):
+    """A file that is written to such a store."""
+
+    def __init__(self, store: Uploads, path: str) -> None:
+        super().__init__()
+        self._store, self._path, self._kept = store, path, list[Any]()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._kept.append(data)
+        return len(memoryview(data))
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            MemoryFile(self._store, self._path, b"".join(self._kept)).commit()
+
+
+def by_pyarrow(tools: Keytools, path: str, plain: Path, uploads: Uploads) -> None:
+    assert tools.write_table(pq.read_table(plain), path, filesystem=uploads, row_group_size=1).engine == "pyarrow"
+
+
+def by_the_module_encryptor(tools: Keytools, path: str, plain: Path, uploads: Uploads) -> None:
+    prefixed = keytools(tools.kms, aad_prefix="p")
+    written = prefixed.write_table(pq.read_table(plain), path, filesystem=uploads, row_group_size=1)
+    assert written.engine == "module encryptor"
+
+
+def as_a_data_set(tools: Keytools, path: str, plain: Path, uploads: Uploads) -> None:
+    tools.write_dataset(pq.read_table(plain), path, filesystem=uploads, max_rows_per_group=1)
+
+
+def through_a_view(tools: Keytools, path: str, plain: Path, uploads: Uploads) -> None:
+    with tools.filesystem(filesystem=uploads).open(path, "wb") as file:
+        file.write(plain.read_bytes())
+
+
+def encrypted(tools: Keytools, path: str, plain: Path, uploads: Uploads) -> None:
+    tools.encrypt_file(plain, path, target_filesystem=uploads)
+
+
+def rekeyed(tools: Keytools, path: str, plain: Path, uploads: Uploads) -> None:
+    tools.encrypt_file(plain, plain.parent / "x")
+    tools.rekey_file(plain.parent / "x", path, target_filesystem=uploads)
+
+
+def decrypted(tools: Keytools, path: str, plain: Path, uploads: Uploads) -> None:
+    tools.encrypt_file(plain, plain.parent / "x")
+    tools.decrypt_file(plain.parent / "x", path, target_filesystem=uploads)
+
+
+WRITERS = (by_pyarrow, by_the_module_encryptor, as_a_data_set, through_a_view, encrypted, rekeyed, decrypted)
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_a_store_that_keeps_buffers_gets_bytes_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Keytools, str, Path, Uploads], None]
+) -> None:
+    """The buffer of one piece is filled again with the next one, and that is what an upload in parts sent."""
+    monkeypatch.setattr(output_parts, "SEGMENT_LENGTH", 200)
+    tools, uploads, plain = keytools(), Uploads(), tmp_path / "plain.parquet"
+    pq.write_table(TABLE, plain, row_group_size=1)
+    write(tools, "/written.parquet", plain, uploads)
+    if write is decrypted:
+        assert pq.read_table(pa.BufferReader(uploads.cat_file("/written.parquet"))).equals(TABLE)
+        return
+    reader = keytools(tools.kms, aad_prefix="p") if write is by_the_module_encryptor else tools
+    assert reader.read_table("/written.parquet", filesystem=uploads).equals(TABLE)
+    assert reader.verify_folder("/written.parquet", filesystem=uploads).conforms
 
 
 def test_two_writers_of_one_file_with_external_key_material(tmp_path: Path) -> None:

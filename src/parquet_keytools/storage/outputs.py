@@ -101,7 +101,8 @@ class StreamSink:
         """Append `data`; `offset` must be the end of what was written."""
         if offset != self.length:
             raise OutputError(f"a stream was written at {offset} instead of {self.length}.")
-        self._stream.write(data)
+        # A stream may keep what it is given, to upload it later, and whoever calls fills the buffer again.
+        self._stream.write(data if isinstance(data, bytes) else bytes(data))
         self.length += len(data)
 
 
