@@ -146,8 +146,8 @@ def refusal(request: AWSPreparedRequest, status: int, code: str) -> AWSResponse:
 
 
 def etag_in(request: AWSPreparedRequest) -> str | None:
-    """Return the condition of a request."""
-    value = request.headers.get("If-Match")
+    """Return the condition of a request; of one that copies, that of what is copied."""
+    value = request.headers.get("If-Match") or request.headers.get("x-amz-copy-source-if-match")
     return value.decode() if isinstance(value, bytes) else value
 
 

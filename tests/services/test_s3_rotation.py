@@ -263,7 +263,7 @@ def mind_conditions(store: S3Store) -> Any:
     """Answer as AWS does, where moto overlooks a condition."""
 
     def hook(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
-        if operation not in ("PutObject", "CompleteMultipartUpload"):
+        if operation not in ("PutObject", "UploadPartCopy", "CompleteMultipartUpload"):
             return None
         condition = etag_in(request)
         assert condition is not None, f"{operation} without a condition"
@@ -302,6 +302,27 @@ def test_an_update_by_somebody_else_is_not_lost(
     assert seen["replaced"] == 1
     assert result.outcome is Outcome.ALREADY_CURRENT, result
     assert store.uploads() == []
+    s3.assert_rotated()
+
+
+def test_data_of_a_newer_object_is_not_copied(store: S3Store, tmp_path: Path) -> None:
+    """Somebody replaces the object just before the store copies its data."""
+    s3 = S3Case.make(store, tmp_path, table=LARGE)
+    s3.table = LARGE.slice(0, len(LARGE) - 100)
+    newer = write(s3.case, s3.table).read_bytes()
+    minds = mind_conditions(store)
+    seen: list[str] = []
+
+    def replace(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
+        if operation == "UploadPartCopy" and operation not in seen:
+            store.put("d/x.parquet", newer)
+        seen.append(operation)
+        return minds(operation, request)
+
+    with on_request(s3.filesystem, replace):
+        result = s3.rotate()
+    assert result.outcome is Outcome.ALREADY_CURRENT, result
+    assert "CompleteMultipartUpload" not in seen and store.uploads() == []
     s3.assert_rotated()
 
 
