@@ -261,14 +261,12 @@ class ChunkCipher:
     def page_aads(self, page_ordinal: int) -> tuple[bytes, bytes]:
         """Return the AADs of a page's header and of the page, without building places for them.
 
-        Raises:
-            FormatLimitError: The ordinal does not fit into 16 bits with a sign.
+        Args:
+            page_ordinal: Up to `MAX_ORDINAL`; whoever walks over pages counts them.
         """
         if page_ordinal == NO_PAGE_ORDINAL:
             file_aad, ordinals = self.cipher.file_aad, self._ordinals
             return file_aad + _DICTIONARY_HEADER + ordinals, file_aad + _DICTIONARY + ordinals
-        if page_ordinal > MAX_ORDINAL:
-            raise FormatLimitError(f"page ordinal {page_ordinal} is more than {MAX_ORDINAL}.")
         ordinal = _pack_ordinal(page_ordinal)
         return self._header_aad + ordinal, self._page_aad + ordinal
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from parquet_keytools.encryption import module_cipher
-from parquet_keytools.encryption.aad import ModulePlace, ModuleType
+from parquet_keytools.encryption.aad import MAX_ORDINAL, ModulePlace, ModuleType, module_aad
 from parquet_keytools.encryption.aes import AesCtr
-from parquet_keytools.encryption.module_cipher import GCM_FRAMING, ModuleCipher
+from parquet_keytools.encryption.module_cipher import GCM_FRAMING, NO_PAGE_ORDINAL, ChunkCipher, ModuleCipher
 from parquet_keytools.errors import DecryptionError, FormatLimitError
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -83,6 +83,25 @@ def test_a_module_has_a_length_that_readers_take(monkeypatch: pytest.MonkeyPatch
     assert len(cipher.encrypt(bytes(72), _PLACE)) == 4 + 100
     with pytest.raises(FormatLimitError, match="data page: 105 bytes are too long for a module"):
         cipher.encrypt(bytes(73), _PLACE)
+
+
+@pytest.mark.parametrize("ordinal", [0, 1, 255, 256, MAX_ORDINAL])
+def test_pages_have_the_aad_of_their_place(ordinal: int) -> None:
+    chunk = ChunkCipher(ModuleCipher(_DEK, b"file"), None, 3, 4)
+    assert chunk.page_aads(ordinal) == (
+        module_aad(b"file", ModuleType.DATA_PAGE_HEADER, 3, 4, ordinal),
+        module_aad(b"file", ModuleType.DATA_PAGE, 3, 4, ordinal),
+    )
+    assert chunk.page_aads(NO_PAGE_ORDINAL) == (
+        module_aad(b"file", ModuleType.DICTIONARY_PAGE_HEADER, 3, 4),
+        module_aad(b"file", ModuleType.DICTIONARY_PAGE, 3, 4),
+    )
+    for one_more in ((MAX_ORDINAL + 1, 4), (3, MAX_ORDINAL + 1)):
+        with pytest.raises(FormatLimitError, match=f"ordinal {MAX_ORDINAL + 1} is not in 0..{MAX_ORDINAL}"):
+            ChunkCipher(ModuleCipher(_DEK, b"file"), None, *one_more)
+    # Never narrowed: with fewer bits it would be the AAD of another page.
+    with pytest.raises(struct.error):
+        chunk.page_aads(MAX_ORDINAL + 1)
 
 
 def test_ctr_has_the_same_key() -> None:

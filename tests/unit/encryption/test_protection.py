@@ -73,3 +73,46 @@ def test_every_altered_byte_is_read_as_the_parser_reads_it(length: int, monkeypa
 
 def test_crypto_metadata_of_another_column() -> None:
     assert "has the crypto metadata of another one" in found(chunk_of(b"key", ("list", "größer")))
+
+
+@pytest.mark.parametrize("count", [32_768, 32_769])
+@pytest.mark.parametrize("of", ["columns", "row groups"])
+def test_there_are_no_more_columns_and_row_groups_than_ordinals(count: int, of: str) -> None:
+    leaves = tuple(LeafColumn((f"c{ordinal}",), ordinal, 0) for ordinal in range(count if of == "columns" else 1))
+    row_groups = [RowGroup() for _ in range(count if of == "row groups" else 1)]
+    chunk = ColumnChunk()
+    chunks = [[chunk] * len(leaves)] * len(row_groups)
+    if count > 32_768:
+        with pytest.raises(ParquetFormatError, match="more row groups or columns than ordinals"):
+            columns_of(leaves, row_groups, chunks, is_encrypted=True)
+    else:
+        assert len(columns_of(leaves, row_groups, chunks, is_encrypted=True)) == len(leaves)
+    assert len(columns_of(leaves, row_groups, chunks, is_encrypted=False)) == len(leaves)
+
+
+def test_a_row_group_in_another_place_is_refused() -> None:
+    """A reader that went by the ordinal that is stated would look for modules of another row group."""
+
+    def row_group(ordinal: int | None) -> RowGroup:
+        made = RowGroup()
+        if ordinal is not None:
+            made.ordinal = ordinal
+        return made
+
+    def columns(*ordinals: int | None, is_encrypted: bool = True) -> Any:
+        row_groups = [row_group(ordinal) for ordinal in ordinals]
+        return columns_of((LEAF,), row_groups, [[ColumnChunk()] for _ in ordinals], is_encrypted=is_encrypted)
+
+    assert columns(0, 1, 2) == columns(0, None, 2) == columns(None, None)
+    for ordinals, where, stated in (((0, 0), 1, 0), ((1, 0), 0, 1), ((0, None, 1), 2, 1)):
+        with pytest.raises(ParquetFormatError, match=f"row group {where} says that its ordinal is {stated}"):
+            columns(*ordinals)
+        assert columns(*ordinals, is_encrypted=False)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_row_group_has_a_chunk_for_each_column(count: int) -> None:
+    with pytest.raises(ParquetFormatError, match=f"row group 1 has {count} chunks for 1 leaf columns"):
+        columns_of(
+            (LEAF,), [RowGroup(), RowGroup()], [[ColumnChunk()], [ColumnChunk()] * count], is_encrypted=True
+        )
