@@ -25,7 +25,7 @@ from parquet_keytools.runtime.exceptions_in_flight import ExceptionWatch
 from parquet_keytools.runtime.fork_safety import OwnerProcess, leave_to_parent
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.outputs import PendingOutput, pending_output
+from parquet_keytools.storage.outputs import PendingOutput, pending_output, written_bytes
 from parquet_keytools.storage.sources import BufferSource
 
 _log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class EncryptedParquetWriter:
                 put_in_place(self._pending, self._file.finish())
             self._discard()
             engine: Engine = "module encryptor" if self._reasons else "pyarrow"
-            size = self._target.info().size
+            size = written_bytes([self._target])
             self.result = WriteResult(str(self._target), engine, self._reasons, 1, self._rows, size)
             _log.info("%s was encrypted by %s%s", self._target, engine, because(self._reasons))
         return self.result

@@ -32,6 +32,7 @@ from parquet_keytools.arrow.tabular import (
 from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import written_bytes
 from parquet_keytools.storage.walk import all_files
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def write_dataset(
         tuple(reasons),
         len(files),
         sum(rows),
-        sum(info.size for info in folder.filesystem.get_file_info([file.path for file in files])),
+        written_bytes(files),
     )
 
 

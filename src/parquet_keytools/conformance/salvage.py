@@ -24,6 +24,7 @@ from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import written_bytes
 from parquet_keytools.storage.sources import open_source
 
 
@@ -119,7 +120,7 @@ def salvage_file(
             str(source),
             str(target),
             opened.size_bytes,
-            target.info().size,
+            written_bytes([target]),
             damage.row_groups,
             tuple(ordinal for ordinal in range(damage.row_groups) if ordinal not in readable),
             damage.losses,

@@ -30,6 +30,7 @@ from parquet_keytools.storage.outputs import (
     StreamSink,
     discarded_unless_done,
     pending_output,
+    written_bytes,
 )
 from parquet_keytools.storage.sources import open_source
 
@@ -116,7 +117,7 @@ def decrypt_file(
             else:
                 _copy(data, sink, on_progress)
     copied = not opened.is_encrypted
-    return FileResult(str(source), str(target), opened.tail.size_bytes, target.info().size, copied=copied)
+    return FileResult(str(source), str(target), opened.tail.size_bytes, written_bytes([target]), copied=copied)
 
 
 def _copy(source: ByteSource, sink: ByteSink, on_progress: Progress | None) -> None:
@@ -245,11 +246,11 @@ def refuse_same_file(source: FileLocation, target: FileLocation) -> None:
 
 
 def _result(source: FileLocation, target: FileLocation, opened_source: ByteSource) -> FileResult:
-    return FileResult(str(source), str(target), opened_source.size_bytes, target.info().size)
+    return FileResult(str(source), str(target), opened_source.size_bytes, written_bytes([target]))
 
 
 def _skipped(source: FileLocation, target: FileLocation) -> FileResult:
-    return FileResult(str(source), str(target), source.info().size, target.info().size, skipped=True)
+    return FileResult(str(source), str(target), source.size_bytes(), target.size_bytes(), skipped=True)
 
 
 def check_modules(opened: OpenedFile, names: Sequence[str] | None) -> None:

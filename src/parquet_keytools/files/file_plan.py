@@ -88,7 +88,7 @@ def plan_files(source: FileLocation, target: FileLocation, *, overwrite: bool = 
 
 def _plan_file(source: FileLocation, target: FileLocation, overwrite: bool) -> FilePlan:
     check_target_file(source, target, overwrite=overwrite)
-    return FilePlan(False, (PlannedFile(source, target, source.info().size, source.name),))
+    return FilePlan(False, (PlannedFile(source, target, source.size_bytes(), source.name),))
 
 
 def check_target_file(source: FileLocation, target: FileLocation, *, overwrite: bool) -> None:

@@ -218,9 +218,9 @@ class _Rekeying:
                 footer = check_rekeyed(
                     written, new, opened.footer, self._new_keys.kms_keys(), all_modules=self._request.verify
                 )
+                new_size_bytes = written.size_bytes
         if self._journal is not None:
             self._journal.add_made([_identity(footer, new.material)])
-        new_size_bytes = location.info().size or 0
         return FileRotation(
             str(location),
             RotationOutcome.REKEYED,

@@ -174,6 +174,17 @@ class FileLocation:
         with waiting_for(str(self)):
             return self.filesystem.get_file_info(self.path)
 
+    def size_bytes(self) -> int:
+        """Return the length of a file in bytes; 0 where the file system does not say.
+
+        Raises:
+            FileNotFoundError: There is no file: it may have been removed since it was listed.
+        """
+        info = self.info()
+        if info.type != pafs.FileType.File:
+            raise FileNotFoundError(f"there is no file {self}")
+        return info.size or 0
+
     def is_file(self) -> bool:
         """Whether a file is there."""
         return bool(self.info().type == pafs.FileType.File)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -351,6 +351,24 @@ def _check_target(target: FileLocation, *, overwrite: bool) -> None:
         raise exists_already(target)
     if target.is_local and not Path(target.path).parent.is_dir():
         raise OutputError(f"the folder of {target} does not exist.", hint="Create it first.")
+
+
+def written_bytes(targets: Iterable[FileLocation]) -> int:
+    """Return the length of files that were just put in their places, together, in bytes.
+
+    Raises:
+        OutputError: One is no longer there: somebody removed it, or put something in its place.
+    """
+    size_bytes = 0
+    for target in targets:
+        info = target.info()
+        if info.type != pafs.FileType.File:
+            raise OutputError(
+                f"{target} was written, and was removed or replaced meanwhile.",
+                hint="Look for who did that, then write it again.",
+            )
+        size_bytes += info.size or 0
+    return size_bytes
 
 
 def sync_folder(target: FileLocation) -> None:

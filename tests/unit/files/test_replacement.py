@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.errors import StorageFailedError
-from parquet_keytools.files import replacement
+from parquet_keytools.errors import OutputError, StorageFailedError
+from parquet_keytools.files import conversion, replacement
+from parquet_keytools.storage.local_output import LocalFile
+from parquet_keytools.storage.locations import FileLocation
 
 TABLE = pa.table({"part": [number % 6 for number in range(60)], "a": range(60)})
 
@@ -137,3 +141,93 @@ def test_a_data_set_in_memory(tmp_path: Path) -> None:
     keytools.write_dataset(TABLE, "data", partitioning=["part"], filesystem=filesystem)
     found = keytools.dataset("data", filesystem=filesystem)
     assert isinstance(found, ds.Dataset) and found.count_rows() == 60
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def replaced_by_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.fixture(params=[removed, replaced_by_a_folder], ids=lambda act: act.__name__)
+def is_gone_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have somebody remove `x.parquet` or `0-0.parquet` as soon as they are in their places."""
+    replace = LocalFile.replace
+
+    def replaced(file: LocalFile, **options: Any) -> None:
+        replace(file, **options)
+        if Path(file._target.path).name in ("x.parquet", "0-0.parquet"):
+            request.param(Path(file._target.path))
+
+    monkeypatch.setattr(LocalFile, "replace", replaced)
+
+
+def encrypts(keytools: Keytools, folder: Path) -> None:
+    pq.write_table(TABLE, folder / "plain.parquet")
+    keytools.encrypt_file(folder / "plain.parquet", folder / "x.parquet")
+
+
+def rekeys(keytools: Keytools, folder: Path) -> None:
+    keytools.write_table(TABLE, folder / "y.parquet")
+    keytools.rekey_file(folder / "y.parquet", folder / "x.parquet")
+
+
+def decrypts(keytools: Keytools, folder: Path) -> None:
+    keytools.write_table(TABLE, folder / "y.parquet")
+    keytools.decrypt_file(folder / "y.parquet", folder / "x.parquet")
+
+
+def salvages(keytools: Keytools, folder: Path) -> None:
+    keytools.write_table(TABLE, folder / "y.parquet")
+    keytools.salvage_file(folder / "y.parquet", folder / "x.parquet")
+
+
+def writes_a_table(keytools: Keytools, folder: Path) -> None:
+    keytools.write_table(TABLE, folder / "x.parquet")
+
+
+def writes_a_data_set(keytools: Keytools, folder: Path) -> None:
+    keytools.write_dataset(TABLE, folder, partitioning=["part"], basename_template="0-{i}.parquet")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [encrypts, rekeys, decrypts, salvages, writes_a_table, writes_a_data_set],
+    ids=lambda write: write.__name__,
+)
+@pytest.mark.usefixtures("is_gone_at_once")
+def test_a_written_file_that_is_gone_is_named(tmp_path: Path, write: Callable[[Keytools, Path], None]) -> None:
+    """Its length was None, and a sum of these a TypeError."""
+    with pytest.raises(
+        OutputError, match=r"/(x|0-0)\.parquet was written, and was removed or replaced meanwhile\."
+    ):
+        write(tools(), tmp_path)
+
+
+@pytest.mark.usefixtures("is_gone_at_once")
+def test_what_was_rekeyed_in_place_has_its_length_though_it_is_gone(tmp_path: Path) -> None:
+    keytools, path = tools(), tmp_path / "x.parquet"
+    keytools.write_table(TABLE, tmp_path / "y.parquet")
+    (tmp_path / "y.parquet").rename(path)
+    (file,) = keytools.rekey_in_place(path).files
+    assert file.new_size_bytes is not None and file.new_size_bytes > 1000
+
+
+def test_a_source_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keytools, source, target = tools(), tmp_path / "plain.parquet", tmp_path / "x.parquet"
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*plain\.parquet"):
+        FileLocation.resolve(source).size_bytes()
+    encrypts(keytools, tmp_path)
+    is_there_already = conversion.is_there_already
+
+    def found(*arguments: Any, **options: Any) -> bool:
+        assert is_there_already(*arguments, **options)
+        source.unlink()
+        return True
+
+    monkeypatch.setattr(conversion, "is_there_already", found)
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*plain\.parquet"):
+        keytools.encrypt_file(source, target, skip_existing=True)
