@@ -24,41 +24,44 @@ class LazyDataset(ds.FileSystemDataset):  # type: ignore[misc]
 
     Arrow leaves out partitions by the names of folders. What is left is opened by threads of ours: Arrow waits for
     them, and gets a file or our error. Nothing is kept here: `filter` makes another data set of the same files.
+    Its methods take what those of pyarrow take, also by position.
     """
 
-    def to_table(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
+    def to_table(self, columns: Any = None, filter: Any = None, *more: Any, **options: Any) -> pa.Table:
         """Scan; see `pyarrow.dataset.Dataset`.
 
         Raises:
             DecryptionError: A module does not authenticate; all ways to scan raise it.
         """
         with self._naming_damage(columns, filter):
-            return super().to_table(columns=columns, filter=filter, **options)
+            return super().to_table(columns, filter, *more, **options)
 
-    def to_batches(self, columns: Any = None, filter: Any = None, **options: Any) -> Iterator[pa.RecordBatch]:
+    def to_batches(
+        self, columns: Any = None, filter: Any = None, *more: Any, **options: Any
+    ) -> Iterator[pa.RecordBatch]:
         """Scan; see `pyarrow.dataset.Dataset`."""
-        batches = super().to_batches(columns=columns, filter=filter, **options)
+        batches = super().to_batches(columns, filter, *more, **options)
         return self._named(batches, columns, filter)
 
-    def head(self, num_rows: int, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
+    def head(self, num_rows: int, columns: Any = None, filter: Any = None, *more: Any, **options: Any) -> pa.Table:
         """Scan the beginning; see `pyarrow.dataset.Dataset`."""
         with self._naming_damage(columns, filter):
-            return super().head(num_rows, columns=columns, filter=filter, **options)
+            return super().head(num_rows, columns, filter, *more, **options)
 
-    def take(self, indices: Any, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
+    def take(self, indices: Any, columns: Any = None, filter: Any = None, *more: Any, **options: Any) -> pa.Table:
         """Pick rows; see `pyarrow.dataset.Dataset`."""
         with self._naming_damage(columns, filter):
-            return super().take(indices, columns=columns, filter=filter, **options)
+            return super().take(indices, columns, filter, *more, **options)
 
-    def count_rows(self, filter: Any = None, **options: Any) -> int:
+    def count_rows(self, filter: Any = None, *more: Any, **options: Any) -> int:
         """Count rows; see `pyarrow.dataset.Dataset`."""
         with self._naming_damage([], filter):
-            return int(super().count_rows(filter=filter, **options))
+            return int(super().count_rows(filter, *more, **options))
 
-    def scanner(self, columns: Any = None, filter: Any = None, **options: Any) -> ds.Scanner:
+    def scanner(self, columns: Any = None, filter: Any = None, *more: Any, **options: Any) -> ds.Scanner:
         """Return a scanner; its files begin to be opened."""
         self._read_ahead(filter)
-        return super().scanner(columns=columns, filter=filter, **options)
+        return super().scanner(columns, filter, *more, **options)
 
     def sort_by(self, *arguments: Any, **options: Any) -> ds.InMemoryDataset:
         """Sort; see `pyarrow.dataset.Dataset`. Here, and in joins, Arrow does not ask for a scanner."""

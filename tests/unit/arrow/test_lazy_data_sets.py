@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 from faults import FaultyKms
 
@@ -360,3 +362,57 @@ def test_an_altered_page_is_named_by_each_way_to_scan(
     # Neither the other column nor the other files are affected.
     assert scanned.to_table(columns=["b"]).num_rows == 30
     assert scanned.filter(pc.field("p") != 1).count_rows(filter=pc.field("a") >= 0) == 20
+
+
+SCAN = (["b", "p"], pc.field("a") > 3, 2, 1, 1, None, False, True, None)
+"""All arguments that scans take by position, from `columns` on."""
+
+POSITIONAL: dict[str, tuple[Any, ...]] = {
+    "to_table": SCAN,
+    "to_batches": SCAN,
+    "scanner": SCAN,
+    "head": (5, *SCAN),
+    "take": ([3, 1], *SCAN),
+    "count_rows": SCAN[1:],
+    "filter": (pc.field("a") > 3,),
+    "get_fragments": (pc.field("p") == 0,),
+    "sort_by": ([("a", "descending"), ("p", "ascending")],),
+    "replace_schema": (pa.schema([("b", pa.int64()), ("p", pa.int32())]),),
+    "join": (ds.dataset(TABLE.append_column("c", TABLE["a"])), ["a"], ["c"], "inner", "_l", "_r", True, False),
+    "join_asof": (ds.dataset(TABLE), "a", ["b"], 0, "a", ["b"]),
+}
+
+
+def test_no_method_of_pyarrow_is_forgotten() -> None:
+    public = {name for name in dir(ds.FileSystemDataset) if not name.startswith("_")}
+    methods = {name for name in public if callable(getattr(ds.FileSystemDataset, name))}
+    assert methods - {"from_paths"} == POSITIONAL.keys()
+
+
+@pytest.mark.parametrize("method", POSITIONAL)
+def test_methods_take_what_those_of_pyarrow_take_by_position(tmp_path: Path, method: str) -> None:
+    """Whoever passes another argument of a scan by position got a TypeError."""
+    given = POSITIONAL[method]
+    parameters = list(inspect.signature(getattr(ds.FileSystemDataset, method)).parameters.values())[1:]
+    by_position = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    assert len(given) == len(by_position), "pyarrow takes other arguments"
+    tools = keytools()
+    write(tmp_path / "encrypted", tools, 1)
+    plain = file_of(tmp_path / "plain", 0)
+    plain.parent.mkdir(parents=True)
+    pq.write_table(TABLE, plain)
+    results = []
+    for dataset in (
+        tools.dataset(tmp_path / "encrypted"),
+        ds.dataset(tmp_path / "plain", partitioning="hive"),
+    ):
+        result = getattr(dataset, method)(*given)
+        if method in ("scanner", "filter", "sort_by", "replace_schema", "join", "join_asof"):
+            # A join keeps no order.
+            result = sorted(result.to_table().to_pylist(), key=str)
+        elif method == "to_batches":
+            result = [batch.to_pydict() for batch in result]
+        elif method == "get_fragments":
+            result = [fragment.path.rpartition("p=")[2] for fragment in result]
+        results.append(result)
+    assert results[0] == results[1]
