@@ -7,7 +7,7 @@ import secrets
 import socket
 from pathlib import Path
 
-_LOWEST = 10_000
+_LOWEST, _HIGHEST = 10_000, 65_535
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -15,12 +15,13 @@ def free_port() -> int:
     """Return a port that is free on all addresses of this machine, and that nobody gets by chance.
 
     The system gives ports of a range of its own to outgoing connections, and to whoever binds to port 0. One of
-    these could be taken before its server starts, or while it restarts.
+    these could be taken before its server starts, or while it restarts. Where the range leaves none, the system is
+    asked for a port of it.
     """
-    highest = int(_RANGE.read_text().split()[0]) - 1 if _RANGE.exists() else 32_767
-    for _ in range(1000):
-        port = _LOWEST + secrets.randbelow(highest - _LOWEST + 1)
+    first, last = map(int, _RANGE.read_text().split()) if _RANGE.exists() else (32_768, _HIGHEST)
+    others = [port for port in range(_LOWEST, _HIGHEST + 1) if not first <= port <= last]
+    for port in [*secrets.SystemRandom().sample(others, min(len(others), 1000)), 0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
-            return port
-    raise RuntimeError(f"no port from {_LOWEST} to {highest} is free")
+            return int(probe.getsockname()[1])
+    raise RuntimeError("no port is free")

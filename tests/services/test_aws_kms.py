@@ -272,8 +272,9 @@ def test_a_silent_sts_is_waited_for_no_longer_than_a_call_lasts(fake: FakeKms, u
         limits = {"call_timeout_seconds": 0.5, "timeout_seconds": 1.0}
         with AwsKms(settings(url, assume_role=role, **limits)) as kms:
             start = time.monotonic()
-            outcomes = kms.wrap_many([WrapRequest(CANARY, key.arn) for _ in range(16)])
-            assert time.monotonic() - start < 3
+            outcomes = kms.wrap_many([WrapRequest(CANARY, key.arn) for _ in range(32)])
+            # In turn they would take 16 seconds.
+            assert time.monotonic() - start < 8
     assert {type(outcome) for outcome in outcomes} == {KmsUnavailableError}
     assert not fake.log
 
@@ -413,7 +414,7 @@ def test_each_fault_ends_in_its_class(
     """With the tries its class allows, in time, and with nothing leaked."""
     key = fake.add_key()
     # On a busy machine a try that is not meant to be slow must not be one more than expected.
-    limits = {"call_timeout_seconds": 0.5 if fault is SLOW else 4.0, "timeout_seconds": 5.0, "max_tries": 4}
+    limits = {"call_timeout_seconds": 0.5 if fault is SLOW else 15.0, "timeout_seconds": 60.0, "max_tries": 4}
     with AwsKms(settings(url)) as kms:
         wrapped_key = kms.wrap(CANARY, key.arn)
     with AwsKms(settings(url, **limits)) as kms:
@@ -429,7 +430,7 @@ def test_each_fault_ends_in_its_class(
         assert len(fake.authorizations) - calls == tries
         # Expired credentials are asked for anew within one try.
         assert error.tries == (1 if "expired" in str(error) else tries)
-        assert seconds < 6
+        assert seconds < limits["timeout_seconds"]
         assert error.__cause__ is error.__context__ is None
         printed = "".join(traceback.format_exception(error))
         pickled = str(pickle.dumps(error))
@@ -1009,7 +1010,7 @@ def test_forked_children_have_their_own_connection(fake: FakeKms, url: str, give
         ]
         for child in children:
             child.start()
-        assert [results.get(timeout=20) for _ in children] == [True] * 3
+        assert [results.get(timeout=60) for _ in children] == [True] * 3
         for child in children:
             child.join()
         assert kms.unwrap(wrapped_key, key.arn) == CANARY

@@ -33,6 +33,7 @@ from google.cloud.kms_v1 import KeyManagementServiceClient
 from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
 from google.cloud.kms_v1.types import CryptoKey, ProtectionLevel
 from pydantic import ValidationError
+from virtual_time import VirtualTime
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import (
@@ -424,26 +425,28 @@ def test_throttled_for_a_while(server: FakeGcpKms) -> None:
 
 
 def test_it_waits_as_long_as_cloud_kms_asks(server: FakeGcpKms, kms: GcpKms) -> None:
+    clock = VirtualTime()
+    kms._time = clock.source()
     server.fail("RESOURCE_EXHAUSTED", retry_info(1.25), times=1)
-    started = time.monotonic()
     kms.wrap(CANARY, "one")
-    assert 1.25 <= time.monotonic() - started < 4
+    assert clock.slept == [1.25]
     server.fail("RESOURCE_EXHAUSTED", retry_info(3600))
-    started = time.monotonic()
     error = failure(lambda: kms.wrap(CANARY, "one"))
-    assert time.monotonic() - started < 4
+    assert max(clock.slept) == 1.25
     assert isinstance(error, KmsThrottledError) and error.retry_after_seconds == 3600
 
 
 def test_a_slow_answer_ends_within_the_deadline(server: FakeGcpKms) -> None:
     server.latency_seconds = 1.5
-    with GcpKms(settings(server.endpoint, call_timeout_seconds=0.3, timeout_seconds=1, max_tries=100)) as kms:
+    with GcpKms(settings(server.endpoint, call_timeout_seconds=0.4, timeout_seconds=4, max_tries=100)) as kms:
         started = time.monotonic()
         error = failure(lambda: kms.wrap(CANARY, "one"))
-        # A hundred tries would take 30 seconds.
-        assert time.monotonic() - started < 10
+        # A hundred tries would take 40 seconds.
+        assert time.monotonic() - started < 30
     assert isinstance(error, KmsUnavailableError) and ": DEADLINE_EXCEEDED" in error.detail
-    assert 2 <= error.tries == server.calls["Encrypt"] <= 3
+    assert 2 <= error.tries <= 10
+    # The library makes none of its own; one that waited for this machine may not have reached the server.
+    assert server.calls["Encrypt"] <= error.tries
 
 
 def test_a_connection_cut_in_the_middle(server: FakeGcpKms) -> None:
@@ -452,15 +455,20 @@ def test_a_connection_cut_in_the_middle(server: FakeGcpKms) -> None:
     with GcpKms(settings(proxy.endpoint, max_tries=10)) as kms:
         kms.wrap(CANARY, "one")
         for _ in range(3):
-            threading.Timer(0.15, proxy.cut).start()
+            cut = threading.Timer(0.15, proxy.cut)
+            cut.start()
             assert kms.unwrap(kms.wrap(CANARY, "one"), "one") == CANARY
+            cut.join()
+        kms.wrap(CANARY, "one")
         assert proxy.connections >= 4
         proxy.close()
         server.stop()
-        started = time.monotonic()
+        clock = VirtualTime()
+        kms.close()
+        kms._time = clock.source()
         error = failure(lambda: kms.wrap(CANARY, "one"))
         assert isinstance(error, KmsUnavailableError)
-        assert time.monotonic() - started < 8
+        assert sum(clock.slept) < QUICK["timeout_seconds"]
 
 
 def empty_ciphertext(answer: Any) -> None:
@@ -692,12 +700,12 @@ def test_a_fork_waits_for_calls_under_way(server: FakeGcpKms, kms: GcpKms) -> No
     server.latency_seconds = 0.6
     call = threading.Thread(target=kms.wrap, args=(CANARY, "one"))
     call.start()
-    time.sleep(0.2)
-    started = time.monotonic()
+    while server.calls["Encrypt"] < 2:
+        time.sleep(0.01)
     child = os.fork()
     if child == 0:
         os._exit(0)
-    assert 0.2 < time.monotonic() - started < 5
+    assert server.under_way == 0
     assert os.waitpid(child, 0)[1] == 0
     call.join()
     server.latency_seconds = 0
@@ -815,13 +823,14 @@ def test_a_token_is_waited_for_no_longer_than_a_call_lasts() -> None:
             tokens.headers("https://kms.example", 0.5)
         times.append(time.monotonic() - start)
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
+    threads = [threading.Thread(target=ask) for _ in range(60)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     released.set()
-    assert len(times) == 8 and max(times) < 2
+    # One after the other, the last one would wait for half a minute.
+    assert len(times) == 60 and max(times) < 15
     assert max(timeouts) <= 0.5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import re
@@ -17,7 +18,7 @@ from gcp_fake import KEY_RING, FakeGcpKms
 from typer.testing import CliRunner
 
 from parquet_keytools import Keytools
-from parquet_keytools.cli import app
+from parquet_keytools.cli import app, failures
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.runtime import presentation
 from parquet_keytools.secret_bytes import SecretBytes
@@ -82,10 +83,28 @@ def test_every_command_says_what_it_waits_for(
     folder = folder_of(tmp_path, "vault")
     monkeypatch.setattr(presentation, "SAID_AFTER_SECONDS", 0.05)
     monkeypatch.setattr(presentation, "_LOOK_SECONDS", 0.02)
+    said = threading.Event()
+    saying = failures.saying_what_is_waited_for
+    monkeypatch.setattr(
+        failures, "saying_what_is_waited_for", lambda say: saying(lambda line: (say(line), said.set()))
+    )
+
+    def hang_up() -> None:
+        """Let everybody wait until what is waited for was said."""
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = silent.accept()
+                said.wait(60)
+                connection.close()
+
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        thread = threading.Thread(target=hang_up)
+        thread.start()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        kms = {"type": "vault", "url": url, "token": "t", "max_tries": 1, "call_timeout_seconds": 0.4}
+        kms = {"type": "vault", "url": url, "token": "t", "max_tries": 1, "call_timeout_seconds": 60}
         done = called(command, folder, config_of(tmp_path, kms))
+        silent.shutdown(socket.SHUT_RDWR)
+        thread.join()
     assert done.exit_code != 0 or command in ("inspect", "keys")
     assert done.stderr.count(f"Waiting for the KMS (vault) at {url} ...") == 1
     assert "Waiting" not in done.stdout

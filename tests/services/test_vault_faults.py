@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gc
 import http.server
 import json
@@ -163,8 +164,9 @@ def kms(proxy: Proxy, token: str) -> Iterator[VaultKms]:
 
 
 def client(url: str, token: str, **settings: Any) -> VaultKms:
-    quick = {"call_timeout_seconds": 1.0, "timeout_seconds": 5.0, "max_tries": 4}
-    return VaultKms(VaultSettings.model_validate({"url": url, "token": token, **quick, **settings}))
+    # On a busy machine an attempt that is not meant to be slow must not be one more than expected.
+    limits = {"call_timeout_seconds": 15.0, "timeout_seconds": 60.0, "max_tries": 4}
+    return VaultKms(VaultSettings.model_validate({"url": url, "token": token, **limits, **settings}))
 
 
 def status(code: int, text: str = BODY_CANARY, **headers: str) -> Fault:
@@ -253,7 +255,7 @@ PASSING: dict[str, Fault] = {
     "performance standby": status(473),
     "connection closed without an answer": Exchange.hang_up,
     "connection cut in the middle of the answer": cut,
-    "slow": lambda exchange: time.sleep(1.5),
+    "slow": lambda exchange: time.sleep(4),
     "dripping": dripping,
     "an answer that is no JSON": raw(b"CANARY-in-the-body"),
     "an answer that is no object": raw(b"[]"),
@@ -275,20 +277,23 @@ SOME = ("throttled", "sealed", "connection cut in the middle of the answer", "sl
     [*(("unwrap", what) for what in PASSING), *((other, what) for other in ("wrap", "rewrap") for what in SOME)],
 )
 def test_a_fault_that_passes_costs_a_try(
-    kms: VaultKms, proxy: Proxy, openbao: OpenBao, what: str, operation: str
+    proxy: Proxy, openbao: OpenBao, token: str, what: str, operation: str
 ) -> None:
     fault = PASSING[what]
     name = openbao.create_key()
-    wrapped = kms.wrap(KEY, name)
     path = {"wrap": "encrypt", "unwrap": "decrypt", "rewrap": "rewrap"}[operation]
-    before = proxy.count(path)
-    proxy.faults.append((path, 1, fault))
-    if operation == "wrap":
-        assert kms.unwrap(kms.wrap(KEY, name), name) == KEY
-    elif operation == "unwrap":
-        assert kms.unwrap(wrapped, name) == KEY
-    else:
-        assert kms.unwrap(kms.rewrap(wrapped, name), name) == KEY
+    with client(
+        proxy.url, token, **({"call_timeout_seconds": 2.0} if what in ("slow", "dripping") else {})
+    ) as kms:
+        wrapped = kms.wrap(KEY, name)
+        before = proxy.count(path)
+        proxy.faults.append((path, 1, fault))
+        if operation == "wrap":
+            assert kms.unwrap(kms.wrap(KEY, name), name) == KEY
+        elif operation == "unwrap":
+            assert kms.unwrap(wrapped, name) == KEY
+        else:
+            assert kms.unwrap(kms.rewrap(wrapped, name), name) == KEY
     assert proxy.count(path) == before + 2
 
 
@@ -335,7 +340,7 @@ def test_a_fault_that_stays_ends_in_its_class(
     started = time.monotonic()
     with pytest.raises(KmsError) as caught:
         kms.unwrap(wrapped, name)
-    assert time.monotonic() - started < kms.limits.timeout_seconds + 0.5
+    assert time.monotonic() - started < kms.limits.timeout_seconds
     error = caught.value
     assert (type(error), error.tries, proxy.count("decrypt")) == (kind, tries, tries)
     assert (error.backend, error.operation, error.master_key_id) == ("vault", "unwrap", name)
@@ -345,14 +350,14 @@ def test_a_fault_that_stays_ends_in_its_class(
 @pytest.mark.parametrize("fault", [lambda exchange: time.sleep(20), dripping], ids=["silent", "dripping"])
 def test_a_slow_server_ends_within_the_deadline(proxy: Proxy, openbao: OpenBao, token: str, fault: Fault) -> None:
     name = openbao.create_key()
-    with client(proxy.url, token, call_timeout_seconds=0.4, timeout_seconds=1.5, max_tries=100) as kms:
+    with client(proxy.url, token, call_timeout_seconds=0.4, timeout_seconds=4, max_tries=100) as kms:
         wrapped = kms.wrap(KEY, name)
         proxy.faults.append(("decrypt", -1, fault))
         started = time.monotonic()
         with pytest.raises(KmsUnavailableError) as caught:
             kms.unwrap(wrapped, name)
         # A hundred tries would take 40 seconds.
-        assert 1.0 < time.monotonic() - started < 10
+        assert 1.0 < time.monotonic() - started < 30
         assert caught.value.tries >= 3
         assert "in time" in str(caught.value)
 
@@ -518,11 +523,12 @@ def test_a_redirect_does_not_lead_from_this_machine_to_another_one_without_tls(
 def test_a_renewal_that_fails_does_not_stop_work(openbao: OpenBao, proxy: Proxy) -> None:
     name = openbao.create_key()
     policy = openbao.write_policy({"transit/*": ["read", "update"]})
-    short = openbao.create_token(policy, ttl="3s")
+    # From 2/3 of its life on it is renewed: a busy machine has more than a second for the third attempt.
+    short = openbao.create_token(policy, ttl="5s")
     with client(proxy.url, short) as kms:
         kms.wrap(KEY, name)
         proxy.faults.append(("renew-self", 2, status(503)))
-        end = time.monotonic() + 4.5
+        end = time.monotonic() + 5.5
         while time.monotonic() < end:
             kms.wrap(KEY, name)
             time.sleep(0.02)
@@ -586,7 +592,7 @@ def test_a_sealed_server_is_waited_for(own_server: OpenBao) -> None:
         unsealing.join()
         own_server.seal()
     with (
-        client(own_server.url, own_server.root_token, timeout_seconds=0.5) as kms,
+        client(own_server.url, own_server.root_token) as kms,
         pytest.raises(KmsUnavailableError, match="sealed"),
     ):
         kms.unwrap(wrapped, name)
@@ -633,13 +639,17 @@ def test_killed_and_restarted_during_a_run_of_writes_nothing_is_lost(own_server:
 # --- many ---
 
 
-def open_sockets() -> int:
+def open_sockets(server: OpenBao) -> int:
+    """Return how many connections this process has to a server; other tests have theirs to others."""
+    ends = set()
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if int(fields[2].partition(":")[2], 16) == server.port:
+            ends.add(f"socket:[{fields[9]}]")
     count = 0
     for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            count += str(descriptor.readlink()).startswith("socket:")
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            count += str(descriptor.readlink()) in ends
     return count
 
 
@@ -650,7 +660,7 @@ def resident_megabytes() -> float:
 
 def test_ten_thousand_wraps_and_unwraps_from_32_threads(openbao: OpenBao, token: str) -> None:
     names = [openbao.create_key() for _ in range(3)]
-    before = open_sockets()
+    before = open_sockets(openbao)
     settings = {"url": openbao.url, "token": token}
     with VaultKms(VaultSettings.model_validate(settings)) as kms:
 
@@ -671,11 +681,11 @@ def test_ten_thousand_wraps_and_unwraps_from_32_threads(openbao: OpenBao, token:
             warm = resident_megabytes()
             list(threads.map(single, range(2_300)))
             list(threads.map(many, range(100)))
-            assert open_sockets() - before <= 2 * kms.limits.max_concurrent_calls
+            assert 0 < open_sockets(openbao) - before <= 2 * kms.limits.max_concurrent_calls
             gc.collect()
             grown = resident_megabytes() - warm
         counts = kms.call_counts
     assert counts["wrap"] + counts["unwrap"] == 10_000
     assert grown < 40
     gc.collect()
-    assert open_sockets() <= before + 2
+    assert open_sockets(openbao) <= before + 2

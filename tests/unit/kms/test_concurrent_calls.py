@@ -35,14 +35,16 @@ def test_nothing(calls: ConcurrentCalls) -> None:
 
 
 def test_several_at_a_time_and_not_more(calls: ConcurrentCalls) -> None:
-    lock = threading.Lock()
+    lock, all_are_there = threading.Lock(), threading.Barrier(5)
     under_way, most = [0], [0]
 
-    def work(_: int) -> None:
+    def work(number: int) -> None:
         with lock:
             under_way[0] += 1
             most[0] = max(most[0], under_way[0])
-        time.sleep(0.01)
+        if number < 5:
+            all_are_there.wait(60)
+        time.sleep(0.001)
         with lock:
             under_way[0] -= 1
 
@@ -66,19 +68,18 @@ def test_from_many_threads(calls: ConcurrentCalls) -> None:
 
 
 def test_a_small_task_does_not_wait_for_a_large_one(calls: ConcurrentCalls) -> None:
-    large_ended: list[float] = []
-    small_ended = threading.Event()
+    begun, small_ended = threading.Event(), threading.Event()
 
-    def large() -> None:
-        # Seconds, unless nobody waits for it any more.
-        calls.map(lambda _: small_ended.wait(0.005), range(4000))
-        large_ended.append(time.monotonic())
+    def work(_: int) -> None:
+        begun.set()
+        # All of them end only after the small task.
+        assert small_ended.wait(60)
 
-    thread = threading.Thread(target=large)
+    thread = threading.Thread(target=calls.map, args=(work, range(400)))
     thread.start()
-    time.sleep(0.02)
+    assert begun.wait(60)
     calls.map(lambda _: time.sleep(0.005), range(8))
-    assert not large_ended
+    assert thread.is_alive()
     small_ended.set()
     thread.join()
 
@@ -98,68 +99,84 @@ def test_each_thread_has_the_context_of_the_caller(calls: ConcurrentCalls) -> No
 @pytest.mark.parametrize("error", [RuntimeError("x"), KeyboardInterrupt(), SystemExit(3)])
 def test_what_is_raised_ends_the_task(calls: ConcurrentCalls, error: BaseException) -> None:
     begun: list[int] = []
+    is_over = threading.Event()
 
     def work(number: int) -> None:
         begun.append(number)
         if number == 10:
             raise error
-        # The others go on while it is raised, however long that takes, and do not come far.
-        time.sleep(0.002 if number < 10 else 0.05)
+        # The others go on while it is raised, however long that takes.
+        if number > 10:
+            is_over.wait(60)
 
     with pytest.raises(type(error)):
         calls.map(work, range(1000))
-    assert len(begun) < 50
+    is_over.set()
     assert calls.map(abs, [-1, -2]) == [1, 2]
+    calls._pool.shutdown()
+    assert max(begun) <= 10 + 4, "what each of the other threads was at, and no more"
 
 
 def test_close_lets_tasks_end_and_later_ones_do_without_threads(calls: ConcurrentCalls) -> None:
     results: list[list[int]] = []
-    thread = threading.Thread(
-        target=lambda: results.append(calls.map(lambda n: (time.sleep(0.01), n)[1], range(50)))
-    )
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work(number: int) -> int:
+        begun.set()
+        assert go_on.wait(60)
+        return number
+
+    thread = threading.Thread(target=lambda: results.append(calls.map(work, range(50))))
     thread.start()
-    time.sleep(0.03)
+    assert begun.wait(60)
     calls.close()
     calls.close()
     assert calls.map(lambda n: n, range(10)) == list(range(10))
-    thread.join(20)
+    go_on.set()
+    thread.join(60)
     assert results == [list(range(50))]
 
 
 def test_ctrl_c_does_not_wait_for_calls_that_have_begun() -> None:
     """Nor does the end of the process, beyond the calls that are under way just then."""
     program = """
-import time, threading
+import os, threading, time
 from parquet_keytools.kms.concurrent_calls import ConcurrentCalls
 calls = ConcurrentCalls(4)
+all_are_there = threading.Barrier(5)
 def work(number):
-    if number == 0:
-        print("begun", flush=True)
-    time.sleep(0.2 if threading.current_thread() is threading.main_thread() else 3)
+    if number < 5:
+        all_are_there.wait(60)
+    if threading.current_thread() is threading.main_thread():
+        os.write(1, b"begun\\n")
+        time.sleep(0.2)
+    else:
+        time.sleep(3)
+        os.write(1, b"a call ended\\n")
 try:
     calls.map(work, range(1000))
 except KeyboardInterrupt:
-    print("interrupted", flush=True)
+    os.write(1, b"interrupted\\n")
 """
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
-    time.sleep(0.3)
-    start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    assert process.stdout.readline() == "interrupted\n"
-    assert time.monotonic() - start < 2.5
-    assert process.wait(20) == 0
-    assert time.monotonic() - start < 10
+    printed = process.stdout.read().splitlines()
+    assert process.wait(60) == 0
     process.stdout.close()
+    after = printed[printed.index("interrupted") + 1 :]
+    assert set(after) == {"a call ended"}, "it was not waited for"
+    assert len(after) <= 4, "what each of the other threads was at, and no more"
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_child_of_a_process_in_the_middle_of_a_task_ends(calls: ConcurrentCalls) -> None:
     go_on = threading.Event()
-    thread = threading.Thread(target=lambda: calls.map(lambda _: go_on.wait(20), range(20)))
+    begun = threading.Event()
+    thread = threading.Thread(target=lambda: calls.map(lambda _: (begun.set(), go_on.wait(60)), range(20)))
     thread.start()
-    time.sleep(0.05)
+    assert begun.wait(60)
     child = os.fork()
     if child == 0:
         os._exit(0 if ConcurrentCalls(4).map(abs, range(-20, 0)) == list(range(20, 0, -1)) else 1)

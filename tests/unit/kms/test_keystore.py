@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import stat
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -709,13 +708,11 @@ def test_eight_processes_lose_nothing(path: Path) -> None:
 def test_a_lock_that_stays_is_an_error_and_not_a_hang(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (path.parent / f".{path.name}.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        started = time.monotonic()
         with (
-            pytest.raises(TimeoutError, match="another process"),
+            pytest.raises(TimeoutError, match=r"another process has held .* for 0\.1 seconds"),
             private_file.exclusive_lock(path, timeout_seconds=0.1),
         ):
             pass
-        assert time.monotonic() - started < 5
         # Readers do not wait for writers.
         assert shape(Keystore(path, right))
     with private_file.exclusive_lock(path, timeout_seconds=0.1):

@@ -222,11 +222,13 @@ def test_no_turn_in_time(clock: VirtualTime) -> None:
 
 
 def test_all_slots_taken_by_a_kms_that_hangs() -> None:
-    release = threading.Event()
-    kms = FakeRemoteKms(lambda *_: release.wait(20), max_concurrent_calls=2, timeout_seconds=0.5)
+    release, begun = threading.Event(), threading.Semaphore(0)
+    kms = FakeRemoteKms(
+        lambda *_: (begun.release(), release.wait(60)), max_concurrent_calls=2, timeout_seconds=0.5
+    )
     with ThreadPoolExecutor(2) as pool:
         hanging = [pool.submit(kms.wrap, KEY, "k") for _ in range(2)]
-        time.sleep(0.1)
+        assert begun.acquire(timeout=60) and begun.acquire(timeout=60)
         with pytest.raises(KmsUnavailableError, match="2 calls were under way all the time") as caught:
             kms.wrap(KEY, "k")
         assert caught.value.tries == 0
@@ -582,12 +584,12 @@ def test_close_does_not_disturb_others() -> None:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_fork_in_the_middle() -> None:
     """A child has neither the parent's threads nor its slots, and uses the client all the same."""
-    go_on = threading.Event()
-    kms = FakeRemoteKms(lambda *_: go_on.wait(20), max_concurrent_calls=2)
+    go_on, begun = threading.Event(), threading.Semaphore(0)
+    kms = FakeRemoteKms(lambda *_: (begun.release(), go_on.wait(60)), max_concurrent_calls=2)
     requests = [WrapRequest(KEY, "k") for _ in range(10)]
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(kms.wrap_many, requests) for _ in range(2)]
-        time.sleep(0.1)
+        assert begun.acquire(timeout=60) and begun.acquire(timeout=60)
         child = os.fork()
         if child == 0:
             kms.on_try = lambda *_: None
