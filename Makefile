@@ -32,8 +32,10 @@ LOCK := requirements-dev.txt
 # PySpark comes as source: the wheel that is made of its 450 MB and unpacked at once need not be compressed.
 UNCOMPRESSED := --config-settings=--build-option=--compression=stored
 PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile $(UNCOMPRESSED)
-# uv takes half the time of pip. It reads nothing of pip's configuration, so it gets the index.
-PIP_INDEX = $${PIP_INDEX_URL:-$$($(BIN)/python -m pip config get global.index-url 2>/dev/null)}
+# uv takes half the time of pip. It reads nothing of pip's configuration, so it gets the index that pip would take:
+# that of the environment, of [install], or of [global].
+PIP_INDEX = $${PIP_INDEX_URL:-$$($(BIN)/python -m pip config list 2>/dev/null | \
+	sed -nE 's/^(global|install)[.]index-url=.(.*).$$/\2/p' | tail -n 1)}
 UV_INSTALL = $(PIP_INSTALL) 'uv>=0.9' && UV_DEFAULT_INDEX="$(PIP_INDEX)" \
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(UNCOMPRESSED)
 ifeq ($(LOCKED),yes)
@@ -43,6 +45,9 @@ else
 # Where there is no uv, or it cannot reach what pip can, pip installs.
 install = { $(UV_INSTALL) --editable '.[$(1)]' || $(PIP_INSTALL) --editable '.[$(1)]'; }
 endif
+
+# Without rules, for a second make beside the tests could install again.
+CHECKS := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test java check soak mutants mutation docs lock vectors bench clean
@@ -58,7 +63,7 @@ test: $(TEST_INSTALLED) java ## Linters, types, and all tests with their coverag
 	else echo "PARQUET_TEST_DATA is not set: tests on the public Parquet files are skipped."; fi
 	@# An archive of Spark's classes comes meanwhile: the JVMs that start after that start faster.
 	@# Linters and types are checked in the time that tests wait. One process compiles what all of them import.
-	@nice $(MAKE) --no-print-directory check >$(VENV)/check.log 2>&1 & CHECK=$$!; \
+	@nice sh -xc '$(CHECKS)' >$(VENV)/check.log 2>&1 & CHECK=$$!; \
 	$(BIN)/python tests/services/spark_jvm.py >/dev/null 2>&1 & \
 	$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1; \
 	$(BIN)/python -m pytest --coverage $(PYTEST_ARGUMENTS); STATUS=$$?; \
@@ -73,9 +78,7 @@ java:
 	fi
 
 check: $(TEST_INSTALLED) ## Linters and types; LOCKED=yes, here and elsewhere, installs the versions of the lock
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(CHECKS)
 
 docs: $(DOCS_INSTALLED) ## The documentation site, into ./site; broken links and missing pages are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -85,9 +85,15 @@ def test_every_command_says_what_it_waits_for(
     monkeypatch.setattr(presentation, "_LOOK_SECONDS", 0.02)
     said = threading.Event()
     saying = failures.saying_what_is_waited_for
-    monkeypatch.setattr(
-        failures, "saying_what_is_waited_for", lambda say: saying(lambda line: (say(line), said.set()))
-    )
+
+    def saying_so(say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
+        def say_so(line: str) -> None:
+            say(line)
+            said.set()
+
+        return saying(say_so)
+
+    monkeypatch.setattr(failures, "saying_what_is_waited_for", saying_so)
 
     def hang_up() -> None:
         """Let everybody wait until what is waited for was said."""
