@@ -12,14 +12,21 @@ from pathlib import Path
 import pytest
 import remembered_scrypt
 import typer.testing
+from hypothesis import HealthCheck, settings
 from order import position, pytest_handlecrashitem, pytest_xdist_make_scheduler
 from package_coverage import pytest_addoption, pytest_configure
+from soak import SOAK
 
 __all__ = ["pytest_addoption", "pytest_configure", "pytest_handlecrashitem", "pytest_xdist_make_scheduler"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 remembered_scrypt.install()
+# A busy machine is no failure, and a change meets the examples that the one before it met; a soak draws others.
+settings.register_profile(
+    "tests", deadline=None, derandomize=not SOAK, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 # Typer makes the whole tree of commands for each call of one.
 typer.testing._get_command = cache(typer.testing._get_command)
 

@@ -62,7 +62,7 @@ def _mutants(draw: st.DrawFn) -> bytes:
 
 
 @given(_mutants())
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=1_000)
 def test_mutants_end_in_our_errors(data: bytes) -> None:
     start = time.process_time()
     try:
@@ -82,7 +82,7 @@ def test_mutants_end_in_our_errors(data: bytes) -> None:
 
 
 @given(st.binary(max_size=500), st.sampled_from([b"PAR1", b"PARE"]))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_footer_ends_in_a_format_error(footer: bytes, magic: bytes) -> None:
     data = magic + footer + len(footer).to_bytes(4, "little") + magic
     with contextlib.suppress(KeytoolsError):

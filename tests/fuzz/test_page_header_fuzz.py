@@ -39,7 +39,7 @@ def _general(data: bytes) -> PageHeader | None:
 
 
 @given(st.one_of(st.binary(max_size=120), _MUTANTS))
-@settings(max_examples=how_many(500, 20_000), deadline=None)
+@settings(max_examples=how_many(500, 20_000))
 def test_both_readers_agree(data: bytes) -> None:
     expected = _general(data)
     try:
@@ -91,7 +91,7 @@ def test_the_verifier_reads_what_writers_write_by_expressions(name: str) -> None
 
 
 @given(st.one_of(st.binary(max_size=120), _MUTANTS, _LIKE_WRITTEN))
-@settings(max_examples=how_many(1_000, 20_000), deadline=None)
+@settings(max_examples=how_many(1_000, 20_000))
 def test_the_expressions_of_the_verifier_agree_with_the_general_reader(data: bytes) -> None:
     found = usual_header(memoryview(data))
     if found is not None:
@@ -102,7 +102,7 @@ def test_the_expressions_of_the_verifier_agree_with_the_general_reader(data: byt
 
 
 @given(st.one_of(st.binary(max_size=400), _MUTANTS), st.booleans())
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=1_000)
 def test_any_chunk_is_walked_or_refused(data: bytes, is_encrypted: bool) -> None:
     cipher = ChunkCipher(ModuleCipher(SecretBytes(bytes(16)), b""), Algorithm.AES_GCM_V1, 0, 0)
     try:
@@ -121,7 +121,7 @@ def test_any_chunk_is_walked_or_refused(data: bytes, is_encrypted: bool) -> None
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=1_000)
 def test_any_offset_index_is_moved_or_refused(data: bytes) -> None:
     with contextlib.suppress(ParquetFormatError):
         move_pages(data, {0: (4, 1), 1: (5, 1)})

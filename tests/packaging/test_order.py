@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
+import soak
 from order import LONGEST_FIRST, SPARK_CLUSTER, file_of, position
 
 TESTS = Path(__file__).parents[1]
@@ -32,9 +34,11 @@ def test_the_longest_begin_first() -> None:
 
 
 def test_what_takes_samples_is_in_the_soak() -> None:
-    """There it takes all; else nothing ever would."""
+    """There it takes all, and draws other examples; else nothing ever would."""
     users = {
-        path for path in TESTS.rglob("test_*.py") if re.search("^from soak import", path.read_text("utf-8"), re.M)
+        path
+        for path in TESTS.rglob("test_*.py")
+        if re.search("^from (soak|hypothesis) import", path.read_text("utf-8"), re.M)
     }
     named = re.findall(r"tests/[\w/.]+", (TESTS.parent / "Makefile").read_text("utf-8").partition("\nsoak:")[2])
     places = [TESTS.parent / name for name in named]
@@ -59,3 +63,9 @@ def test_run_ends_as_failed_where_a_process_dies(tmp_path: Path) -> None:
     assert run.returncode == 1, run.stdout
     assert "FAILED test_b.py::test_dies" in run.stdout
     assert "a process of the tests died while it ran test_b.py::test_dies" in run.stdout
+
+
+def test_generated_examples_depend_neither_on_chance_nor_on_haste() -> None:
+    assert hypothesis.settings.default is not None
+    assert hypothesis.settings.default.deadline is None
+    assert hypothesis.settings.default.derandomize is not soak.SOAK

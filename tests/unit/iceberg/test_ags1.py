@@ -99,7 +99,7 @@ def test_each_nonce_is_another_one() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2 * BLOCK_LENGTH + 9), st.integers(0, 90)), max_size=12), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ranges_are_those_of_the_plaintext(ranges: list[tuple[int, int]], far: bool) -> None:
     plaintext = plaintext_of(2 * BLOCK_LENGTH + 5)
     with reader(_RANGED) as opened:
@@ -328,7 +328,7 @@ def test_a_file_that_becomes_shorter_is_refused() -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_mutants_of_a_stream_end_in_our_errors(data: st.DataObject) -> None:
     stream = written(b"some rows of a manifest list")
     mutant = bytearray(stream)
