@@ -150,7 +150,7 @@ def _plaintext_footer(path: Path) -> FileMetaData:
     with open_source(FileLocation.resolve(path)) as source:
         footer = read_envelope(source).unverified_footer()
         assert footer is not None
-        return footer.metadata.copy()
+        return FileMetaData.read(footer.metadata.serialise())[0]
 
 
 def _footer_offset(path: Path) -> int:

@@ -275,7 +275,7 @@ def _description(contents: Contents) -> tuple[object, ...]:
 
 def _of_chunk(metadata: ColumnMetaData) -> bytes:
     """Return what encryption leaves as it is: all but where things lie, and how long they are."""
-    rest = metadata.copy()
+    rest = metadata.shallow_copy()
     rest.total_uncompressed_size = rest.total_compressed_size = rest.data_page_offset = 0
     rest.index_page_offset = rest.dictionary_page_offset = rest.bloom_filter_offset = None
     rest.bloom_filter_length = None

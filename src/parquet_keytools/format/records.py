@@ -6,7 +6,6 @@ ones it knows.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,10 +73,6 @@ class Record:
         """Return the bytes of the structure, unknown fields included."""
         written = self.struct.as_bytes()
         return write_struct(self.struct) if written is None else written
-
-    def copy(self) -> Self:
-        """Return a copy that shares nothing with this one."""
-        return type(self)(copy.deepcopy(self.struct))
 
     def shallow_copy(self) -> Self:
         """Return a copy whose fields can be set without changing this one; what is in them is shared."""

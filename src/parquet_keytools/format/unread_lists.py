@@ -6,7 +6,6 @@ metadata, column orders. And of thousands of chunks most work looks at a few.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,12 +77,6 @@ class UnreadList(ThriftList):
         )
 
     __hash__ = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ThriftList:
-        written = self.as_bytes()
-        if written is not None:
-            return UnreadList(written)
-        return ThriftList(self.element_type, copy.deepcopy(self.elements, memo))
 
 
 class UnreadChunks(UnreadList):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 
 import pyarrow as pa
@@ -70,7 +69,6 @@ def test_a_chunk_that_was_changed_is_what_is_seen_from_then_on() -> None:
     row_group = metadata.row_groups[0]
     unread = row_group.unread_chunks
     assert unread is not None
-    copied = copy.deepcopy(row_group)
 
     row_group.columns[1].file_offset = 77
 
@@ -78,7 +76,6 @@ def test_a_chunk_that_was_changed_is_what_is_seen_from_then_on() -> None:
     assert unread.module(1) is None
     assert unread.chunk(1).fields[2] == (WireType.I64, 77)
     assert FileMetaData.read(metadata.serialise())[0].row_groups[0].columns[1].file_offset == 77
-    assert copied.columns[1].file_offset != 77
 
 
 @pytest.mark.parametrize("is_looked_at", [False, True])
@@ -118,15 +115,12 @@ def test_a_list_is_read_once_its_elements_are_looked_at() -> None:
     written = ThriftList(WireType.I32, [1, -2])
     data = write_value(WireType.LIST, written)
     unread = UnreadList(data)
-    copied = copy.deepcopy(unread)
 
     assert unread.as_bytes() == data
     assert unread == written
     assert unread.as_bytes() is None
     unread.elements.append(3)
     assert write_value(WireType.LIST, unread) == write_value(WireType.LIST, ThriftList(WireType.I32, [1, -2, 3]))
-    assert copied.as_bytes() == data
-    assert copied == written
     with pytest.raises(AttributeError):
         unread.other  # type: ignore[attr-defined]  # noqa: B018
 
