@@ -31,7 +31,7 @@ from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.rotation.data_set_run import OneByOne, OnFile, RunOptions, change_data_set
 from parquet_keytools.rotation.journal import Journal, kms_digest, refuse_inside
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
-from parquet_keytools.rotation.tail import check_unchanged, read_tail
+from parquet_keytools.rotation.tail import REFUSED_HINT, check_unchanged, read_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
@@ -71,7 +71,7 @@ def check_rekeyed(
         for row_group_ordinal in range(len(footer.row_groups)):
             footer.chunk_metadata(row_group_ordinal, column, cipher)
     if _content(footer) != _content(old):
-        raise OutputError(f"{written.path}: the new file does not have what the old one has.")
+        raise OutputError(f"{written.path}: the new file does not have what the old one has.", hint=REFUSED_HINT)
     if all_modules:
         file_decryptor.decrypt_columns(written, _Nowhere(), footer, deks)
     return footer

@@ -10,7 +10,13 @@ from parquet_keytools.encryption.aad import FOOTER_PLACE
 from parquet_keytools.encryption.aad_prefix import AadPrefix
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import FooterMode
-from parquet_keytools.errors import ChangedMeanwhileError, OutputError
+from parquet_keytools.errors import (
+    ChangedMeanwhileError,
+    DecryptionError,
+    FormatLimitError,
+    OutputError,
+    ParquetFormatError,
+)
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.collector import paused_collector
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, TRAILER_LENGTH, with_trailer
@@ -159,6 +165,13 @@ def _replaced(key_metadata: bytes | None, new: Mapping[bytes, bytes]) -> bytes |
     return None if key_metadata is None else new.get(key_metadata, key_metadata)
 
 
+REFUSED_HINT = (
+    "The file is as it was: it was changed while it was rotated, or this is a fault of parquet-keytools. Check it "
+    "with `verify`, and rotate it again. If it conforms and is refused again, report that with this message."
+)
+"""What to do when the proof of new bytes fails, before they take the place of the old ones."""
+
+
 @paused_collector()
 def check_new_tail(
     source: ByteSource,
@@ -181,12 +194,16 @@ def check_new_tail(
         new_key_metadata: As for `new_tail`.
 
     Raises:
-        OutputError: It is not what was to be written.
-        KeytoolsError: It does not authenticate, or is not what the format says.
+        OutputError: It is not what was to be written, or does not authenticate.
     """
     check_read_back(source, offset, tail)
-    if not _is_same_footer(read_envelope(source).open(footer_dek, aad_prefix), old, new_key_metadata):
-        raise OutputError(f"{source.path}: the new footer is not that of the file.")
+    try:
+        new = read_envelope(source).open(footer_dek, aad_prefix)
+    except (DecryptionError, FormatLimitError, ParquetFormatError) as error:
+        # What this error advises is for readers of the file, which is as it was.
+        raise OutputError(f"{source.path}: the new footer cannot be read.", hint=REFUSED_HINT) from error
+    if not _is_same_footer(new, old, new_key_metadata):
+        raise OutputError(f"{source.path}: the new footer is not that of the file.", hint=REFUSED_HINT)
 
 
 def check_read_back(source: ByteSource, offset: int, written: bytes) -> None:

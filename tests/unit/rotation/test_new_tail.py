@@ -16,7 +16,7 @@ from rotation_case import TABLE, UNIFORM, Case, data_range, read_with_pyarrow
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
 from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.module_cipher import ModuleCipher
-from parquet_keytools.errors import KeytoolsError, OutputError
+from parquet_keytools.errors import OutputError
 from parquet_keytools.format import thrift_skim
 from parquet_keytools.format.file_layout import MAGIC_ENCRYPTED_FOOTER, with_trailer
 from parquet_keytools.format.structs import (
@@ -26,6 +26,7 @@ from parquet_keytools.format.structs import (
     FileMetaData,
 )
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
+from parquet_keytools.rotation import rewrapping
 from parquet_keytools.rotation.report import Outcome
 from parquet_keytools.rotation.tail import check_new_tail, footer_of, new_tail, read_tail
 from parquet_keytools.secret_bytes import SecretBytes
@@ -170,7 +171,7 @@ def test_what_was_written_is_looked_at(tmp_path: Path, plaintext_footer: bool) -
     for wrong in (data + tail.data, data[:-1] + new, data + new[:-1], b"P" + data + new):
         with pytest.raises(OutputError):
             check(wrong)
-    with pytest.raises(KeytoolsError):
+    with pytest.raises(OutputError, match="cannot be read"):
         check(data + new, SecretBytes.random(128))
     footer.metadata.num_rows += 1
     with pytest.raises(OutputError, match="not that of the file"):
@@ -318,6 +319,28 @@ def test_a_serialiser_that_loses_a_field_does_not_prove_itself(
     monkeypatch.setattr(FileMetaData, "serialise", lossy)
     (file,) = case.tools().rotate(path).files
     assert isinstance(file.error, OutputError) and "not that of the file" in str(file.error)
+    assert path.read_bytes() == before
+    assert "The file is as it was" in file.error.hint and "`verify`, and rotate it again" in file.error.hint
+
+
+def test_a_new_footer_that_does_not_authenticate_says_that_the_file_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.make(tmp_path, "keystore")
+    path = case.write()
+    before = path.read_bytes()
+    case.add_version()
+    make = rewrapping.new_tail
+
+    def damaged(*arguments: Any) -> bytes:
+        new = bytearray(make(*arguments))
+        new[-20] ^= 1
+        return bytes(new)
+
+    monkeypatch.setattr(rewrapping, "new_tail", damaged)
+    (file,) = case.tools().rotate(path).files
+    assert isinstance(file.error, OutputError)
+    assert str(file.error).startswith(f"{path}: the new footer cannot be read. The file is as it was"), file.error
     assert path.read_bytes() == before
 
 
