@@ -114,6 +114,7 @@ def _folder_not_utf8(folder: Path, elsewhere: Path, good: MakeFile) -> None:
 
 BELONGS, LEFT_OUT, UNSEEN = Verdict.BELONGS, Verdict.LEFT_OUT, Verdict.UNSEEN
 LONG = "x" * 180 + ".parquet"
+LONGEST = "x" * 247 + ".parquet"
 
 ENTRIES: dict[str, Odd] = {
     # --- files of the data set ---
@@ -125,6 +126,8 @@ ENTRIES: dict[str, Odd] = {
     "spaces": Odd(_file(" odd = 1 .parquet"), BELONGS, (" odd = 1 .parquet",)),
     "other letters": Odd(_file("été-日本.parquet"), BELONGS, ("été-日本.parquet",)),
     "long": Odd(_file(LONG), BELONGS, (LONG,)),
+    "too long for key material": Odd(_file(LONGEST), BELONGS, (LONGEST,)),
+    "like a URI": Odd(_file("odd-10:30.parquet"), BELONGS, ("odd-10:30.parquet",)),
     "folder like a file": Odd(_file("odd.parquet/part-0.parquet"), BELONGS, ("odd.parquet/part-0.parquet",)),
     "file like a folder": Odd(_file("year=2013"), BELONGS, ("year=2013",)),
     "partition with underscore": Odd(_file("_y=1/odd.parquet"), BELONGS, ("_y=1/odd.parquet",)),

@@ -235,6 +235,17 @@ def test_a_home_that_is_read_only_is_no_obstacle(tmp_path: Path, monkeypatch: py
     assert report.counts == Counter({Outcome.ROTATED: 1}) and "cannot be made" in report.no_journal
 
 
+def test_a_user_without_a_home_rotates_without_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.make(tmp_path, "keystore")
+    case.write()
+    case.add_version()
+    for name in ("XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    report = case.tools().rotate(case.folder)
+    assert report.counts == Counter({Outcome.ROTATED: 1}) and "no home folder" in report.no_journal
+
+
 @every_key_material
 def test_an_old_file_with_its_old_times_is_not_taken_for_finished(tmp_path: Path, key_material: str) -> None:
     case = Case.make(tmp_path, "in_memory", key_material=key_material)

@@ -109,6 +109,25 @@ def test_missing_file(tmp_path: Path) -> None:
         Keytools.from_yaml(tmp_path / "no.yaml")
 
 
+@pytest.mark.parametrize("name", ["events-10:30.parquet", "x" * 255])
+@pytest.mark.parametrize("key_material", ["internal", "external"])
+def test_any_name_that_the_file_system_takes(tmp_path: Path, data: Path, name: str, key_material: str) -> None:
+    configuration = write_configuration(tmp_path, f"key_material: {key_material}")
+    with Keytools.from_yaml(configuration) as keytools:
+        pq.write_table(TABLE, tmp_path / "plain.parquet")
+        if len(name) == 255 and key_material == "external":
+            # The name of its key material would be too long.
+            with pytest.raises(OSError, match="name too long"):
+                keytools.encrypt_file(tmp_path / "plain.parquet", data / name)
+            assert list(data.iterdir()) == []
+            return
+        keytools.encrypt_file(tmp_path / "plain.parquet", data / name)
+        assert keytools.read_table(data / name).equals(TABLE)
+        assert keytools.rotate(data, new_keks=True).succeeded and keytools.rekey_in_place(data).succeeded
+        keytools.write_table(TABLE, data / name)
+        assert keytools.read_table(data / name).equals(TABLE)
+
+
 def test_unknown_column_and_table(configuration: Path, data: Path) -> None:
     tools = Keytools.from_yaml(configuration)
     with pytest.raises(ConfigurationError, match="'b' matches no column"):

@@ -107,6 +107,10 @@ class MaterialFolder(DelegatingHandler):
         """Return a name of its own."""
         return "key-material"
 
+    def normalize_path(self, path: str) -> str:
+        """Return the path as it is: a local file system refuses names with a colon that may be URIs."""
+        return path
+
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
         """Say which of the paths are there."""
         return [

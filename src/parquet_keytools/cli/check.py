@@ -28,6 +28,7 @@ from parquet_keytools.cli.options import (
     locations_of,
 )
 from parquet_keytools.cli.output import answer, file_counter, print_json, print_table
+from parquet_keytools.runtime.home_folder import expanded
 
 if TYPE_CHECKING:
     from parquet_keytools.configuration_check import ColumnCheck, MasterKeyCheck
@@ -177,7 +178,7 @@ def inspect_command(
 
 
 def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str | None) -> Inspection:
-    if Path(file).expanduser().is_dir():
+    if expanded(file).is_dir():
         raise typer.BadParameter(
             f"{file} is a folder, and `inspect` shows one file. `verify` checks all files of a folder, and `keys` "
             "shows the master keys that they need.",
@@ -206,7 +207,7 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
 
 def _refuse_irregular(file: str) -> None:
     """Refuse a pipe before it is opened: that would wait for its other end."""
-    path = Path(file).expanduser()
+    path = expanded(file)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise typer.BadParameter(f"{file} is not a regular file.", param_hint="FILE")
 

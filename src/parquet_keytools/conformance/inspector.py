@@ -7,7 +7,6 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parquet_keytools.conformance.chunk_entries import ChunkNumbers
@@ -35,6 +34,7 @@ from parquet_keytools.format.byte_ranges import ByteSource, check_range
 from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
+from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.storage.printable import escaped_bytes
 
 if TYPE_CHECKING:
@@ -308,5 +308,5 @@ def open_local(path: str) -> Iterator[LocalSource]:
     Raises:
         OSError: It cannot be read, or is a folder.
     """
-    with Path(path).expanduser().open("rb") as file:
+    with expanded(path).open("rb") as file:
         yield LocalSource(path, file.fileno())

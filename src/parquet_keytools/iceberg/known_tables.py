@@ -20,6 +20,7 @@ from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.manifests import ListedFile, files_in
 from parquet_keytools.iceberg.table_metadata import SnapshotKey, TableEncryption
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.view.page_cache import PageCache
 
@@ -172,7 +173,7 @@ def known_tables(configuration_file: str) -> KnownTables:
         ConfigurationError: The configuration has mistakes.
         OSError: It cannot be read.
     """
-    path = Path(configuration_file).expanduser().absolute()
+    path = expanded(configuration_file).absolute()
     status = path.stat()
     identity = (status.st_mtime_ns, status.st_size)
     with _lock:

@@ -45,6 +45,7 @@ from parquet_keytools.iceberg.table_metadata import (
     read_metadata_file,
 )
 from parquet_keytools.iceberg.written_files import StoredFileIO
+from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 
@@ -314,7 +315,7 @@ def located_table(
         ours = {n: v for n, v in catalog.properties.items() if n.startswith("keytools.")}
         table, given = loaded.metadata_location, {**of_storage, **ours, **given}
     elif "://" not in table and not table.startswith("file:"):
-        table = str(Path(table).expanduser().absolute())
+        table = str(expanded(table).absolute())
     if config is None and CONFIG_PROPERTY in given:
         config = Path(given[CONFIG_PROPERTY])
     configuration = load_configuration(config) if config is not None else parse_configuration({"version": 1})

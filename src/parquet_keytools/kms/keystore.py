@@ -24,6 +24,7 @@ from parquet_keytools.kms.keystore_file import Keystore, OpenKeystore
 from parquet_keytools.kms.passphrase import PassphraseSource, passphrase_from_file, passphrase_from_text
 from parquet_keytools.kms.requests import MasterKeyDescription
 from parquet_keytools.kms.settings import KmsSettings
+from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 
 _WRAPPED_KEY = re.compile(r"keystore:v([1-9][0-9]{0,8}):([A-Za-z0-9+/=]+)")
@@ -52,11 +53,11 @@ class KeystoreSettings(KmsSettings):
         """Return the path of the file and what gives its passphrase, from the configuration's folder on."""
         passphrase: PassphraseSource
         if self.passphrase_file is not None:
-            passphrase = partial(passphrase_from_file, folder / self.passphrase_file.expanduser())
+            passphrase = partial(passphrase_from_file, folder / expanded(self.passphrase_file))
         else:
             assert self.passphrase is not None
             passphrase = partial(_passphrase_of, self.passphrase)
-        return folder / self.path.expanduser(), passphrase
+        return folder / expanded(self.path), passphrase
 
 
 class KeystoreKms(KmsClient):

@@ -28,6 +28,7 @@ from typing import Any
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError, OutputError, StorageFailedError
 from parquet_keytools.rotation.rewrapper import Remembered, WrappedKey
+from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.storage.locations import FileLocation
 
 FORMER_JOURNAL_NAME = "._parquet_keytools_rotation.journal"
@@ -256,9 +257,16 @@ def is_inside(journal: Path, data_set: FileLocation) -> bool:
 
 
 def journal_folder() -> Path:
-    """Return the folder of journals, in this user's state (XDG base directory specification)."""
+    """Return the folder of journals, in this user's state (XDG base directory specification).
+
+    Raises:
+        OutputError: This user has no home.
+    """
     given = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(given) if given.startswith("/") else Path("~/.local/state").expanduser()
+    try:
+        base = Path(given) if given.startswith("/") else expanded("~/.local/state")
+    except FileNotFoundError:
+        raise OutputError("this user has no home folder, where journals are kept.", hint=_HINT) from None
     return base / "parquet-keytools" / "journals"
 
 

@@ -105,9 +105,6 @@ def _open_journal(
         return None
     if options.journal is not None:
         refuse_inside(options.journal, path)
-    elif is_inside(journal_folder(), path):
-        report.no_journal = f"{journal_folder()} lies in the data set itself"
-        return None
     parameters = {
         "path": str(path) if not path.only else [path.path, *path.only],
         **context.plan.parameters(),
@@ -115,6 +112,9 @@ def _open_journal(
         "kms": context.kms_digest,
     }
     try:
+        if options.journal is None and is_inside(journal_folder(), path):
+            report.no_journal = f"{journal_folder()} lies in the data set itself"
+            return None
         journal = Journal(options.journal, parameters)
     except JournalInUseError:
         # Two rotations of one data set do no harm; the second goes without.

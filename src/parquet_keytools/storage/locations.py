@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
+from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.runtime.presentation import install_hint, waiting_for
 from parquet_keytools.storage.printable import is_url, shown_url
 
@@ -74,7 +76,7 @@ class FileLocation:
             text = str(PurePosixPath(filesystem.base_path) / text.lstrip("/"))
             filesystem = filesystem.base_fs
         if isinstance(filesystem, pafs.LocalFileSystem):
-            text = str(Path(text).expanduser().absolute())
+            text = str(expanded(text).absolute())
         return cls(filesystem, filesystem.normalize_path(text))
 
     @classmethod
@@ -170,7 +172,13 @@ class FileLocation:
             # Nobody lists it, or has to.
             return pafs.FileInfo(self.path, pafs.FileType.Directory)
         if self.is_local:
-            return self.filesystem.get_file_info(self.path)
+            try:
+                return self.filesystem.get_file_info(self.path)
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise
+                # Nothing can have such a name: that of key material is longer than that of its file.
+                return pafs.FileInfo(self.path, pafs.FileType.NotFound)
         with waiting_for(str(self)):
             return self.filesystem.get_file_info(self.path)
 

@@ -288,6 +288,14 @@ def test_a_state_folder_that_is_no_absolute_path_is_not_used(monkeypatch: pytest
     assert journal_folder() == Path("/home/somebody/.local/state/parquet-keytools/journals")
 
 
+def test_a_user_without_a_home_has_no_folder_of_journals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    with pytest.raises(OutputError, match=r"no home folder, where journals are kept\. .*--journal"):
+        journal_folder()
+
+
 def test_a_new_user_has_no_state_folder_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "deep" / "down"))
     Journal(None, PARAMETERS).close(remove=True)

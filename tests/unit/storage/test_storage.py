@@ -40,6 +40,22 @@ def test_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert local("~/x").path == str(tmp_path / "x")
 
 
+def test_a_name_with_a_tilde_is_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert FileLocation.resolve("~no such user.parquet").path == str(tmp_path / "~no such user.parquet")
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    with pytest.raises(FileNotFoundError, match=r"no home folder: set HOME, or write the whole path: '~/x\.parquet'"):
+        FileLocation.resolve("~/x.parquet")
+
+
+def test_a_name_that_is_too_long_is_that_of_nothing(tmp_path: Path) -> None:
+    assert FileLocation.resolve(tmp_path / ("x" * 300)).info().type is pafs.FileType.NotFound
+
+
 def test_file_uri(tmp_path: Path) -> None:
     assert local(f"file://{tmp_path}/a%20b").path == f"{tmp_path}/a b"
 

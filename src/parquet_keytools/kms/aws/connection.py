@@ -32,6 +32,7 @@ from parquet_keytools.kms.requests import CallFacts
 from parquet_keytools.kms.settings import RemoteKmsSettings, StrictSettings
 from parquet_keytools.kms.transport import SdkLogs, check_certificates, mistake_in_url
 from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
+from parquet_keytools.runtime.home_folder import expanded
 
 _MAX_CONTEXT_LENGTH = 8_192
 
@@ -278,7 +279,7 @@ class AwsConnection:
     @property
     def _ca_bundle(self) -> str | None:
         bundle = self._settings.ca_bundle
-        return None if bundle is None else str(self._folder / bundle.expanduser())
+        return None if bundle is None else str(self._folder / expanded(bundle))
 
     def _check_sdk_settings(self, service: str, endpoint_url: str | None) -> None:
         """Look at what the environment and the AWS configuration files say of TLS and the endpoint."""

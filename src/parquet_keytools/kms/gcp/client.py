@@ -45,6 +45,7 @@ from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
 from parquet_keytools.kms.requests import MasterKeyDescription
 from parquet_keytools.kms.settings import KmsSettings
 from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
+from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 
 _CRYPTO_KEY = re.compile(rf"{KEY_RING.pattern}/cryptoKeys/{NAME}")
@@ -247,7 +248,7 @@ class GcpKms(RemoteKmsClient):
         file = settings.credentials_file
         try:
             return load_credentials(
-                self._folder / file.expanduser() if file is not None else None,
+                self._folder / expanded(file) if file is not None else None,
                 settings.impersonate_service_account,
                 settings.impersonation_delegates,
                 settings.quota_project,

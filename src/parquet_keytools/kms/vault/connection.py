@@ -33,6 +33,7 @@ from parquet_keytools.kms.transport import (
     retry_after_seconds,
 )
 from parquet_keytools.kms.vault.errors import BACKEND, CONNECT, Reason, VaultRefusal, reason_of
+from parquet_keytools.runtime.home_folder import expanded
 
 _MOUNT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]*(/[A-Za-z0-9_][A-Za-z0-9_. -]*)*/?")
@@ -205,7 +206,7 @@ def open_session(settings: VaultSettings, folder: Path) -> requests.Session:
 
 
 def _file(folder: Path, setting: Path) -> str:
-    path = folder / setting.expanduser()
+    path = folder / expanded(setting)
     if not path.is_file():
         raise CONNECT.error(KmsConfigurationError, f"there is no file {path}")
     return str(path)

@@ -27,6 +27,7 @@ from parquet_keytools.kms.vault.connection import (
 )
 from parquet_keytools.kms.vault.errors import CONNECT, Reason, VaultRefusal
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.home_folder import expanded
 
 _MAX_SECRET_BYTES = 64 * 1024
 
@@ -71,7 +72,7 @@ def token_source(settings: VaultSettings, folder: Path) -> GivenToken | Login:
     if settings.jwt is not None:
         return _jwt(settings.jwt, folder)
     if settings.token_file is not None:
-        return GivenToken(folder / settings.token_file.expanduser())
+        return GivenToken(folder / expanded(settings.token_file))
     assert settings.token is not None
     return GivenToken(settings.token)
 
@@ -92,7 +93,7 @@ def _approle(settings: AppRoleSettings, folder: Path) -> Login:
 def _kubernetes(settings: KubernetesSettings, folder: Path) -> Login:
     def ask(connection: VaultConnection) -> Any:
         # Kubernetes replaces it now and then.
-        jwt = read_secret(folder / settings.jwt_path.expanduser()).get_secret_value()
+        jwt = read_secret(folder / expanded(settings.jwt_path)).get_secret_value()
         return Kubernetes(connection).login(settings.role, jwt, use_token=False, mount_point=settings.mount)
 
     return Login("kubernetes", f"{settings.mount} role {settings.role}", ask)
@@ -112,7 +113,7 @@ def _jwt(settings: JwtSettings, folder: Path) -> Login:
 def _secret(secret: SecretStr | None, file: Path | None, folder: Path, what: str) -> SecretStr | None:
     """Return a secret of the settings, or the one that is in a file now."""
     if file is not None:
-        return read_secret(folder / file.expanduser())
+        return read_secret(folder / expanded(file))
     return None if secret is None else _checked(secret, what)
 
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import escaped_path
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
@@ -47,7 +47,7 @@ def place_of(path: str | os.PathLike[str]) -> str:
     """
     text = os.fspath(path)
     if not _URI.match(text):
-        return str(Path(text).expanduser().absolute())
+        return str(expanded(text).absolute())
     if ":" in urlsplit(text).netloc.rpartition("@")[0]:
         raise ConfigurationError(
             "there are credentials in the URI, which must not be sent to Spark's executors.",
