@@ -169,7 +169,8 @@ def shown_footer(metadata: FileMetaData) -> tuple[FileMetaData, list[str]]:
     for element in metadata.schema:
         shown_element, element_ids = _record(element, _SCHEMA_ELEMENT)
         fields = shown_element.struct.fields
-        if _LOGICAL_TYPE_FIELD_ID in fields and not fields[_LOGICAL_TYPE_FIELD_ID][1].fields:
+        is_cut = _LOGICAL_TYPE_FIELD_ID in fields and _LOGICAL_TYPE_FIELD_ID in element_ids
+        if is_cut and not fields[_LOGICAL_TYPE_FIELD_ID][1].fields:
             del fields[_LOGICAL_TYPE_FIELD_ID]  # A union of which nothing is set stops readers.
         hidden += [f"field {field_id} of the schema's element {element.name!r}" for field_id in element_ids]
         elements.append(shown_element)

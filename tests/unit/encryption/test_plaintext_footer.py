@@ -202,6 +202,25 @@ def test_nothing_of_the_column_itself_is_lost(tmp_path: Path) -> None:
             }
 
 
+def test_a_logical_type_that_says_nothing_stays(tmp_path: Path) -> None:
+    """Readers do not take the column for what its converted type says, as they would without it."""
+
+    def empty_types(footer: FileMetaData) -> None:
+        for element in footer.schema[1:]:
+            element.struct.fields[10] = (WireType.STRUCT, Struct())
+
+    plain = tmp_path / "plain.parquet"
+    plain.write_bytes(with_footer(plain_bytes(), empty_types))
+    with keytools(plaintext_footer_keys=[CANARY.decode(), "geo", "iceberg.schema"]) as tools:
+        tools.encrypt_file(plain, tmp_path / "x.parquet", table_name="shown")
+    shown = read_envelope(MemorySource((tmp_path / "x.parquet").read_bytes())).unverified_footer()
+    assert shown is not None
+    assert [element.struct.fields.get(10) for element in shown.metadata.schema[1:]] == [
+        (WireType.STRUCT, Struct()),
+        (WireType.STRUCT, Struct()),
+    ]
+
+
 def test_an_encrypted_footer_keeps_everything(tmp_path: Path) -> None:
     with keytools() as tools:
         tools.encrypt_file(source(tmp_path), tmp_path / "x.parquet", table_name="hidden")
