@@ -33,7 +33,7 @@ from parquet_keytools.kms import passphrase as private_file
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.client import MasterKeyDescription, UnwrapRequest
 from parquet_keytools.kms.keystore import KeystoreKms, KeystoreSettings
-from parquet_keytools.kms.keystore_document import PassphraseKeys
+from parquet_keytools.kms.keystore_document import KeystoreDocument, PassphraseKeys
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_file, passphrase_from_text
 from parquet_keytools.secret_bytes import SecretBytes
@@ -150,6 +150,8 @@ def test_the_format_is_as_documented(path: Path) -> None:
 def test_new_keystores_are_slow_to_guess(tmp_path: Path, scrypt_runs: list[int]) -> None:
     Keystore.create(tmp_path / "k", right)
     assert scrypt_runs == [2**17]
+    scrypt = json.loads((tmp_path / "k").read_text())["scrypt"]
+    assert (scrypt["n"], scrypt["r"], scrypt["p"]) == (2**17, 8, 1)
 
 
 def test_only_the_owner_may_read_it(path: Path) -> None:
@@ -477,6 +479,19 @@ def test_what_cannot_be_changed(path: Path) -> None:
         with pytest.raises(MasterKeyNotFoundError, match="no version"):
             keystore.set_enabled("a", False, version)
     assert path.read_bytes() == before
+    keystore.create_key("x" * 256)
+
+
+def test_a_master_key_in_the_place_of_another_one(path: Path) -> None:
+    """Whoever has the passphrase can put it there by mistake: the document is authentic."""
+    opened = Keystore(path, right).open()
+    of_b = opened.master_keys["b"]
+    sealed = KeystoreDocument.sealed({"a": of_b, "b": of_b}, opened.document.scrypt, opened.keys)
+    path.write_bytes(sealed.to_bytes())
+    kms = KeystoreKms(path, right)
+    with pytest.raises(KmsResponseInvalidError, match="version 1 of 'a' was altered, or is damaged"):
+        kms.wrap(KEY, "a")
+    assert kms.unwrap(kms.wrap(KEY, "b"), "b") == KEY
 
 
 def test_another_passphrase(path: Path) -> None:

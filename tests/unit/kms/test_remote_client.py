@@ -221,16 +221,21 @@ def test_no_turn_in_time(clock: VirtualTime) -> None:
     kms.wrap(KEY, "k")
 
 
-def test_all_slots_taken_by_a_kms_that_hangs() -> None:
+@pytest.mark.parametrize(("rate", "kind"), [(None, KmsUnavailableError), (1000, KmsThrottledError)])
+def test_all_slots_taken_by_a_kms_that_hangs(rate: float | None, kind: type[KmsError]) -> None:
     release, begun = threading.Event(), threading.Semaphore(0)
     kms = FakeRemoteKms(
-        lambda *_: (begun.release(), release.wait(60)), max_concurrent_calls=2, timeout_seconds=0.5
+        lambda *_: (begun.release(), release.wait(60)),
+        max_concurrent_calls=2,
+        timeout_seconds=0.5,
+        max_calls_per_second=rate,
     )
     with ThreadPoolExecutor(2) as pool:
         hanging = [pool.submit(kms.wrap, KEY, "k") for _ in range(2)]
         assert begun.acquire(timeout=60) and begun.acquire(timeout=60)
-        with pytest.raises(KmsUnavailableError, match="2 calls were under way all the time") as caught:
+        with pytest.raises(KmsError, match="2 calls were under way all the time") as caught:
             kms.wrap(KEY, "k")
+        assert type(caught.value) is kind
         assert caught.value.tries == 0
         release.set()
         assert all(future.result(20) for future in hanging)
@@ -301,6 +306,31 @@ def test_a_login_ends_when_its_call_has_to(clock: VirtualTime) -> None:
     with pytest.raises(KmsUnavailableError):
         kms.wrap(KEY, "k")
     assert clock() - start <= 10
+
+
+def test_a_login_gets_the_time_that_is_left_of_its_attempt(clock: VirtualTime) -> None:
+    kms = client(clock, Script(), call_timeout_seconds=10)
+
+    def send(seconds: float) -> list[float]:
+        given = [seconds]
+        for passed in (0, 4, 6, 1):
+            clock.advance(passed)
+            given.append(kms._call("connect", None, lambda left: left))
+        return given
+
+    assert kms._call("wrap", "k", send) == [10, 10, 6, 0, 0]
+
+
+def test_a_call_of_another_kms_has_attempts_of_its_own(clock: VirtualTime) -> None:
+    inner, outer = Script(KmsUnavailableError, KmsUnavailableError), Script()
+    other = client(clock, inner)
+
+    def on_try(*about: Any) -> None:
+        outer(*about)
+        other.wrap(KEY, "k")
+
+    client(clock, on_try).wrap(KEY, "k")
+    assert (len(outer.tries), len(inner.tries)) == (1, 3)
 
 
 def test_the_probe_may_log_in(clock: VirtualTime) -> None:
@@ -511,16 +541,15 @@ def test_each_has_its_own_outcome() -> None:
         assert isinstance(outcome, KmsAccessDeniedError if number % 3 == 1 else str)
 
 
-def test_the_rest_of_a_task_fails_when_nothing_was_answered_for_long() -> None:
+@pytest.mark.parametrize("kind", [KmsThrottledError, KmsUnavailableError])
+def test_the_rest_of_a_task_fails_when_nothing_was_answered_for_long(kind: type[KmsError]) -> None:
     """3,000 calls that wait 60 seconds each, 32 at a time, would end after an hour and a half."""
-    kms = FakeRemoteKms(
-        Script(then=KmsThrottledError), max_concurrent_calls=4, timeout_seconds=0.6, call_timeout_seconds=0.1
-    )
+    kms = FakeRemoteKms(Script(then=kind), max_concurrent_calls=4, timeout_seconds=0.6, call_timeout_seconds=0.1)
     start = time.monotonic()
     outcomes = kms.wrap_many([WrapRequest(KEY, "k") for _ in range(500)])
     # Of 500 calls that each take 0.6 seconds, 4 at a time, the last would end after 75.
     assert time.monotonic() - start < 20
-    assert all(isinstance(outcome, KmsThrottledError) for outcome in outcomes)
+    assert all(isinstance(outcome, kind) for outcome in outcomes)
     assert any("not tried" in str(outcome) for outcome in outcomes)
     kms.on_try = Script()
     assert isinstance(kms.wrap_many([WrapRequest(KEY, "k")] * 2)[0], str)

@@ -13,10 +13,12 @@ from pyarrow import fs as pafs
 from rotation_case import MASTER_KEYS, TABLE, Case, key_material_file, names, read_with_pyarrow, tree_digest
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.errors import MasterKeyDisabledError, OutputError
-from parquet_keytools.rotation import data_set_run, restoring, rewrapping
-from parquet_keytools.rotation.kept_keys import SUFFIX, keep
+from parquet_keytools.errors import KeytoolsError, MasterKeyDisabledError, OutputError
+from parquet_keytools.rotation import data_set_run, kept_keys, restoring, rewrapping
+from parquet_keytools.rotation.kept_keys import SUFFIX, keep, kept_files_in, may_be_in_place, remove_kept
 from parquet_keytools.rotation.report import Outcome
+from parquet_keytools.storage.failures import naming_left_behind
+from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import LocalSink
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
@@ -337,12 +339,92 @@ def test_damaged(tmp_path: Path) -> None:
     (name,) = kept(case.folder)
     content = bytearray((case.folder / name).read_bytes())
     content[-1] ^= 1
-    for damaged in (bytes(content), b"", b"{}\n", b"no JSON\nold"):
+    head, _, old = (case.folder / name).read_bytes().partition(b"\n")
+    # Of a newer version; that of another kind of file; and JSON that is no object, or too deep for one.
+    newer, renamed = head.replace(b': 1, "kind"', b': 2, "kind"'), head.replace(b'"tail"', b'"key_material"')
+    assert head not in (newer, renamed)
+    forged = [b"\n".join((line, old)) for line in (newer, renamed, b"[]", b"[" * 100_000)]
+    for damaged in (bytes(content), b"", b"{}\n", b"no JSON\nold", *forged):
         (case.folder / name).write_bytes(damaged)
         before = tree_digest(case.folder)
         (file,) = tools.undo_rotation(path).files
         assert file.error_class == "KeyMaterialError" and "damaged" in str(file.error)
+        assert file.error is not None and getattr(file.error, "path", "").endswith(name)
         assert tree_digest(case.folder) == before
+        # Nothing else is removed either, whatever its name is.
+        assert tools.drop_old_keys(path) == (damaged == bytes(content))
+        assert damaged == bytes(content) or tree_digest(case.folder) == before
+
+
+@every_key_material
+def test_a_disk_that_does_not_keep_what_is_written(
+    tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.make(tmp_path, "keystore", key_material=key_material)
+    path, tools = case.write(), case.tools()
+    case.add_version()
+    before = tree_digest(case.folder)
+    write_at = LocalSink.write_at
+
+    def write_wrong(sink: LocalSink, offset: int, data: Any) -> None:
+        wrong = bytearray(data)
+        wrong[-9] ^= 1
+        write_at(sink, offset, bytes(wrong))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalSink, "write_at", write_wrong)
+        (file,) = tools.rotate(path).files
+    assert isinstance(file.error, OutputError) and "does not read back" in str(file.error)
+    assert tree_digest(case.folder) == before
+    assert tools.rotate(path).succeeded
+
+
+def test_what_is_in_place_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody can tell, old keys stay."""
+    file = FileLocation(pafs.LocalFileSystem(), str(tmp_path / "x"))
+    assert not may_be_in_place(file, 4, b"tail")
+    for content, is_there in [
+        (b"datatail", True),
+        (b"dataliat", False),
+        (b"datatail!", False),
+        (b"datata", False),
+    ]:
+        (tmp_path / "x").write_bytes(content)
+        assert may_be_in_place(file, 4, b"tail") == is_there
+    for error in (PermissionError(13, "no"), KeytoolsError("no")):
+
+        def fail(*_: Any, error: Exception = error) -> Any:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kept_keys, "open_source", fail)
+            assert may_be_in_place(file, 4, b"tail")
+
+
+def test_what_is_kept_is_a_file(tmp_path: Path) -> None:
+    """On any file system; that on this machine a link is none, tests/tamper/test_hostile_rotation.py has."""
+    memory, _ = pafs.FileSystem.from_uri("mock:///")
+    memory.create_dir("d")
+    name = ".x.parquet.20260131T120000000000Z-0011.tail.old_keys"
+    memory.create_dir(f"d/{name}")
+    with memory.open_output_stream(f"d/{name.replace('11', '22')}"):
+        pass
+    found = kept_files_in(memory, "d")["x.parquet"]
+    assert [(kept.location.name, kept.is_regular) for kept in found] == [
+        (name.replace("11", "22"), True),
+        (name, False),
+    ]
+    (tmp_path / name).mkdir()
+    assert [kept.is_regular for kept in kept_files_in(pafs.LocalFileSystem(), str(tmp_path))["x.parquet"]] == [
+        False
+    ]
+
+
+def test_what_somebody_else_removed_is_removed(tmp_path: Path) -> None:
+    left: list[str] = []
+    with naming_left_behind(left.append):
+        remove_kept(FileLocation(pafs.LocalFileSystem(), str(tmp_path / "x")))
+    assert left == []
 
 
 def test_what_is_kept_is_as_private_as_the_file(tmp_path: Path) -> None:

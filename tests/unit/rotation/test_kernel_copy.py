@@ -61,7 +61,8 @@ def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, don
 
 
 def test_reflinked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def clone(target: int, _: int, source: int) -> int:
+    def clone(target: int, request: int, source: int) -> int:
+        assert request == 0x40049409  # FICLONE of linux/fs.h
         os.pwrite(target, os.pread(source, len(CONTENT), 0), 0)
         return 0
 

@@ -37,6 +37,7 @@ from parquet_keytools.errors import (
     TableMismatchError,
 )
 from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.rotation import tail_replacement
 from parquet_keytools.rotation.report import KeyChange, KmsCalls, Outcome
 
 VARIANTS = [
@@ -612,8 +613,11 @@ def test_a_stored_prefix_of_another_table_is_no_obstacle(tmp_path: Path) -> None
 # --- other files ---
 
 
-def test_file_systems_that_are_not_local(tmp_path: Path) -> None:
+def test_file_systems_that_are_not_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pyarrow import fs as pafs
+
+    # So there are several copies in a small file.
+    monkeypatch.setattr(tail_replacement, "COPY_LENGTH", 100)
 
     class Elsewhere(pafs.FileSystemHandler):  # type: ignore[misc]
         """The local file system, by another name."""
@@ -666,6 +670,8 @@ def test_file_systems_that_are_not_local(tmp_path: Path) -> None:
     report = case.tools().rotate(case.folder, filesystem=filesystem, keep_old=True)
     assert report.counts == Counter({Outcome.ROTATED: 2}), report.files
     assert {file.how for file in report.files} == {"rewritten whole", "new key material file"}
+    (internal,) = [file for file in report.files if file.how == "rewritten whole"]
+    assert (internal.bytes_written, internal.bytes_copied) == (paths[0].stat().st_size, 0)
     case.disable(1)
     tools = case.tools()
     assert all(tools.read_table(path).equals(TABLE) for path in paths)
