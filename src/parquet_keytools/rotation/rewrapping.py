@@ -52,8 +52,6 @@ class MasterKeyRotation:
         )
         for location, outcome in files.rotate(read_batch(pool, locations)):
             if isinstance(outcome, FileRotation):
-                if outcome.error is not None and storage_failure(outcome.error, location) is not None:
-                    self._stopped.set()
                 self._note_versions(outcome)
             yield location, outcome
 

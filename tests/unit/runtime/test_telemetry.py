@@ -19,6 +19,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from virtual_time import VirtualTime
 
 from parquet_keytools import Keytools, SecretBytes, parse_configuration, telemetry
 from parquet_keytools.errors import (
@@ -57,6 +58,18 @@ class Watched:
             if metric.name == f"parquet_keytools.{name}"
             for point in metric.data.data_points
         ]
+
+    def sum(self, name: str) -> float:
+        """Return the sum of what a histogram has, over all its series."""
+        data = self.reader.get_metrics_data()
+        return sum(
+            getattr(point, "sum", 0.0)
+            for resource in (data.resource_metrics if data else [])
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            if metric.name == f"parquet_keytools.{name}"
+            for point in metric.data.data_points
+        )
 
     def named(self, name: str) -> list[ReadableSpan]:
         return [span for span in self.spans.get_finished_spans() if span.name == f"parquet_keytools.{name}"]
@@ -110,6 +123,25 @@ def test_retries_and_waits(watched: Watched) -> None:
     ((labels, number),) = watched.points("kms.throttle.wait")
     assert labels == about and number >= 1
     assert watched.points("kms.calls") == [(about | {"outcome": "ok"}, 2)]
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("kms.call.duration", 6.0), ("kms.throttle.wait", 2.0)])
+def test_how_long_calls_take_and_wait(watched: Watched, name: str, seconds: float) -> None:
+    clock = VirtualTime()
+    # One call every 4 seconds: the second one waits for the half of them, and then takes as long as the first.
+    kms = FakeRemoteKms(lambda *_: clock.advance(2), clock.source(), max_calls_per_second=0.25)
+    kms.wrap(KEY, "k")
+    kms.wrap(KEY, "k")
+    assert watched.sum(name) == pytest.approx(seconds)
+
+
+def test_a_call_about_no_master_key_names_none(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    kms = FakeRemoteKms()
+    kms.telemetry_key_ids = True
+    kms._call("connect", None, lambda _: None)
+    kms._call("wrap", "k1", lambda _: None)
+    assert [attributes(span).get("master_key_id") for span in watched.named("kms.call")] == [None, "k1"]
+    assert caplog.records == []
 
 
 def test_the_cache(watched: Watched) -> None:
