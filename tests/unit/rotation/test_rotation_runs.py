@@ -108,13 +108,15 @@ def test_a_finished_file_that_changed_gets_another_turn(tmp_path: Path) -> None:
     assert outcomes == [Outcome.ROTATED, Outcome.FINISHED_BEFORE, Outcome.FINISHED_BEFORE]
 
 
-def test_a_new_version_begins_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("new_keks", [False, True])
+def test_a_new_version_begins_anew(tmp_path: Path, new_keks: bool) -> None:
+    """With new KEKs, too, where nothing else asks which version is the newest."""
     case = make(tmp_path, 4)
     case.add_version()
     with pytest.raises(CutOffError):
-        case.tools().rotate(case.folder, on_file=cut_off_after(3))
+        case.tools().rotate(case.folder, new_keks=new_keks, on_file=cut_off_after(3))
     case.add_version()
-    assert case.tools().rotate(case.folder).counts == Counter({Outcome.ROTATED: 4})
+    assert case.tools().rotate(case.folder, new_keks=new_keks).counts == Counter({Outcome.ROTATED: 4})
     case.disable(1)
     case.disable(2)
     assert case.tools().dataset(case.folder).to_table().num_rows == 4 * TABLE.num_rows
