@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import fs as pafs
-from rotation_case import TABLE, Case, external_entries, names, read_with_pyarrow
+from rotation_case import TABLE, Case, external_entries, materials, names, read_with_pyarrow
 
 from parquet_keytools import KeytoolsError
-from parquet_keytools.errors import KeyMaterialError, OutputError
+from parquet_keytools.errors import DecryptionError, KeyMaterialError, OutputError
 from parquet_keytools.rotation import rekeying
 from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation
@@ -153,6 +154,48 @@ def test_a_kms_that_wraps_another_key(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(KeyMaterialError, match="does not unwrap to itself"):
         case.tools().rekey_in_place(path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_columns_with_the_data_keys_of_each_other(
+    tmp_path: Path, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their metadata is opened even where nothing else is verified: readers could not."""
+    case = Case.make(tmp_path, "in_memory")
+    path = case.write()
+    before = path.read_bytes()
+    original = rekeying.file_encryptor.encrypt_opened
+
+    def swap(source: Any, sink: Any, footer: Any, deks: Any, new: Any, **options: Any) -> None:
+        columns = dict(new.columns)
+        columns["a",], columns["b",] = columns["b",], columns["a",]
+        original(source, sink, footer, deks, dataclasses.replace(new, columns=columns), **options)
+
+    monkeypatch.setattr(rekeying.file_encryptor, "encrypt_opened", swap)
+    with pytest.raises(DecryptionError, match="does not authenticate"):
+        case.tools().rekey_in_place(path, verify=verify)
+    assert path.read_bytes() == before
+    assert names(case.folder) == ["x.parquet"]
+
+
+def test_a_kek_that_leaked_is_not_taken_from_a_cache_of_others(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory", double_wrapping=True)
+    tools = case.tools()
+    path, other = case.write(tools=tools), case.folder / "other.parquet"
+    new_tools = case.tools()
+    # Both have KEKs in their caches, which would wrap what is written next.
+    case.write(other.name, tools=new_tools)
+    leaked = {material.kek_id for file in (path, other) for material in materials(tools, file)}
+    assert tools.rekey_in_place(path, new_keytools=new_tools).succeeded
+    assert leaked.isdisjoint({material.kek_id for material in materials(tools, path)})
+
+
+def test_results_need_not_be_kept(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory")
+    case.write()
+    seen: list[Any] = []
+    report = case.tools().rekey_in_place(case.folder, keep_results=False, on_file=seen.append)
+    assert report.files == [] and len(seen) == 1 and report.succeeded
 
 
 def _swapped(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

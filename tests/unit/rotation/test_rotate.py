@@ -259,6 +259,9 @@ def test_encoded_master_key_ids_stay_encoded(tmp_path: Path, key_material: str) 
     (file,) = tools.rotate(path, moves={"arn:a;1": "arn:b,2", "kb": "new"}).files
     assert [change.new_master_key_id for change in file.keys] == ["arn:b,2", "new"]
     assert [material.master_key_id for material in materials(tools, path)] == ["kf", "arn%3Ab%2C2", "new"]
+    # Those that are not encoded do not become so.
+    assert tools.rotate(path, moves={"kf": "arn:b,2"}).succeeded
+    assert [material.master_key_id for material in materials(tools, path)] == ["arn:b,2", "arn%3Ab%2C2", "new"]
     assert tools.read_table(path).equals(TABLE) and read_with_pyarrow(case.kms, path).equals(TABLE)
 
 
@@ -289,6 +292,12 @@ def test_moves_that_are_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_to_another_kms(tmp_path: Path, key_material: str, double: bool) -> None:
     case = Case.make(tmp_path, "keystore", key_material=key_material, double_wrapping=double)
     path = case.write()
+    if key_material == "external":
+        # Other writers name the address of the KMS, too.
+        content = key_material_file(path).read_text()
+        named = content.replace(r"\"kmsInstanceURL\":\"DEFAULT\"", r"\"kmsInstanceURL\":\"https://old.example\"")
+        assert named != content
+        key_material_file(path).write_text(named)
     other = InMemoryKms({"kf": None, "ka": None, "cb": None})
     document = {
         "version": 1,
@@ -299,7 +308,10 @@ def test_to_another_kms(tmp_path: Path, key_material: str, double: bool) -> None
     tools = case.tools()
     assert tools.rotate(path, to=new_tools, moves={"kb": "cb"}).succeeded
     assert new_tools.read_table(path).equals(TABLE) and read_with_pyarrow(other, path).equals(TABLE)
-    assert {material.kms_instance_id for material in materials(new_tools, path)} == {"the other", "DEFAULT"}
+    footer_material, *others = materials(new_tools, path)
+    assert footer_material.kms_instance_id == "the other"
+    assert footer_material.kms_instance_url == "DEFAULT"
+    assert {material.kms_instance_id for material in others} == {"DEFAULT"}
     # A run that was cut off is repeated: what was moved stays.
     before = tree_digest(case.folder)
     assert tools.rotate(path, to=new_tools, moves={"kb": "cb"}).counts == Counter({Outcome.ALREADY_CURRENT: 1})
