@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 TESTS = Path(__file__).resolve().parents[1]
 KILLED = 99
@@ -40,6 +40,9 @@ DESCRIPTOR_CALLS = (
     "fchown",
     "setxattr",
 )
+RENAMES = ("rename", "replace", "exchange", "rename_new", "link")
+"""Calls by which a file takes its place."""
+
 WRITES = ("write", "pwrite", "copy_file_range")
 """Calls that may have done a part of their work."""
 
@@ -58,8 +61,8 @@ class Job:
         settings: Of the table.
         options: Of the method; of a command its `arguments`.
         point: The call, counted from 1; 0 for none.
-        mode: `kill` before the call, `torn` after half of a write, `no_space` for an error in place of it,
-            `attack` for what another user does before it.
+        mode: `kill` before the call, `after` right after it, `torn` after half of a write, `no_space` for an
+            error in place of it, `attack` for what another user does before it.
         attack: What that user does: one of `other_users.ATTACKS`.
         user: Number of the user who does the job.
         named: Whether new files have names from the beginning, as without `O_TMPFILE`.
@@ -153,20 +156,27 @@ class Points:
         if len(self.calls) == job.point and job.mode in ("kill", "torn"):
             if torn is not None and job.mode == "torn":
                 torn()
-            self._tell(Ended(self.calls, True, [], None))
-            os._exit(KILLED)
+            self._be_killed()
         if job.mode == "attack" and len(self.calls) == job.point:
             self.attacker.attack()
         if job.mode == "no_space" and job.point and len(self.calls) >= job.point and name in TAKES_SPACE:
             # From then on there is none: deleting is all that goes on.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def _be_killed(self) -> Never:
+        self._tell(Ended(self.calls, True, [], None))
+        os._exit(KILLED)
+
     def _wrapped(self, name: str, call: Callable[..., Any], position: int) -> Callable[..., Any]:
         def wrapper(*arguments: Any, **named: Any) -> Any:
             torn = self._half(name, call, arguments) if name in WRITES else None
             folder = arguments[0] if name in FOLDER_CALLS else named.get("dst_dir_fd", named.get("dir_fd"))
+            before = len(self.calls)
             self.at(name, _path_of(arguments[position], folder), torn)
-            return call(*arguments, **named)
+            result = call(*arguments, **named)
+            if self.job.mode == "after" and before < self.job.point == len(self.calls):
+                self._be_killed()
+            return result
 
         return wrapper
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections import Counter
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash_points import WRITES, Crasher, Ended, Job
+from crash_points import RENAMES, WRITES, Crasher, Ended, Job
 from rotation_case import TABLE, Case, key_material_file, materials, names, tree_digest
 from soak import sample
 
@@ -133,6 +134,14 @@ class DataSet:
         self.tools.drop_old_keys(folder)
         assert tree_digest(folder) == tree_digest(self.case.folder)
 
+    def assert_undone(self, folder: Path) -> None:
+        """What was killed can be undone without being repeated: the old bytes are back."""
+        report = self.tools.undo_rotation(folder)
+        assert report.succeeded, report
+        self.assert_readable(folder)
+        self.tools.drop_old_keys(folder)
+        assert tree_digest(folder) == tree_digest(self.case.folder)
+
     def _assert_only(self, folder: Path, expected: tuple[str, ...]) -> None:
         assert names(folder) == sorted(Path(name).name for name in expected)
 
@@ -159,6 +168,27 @@ def test_killed_at_a_call(tmp_path: Path, crasher: Crasher, scenario: Scenario) 
             raise
         shutil.rmtree(folder)
     print(f"\n{scenario}: {len(whole.calls)} calls, {len(points)} points")
+
+
+@every_scenario
+def test_killed_on_both_sides_of_each_rename(tmp_path: Path, crasher: Crasher, scenario: Scenario) -> None:
+    """What a journal outside the data set says, too, may be behind what is in the data set."""
+    data = DataSet(tmp_path, scenario)
+    whole = crasher.run(data.job(data.copy()))
+    renames = [number for number, (name, _) in enumerate(whole.calls, 1) if name in RENAMES]
+    assert len(renames) >= len(FILES) * (2 if scenario.keeps_old else 1), whole.calls
+    checks = (data.assert_finished, *((data.assert_undone,) if scenario.keeps_old else ()))
+    for point, mode, check in itertools.product(renames, ("kill", "after"), checks):
+        folder = data.copy()
+        ended = crasher.run(replace(data.job(folder), point=point, mode=mode))
+        assert ended.killed and len(ended.calls) == point, (point, mode, ended)
+        try:
+            data.assert_readable(folder)
+            check(folder)
+        except Exception as error:
+            error.add_note(f"killed {mode} at {point} of {len(whole.calls)}: {ended.calls[-3:]}")
+            raise
+        shutil.rmtree(folder)
 
 
 @every_scenario
@@ -216,7 +246,7 @@ def test_what_has_its_name_is_on_the_disk(tmp_path: Path, crasher: Crasher, scen
         elif name == "fsync":
             unsynced.discard(path)
             unsynced_folders.discard(path)
-        elif name in ("replace", "rename", "exchange", "rename_new", "link") and not is_temporary:
+        elif name in RENAMES and not is_temporary:
             # Files are written one after the other.
             assert not [path for path in unsynced if TEMPORARY.search(path)], (
                 f"{path} has its name before its data"
