@@ -174,13 +174,8 @@ class PageWalk:
         except ParquetFormatError as error:
             self._broken("page-header", str(error), header_type, offset)
             return None
-        _, length, uncompressed_length, _, num_values, levels_length, _ = facts
-        if (
-            (length < self._framing)
-            or (uncompressed_length < 0 or num_values < 0)
-            or not 0 <= levels_length <= length
-        ):
-            message = f"type {page_type}, {length} bytes, and what belongs to them, cannot be."
+        if facts.length < self._framing or facts.uncompressed_length < 0 or facts.levels_length > facts.length:
+            message = f"type {page_type}, {facts.length} bytes, and what belongs to them, cannot be."
             self._broken("page-header", message, header_type, offset)
             return None
         return facts

@@ -77,6 +77,11 @@ def _usual() -> Mapping[bytes, tuple[int, _Match]]:
         return b"[" + b"".join(b"\\x%02x" % (delta << 4 | code) for code in codes for delta in range(1, 16)) + b"]"
 
     number = rb"(?:[\x80-\xff]{0,3}+[\x00-\x7f]|[\x80-\xff]{4}[\x00-\x0f])"
+    # The lowest bit is the sign.
+    last, other = (
+        b"[" + b"".join(b"\\x%02x" % byte for byte in range(start, start + 128, 2)) + b"]" for start in (0, 128)
+    )
+    count = rb"(?:%b|%b(?:[\x80-\xff]{0,2}+[\x00-\x7f]|[\x80-\xff]{3}[\x00-\x0f]))" % (last, other)
     long_number = rb"(?:[\x80-\xff]{0,8}+[\x00-\x7f]|[\x80-\xff]{9}[\x00\x01])"
     texts = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(_MOST_TEXT + 1))
     statistic = b"|".join(
@@ -87,12 +92,12 @@ def _usual() -> Mapping[bytes, tuple[int, _Match]]:
         )
     )
     statistics = b"(?>(?:" + statistic + rb"){0,16})\x00"
-    field, group = rb"\x15" + number, rb"\x15(" + number + b")"
+    field, group = rb"\x15" + count, rb"\x15(" + count + b")"
 
     def match(page_type: int, own: bytes) -> tuple[bytes, tuple[int, _Match]]:
         # The header of the inner struct depends on whether there is a CRC before it.
         delta = {PageHeader.DATA_PAGE: 1, PageHeader.DICTIONARY_PAGE: 3, PageHeader.DATA_PAGE_V2: 4}[page_type]
-        crc = b"(?:%b\\x%02x|\\x%02x)" % (group, delta << 4 | 12, delta + 1 << 4 | 12)
+        crc = b"(?:\\x15(%b)\\x%02x|\\x%02x)" % (number, delta << 4 | 12, delta + 1 << 4 | 12)
         begins = bytes((0x15, page_type << 1))
         whole = b"\\x15\\x%02x" % begins[1] + group + group + crc + group + own + rb"\x00\x00"
         return begins, (page_type, re.compile(whole, re.DOTALL).match)
@@ -117,14 +122,9 @@ def usual_header(data: bytes | memoryview) -> tuple[HeaderFacts, int] | None:
         return None
     uncompressed, length, crc, num_values, *levels = found.groups()
     levels_length, is_compressed = 0, True
-    # The lowest bit is the sign.
-    if (uncompressed[0] | length[0] | num_values[0]) & 1:
-        return None
     if levels:
-        definition, repetition = _number(levels[0]), _number(levels[1])
-        if definition < 0 or repetition < 0:
-            return None
-        levels_length, is_compressed = definition + repetition, levels[2] != _IS_NOT_COMPRESSED
+        levels_length = _number(levels[0]) + _number(levels[1])
+        is_compressed = levels[2] != _IS_NOT_COMPRESSED
     facts = _facts(
         (
             page_type,
@@ -173,7 +173,7 @@ def facts_of(header: PageHeader) -> HeaderFacts:
     """Return what a header of the general reader says.
 
     Raises:
-        ParquetFormatError: The header of its type of page is missing, or a required field is.
+        ParquetFormatError: The header of its type of page is missing, or a required field is, or is negative.
     """
     page_type, length = header.type, header.compressed_page_size
     uncompressed_length, crc = header.uncompressed_page_size, header.crc
@@ -198,9 +198,12 @@ def _inner_facts(header: PageHeader, page_type: int) -> tuple[int, int, bool]:
     for field_id in _REQUIRED_FIELD_IDS[page_type]:
         if field_id not in fields or fields[field_id][0] is not WireType.I32:
             raise ParquetFormatError(f"the header of a page of type {page_type} lacks its field {field_id}.")
+        # Counts, lengths and encodings.
+        if fields[field_id][1] < 0:
+            raise ParquetFormatError(f"field {field_id} of the header of a page of type {page_type} is negative.")
     num_values: int = fields[1][1]
     if page_type != PageHeader.DATA_PAGE_V2:
         return num_values, 0, True
     levels = [fields[field_id][1] for field_id in _LEVELS_LENGTH_FIELD_IDS]
     is_compressed = fields.get(_IS_COMPRESSED_FIELD_ID, (WireType.TRUE, None))[0] is WireType.TRUE
-    return num_values, -1 if min(levels) < 0 else sum(levels), is_compressed
+    return num_values, sum(levels), is_compressed
