@@ -33,6 +33,7 @@ from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.printable import escaped_path
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
 
@@ -200,9 +201,9 @@ def _surroundings(folder: FileLocation, left_out: Sequence[LeftOut]) -> Surround
             {left.location.name for left in left_out if left.reason is LeftOutReason.KEY_MATERIAL}
         ),
         plaintext_passed_over=[
-            _name_in(folder, left.location)
+            escaped_path(_name_in(folder, left.location))
             for left in left_out
-            if left.reason is LeftOutReason.PASSED_OVER and _may_be_plaintext(left.location)
+            if left.reason is LeftOutReason.PASSED_OVER and not left.is_folder and _may_be_plaintext(left.location)
         ],
     )
 
@@ -235,8 +236,6 @@ def _is_encrypted(location: FileLocation) -> bool:
 
 def _may_be_plaintext(location: FileLocation) -> bool:
     """Return whether a file begins as plaintext ones do, and has no footer that says that it is encrypted."""
-    if location.info().type.name != "File":
-        return False
     try:
         with open_source(location) as source:
             if source.size_bytes < MAGIC_LENGTH or bytes(source.read_at(0, MAGIC_LENGTH)) != MAGIC:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -204,10 +205,10 @@ class FileLocation:
     def is_same_file(self, other: FileLocation) -> bool:
         """Whether both are one file, also by way of links."""
         if self.is_local and other.is_local:
-            ours, theirs = Path(self.path), Path(other.path)
-            if ours.exists() and theirs.exists():
-                return ours.samefile(theirs)
-            return ours.resolve() == theirs.resolve()
+            with contextlib.suppress(OSError):
+                return Path(self.path).samefile(other.path)
+            # Not both are there. Not `resolve`, which raises for links that lead to themselves.
+            return os.path.realpath(self.path) == os.path.realpath(other.path)
         return self.filesystem == other.filesystem and self.path == other.path
 
     def __str__(self) -> str:

@@ -691,6 +691,20 @@ def test_a_file_that_cannot_be_read_hides_nothing(make, monkeypatch: pytest.Monk
         assert broken(reader.verify_folder(folder).files[3]) == {"data-page-authentic"}
 
 
+def test_plaintext_under_a_name_that_is_not_utf8_is_found(make) -> None:
+    folder = make("part-0.parquet").parent
+    plain = folder / "plain"
+    pq.write_table(TABLE, plain)
+    plain.rename(folder / os.fsdecode(b"_caf\xe9.parquet"))
+    (folder / os.fsdecode(b"_temporary\xe9")).mkdir()
+    report = keytools().verify_folder(folder)
+    assert data_set_rules(report) == {"plaintext-passed-over"} and report.conforms
+    (found,) = [result for result in report.rules if result.rule.id == "plaintext-passed-over"]
+    assert [finding.message for finding in found.findings] == [
+        r"_caf\xe9.parquet begins as a plaintext file does."
+    ]
+
+
 def test_plaintext_that_was_left_behind_is_found(make) -> None:
     folder = make("part-0.parquet").parent
     (folder / "_temporary" / "0").mkdir(parents=True)

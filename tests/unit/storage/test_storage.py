@@ -108,6 +108,13 @@ def test_a_location_stays_what_it_is(tmp_path: Path) -> None:
     assert FileLocation.resolve(location) is location
 
 
+def test_links_that_lead_to_themselves_are_two_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).symlink_to(name)
+    assert not FileLocation.resolve(tmp_path / "a").is_same_file(FileLocation.resolve(tmp_path / "b"))
+    assert FileLocation.resolve(tmp_path / "a").is_same_file(FileLocation.resolve(tmp_path / "a"))
+
+
 def test_siblings_and_children(tmp_path: Path) -> None:
     location = local(tmp_path / "x.parquet")
     assert location.name == "x.parquet"
