@@ -75,7 +75,8 @@ def named_master_keys(configuration: Configuration) -> dict[str, str]:
 def with_short_timeout(configuration: Configuration, seconds: float = _CHECK_SECONDS) -> Configuration:
     """Return a configuration whose KMS is waited for so many seconds at most: somebody wants an answer now."""
     kms = configuration.kms
-    if not isinstance(kms, RemoteKmsSettings):
+    # A copy could not be pickled for worker processes.
+    if not isinstance(kms, RemoteKmsSettings) or kms.timeout_seconds <= seconds:
         return configuration
     seconds = min(kms.timeout_seconds, seconds)
     limited = kms.model_copy(

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.facade.key_rotation import KeyRotation
 from parquet_keytools.facade.views import Views
 from parquet_keytools.facade.whole_files import WholeFiles
@@ -82,19 +81,6 @@ class Keytools(Views, WholeFiles, KeyRotation, Summarised):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._given_kms:
-            raise ConfigurationError(
-                "a Keytools whose KMS client was passed in cannot be pickled.",
-                hint="Describe the KMS under `kms:` in the configuration instead.",
-            )
-        if getattr(self._keys.kms, "has_generated_keys", False):
-            raise ConfigurationError(
-                "a Keytools with random master keys cannot be pickled: another process would have other keys.",
-                hint="Write the keys of the in_memory KMS into the configuration, or use a keystore.",
-            )
-        return type(self), (self.configuration,)
 
     def summary(self) -> Mapping[str, object]:
         """Return the facts in short."""

@@ -24,7 +24,7 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "secret_bytes": set(),
     "strict_base64": set(),
-    "runtime": set(),
+    "runtime": {"errors"},
     "audit": set(),
     "telemetry": {"runtime"},
     # bytes of a Parquet file; knows no keys and no ciphers

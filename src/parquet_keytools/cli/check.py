@@ -21,6 +21,7 @@ from parquet_keytools.cli.options import (
     AadPrefixOption,
     JsonOption,
     PathsArgument,
+    ProcessesOption,
     TableOption,
     checked_aad_prefix,
     config_option,
@@ -226,6 +227,7 @@ def verify_command(
     table: TableOption = None,
     aad_prefix: AadPrefixOption = None,
     parts: PartsOption = None,
+    processes: ProcessesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check files against the encryption specification, rule by rule.
@@ -258,7 +260,13 @@ def verify_command(
             verify_file = partial(keytools.verify_file, table_name=table)
         if kind == "Directory":
             with file_counter() as count:
-                data_set = verify_folder(location, aad_prefix=aad_prefix, part_count=parts, on_progress=count)
+                data_set = verify_folder(
+                    location,
+                    aad_prefix=aad_prefix,
+                    part_count=parts,
+                    on_progress=count,
+                    processes=processes,
+                )
             print_json(data_set_document(data_set)) if as_json else say_data_set(data_set)
             conforms = data_set.conforms
         else:

@@ -17,6 +17,7 @@ from parquet_keytools.cli.options import (
     JsonOption,
     ModeOption,
     OverwriteOption,
+    ProcessesOption,
     SkipExistingOption,
     SourceArgument,
     SourcesArgument,
@@ -38,6 +39,7 @@ def encrypt_command(
     table: TableOption = None,
     overwrite: OverwriteOption = False,
     skip_existing: SkipExistingOption = False,
+    processes: ProcessesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Encrypt a Parquet file, or all those of a folder.
@@ -56,6 +58,7 @@ def encrypt_command(
             partial(keytools.encrypt_file, table_name=table_name, skip_existing=skip_existing),
             overwrite=overwrite,
             skip_existing=skip_existing,
+            processes=processes,
             as_json=as_json,
             check=TableCheck(keytools.configuration, table_name).refuse_folder_names,
         )
@@ -74,6 +77,7 @@ def decrypt_command(
     skip_existing: SkipExistingOption = False,
     salvage: SalvageOption = False,
     mode: ModeOption = None,
+    processes: ProcessesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Decrypt a Parquet file, or all those of a folder.
@@ -104,6 +108,7 @@ def decrypt_command(
             ),
             overwrite=overwrite,
             skip_existing=skip_existing,
+            processes=processes,
             as_json=as_json,
         )
 
@@ -159,6 +164,7 @@ def rekey_command(
     in_place: InPlaceOption = False,
     verify: VerifyOption = None,
     journal: JournalOption = None,
+    processes: ProcessesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Encrypt encrypted files with new data keys.
@@ -213,6 +219,7 @@ def rekey_command(
             ),
             overwrite=overwrite,
             skip_existing=skip_existing,
+            processes=processes,
             as_json=as_json,
         )
 

@@ -42,7 +42,7 @@ def status_of(error: Exception) -> ExitStatus:
             return ExitStatus.WRONG_USAGE
         case errors.KmsError():
             return ExitStatus.KMS_FAILED
-        case errors.DecryptionError() | errors.TableMismatchError():
+        case errors.DecryptionError() | errors.TableMismatchError() | errors.WorkerProcessEndedError():
             return ExitStatus.NO
         case errors.IncompleteDataSetError() | errors.NoParquetFilesError() | errors.ReusedKeysError():
             return ExitStatus.NO

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,10 +22,16 @@ from parquet_keytools.cli.options import location_of, locations_of
 from parquet_keytools.cli.output import ByteProgress, answer, number_of, print_json, progress_bar, say, size_text
 from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.configuration_check import with_short_timeout
-from parquet_keytools.errors import ConfigurationError, KeytoolsError, KmsConfigurationError
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KeytoolsError,
+    KmsConfigurationError,
+    WorkerProcessEndedError,
+)
 from parquet_keytools.files.conversion import FileResult
 from parquet_keytools.files.file_plan import FilePlan, PlannedFile, plan_files
 from parquet_keytools.keytools import Keytools
+from parquet_keytools.runtime.worker_processes import WorkerProcesses
 from parquet_keytools.storage.failures import storage_failure
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import printable
@@ -51,7 +58,7 @@ class Convert(Protocol):
         *,
         source_filesystem: Any,
         target_filesystem: Any,
-        on_progress: Callable[[int], None],
+        on_progress: Callable[[int], None] | None,
         overwrite: bool,
     ) -> FileResult:
         """Read the source and write the target."""
@@ -114,6 +121,7 @@ def convert_files(
     as_json: bool,
     skip_existing: bool = False,
     check: Callable[[list[str]], object] = lambda _: None,
+    processes: int | None = 1,
 ) -> None:
     """Convert a file, or all Parquet files of a folder.
 
@@ -129,6 +137,7 @@ def convert_files(
         as_json: Whether the outcome goes to stdout as JSON.
         skip_existing: Whether `convert` skips what an earlier run has made.
         check: Refuses paths of files, from the folder on; called before anything is written.
+        processes: How many processes convert small files; None takes as many as pay.
 
     Raises:
         typer.Exit: Some files of a folder failed.
@@ -139,7 +148,7 @@ def convert_files(
     plan = plan_files(locations_of(sources, "SRC"), location_of(target, "DST"), overwrite=may_be_there)
     check(plan.paths_in_folder)
     with progress_bar(plan.size_bytes) as progress:
-        work = _Work(plan, convert, progress, overwrite=overwrite)
+        work = _Work(plan, convert, progress, overwrite=overwrite, processes=processes)
         try:
             work.run()
         except KeyboardInterrupt:
@@ -162,11 +171,20 @@ def convert_files(
 class _Work:
     """The conversion of the files of a plan: small ones several at a time, for they mostly wait for the disk."""
 
-    def __init__(self, plan: FilePlan, convert: Convert, progress: ByteProgress, *, overwrite: bool) -> None:
+    def __init__(
+        self, plan: FilePlan, convert: Convert, progress: ByteProgress, *, overwrite: bool, processes: int | None
+    ) -> None:
         self.plan = plan
-        self._convert = convert
         self._progress = progress
-        self._overwrite = overwrite
+        self._processes = processes
+        first = plan.files[0] if plan.files else None
+        # All files of a plan lie on one file system, and so do their targets.
+        self._convert = partial(
+            convert,
+            source_filesystem=first and first.source.filesystem,
+            target_filesystem=first and first.target.filesystem,
+            overwrite=overwrite,
+        )
         self._outcomes: dict[int, FileResult | Failure] = {}
         self._done_bytes = 0
         self._lock = threading.Lock()
@@ -197,26 +215,31 @@ class _Work:
             KeytoolsError: The one file failed, or the configuration fits none.
         """
         # The first alone: for a mistake in the configuration all would fail.
+        convert = partial(self._convert, on_progress=self._progress.advance)
         numbered = list(enumerate(self.plan.files))
         for first in numbered[:1]:
-            self._one(first)
-        for is_small, files in groupby(numbered[1:], key=lambda entry: entry[1].size_bytes <= _SMALL_BYTES):
-            if not is_small:
-                # In this thread, which Ctrl-C interrupts at once; a pool would first finish the file.
-                for file in files:
-                    self._one(file)
-                continue
-            with ThreadPoolExecutor(_SMALL_FILES_AT_A_TIME) as pool:
-                for _ in pool.map(self._one, files):
-                    pass
+            self._one(convert, first)
+        small = sum(file.size_bytes <= _SMALL_BYTES for _, file in numbered[1:])
+        # How far a small file is matters to nobody.
+        convert_small = partial(self._convert, on_progress=None)
+        with WorkerProcesses(convert_small, small, self._processes, _SMALL_FILES_AT_A_TIME) as workers:
+            for is_small, files in groupby(numbered[1:], key=lambda entry: entry[1].size_bytes <= _SMALL_BYTES):
+                if not is_small:
+                    # In this thread, which Ctrl-C interrupts at once; a pool would first finish the file.
+                    for file in files:
+                        self._one(convert, file)
+                    continue
+                with ThreadPoolExecutor(workers.calls_at_a_time) as pool:
+                    for _ in pool.map(partial(self._one, workers), files):
+                        pass
 
-    def _one(self, numbered: tuple[int, PlannedFile]) -> None:
+    def _one(self, convert: Callable[[str, str], FileResult], numbered: tuple[int, PlannedFile]) -> None:
         """Convert a file, unless the others were given up."""
         number, file = numbered
         if self._stopped.is_set():
             return
         try:
-            outcome = self._outcome(file)
+            outcome = self._outcome(convert, file)
         except BaseException:
             self._stopped.set()
             raise
@@ -227,24 +250,22 @@ class _Work:
             self._done_bytes += file.size_bytes
             self._progress.move_to(self._done_bytes)
 
-    def _outcome(self, file: PlannedFile) -> FileResult | Failure | None:
+    def _outcome(
+        self, convert: Callable[[str, str], FileResult], file: PlannedFile
+    ) -> FileResult | Failure | None:
         try:
             if self.plan.source_is_folder:
                 _create_folder_of(file.target)
-            return self._convert(
-                file.source.path,
-                file.target.path,
-                source_filesystem=file.source.filesystem,
-                target_filesystem=file.target.filesystem,
-                on_progress=self._progress.advance,
-                overwrite=self._overwrite,
-            )
+            return convert(file.source.path, file.target.path)
         except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
             if not self.plan.source_is_folder:
                 raise
             if isinstance(error, ConfigurationError | KmsConfigurationError) and not self._outcomes:
                 say(f"Stopped at the first of {number_of(len(self.plan.files), 'file')}, {file.source}.")
                 raise
+            if isinstance(error, WorkerProcessEndedError):
+                self._stopped.set()
+                return Failure(file, error) if error.has_begun else None
             if storage_failure(error, file.target) is not None:
                 # The others would fare no better; those that are under way say the same, and count as not started.
                 with self._lock:

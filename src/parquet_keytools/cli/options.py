@@ -105,6 +105,18 @@ JsonOption = Annotated[
     ),
 ]
 
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--processes",
+        metavar="N",
+        min=1,
+        help="How many processes share the small files of a folder. By default as many as pay: one for each "
+        "processor, if there are hundreds of files.",
+        show_default=False,
+    ),
+]
+
 IgnorePassedOverOption = Annotated[
     bool,
     typer.Option(

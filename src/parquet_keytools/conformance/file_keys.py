@@ -33,6 +33,11 @@ class _Fingerprints:
     """Fingerprints of DEKs mean nothing outside of this process, or of those that share a job."""
 
 
+def fingerprint_key() -> bytes:
+    """Return the key of this process's fingerprints."""
+    return _Fingerprints.key
+
+
 def use_fingerprint_key(key: bytes) -> None:
     """Let the fingerprints of this process be comparable to those of others that were given the same key."""
     _Fingerprints.key = key

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from parquet_keytools.conformance.findings import Finding, Outcome, RuleResult
@@ -124,7 +125,7 @@ class FileReport(Summarised):
     asked_for: frozenset[str] = frozenset()
     table: str | None = None
 
-    @property
+    @cached_property
     def verdict(self) -> Verdict:
         """What it comes to."""
         verdict = verdict_of(self.rules, with_keys=self.with_keys)

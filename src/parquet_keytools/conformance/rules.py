@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class Severity(Enum):
@@ -55,6 +56,10 @@ class Rule:
     holds: str
     gain: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Reports of thousands of files come from worker processes.
+        return rule_named, (self.id,)
+
 
 _ROW = re.compile(r"\| `(\S+)` \((\w+)\) \| (.+?) \| (.+?) \| (.+?) \|")
 
@@ -70,6 +75,12 @@ def _table() -> Iterator[Rule]:
 RULES: tuple[Rule, ...] = tuple(_table())
 
 RULES_BY_ID = {rule.id: rule for rule in RULES}
+
+
+def rule_named(rule_id: str) -> Rule:
+    """Return a rule by its id."""
+    return RULES_BY_ID[rule_id]
+
 
 FILE_SCOPES = (Scope.ENVELOPE, Scope.FOOTER, Scope.COLUMN, Scope.CONFIGURATION)
 """The scopes of rules that are about one file."""

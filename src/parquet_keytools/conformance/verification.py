@@ -9,11 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
+from typing import Any
 
 from parquet_keytools import audit
 from parquet_keytools.conformance.data_set import Member, Surroundings, check_data_set
 from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
-from parquet_keytools.conformance.file_keys import MaterialFinder
+from parquet_keytools.conformance.file_keys import MaterialFinder, fingerprint_key, use_fingerprint_key
 from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.inspection import Inspection
@@ -31,6 +32,7 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
+from parquet_keytools.runtime.worker_processes import WorkerProcesses
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import escaped_path
@@ -96,16 +98,16 @@ def verify_folder(
     part_count: int | None = None,
     on_progress: Progress | None = None,
     invocation_limit: int = MAX_INVOCATIONS,
+    processes: int | None = 1,
 ) -> DataSetReport:
     """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`."""
     found = sorted(data_set(folder, into_passed_over=True), key=lambda entry: entry.location.path)
-    kms_keys = keys.kms_keys() if keys is not None else None
     reports: list[FileReport] = []
     members: list[Member] = []
     nonces = SharedNonces()
     files = [entry for entry in found if isinstance(entry, ParquetFile)]
-    verify = partial(verify_member, keys, kms_keys, table_name=table_name, aad_prefix=aad_prefix)
-    for location, (report, facts) in _verified(files, verify):
+    verify = _MemberVerifier(keys, table_name, aad_prefix)
+    for location, (report, facts) in _verified(files, verify, processes):
         reports.append(report)
         name = _name_in(folder, location)
         if facts.nonces is not None:
@@ -125,15 +127,44 @@ def verify_folder(
     )
 
 
+class _MemberVerifier:
+    """Verifies files of one folder, here or in worker processes."""
+
+    def __init__(self, keys: KeyService | None, table_name: str | None, aad_prefix: str | None) -> None:
+        self._keys = keys
+        self._table_name = table_name
+        self._aad_prefix = aad_prefix
+        self._kms_keys = keys.kms_keys() if keys is not None else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _verifier_in_worker, (self._keys, self._table_name, self._aad_prefix, fingerprint_key())
+
+    def __call__(self, location: FileLocation, threads: int = 2) -> tuple[FileReport, FileFacts]:
+        return verify_member(
+            self._keys, self._kms_keys, location, self._table_name, self._aad_prefix, threads=threads
+        )
+
+
+def _verifier_in_worker(
+    keys: KeyService | None, table_name: str | None, aad_prefix: str | None, key: bytes
+) -> _MemberVerifier:
+    use_fingerprint_key(key)
+    return _MemberVerifier(keys, table_name, aad_prefix)
+
+
 def _verified(
-    files: Sequence[ParquetFile], verify: Callable[..., tuple[FileReport, FileFacts]]
+    files: Sequence[ParquetFile], verify: _MemberVerifier, processes: int | None
 ) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts]]]:
     """Yield the files, in their order, with what `verify` says of them; small ones are verified ahead.
 
     The threads of a large file share its pages. Of small files some are verified at a time, one thread each: they
     wait for a disk or a store together.
     """
-    with ThreadPoolExecutor(_SMALL_FILES_AT_A_TIME, thread_name_prefix="parquet-keytools-verify") as pool:
+    small = sum(file.size_bytes <= _SMALL_BYTES for file in files[1:])
+    with (
+        WorkerProcesses(verify, small, processes, _SMALL_FILES_AT_A_TIME) as verify_small,
+        ThreadPoolExecutor(verify_small.calls_at_a_time, thread_name_prefix="parquet-keytools-verify") as pool,
+    ):
         waiting: deque[tuple[FileLocation, Future[tuple[FileReport, FileFacts]]]] = deque()
         try:
             for number, file in enumerate(files):
@@ -144,8 +175,8 @@ def _verified(
                     yield location, verify(location)
                     continue
                 context = contextvars.copy_context()
-                waiting.append((location, pool.submit(context.run, partial(verify, location, threads=1))))
-                yield from _results(waiting, _SMALL_FILES_AT_A_TIME)
+                waiting.append((location, pool.submit(context.run, partial(verify_small, location, threads=1))))
+                yield from _results(waiting, verify_small.calls_at_a_time)
             yield from _results(waiting, 0)
         finally:
             for _, future in waiting:

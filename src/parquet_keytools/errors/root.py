@@ -90,6 +90,18 @@ class SparkJobFailedError(KeytoolsError):
     """A job of Spark failed for a reason that is not one of a file: executors are lost, or out of memory."""
 
 
+class WorkerProcessEndedError(KeytoolsError):
+    """A worker process ended before it reported what became of its work: it was killed, or memory was short.
+
+    Attributes:
+        has_begun: Whether it may have done this work, or a part of it; else the work was not begun at all.
+    """
+
+    def __init__(self, message: str, *, has_begun: bool, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.has_begun = has_begun
+
+
 def without_frames(error: E) -> E:
     """Return an error without what hangs on it: frames hold keys and footers, and it may be kept for long.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from parquet_keytools.config.settings import Configuration
+from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient
@@ -17,8 +20,14 @@ class Configured:
 
     def __init__(self, configuration: Configuration, *, kms: KmsClient | None, clock: Clock) -> None:
         self.configuration = configuration
-        self._given_kms = kms is not None
         self._keys = KeyService(configuration, kms, clock)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, (configuration, identities) = self._keys.__reduce__()
+        return type(self), (configuration,), identities
+
+    def __setstate__(self, identities: FileIdentities) -> None:
+        self._keys.identities = identities
 
     @property
     def kms(self) -> KmsClient | None:

@@ -334,7 +334,7 @@ class Tables(Configured):
         """
         from parquet_keytools.spark.table_options import spark_leaf_paths, table_options
 
-        if self._given_kms:
+        if self._keys.given_kms:
             raise ConfigurationError(
                 "a KMS client that was passed in cannot be sent to Spark's executors.",
                 hint="Describe the KMS under `kms:` in the configuration instead.",

@@ -224,6 +224,7 @@ class WholeFiles(Configured):
         part_count: int | None = None,
         filesystem: Any = None,
         on_progress: Callable[[FileReport], None] | None = None,
+        processes: int | None = 1,
     ) -> DataSetReport:
         """Check all files of a folder as `verify_file` does, and all of them as one data set.
 
@@ -234,13 +235,22 @@ class WholeFiles(Configured):
             part_count: How many parts there must be, numbered from 0; None where that is not known.
             filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the report of each file.
+            processes: How many processes share the small files; None takes as many as pay. More than one need a
+                `Keytools` that can be pickled; otherwise this process does all.
 
         Raises:
+            WorkerProcessEndedError: A worker process was killed.
             OSError: The folder cannot be read.
         """
         location = FileLocation.resolve(folder, filesystem)
         return verification.verify_folder(
-            self._keys, location, table_name, aad_prefix, part_count=part_count, on_progress=on_progress
+            self._keys,
+            location,
+            table_name,
+            aad_prefix,
+            part_count=part_count,
+            on_progress=on_progress,
+            processes=processes,
         )
 
     def salvage_file(

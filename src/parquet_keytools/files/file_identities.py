@@ -11,12 +11,14 @@ import hashlib
 import secrets
 import warnings
 from collections import OrderedDict
+from typing import Any
 
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import KeytoolsError, ReusedKeysError
 from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import levels_inside
+from parquet_keytools.runtime.worker_processes import StaysInParent
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
@@ -27,8 +29,36 @@ MOST_REMEMBERED = 100_000
 REMEDY = "Remove copies, and give the others keys of their own: `parquet-keytools rekey FOLDER --in-place`."
 
 
+class KnownFiles(StaysInParent):
+    """Digest of data key and file unique -> the file that has them; of all worker processes together."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[bytes, FileLocation] = OrderedDict()
+        self._lock = ForkSafeLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another program has opened other files.
+        return KnownFiles, ()
+
+    def remember(self, digest: bytes, location: FileLocation, *, first_stays: bool) -> FileLocation | None:
+        """Remember a file; return the one that was remembered with this digest before."""
+        with self._lock:
+            found = self._files.pop(digest, None)
+            self._files[digest] = found if found is not None and first_stays else location
+            if len(self._files) > MOST_REMEMBERED:
+                self._files.popitem(last=False)
+        return found
+
+    def forget(self, digest: bytes) -> None:
+        """Forget the file that is remembered with a digest."""
+        with self._lock:
+            self._files.pop(digest, None)
+
+
 class FileIdentities:
     """Remembers the files of one folder, or all that one process opened. May be used by any number of threads.
+
+    In worker processes it remembers those of all of them.
 
     Args:
         refuses: Whether a file with keys of another one is refused, as in a folder; else there is a warning.
@@ -38,8 +68,7 @@ class FileIdentities:
         self._refuses = refuses
         # What is remembered of a data key is no hash that anybody else could make.
         self._salt = secrets.token_bytes(16)
-        self._files: OrderedDict[bytes, FileLocation] = OrderedDict()
-        self._lock = ForkSafeLock()
+        self._known = KnownFiles()
 
     def compare(self, opened: OpenedFile) -> None:
         """Remember a file; refuse it, or warn, if it shares data key and file unique with another one.
@@ -84,19 +113,14 @@ class FileIdentities:
             footer_dek: Of its footer.
             file_unique: The random part of its AAD (spec 4.4.1).
         """
+        # Who is refused once is refused again when it is opened again: the first file is the one that stays.
         digest = self._digest(footer_dek, file_unique)
-        with self._lock:
-            found = self._files.pop(digest, None)
-            # Who is refused once is refused again when it is opened again: the first file is the one that stays.
-            self._files[digest] = found if found is not None and self._refuses else location
-            if len(self._files) > MOST_REMEMBERED:
-                self._files.popitem(last=False)
+        found = self._known.remember(digest, location, first_stays=self._refuses)
         return None if found is None or found == location or found.is_same_file(location) else found
 
     def forget(self, footer_dek: SecretBytes, file_unique: bytes) -> None:
         """Forget the file that is remembered with this data key and file unique."""
-        with self._lock:
-            self._files.pop(self._digest(footer_dek, file_unique), None)
+        self._known.forget(self._digest(footer_dek, file_unique))
 
     def _digest(self, footer_dek: SecretBytes, file_unique: bytes) -> bytes:
         return hashlib.sha256(self._salt + footer_dek.reveal() + file_unique).digest()[:16]

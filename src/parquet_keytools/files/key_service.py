@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from parquet_keytools import audit
 from parquet_keytools.config.key_policy import (
@@ -127,6 +128,7 @@ class KeyService:
     """The keys of one configuration, with the caches that belong to its KMS client."""
 
     def __init__(self, configuration: Configuration, kms: KmsClient | None, clock: Clock) -> None:
+        self.given_kms = kms is not None
         if kms is None and configuration.kms is not None:
             kms = make_client(configuration.kms, configuration.folder)
         check_key_names(configuration, kms.master_key_ids() if kms is not None else None)
@@ -139,7 +141,20 @@ class KeyService:
         without_metadata = configuration.reading.keys_without_metadata
         self.data_keys = DataKeys(configuration.data_keys, without_metadata.footer, without_metadata.columns)
         self._table_checks: dict[str, TableCheck] = {}
-        self._identities = FileIdentities(refuses=False)
+        self.identities = FileIdentities(refuses=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.given_kms:
+            raise ConfigurationError(
+                "a Keytools whose KMS client was passed in cannot be pickled.",
+                hint="Describe the KMS under `kms:` in the configuration instead.",
+            )
+        if getattr(self.kms, "has_generated_keys", False):
+            raise ConfigurationError(
+                "a Keytools with random master keys cannot be pickled: another process would have other keys.",
+                hint="Write the keys of the in_memory KMS into the configuration, or use a keystore.",
+            )
+        return _restored, (self.configuration, self.identities)
 
     def clear_caches(self) -> None:
         """Forget all keys, so that the KMS is asked again."""
@@ -280,7 +295,7 @@ class KeyService:
             files = read_again_if_changed(opening) if again else opening()
         if self.configuration.reading.reused_encryption_properties == "reject":
             for opened in files:
-                (identities or self._identities).compare(opened)
+                (identities or self.identities).compare(opened)
         return files
 
     def wrap_keks(self, policy: TablePolicy) -> None:
@@ -387,6 +402,13 @@ class KeyService:
             cache_lifetime_seconds=table.cache_lifetime_seconds,
             kms_instance_id=kms_settings.instance_id if kms_settings else "DEFAULT",
         )
+
+
+def _restored(configuration: Configuration, identities: FileIdentities) -> KeyService:
+    """Make in a worker process the keys that were pickled without keys."""
+    keys = KeyService(configuration, None, time.monotonic)
+    keys.identities = identities
+    return keys
 
 
 def new_reference_suffix() -> str:

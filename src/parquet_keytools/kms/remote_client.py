@@ -28,7 +28,7 @@ from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.concurrent_calls import ConcurrentCalls, current_task
 from parquet_keytools.kms.requests import CallFacts
 from parquet_keytools.kms.settings import RemoteKmsSettings
-from parquet_keytools.runtime.fork_safety import PerProcess
+from parquet_keytools.runtime.fork_safety import PerProcess, SharedWork
 from parquet_keytools.runtime.presentation import waiting_for
 
 __all__ = ["RemoteKmsClient", "RemoteKmsSettings", "Time"]
@@ -151,6 +151,8 @@ class Traffic:
 
     def __init__(self, limits: RemoteKmsSettings, time_source: Time) -> None:
         clock = time_source.clock
+        # Processes that do one work together have the limits of one.
+        self.limits = limits = limits.shared_by(SharedWork.processes)
         self.time = time_source
         self.slots = threading.BoundedSemaphore(limits.max_concurrent_calls)
         self.rate = CallRate(limits.max_calls_per_second, clock)
@@ -243,7 +245,7 @@ class RemoteCall:
         if not self._await_slot():
             is_limited = self._traffic.rate.calls_per_second is not None
             kind = KmsThrottledError if is_limited else KmsUnavailableError
-            detail = f"{self._limits.max_concurrent_calls} calls were under way all the time"
+            detail = f"{self._traffic.limits.max_concurrent_calls} calls were under way all the time"
             return self._facts.error(kind, detail)
         try:
             if not self._await_turn():

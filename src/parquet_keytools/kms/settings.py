@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Self
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -83,6 +83,18 @@ class RemoteKmsSettings(KmsSettings):
     probe_every_seconds: float = Field(
         default=2.0, gt=0, description="How often one call is then let through, to check whether the KMS is back."
     )
+
+    def shared_by(self, processes: int) -> Self:
+        """Return the settings of each of several processes that shall not call more than one would."""
+        per_second = self.max_calls_per_second
+        if processes == 1:
+            return self
+        return self.model_copy(
+            update={
+                "max_concurrent_calls": max(1, self.max_concurrent_calls // processes),
+                "max_calls_per_second": None if per_second is None else per_second / processes,
+            }
+        )
 
 
 def bytes_of_context(context: str | Mapping[str, str] | None) -> bytes:

@@ -70,6 +70,16 @@ class OwnerProcess:
         return os.getpid() == self._process_id
 
 
+class SharedWork:
+    """The work that this process does a part of.
+
+    Attributes:
+        processes: How many do it together: they have the limits of one, such as calls of the KMS at a time.
+    """
+
+    processes = 1
+
+
 _begun: weakref.WeakSet[object] = weakref.WeakSet()
 
 

@@ -87,6 +87,9 @@ _LOOK_SECONDS = 0.2
 _waits: dict[object, tuple[float, str]] = {}
 """Since when somebody waits, and for what. Each thread changes its own entries only."""
 
+_sayers: list[Callable[[str], None]] = []
+"""Who says what is waited for."""
+
 
 @contextlib.contextmanager
 def waiting_for(what: str) -> Iterator[None]:
@@ -119,19 +122,30 @@ def saying_what_is_waited_for(say: Callable[[str], None]) -> Iterator[None]:
         say: Takes a line; called by a thread of its own.
     """
     is_over = threading.Event()
+    said: set[str] = set()
+
+    def say_once(text: str) -> None:
+        if text not in said and not is_over.is_set():
+            said.add(text)
+            say(text)
 
     def look() -> None:
-        said: set[str] = set()
         while not is_over.wait(_LOOK_SECONDS):
             for what in waited_for(SAID_AFTER_SECONDS):
-                if what not in said and not is_over.is_set():
-                    said.add(what)
-                    say(f"Waiting for {what} ...")
+                say_once(f"Waiting for {what} ...")
 
     thread = threading.Thread(target=look, name="parquet-keytools-waiting", daemon=True)
     thread.start()
+    _sayers.append(say_once)
     try:
         yield
     finally:
+        _sayers.remove(say_once)
         is_over.set()
         thread.join()
+
+
+def say_what_is_waited_for_elsewhere(text: str) -> None:
+    """Say what a worker process waits for, as if this process did, if anybody wants to hear that."""
+    for say_once in list(_sayers):
+        say_once(text)

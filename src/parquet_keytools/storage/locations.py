@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,6 +132,10 @@ class FileLocation:
         folder = "/".join(parts[:first]) or ("/" if self.path.startswith("/") else "")
         return FileLocation(self.filesystem, folder, ("/".join(parts[first:]),))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A file system that is made again for each file would connect again for each.
+        return _restored, (pickle.dumps(self.filesystem), self.path, self.only)
+
     @property
     def is_local(self) -> bool:
         """Whether the operating system can open it."""
@@ -217,6 +223,15 @@ class FileLocation:
         place = self.path if self.is_local else f"{self.filesystem.type_name}:{self.path}"
         more = f" and {len(self.only) - 1} more" if len(self.only) > 1 else ""
         return f"{place.rstrip('/')}/{self.only[0]}{more}" if self.only else place
+
+
+def _restored(filesystem: bytes, path: str, only: tuple[str, ...]) -> FileLocation:
+    return FileLocation(_unpickled(filesystem), path, only)
+
+
+@functools.lru_cache(maxsize=16)
+def _unpickled(filesystem: bytes) -> pafs.FileSystem:
+    return pickle.loads(filesystem)  # noqa: S301 - of a pickle that was being read
 
 
 def _of_uri(uri: str) -> FileLocation:

@@ -227,14 +227,13 @@ def shared_settings(settings: KmsSettings, tasks: int) -> KmsSettings:
     """Return the settings of a KMS client that is one of so many."""
     if not isinstance(settings, RemoteKmsSettings) or tasks <= 1:
         return settings
-    update: dict[str, Any] = {"max_concurrent_calls": max(1, settings.max_concurrent_calls // tasks)}
-    if settings.max_calls_per_second is not None:
-        rate = settings.max_calls_per_second / tasks
-        update["max_calls_per_second"] = rate
-        # A call that waits for its turn has not failed.
-        patience = max(settings.timeout_seconds, _CALLS_TO_WAIT_FOR / rate)
-        update["timeout_seconds"] = max(settings.timeout_seconds, min(_MOST_SECONDS, patience))
-    return settings.model_copy(update=update)
+    shared = settings.shared_by(tasks)
+    if shared.max_calls_per_second is None:
+        return shared
+    # A call that waits for its turn has not failed.
+    patience = max(settings.timeout_seconds, _CALLS_TO_WAIT_FOR / shared.max_calls_per_second)
+    seconds = max(settings.timeout_seconds, min(_MOST_SECONDS, patience))
+    return shared.model_copy(update={"timeout_seconds": seconds})
 
 
 def first_pause_seconds(settings: KmsSettings | None, tasks: int, position: int) -> float:

@@ -1,0 +1,451 @@
+"""One function in several processes: many small files are work for Python, which one process does on one core.
+
+Workers are started afresh, never forked, with this interpreter and its paths; a script that starts them needs no
+`if __name__ == "__main__"`. Each has one connection to its parent, and ends when that closes, however the parent
+ended. Signals that mean the whole command, as Ctrl-C does, are for the parent alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import io
+import itertools
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, Self, TypeVar
+
+from parquet_keytools.errors import WorkerProcessEndedError
+from parquet_keytools.runtime.fork_safety import SharedWork
+from parquet_keytools.runtime.presentation import (
+    levels_inside,
+    say_what_is_waited_for_elsewhere,
+    saying_what_is_waited_for,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MOST_PROCESSES = 8
+"""The parent hands files out, and takes results in, for no more of them than that."""
+
+FILES_PER_PROCESS = 100
+"""From so many small files on a process pays: its start takes as long as 50 to 100 of them."""
+
+_END_SECONDS = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+def automatic_processes(files: int) -> int:
+    """Return how many processes pay for so many small files: 1 for this process alone."""
+    return max(1, min(available_processors(), MOST_PROCESSES, files // FILES_PER_PROCESS))
+
+
+def available_processors() -> int:
+    """Return how many processors this process may use: by its affinity, and by the quota of its container."""
+    # macOS has no affinity.
+    affinity = getattr(os, "sched_getaffinity", None)
+    number = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        number = min(number, max(1, int(quota) // int(period)))
+    return number
+
+
+class StaysInParent:
+    """What is not copied to workers: there its methods are calls of the parent's object.
+
+    They are called by a thread that takes the results in, too: they must not take long.
+    """
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles for workers."""
+
+    def __init__(self, file: io.BytesIO, staying: list[StaysInParent]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._staying = staying
+
+    def persistent_id(self, thing: object) -> int | None:
+        if not isinstance(thing, StaysInParent):
+            return None
+        if thing not in self._staying:
+            self._staying.append(thing)
+        return self._staying.index(thing)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, parent: _Parent) -> None:
+        super().__init__(io.BytesIO(data))
+        self._parent = parent
+
+    def persistent_load(self, number: Any) -> Any:
+        return _InParent(self._parent, number)
+
+
+class _InParent:
+    def __init__(self, parent: _Parent, number: int) -> None:
+        self._parent = parent
+        self._number = number
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._parent.ask, self._number, name)
+
+
+# --- in the parent ---
+
+_PROGRAM = """\
+import sys
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[2]))
+sys.path[:] = connection.recv()
+from parquet_keytools.runtime.worker_processes import work
+work(connection)
+"""
+
+
+class WorkerProcesses(Generic[P, R]):
+    """Calls a function for files, in this process or in others. May be called by any number of threads.
+
+    Worker processes start with the first call. What they log and warn of comes out here. They call the KMS
+    no more often at a time than one process would.
+
+    Attributes:
+        calls_at_a_time: How many calls all of them make at a time; more of them wait.
+
+    Args:
+        function: Is pickled once for each process, without secrets, with what it is bound to. What cannot be
+            pickled, such as a KMS client that was passed in, is called in this process.
+        files: How many files there are.
+        processes: How many processes work; None takes as many as pay, and 1 this one alone.
+        calls_at_a_time: How many calls each makes at a time.
+    """
+
+    def __init__(self, function: Callable[P, R], files: int, processes: int | None, calls_at_a_time: int) -> None:
+        self._function = function
+        self._staying: list[StaysInParent] = []
+        self._processes = min(processes, files) if processes else automatic_processes(files)
+        self._setup = self._pickled(calls_at_a_time) if self._processes > 1 and sys.executable else None
+        self.calls_at_a_time = calls_at_a_time * (1 if self._setup is None else self._processes)
+        place = sys._getframe(levels_inside() - 1)
+        self._warn = partial(
+            warnings.warn_explicit, filename=place.f_code.co_filename, lineno=place.f_lineno, registry={}
+        )
+        self._lock = threading.Lock()
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers: list[_Worker] = []
+
+    def _pickled(self, calls_at_a_time: int) -> bytes | None:
+        file = io.BytesIO()
+        try:
+            _Pickler(file, self._staying).dump(self._function)
+        # Whatever a plug-in or a file system raises.
+        except Exception as error:
+            _log.info("one process does all of the work, for what it needs cannot be pickled: %s", error)
+            return None
+        return _Setup(file.getvalue(), self._processes, calls_at_a_time).pickled()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes; one that works ends at once, as if it were killed."""
+        with self._lock:
+            for worker in self._workers:
+                worker.hang_up()
+            for worker in self._workers:
+                worker.wait()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function, and return or raise what it does.
+
+        Raises:
+            WorkerProcessEndedError: A process ended, and nobody knows what it had done: of this call, or before
+                this call began. Then the others begin no more calls either.
+        """
+        if self._setup is None:
+            return self._function(*args, **kwargs)
+        with self._lock:
+            if not self._workers:
+                for _ in range(self._processes):
+                    self._workers.append(_Worker(self._setup, self._staying, self._warn))
+                for worker in self._workers * (self.calls_at_a_time // self._processes):
+                    self._free.put(worker)
+        worker = self._free.get()
+        try:
+            if any(other.has_ended for other in self._workers):
+                raise _ended_before()
+            return worker.call(args, kwargs)  # type: ignore[no-any-return]
+        finally:
+            self._free.put(worker)
+
+
+class _Setup:
+    """What a worker has to know.
+
+    Args:
+        function: Pickled.
+        processes: How many share what the KMS is spared.
+        threads: How many calls it makes at a time.
+    """
+
+    def __init__(self, function: bytes, processes: int, threads: int) -> None:
+        self.function = function
+        self.processes = processes
+        self.threads = threads
+        self.filters = list(warnings.filters)
+        self.disabled_level = logging.root.manager.disable
+        # An audit log is written whatever the level of the root is.
+        self.levels = {"": logging.root.level} | {
+            name: logger.level
+            for name, logger in list(logging.root.manager.loggerDict.items())
+            if isinstance(logger, logging.Logger) and logger.level != logging.NOTSET
+        }
+
+    def pickled(self) -> bytes:
+        try:
+            return pickle.dumps(self)
+        except Exception:
+            # A filter with a class of the program itself.
+            self.filters = []
+            return pickle.dumps(self)
+
+
+class _Worker:
+    """One process, as its parent sees it.
+
+    Attributes:
+        has_ended: Whether it ended while it was needed.
+    """
+
+    def __init__(self, setup: bytes, staying: list[StaysInParent], warn: Callable[..., None]) -> None:
+        self.has_ended = False
+        self._staying = staying
+        self._warn = warn
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair()
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        with theirs:
+            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            # -P: nothing is imported from the current folder, which may be anyone's data.
+            command = [
+                sys.executable,
+                *flags,
+                "-P",
+                "-c",
+                _PROGRAM,
+                "parquet-keytools-worker",
+                str(theirs.fileno()),
+            ]
+            # The masks of threads are inherited; those of this process's other threads are not touched.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            try:
+                self._process = subprocess.Popen(  # noqa: S603 - this interpreter
+                    command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()]
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._connection.send(sys.path)
+        self._connection.send_bytes(setup)
+        self._reader = threading.Thread(target=self._read, name="parquet-keytools-worker", daemon=True)
+        self._reader.start()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self.has_ended:
+                raise _ended_before()
+            number = next(self._numbers)
+            self._waiting[number] = future
+            # Where it ended just now, the reader hears of it, too.
+            with contextlib.suppress(OSError):
+                self._connection.send((number, args, kwargs))
+        return future.result()
+
+    def hang_up(self) -> None:
+        """Let it end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def wait(self) -> None:
+        """Wait until it ended."""
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        self._connection.close()
+        self._socket.close()
+
+    def _read(self) -> None:
+        """Take in what it sends, until it ended."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                kind, *content = self._connection.recv()
+                self._take(kind, *content)
+        with self._lock:
+            self.has_ended = True
+            waiting = self._waiting
+        if not waiting:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        status = self._process.returncode
+        how = f"was ended by {signal.Signals(-status).name}" if status and status < 0 else "ended"
+        for future in waiting.values():
+            error = WorkerProcessEndedError(
+                f"its worker process {how} before it reported what became of this.",
+                has_begun=True,
+                hint="If memory is short, give a smaller number of --processes.",
+            )
+            future.set_exception(error)
+
+    def _take(self, kind: str, *content: Any) -> None:
+        if kind == "done":
+            number, has_failed, result = content
+            with self._lock:
+                future = self._waiting.pop(number)
+            future.set_exception(result) if has_failed else future.set_result(result)
+        elif kind == "ask":
+            number, thing, name, args, kwargs = content
+            answer = _outcome(partial(getattr(self._staying[thing], name), *args, **kwargs))
+            with self._lock, contextlib.suppress(OSError):
+                self._connection.send((number, *answer))
+        elif kind == "log":
+            (record,) = content
+            logging.getLogger(record.name).handle(record)
+        elif kind == "warn":
+            # A filter that makes errors of warnings is the worker's, too; there it was raised already.
+            with contextlib.suppress(Warning):
+                self._warn(*content)
+        elif kind == "wait":
+            say_what_is_waited_for_elsewhere(*content)
+
+
+def _ended_before() -> WorkerProcessEndedError:
+    return WorkerProcessEndedError("a worker process ended before this was begun.", has_begun=False)
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[bool, Any]:
+    """Return whether a call failed, and what it returned or raised."""
+    try:
+        return False, call()
+    except BaseException as error:
+        return True, error
+
+
+# --- in a worker ---
+
+
+class _Parent:
+    """The parent, as a worker sees it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(-1, -1)
+        self._asked: dict[int, Future[Any]] = {}
+
+    def send(self, kind: str, *content: Any) -> None:
+        data = pickle.dumps((kind, *content), pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            try:
+                self._connection.send_bytes(data)
+            except OSError:
+                # Nobody is there to whom anything would matter.
+                os._exit(1)
+
+    def ask(self, thing: int, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of an object of the parent."""
+        future: Future[Any] = Future()
+        number = next(self._numbers)
+        self._asked[number] = future
+        self.send("ask", number, thing, name, args, kwargs)
+        return future.result()
+
+    def answer(self, number: int, has_failed: bool, result: Any) -> None:
+        """Take what the parent answers."""
+        future = self._asked.pop(number)
+        future.set_exception(result) if has_failed else future.set_result(result)
+
+
+class _ToParent(logging.Handler):
+    """Has the parent's handlers take what is logged."""
+
+    def __init__(self, parent: _Parent) -> None:
+        super().__init__()
+        self._parent = parent
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            record.msg, record.args = record.getMessage(), None
+            if record.exc_info:
+                record.exc_text = logging.Formatter().formatException(record.exc_info)
+                record.exc_info = None
+            self._parent.send("log", record)
+        except Exception:
+            self.handleError(record)
+
+
+def work(connection: Connection) -> None:
+    """Make the calls that come through a connection, until it is closed: what a worker process does."""
+    setup: _Setup = pickle.loads(connection.recv_bytes())  # noqa: S301 - of the parent
+    parent = _Parent(connection)
+    SharedWork.processes = setup.processes
+    logging.root.addHandler(_ToParent(parent))
+    logging.disable(setup.disabled_level)
+    for name, level in setup.levels.items():
+        logging.getLogger(name).setLevel(level)
+    if setup.filters:
+        warnings.resetwarnings()
+        warnings.filters.extend(setup.filters)  # type: ignore[attr-defined]
+    warnings.showwarning = lambda message, category, *_: parent.send("warn", str(message), category)
+    has_failed, function = _outcome(_Unpickler(setup.function, parent).load)
+    running = set[int]()
+
+    def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        outcome = (True, function) if has_failed else _outcome(partial(function, *args, **kwargs))
+        try:
+            parent.send("done", number, *outcome)
+        # Whatever a foreign error holds: it must not leave the parent waiting.
+        except Exception:
+            text = (
+                "".join(traceback.format_exception_only(outcome[1])) if outcome[0] else type(outcome[1]).__name__
+            )
+            parent.send("done", number, True, RuntimeError(text.strip()))
+        running.discard(number)
+
+    with saying_what_is_waited_for(partial(parent.send, "wait")), ThreadPoolExecutor(setup.threads) as pool:
+        for number, *content in _messages(connection):
+            if number < 0:
+                parent.answer(number, *content)
+            else:
+                running.add(number)
+                pool.submit(contextvars.Context().run, call, number, *content)
+        if running:
+            # The parent was killed, or interrupted twice. What is half done has no name yet.
+            os._exit(1)
+
+
+def _messages(connection: Connection) -> Iterator[Any]:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            yield connection.recv()

@@ -1,0 +1,289 @@
+"""Folders of many small files in several processes: as one process does it, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from copying_program import PIDS
+
+from parquet_keytools import Keytools, audit
+from parquet_keytools.conformance.report import data_set_document
+from parquet_keytools.conformance.verification import _MemberVerifier
+from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.runtime.worker_processes import WorkerProcesses
+
+FILES = 9
+
+
+@pytest.fixture
+def many(tmp_path: Path, table: pa.Table) -> Path:
+    root = tmp_path / "many"
+    for number in range(FILES):
+        path = root / f"year={number % 2}" / f"{number}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, path)
+    return root
+
+
+def without_times(text: str, *paths: Path) -> str:
+    for path in paths:
+        text = text.replace(str(path), "PATH")
+    return re.sub(r"\d+\.\d s", "SECONDS", text)
+
+
+def test_commands_say_the_same(run, config: Path, many: Path, tmp_path: Path, table: pa.Table) -> None:
+    said: dict[int, list[str]] = {1: [], 2: []}
+    (many / "year=1" / "notes.txt").write_text("left out")
+    (many / "year=1" / "bad.parquet").write_bytes(b"PAR1 and nothing else PAR1")
+    for number in (1, 2):
+        out = tmp_path / f"with {number}"
+        encrypted, decrypted, rekeyed = (out / name for name in ("encrypted", "decrypted", "rekeyed"))
+        more = ("--config", config, "--processes", number)
+        for command, status in (
+            (("encrypt", many, encrypted), 1),
+            (("encrypt", many, encrypted, "--skip-existing", "--json"), 1),
+            (("verify", encrypted), 0),
+            (("verify", encrypted, "--json"), 0),
+            (("decrypt", encrypted, decrypted, "--mode", "640", "--json"), 0),
+            (("rekey", encrypted, rekeyed), 0),
+        ):
+            done = run(*command, *more)
+            assert done.exit_code == status, done.output
+            said[number].append(without_times(done.output, out))
+        assert Keytools.from_yaml(config).read_table(rekeyed).num_rows == FILES * table.num_rows
+        assert {path.stat().st_mode & 0o777 for path in decrypted.rglob("*.parquet")} == {0o640}
+        assert len(list(decrypted.rglob("*.parquet"))) == FILES
+    assert said[1] == said[2]
+    assert "bad.parquet" in said[2][0] and f"Encrypted {FILES} of {FILES + 1} files" in said[2][0]
+
+
+# --- files that share keys, in different processes ---
+
+
+@pytest.fixture
+def sharing(tmp_path: Path, config: Path) -> Path:
+    """Eight files that pandas wrote with one and the same properties."""
+    frame = pd.DataFrame(
+        {"id": range(80), "name": [f"name {row}" for row in range(80)], "part": list(range(8)) * 10}
+    )
+    schema = pa.Schema.from_pandas(frame[["id", "name"]], preserve_index=False)
+    properties = Keytools.from_yaml(config).encryption_properties("people", schema, "any.parquet")
+    frame.to_parquet(tmp_path / "sharing", partition_cols=["part"], encryption_properties=properties)
+    return tmp_path / "sharing"
+
+
+def test_files_that_share_keys_are_found_in_whatever_process(
+    run, config: Path, sharing: Path, tmp_path: Path
+) -> None:
+    first, *others = sorted(sharing.rglob("*.parquet"))
+    done = run("decrypt", sharing, tmp_path / "out", "--config", config, "--processes", 2)
+    assert done.exit_code == 1
+    assert "Decrypted 1 of 8 files" in done.stdout
+    for other in others:
+        assert f"Failed: {other} and {first} share their data keys and file unique" in done.stderr
+    assert [path.parent.name for path in (tmp_path / "out").rglob("*.parquet")] == [first.parent.name]
+    tools = Keytools.from_yaml(config)
+    one, two = (data_set_document(tools.verify_folder(sharing, processes=number)) for number in (1, 2))
+    assert one == two and one["verdict"] == "violated"
+    (shared,) = [rule for rule in two["rules"] if rule["id"] == "dek-shared"]
+    assert shared["outcome"] == "broken"
+    done = run("rekey", sharing, tmp_path / "new", "--config", config, "--processes", 2)
+    assert done.exit_code == 0
+    assert done.stderr.count("share their data keys and file unique") == 7
+
+
+def test_nonces_of_different_processes_are_compared(config: Path, many: Path, tmp_path: Path) -> None:
+    """Two files of one file's modules: the same DEKs and nonces, and another page."""
+    tools = Keytools.from_yaml(config)
+    encrypted = tmp_path / "encrypted"
+    encrypted.mkdir()
+    for number, path in enumerate(sorted(many.rglob("*.parquet"))):
+        tools.encrypt_file(path, encrypted / f"{number}.parquet")
+    content = bytearray((encrypted / "1.parquet").read_bytes())
+    content[60] ^= 1
+    (encrypted / "2.parquet").write_bytes(content)
+    one, two = (data_set_document(tools.verify_folder(encrypted, processes=number)) for number in (1, 2))
+    assert one == two
+    broken = {rule["id"] for rule in two["rules"] if rule["outcome"] == "broken"}
+    assert {"dek-shared", "file-unique-shared"} & broken
+
+
+# --- keys ---
+
+
+def test_no_secret_is_pickled_and_what_cannot_be_stays_here(
+    tmp_path: Path, many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = base64.b64encode(b"a key of 16 byte").decode()
+    monkeypatch.setenv("SECRET_KEY", secret)
+    keys = {"footer": "${SECRET_KEY}", "pii": "${SECRET_KEY}"}
+    document: dict[str, Any] = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": keys},
+        "tables": {"people": {"footer_key": "footer", "column_keys": {"pii": ["name"]}}},
+    }
+    tools = Keytools.from_mapping(document)
+    encrypted = tmp_path / "encrypted"
+    encrypted.mkdir()
+    for number, path in enumerate(sorted(many.rglob("*.parquet"))):
+        tools.encrypt_file(path, encrypted / f"{number}.parquet")
+    setup = WorkerProcesses(_MemberVerifier(tools._keys, None, None), 100, 2, 4)._setup
+    assert setup is not None and b"SECRET_KEY" in setup
+    for form in (secret.encode(), b"a key of 16 byte", b"a key of 16 byte".hex().encode()):
+        assert form not in setup
+    assert tools.verify_folder(encrypted, processes=2).conforms
+
+    # Keys that stand in a mapping, or are in a client that was passed in, do not leave this process.
+    open_keys = dict.fromkeys(keys, secret)
+    in_document = Keytools.from_mapping(document | {"kms": {"type": "in_memory", "keys": open_keys}})
+    passed_in = Keytools.from_mapping(document, kms=InMemoryKms(dict.fromkeys(keys, b"a key of 16 byte")))
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for other in (in_document, passed_in):
+        assert other.verify_folder(encrypted, processes=2).conforms
+
+
+def test_the_audit_log_has_each_use_of_a_key(
+    config: Path, many: Path, run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config.write_text(config.read_text().replace("type: in_memory", "type: in_memory\n  audit_log: true"))
+    encrypted = tmp_path / "encrypted"
+    assert run("encrypt", many, encrypted, "--config", config, "--processes", 2).exit_code == 0
+    uses = [record for record in caplog.records if record.name == audit.LOGGER_NAME]
+    # Each of three processes has its own KEKs.
+    assert {record.process for record in uses} > {os.getpid()}
+    assert len(uses) == 2 * len({record.process for record in uses}) <= 6
+    assert {record.operation for record in uses} == {"wrap"}  # type: ignore[attr-defined]
+    caplog.clear()
+    assert Keytools.from_yaml(config).verify_folder(encrypted, processes=2).conforms
+    uses = [record for record in caplog.records if record.name == audit.LOGGER_NAME]
+    assert 6 <= len(uses) <= 18
+    assert {record.operation for record in uses} == {"unwrap"}  # type: ignore[attr-defined]
+    assert all(record.subject.startswith(str(encrypted)) for record in uses)  # type: ignore[attr-defined]
+    assert not logging.getLogger(audit.LOGGER_NAME).handlers
+
+
+# --- what goes wrong in a worker ---
+
+
+@pytest.fixture
+def copying(tmp_path: Path, many: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts a program that copies `many` with two processes, after another file was put there."""
+
+    def start(*names: str) -> subprocess.Popen[str]:
+        (tmp_path / PIDS).mkdir()
+        for name in names:
+            shutil.copyfile(many / "year=0" / "0.parquet", many / "year=1" / f"{name}.parquet")
+        here = str(Path(__file__).parents[2])
+        # Workers find the function by the name of its module.
+        program = f"import sys; sys.path.insert(0, {here!r}); from copying_program import main; main()"
+        command = [sys.executable, "-c", program, str(many), str(tmp_path / "copies")]
+        return subprocess.Popen(
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+
+    return start
+
+
+def assert_workers_end(tmp_path: Path) -> None:
+    ids = [int(path.name) for path in (tmp_path / PIDS).iterdir()]
+    # One may not have begun.
+    assert len(ids) >= 2
+    end = time.monotonic() + 60
+    while any(is_running(process_id) for process_id in ids):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process_id}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(tmp_path: Path, *names: str) -> None:
+    end = time.monotonic() + 60
+    while not all((tmp_path / "copies" / "year=1" / f"{name}.begun").exists() for name in names):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("killed", r"killed.parquet: its worker process was ended by SIGKILL before it reported"),
+        ("full", r"Failed: .*full.parquet: no space left on device"),
+        ("refused", r"Failed: .*refused.parquet is not encrypted"),
+    ],
+)
+def test_one_file_fails(copying, many: Path, tmp_path: Path, name: str, said: str) -> None:
+    process = copying(name)
+    stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert re.search(said, stderr), stderr
+    done = len(list((tmp_path / "copies").rglob("*.parquet")))
+    if name == "refused":
+        assert done == FILES and f"Copied {FILES} of {FILES + 1} files" in stdout
+    else:
+        assert not (tmp_path / "copies" / "year=1" / f"{name}.parquet").exists()
+        # What a killed process had done and not reported counts as failed.
+        (reported,) = re.findall(rf"Copied (\d) of {FILES + 1} files", stdout)
+        assert 1 <= int(reported) <= done
+    assert_workers_end(tmp_path)
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_finishes_what_was_begun(
+    copying, tmp_path: Path, sent: signal.Signals, status: int
+) -> None:
+    """As a terminal does it: the signal goes to all processes of the command."""
+    process = copying("slow 1", "slow 2")
+    wait_for(tmp_path, "slow 1", "slow 2")
+    os.killpg(process.pid, sent)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (status, ""), stderr
+    assert stderr.splitlines()[-1] == ("Interrupted." if status == 130 else "Terminated.")
+    done = sorted(path.stem for path in (tmp_path / "copies").rglob("*.parquet"))
+    assert {"slow 1", "slow 2"} <= set(done)
+    assert stderr.startswith(f"{len(done)} of {FILES + 2} files were copied before this. Continue with --skip-ex")
+    assert "Traceback" not in stderr
+    assert_workers_end(tmp_path)
+
+
+def test_workers_end_with_their_parent(copying, tmp_path: Path) -> None:
+    process = copying("slowest 1", "slowest 2")
+    wait_for(tmp_path, "slowest 1", "slowest 2")
+    process.kill()
+    process.wait(60)
+    assert_workers_end(tmp_path)
+    assert not list((tmp_path / "copies").rglob("slow*.parquet"))
+
+
+def test_one_process_is_enough_for_few_files(
+    run, config: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for command in (
+        ("encrypt", many, tmp_path / "e"),
+        ("verify", tmp_path / "e"),
+        ("decrypt", tmp_path / "e", tmp_path / "d"),
+    ):
+        assert run(*command, "--config", config).exit_code == 0
+    assert run("encrypt", many, tmp_path / "o", "--config", config, "--processes", 1).exit_code == 0
+    assert json.loads(run("verify", tmp_path / "o", "--config", config, "--json").stdout)["verdict"] == "conforms"

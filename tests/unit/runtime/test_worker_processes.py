@@ -1,0 +1,149 @@
+"""One function in several processes: what comes back from them, and what happens when one ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from parquet_keytools import audit
+from parquet_keytools.errors import KmsThrottledError, WorkerProcessEndedError
+from parquet_keytools.kms.settings import RemoteKmsSettings
+from parquet_keytools.runtime import worker_processes
+from parquet_keytools.runtime.fork_safety import SharedWork
+from parquet_keytools.runtime.presentation import saying_what_is_waited_for, waiting_for
+from parquet_keytools.runtime.worker_processes import StaysInParent, WorkerProcesses
+
+
+class Seen(StaysInParent):
+    """Counts what workers show it, and refuses what it knows."""
+
+    def __init__(self) -> None:
+        self.process_ids: set[int] = set()
+
+    def show(self, number: int, *, process_id: int) -> int:
+        if number == 13:
+            raise ValueError("13 is refused")
+        self.process_ids.add(process_id)
+        return os.getpid()
+
+
+def square(seen: Seen, number: int, *, kind: str = "") -> tuple[int, int]:
+    if kind == "fail":
+        raise KmsThrottledError(backend="some", operation="wrap")
+    if kind == "cannot be sent":
+        return threading.Lock()  # type: ignore[return-value]
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "say":
+        logging.getLogger("some.worker").warning("number %d", number)
+        logging.getLogger("some.worker").info("not wanted")
+        audit.write(audit.KeyUse("wrap", "ok", "b", "i", "key", None, "me", audit.current_subject()))
+        warnings.warn(f"number {number}", UserWarning, stacklevel=1)
+    if kind == "wait":
+        with waiting_for("the other side"):
+            time.sleep(2.5)
+    if kind == "share":
+        return RemoteKmsSettings(type="any").shared_by(SharedWork.processes).max_concurrent_calls, 0
+    time.sleep(0.05)
+    return number**2, seen.show(number, process_id=os.getpid())
+
+
+def test_calls_and_what_is_said_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a folder where a hostile file has the name of a module; nothing of it is imported."""
+    for name in ("pickle.py", "socket.py", "multiprocessing.py", "typing.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported')")
+    seen, here = Seen(), os.getpid()
+    former = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        with WorkerProcesses(partial(square, seen), 100, 2, 4) as workers, ThreadPoolExecutor(8) as pool:
+            assert workers.calls_at_a_time == 8
+            assert list(pool.map(workers, range(12))) == [(number**2, here) for number in range(12)]
+            assert len(seen.process_ids) == 2 and here not in seen.process_ids
+            with pytest.raises(ValueError, match="13 is refused"):
+                workers(13)
+            with pytest.raises(KmsThrottledError, match="too many requests"):
+                workers(1, kind="fail")
+            with pytest.raises(RuntimeError, match="lock"):
+                workers(1, kind="cannot be sent")
+            assert workers(1, kind="share")[0] == 16
+            with pytest.warns(UserWarning, match="number 5") as caught:
+                assert workers(5, kind="say")[0] == 25
+            said: list[str] = []
+            with saying_what_is_waited_for(said.append):
+                workers(6, kind="wait")
+    finally:
+        os.chdir(former)
+    assert [record.getMessage() for record in caplog.records if record.name == "some.worker"] == ["number 5"]
+    (use,) = [record for record in caplog.records if record.name == audit.LOGGER_NAME]
+    assert (use.operation, use.process in seen.process_ids) == ("wrap", True)  # type: ignore[attr-defined]
+    assert [warning.filename for warning in caught] == [__file__]
+    assert said == ["Waiting for the other side ..."]
+    assert_gone(seen.process_ids)
+
+
+def assert_gone(process_ids: set[int]) -> None:
+    assert process_ids
+    for process_id in process_ids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process_id, 0)
+
+
+def test_what_cannot_be_pickled_is_called_here() -> None:
+    here = threading.Lock()
+
+    def call() -> bool:
+        return here.locked()
+
+    with WorkerProcesses(call, 100, 4, 3) as workers:
+        assert (workers.calls_at_a_time, workers()) == (3, False)
+
+
+def test_a_killed_process_is_an_error_and_ends_the_work() -> None:
+    seen = Seen()
+    with WorkerProcesses(partial(square, seen), 100, 2, 1) as workers, ThreadPoolExecutor(2) as pool:
+        killed, other = pool.submit(workers, 1, kind="killed"), pool.submit(workers, 2)
+        with pytest.raises(WorkerProcessEndedError, match=r"was ended by SIGKILL before it reported.*--processes"):
+            killed.result(60)
+        assert other.result(60)[0] == 4
+        for _ in range(3):
+            with pytest.raises(WorkerProcessEndedError) as caught:
+                workers(3)
+            assert not caught.value.has_begun
+    assert_gone(seen.process_ids)
+
+
+@pytest.mark.parametrize(
+    ("processors", "files", "processes"),
+    [(2, 2_000, 2), (2, 199, 1), (1, 10_000, 1), (16, 250, 2), (64, 1_000_000, 8), (4, 0, 1)],
+)
+def test_as_many_as_pay(monkeypatch: pytest.MonkeyPatch, processors: int, files: int, processes: int) -> None:
+    monkeypatch.setattr(worker_processes, "available_processors", lambda: processors)
+    assert worker_processes.automatic_processes(files) == processes
+
+
+def test_processors_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def processors(quota: str) -> int:
+        read: Callable[..., str] = lambda path, **_: quota  # noqa: E731
+        monkeypatch.setattr(Path, "read_text", read)
+        return worker_processes.available_processors()
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
+    assert [processors(text) for text in ("max 100000", "250000 100000", "50000 100000", "")] == [6, 2, 1, 6]
+
+
+def test_limits_are_shared() -> None:
+    settings = RemoteKmsSettings(type="any", max_concurrent_calls=3, max_calls_per_second=10)
+    shared = settings.shared_by(4)
+    assert (shared.max_concurrent_calls, shared.max_calls_per_second) == (1, 2.5)
+    assert settings.shared_by(1) is settings
