@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import dask.dataframe as dd
 import datafusion
 import duckdb
 import fsspec
@@ -137,6 +136,8 @@ def test_datafusion(lake: Lake) -> None:
 
 
 def test_dask(lake: Lake) -> None:
+    import dask.dataframe as dd  # takes a second, which each process that collects the tests would spend
+
     frame = dd.read_parquet("month=*/part.parquet", filesystem=lake.view, columns=["id", "carrier"])
     assert frame["id"].sum().compute(scheduler="threads") == pc.sum(WHOLE["id"]).as_py()
     url = f"keytools://{lake.encrypted}/month=*/part.parquet"
@@ -145,6 +146,8 @@ def test_dask(lake: Lake) -> None:
 
 
 def test_urls(lake: Lake) -> None:
+    import dask.dataframe as dd
+
     file = f"keytools::file://{lake.encrypted}/month=1/part.parquet"
     assert pd.read_parquet(file, storage_options=lake.options)["id"].tolist() == list(range(ROWS))
     folder = pd.read_parquet(f"keytools::file://{lake.encrypted}", storage_options=lake.options)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dask
-import dask.dataframe as dd
 import duckdb
 import pandas as pd
 import polars as pl
@@ -56,6 +54,10 @@ def _pyarrow(frame: pd.DataFrame, folder: Path, filesystem: Any) -> None:
 
 
 def _dask(frame: pd.DataFrame, folder: Path, filesystem: Any) -> None:
+    # Here, for it takes a second, which each process that collects the tests would spend.
+    import dask
+    import dask.dataframe as dd
+
     with dask.config.set(scheduler="synchronous"):
         dd.from_pandas(frame, npartitions=3).to_parquet(str(folder), filesystem=filesystem)
 
