@@ -17,7 +17,7 @@ from parquet_keytools.encryption.file_encryptor import rekey_source
 from parquet_keytools.encryption.footer import Footer, read_footer
 from parquet_keytools.encryption.page_walk import walk_chunk
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
-from parquet_keytools.format.pages import read_page_header
+from parquet_keytools.format.pages import read_page_header, with_sizes
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData, OffsetIndex
 from parquet_keytools.format.thrift_compact import WireType
 
@@ -91,8 +91,9 @@ def _pages(source: MemorySource, metadata: ColumnMetaData) -> list[tuple[bytes, 
     for offset, header_length, page_length in zip(
         source_offsets(pages), pages.header_lengths, pages.page_lengths, strict=True
     ):
-        _, header = read_page_header(source.data, offset)
+        facts = read_page_header(source.data, offset)
         page_start = offset + header_length
+        header = with_sizes(facts, facts.page_length, facts.crc)
         result.append((header, bytes(source.data[page_start : page_start + page_length])))
     return result
 

@@ -36,6 +36,7 @@ class ChunkPages:
     Attributes:
         source_offset: Where the first header begins.
         source_end: Where the last page ends.
+        count: How many pages there are.
         numbers: Six for each page, in order: the lengths of header and page in the source, with framing; the page
             ordinal, `NO_PAGE_ORDINAL` for the dictionary page; the CRC that the header states, or `NOTHING`; where
             its new header ends in `headers`; and where in that a padded CRC is to be filled in, or `NOTHING`.
@@ -46,6 +47,7 @@ class ChunkPages:
     """
 
     __slots__ = (
+        "count",
         "first_data_page",
         "headers",
         "length_before_data",
@@ -57,9 +59,9 @@ class ChunkPages:
 
     def __init__(self, source_offset: int) -> None:
         self.source_offset = source_offset
-        self.source_end = 0
+        self.source_end = self.count = 0
         self.numbers: array[int] = array("q")
-        self.headers = bytearray()
+        self.headers = b""
         self.first_data_page: int | None = None
         self.length_before_data = self.output_length = 0
 
@@ -83,9 +85,6 @@ class ChunkPages:
         """Whether the first page is a dictionary page."""
         return bool(self.numbers) and self.numbers[2] == NO_PAGE_ORDINAL
 
-    def __len__(self) -> int:
-        return len(self.numbers) // _EACH
-
     def each(self, first: int, last: int) -> Iterator[tuple[int, int, int, int, int, int]]:
         """Yield the numbers of the pages from position `first` up to `last`."""
         numbers = iter(self.numbers[first * _EACH : last * _EACH])
@@ -107,7 +106,7 @@ def output_lengths(pages: ChunkPages, reader: ChunkCipher | None, writer: ChunkC
         reader: Decrypts them, or None.
         writer: Encrypts them, or None.
     """
-    each = pages.each(0, len(pages))
+    each = pages.each(0, pages.count)
     if reader is None and writer is None:
         return [header_length + page_length for header_length, page_length, *_ in each]
     added = (GCM_FRAMING + writer.page_framing) if writer is not None else 0
@@ -123,7 +122,7 @@ def output_lengths(pages: ChunkPages, reader: ChunkCipher | None, writer: ChunkC
 def source_offsets(pages: ChunkPages) -> Iterator[int]:
     """Yield where each page begins in the source, from the start of the file."""
     offset = pages.source_offset
-    for header_length, page_length, _, _, _, _ in pages.each(0, len(pages)):
+    for header_length, page_length, _, _, _, _ in pages.each(0, pages.count):
         yield offset
         offset += header_length + page_length
 
@@ -208,7 +207,7 @@ class PageJobs:
             DecryptionError: The length field of a page is wrong.
         """
         header_base = header_start = pages.header_end(first)
-        headers = bytes(memoryview(pages.headers)[header_base : pages.header_end(last)])
+        headers = pages.headers[header_base : pages.header_end(last)]
         nonces = writer.cipher.nonces(2 * (last - first))
         aads_of, framing = writer.page_aads, writer.page_framing
         encrypt_page, encrypt_header = writer.pages_into(encrypt=True), writer.cipher.gcm.encrypt_into
@@ -265,7 +264,7 @@ class PageJobs:
             DecryptionError: The length field of a page is wrong.
         """
         header_base = header_start = pages.header_end(first)
-        headers = bytes(memoryview(pages.headers)[header_base : pages.header_end(last)])
+        headers = pages.headers[header_base : pages.header_end(last)]
         aads_of, framing, decrypt = reader.page_aads, reader.page_framing, reader.pages_into(encrypt=False)
         add = self._decrypting.append
         self._owners.append((len(self._decrypting), reader, pages, first))

@@ -49,7 +49,7 @@ class PagesMemory:
 
     def take(self, pages: ChunkPages) -> bool:
         """Take what these pages need; returns whether there was as much."""
-        needed = len(pages.headers) + 48 * len(pages) + 1024
+        needed = len(pages.headers) + 48 * pages.count + 1024
         if needed > self.left_bytes:
             return False
         self.left_bytes -= needed
@@ -140,7 +140,7 @@ class ChunkRewrite:
         pages = self._walk(source, region)
         find_pages = (lambda: pages) if memory.take(pages) else partial(self._walk, source, region)
         if self.writer is not None:
-            self.writer.cipher.reserve(2 * len(pages))
+            self.writer.cipher.reserve(2 * pages.count)
         self.start = offset
         self.length = pages.output_length
         self._find_pages = find_pages
@@ -179,7 +179,7 @@ class ChunkRewrite:
                 new[_DATA_PAGE_OFFSET] = (_I64, offset + pages.length_before_data)
         if index_page:
             new[_INDEX_PAGE_OFFSET] = _entry(self._moved(index_page, pages, region, offset))
-        elif len(pages) and pages.first_data_page != 0 and not has_dictionary_page:
+        elif pages.count and pages.first_data_page != 0 and not has_dictionary_page:
             # An index page comes first: without its offset nobody would know where the chunk begins.
             new[_INDEX_PAGE_OFFSET] = (_I64, offset)
         self.metadata_changes.update(new)

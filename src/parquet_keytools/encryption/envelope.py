@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
 from parquet_keytools.encryption.protection import Algorithm, FooterMode
-from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.errors import DraftFormatError, ParquetFormatError
 from parquet_keytools.format.file_layout import FooterBytes, refuse_draft_crypto_metadata, refuse_draft_footer
 from parquet_keytools.format.structs import Aes, EncryptionAlgorithm, FileCryptoMetaData, FileMetaData
 
@@ -50,8 +52,13 @@ class Envelope:
     tail: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, footer: FooterBytes, path: str) -> Self:
+    def of(cls, footer: FooterBytes, path: str, read: tuple[FileMetaData, int] | None = None) -> Self:
         """Return the envelope in the bytes of a footer.
+
+        Args:
+            footer: The bytes.
+            path: The file's name, for error texts.
+            read: A plaintext footer and where it ends, where all of it was read already.
 
         Raises:
             UnknownAlgorithmError: It states no algorithm that is known, or two.
@@ -65,7 +72,7 @@ class Envelope:
             mode, key_metadata = FooterMode.ENCRYPTED_FOOTER, crypto.key_metadata
             body, signature = footer.data[end:], b""
         else:
-            protection, end = FileMetaData.read_protection(footer.data)
+            protection, end = read or FileMetaData.read_protection(footer.data)
             refuse_draft_footer(protection)
             body, signature = footer.data[:end], footer.data[end:]
             key_metadata = protection.footer_signing_key_metadata
@@ -98,3 +105,14 @@ def _algorithm_of(stored: EncryptionAlgorithm) -> tuple[Algorithm, Aes]:
     if ctr is not None and len(stored.struct.fields) == 1:
         return Algorithm.AES_GCM_CTR_V1, ctr
     raise UnknownAlgorithmError("the encryption algorithm is none of AES_GCM_V1 and AES_GCM_CTR_V1 (spec 5.2).")
+
+
+@contextlib.contextmanager
+def naming_file(path: str) -> Iterator[None]:
+    """Name a file in errors about its format."""
+    try:
+        yield
+    except DraftFormatError as error:
+        raise DraftFormatError(str(error), path=path) from None
+    except ParquetFormatError as error:
+        raise ParquetFormatError(str(error), path=path) from None

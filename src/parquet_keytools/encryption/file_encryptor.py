@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from parquet_keytools.encryption.aad import MAX_COUNT
 from parquet_keytools.encryption.aad_prefix import AadPrefix
+from parquet_keytools.encryption.envelope import naming_file
 from parquet_keytools.encryption.file_decryptor import Deks, column_deks, open_chunks
 from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
 from parquet_keytools.encryption.file_rewriter import new_row_group, rewrite_file
@@ -16,7 +17,13 @@ from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import AlreadyEncryptedError, FormatLimitError, NotEncryptedError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.collector import paused_for
-from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
+from parquet_keytools.format.file_layout import (
+    MAGIC,
+    MAGIC_ENCRYPTED_FOOTER,
+    read_footer_bytes,
+    unauthenticated_limit,
+)
+from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.format.thrift_values import Struct
 
 
@@ -43,17 +50,30 @@ def encrypt_source(
         FormatLimitError: The output would break a limit of the format; nothing was written then.
         ConfigurationError: A key is given for a column that the file does not have.
     """
-    envelope = read_envelope(source)
-    refuse_encrypted(envelope)
-    encrypt_opened(source, sink, envelope.open(None), {}, encryption, threads=threads, on_progress=on_progress)
+    footer = read_plaintext_footer(source)
+    encrypt_opened(source, sink, footer, {}, encryption, threads=threads, on_progress=on_progress)
 
 
-def refuse_encrypted(envelope: FooterEnvelope) -> None:
-    """Raise `AlreadyEncryptedError` if a file is encrypted."""
-    if envelope.mode is not FooterMode.UNENCRYPTED:
+def read_plaintext_footer(source: ByteSource) -> Footer:
+    """Read the footer of a file that is not encrypted.
+
+    All of it is read at once, where `read_envelope` only skims it: there is nothing to authenticate before.
+
+    Raises:
+        AlreadyEncryptedError: The file is encrypted.
+        ParquetFormatError: As `read_envelope` and `FooterEnvelope.open`.
+    """
+    footer = read_footer_bytes(source)
+    read = None
+    with naming_file(source.path):
+        if not footer.is_encrypted:
+            read = FileMetaData.read(footer.data, max_memory=unauthenticated_limit(len(footer.data)))
+        envelope = FooterEnvelope.of(footer, source.path, read)
+    if read is None or envelope.mode is not FooterMode.UNENCRYPTED:
         raise AlreadyEncryptedError(
-            f"{envelope.path} is encrypted already.", hint="Use rekey to encrypt it with other keys."
+            f"{source.path} is encrypted already.", hint="Use rekey to encrypt it with other keys."
         )
+    return envelope.with_metadata(read[0], None, b"")
 
 
 def rekey_source(

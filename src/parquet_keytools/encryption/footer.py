@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from parquet_keytools.encryption.aad import FOOTER_PLACE, ModulePlace, ModuleType
 from parquet_keytools.encryption.aad_prefix import AadPrefix, aad_prefixes
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH
-from parquet_keytools.encryption.envelope import Envelope
+from parquet_keytools.encryption.envelope import Envelope, naming_file
 from parquet_keytools.encryption.key_retriever import KeyRetriever
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import (
@@ -34,7 +34,6 @@ from parquet_keytools.encryption.protection import (
 )
 from parquet_keytools.errors import (
     DecryptionError,
-    DraftFormatError,
     FooterSignatureError,
     KeyNotAvailableError,
     ParquetFormatError,
@@ -52,6 +51,7 @@ from parquet_keytools.format.structs import (
     RowGroup,
     path_bytes,
 )
+from parquet_keytools.format.thrift_values import WireType
 from parquet_keytools.secret_bytes import SecretBytes
 
 SIGNATURE_LENGTH = NONCE_LENGTH + TAG_LENGTH
@@ -165,15 +165,22 @@ class FooterEnvelope(Envelope):
     def _footer_of(
         self, data: bytes, cipher: ModuleCipher | None, file_aad: bytes, max_memory: int | None = None
     ) -> Footer:
-        try:
+        with naming_file(self.path):
             metadata, _ = FileMetaData.read(data, max_memory=max_memory)
+        return self.with_metadata(metadata, cipher, file_aad)
+
+    def with_metadata(self, metadata: FileMetaData, cipher: ModuleCipher | None, file_aad: bytes) -> Footer:
+        """Return the footer that was read, and is authentic if the file is encrypted.
+
+        Raises:
+            ParquetFormatError: It is not what the format says.
+        """
+        with naming_file(self.path):
             row_groups = metadata.row_groups
             are_unread = all(row_group.unread_chunks is not None for row_group in row_groups)
             chunks = None if are_unread else [row_group.columns for row_group in row_groups]
             leaves = leaves_of(metadata)
             columns = columns_of(leaves, row_groups, chunks, self.mode is not FooterMode.UNENCRYPTED)
-        except ParquetFormatError as error:
-            raise ParquetFormatError(str(error), path=self.path) from None
         return Footer(self, metadata, row_groups, chunks, leaves, columns, file_aad, cipher)
 
 
@@ -208,6 +215,11 @@ class Footer:
     def chunks(self) -> list[list[ColumnChunk]]:
         """The column chunks: `chunks[row group ordinal][column ordinal]`."""
         return self.read_chunks or [row_group.columns for row_group in self.row_groups]
+
+    @functools.cached_property
+    def _paths(self) -> list[bytes]:
+        """The paths of all columns, as metadata has them."""
+        return [path_bytes(column.path) for column in self.columns]
 
     @property
     def path(self) -> str:
@@ -295,7 +307,7 @@ class Footer:
                 metadata = self.chunk_metadata(row_group_ordinal, column, cipher)
                 self.held_metadata[row_group_ordinal, column.ordinal] = metadata
             return
-        path = path_bytes(column.path)
+        path = self._paths[column.ordinal]
         for row_group_ordinal, row_group in enumerate(self.row_groups):
             unread = row_group.unread_chunks if self.read_chunks is None and cipher is not None else None
             module = None if unread is None else unread.module(column.ordinal)
@@ -327,7 +339,8 @@ class Footer:
             module = chunk.copy_of(ColumnChunk.encrypted_column_metadata)
         metadata: ColumnMetaData | None
         if cipher is None or module is None:
-            metadata = chunk.copy_of(ColumnChunk.meta_data)
+            entry = chunk.struct.entry(_META_DATA)
+            metadata = ColumnMetaData(entry[1]) if entry is not None and entry[0] is WireType.STRUCT else None
             if column.encryption is not _PLAINTEXT and (
                 column.encryption is ColumnEncryption.COLUMN_KEY or self.mode is not FooterMode.ENCRYPTED_FOOTER
             ):
@@ -337,7 +350,7 @@ class Footer:
             metadata, _ = ColumnMetaData.read(cipher.decrypt(module, place))
         if metadata is None:
             wrong = "the column metadata is missing (spec 5.3)."
-        elif metadata.has_path(column.path):
+        elif metadata.has_path(column.path, self._paths[column.ordinal]):
             return metadata
         else:
             wrong = f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}."
@@ -346,6 +359,7 @@ class Footer:
 
 
 _PLAINTEXT, _COLUMN_META_DATA = ColumnEncryption.PLAINTEXT, ModuleType.COLUMN_META_DATA
+_META_DATA = ColumnChunk.meta_data.field_id
 
 
 def read_envelope(source: ByteSource) -> FooterEnvelope:
@@ -356,12 +370,8 @@ def read_envelope(source: ByteSource) -> FooterEnvelope:
         DraftFormatError: It follows a draft of the encryption specification.
     """
     footer = read_footer_bytes(source)
-    try:
+    with naming_file(source.path):
         return FooterEnvelope.of(footer, source.path)
-    except DraftFormatError as error:
-        raise DraftFormatError(str(error), path=source.path) from None
-    except ParquetFormatError as error:
-        raise ParquetFormatError(str(error), path=source.path) from None
 
 
 def read_footer(source: ByteSource, retriever: KeyRetriever | None, aad_prefix: AadPrefix = None) -> Footer:

@@ -58,7 +58,7 @@ class PagesPart(NamedTuple):
         if self.length <= SEGMENT_LENGTH:
             if self.length:
                 source_length = pages.source_end - pages.source_offset
-                yield PagesPiece(self.length, self, pages, 0, len(pages), pages.source_offset, source_length)
+                yield PagesPiece(self.length, self, pages, 0, pages.count, pages.source_offset, source_length)
             return
         lengths = output_lengths(pages, self.reader, self.writer)
         first = length = source_length = 0

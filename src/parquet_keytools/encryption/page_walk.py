@@ -109,21 +109,21 @@ def walk_chunk(
     added = (writer.page_framing if writer is not None else 0) - (reader.page_framing if reader is not None else 0)
     is_copied = reader is None and writer is None
     header_framing = 0 if writer is None else GCM_FRAMING
-    headers, add = pages.headers, pages.numbers.extend
+    headers, add = bytearray(), pages.numbers.extend
     offset = start
     ordinal = position = output_length = 0
     while offset < end:
         try:
             if reader is None:
-                facts, header = _plaintext_header(window, offset)
+                facts = _plaintext_header(window, offset)
                 header_length = facts[3]
             else:
-                facts, header, header_length = read_encrypted_header(
+                facts, header_length = read_encrypted_header(
                     window, offset, reader, ordinal, offset == start, expects_dictionary_page
                 )
         except ParquetFormatError as error:
             raise ParquetFormatError(f"page header at byte {offset}: {error}", path=source.path) from None
-        page_type, page_length, crc, _, size_start, rest_start = facts
+        page_type, page_length, crc, _, before, rest = facts
         page_offset = offset + header_length
         page_end = page_offset + page_length
         if page_end > limit:
@@ -141,7 +141,7 @@ def walk_chunk(
                 hint="Write larger pages, or smaller row groups.",
             )
         elif page_type != _INDEX_PAGE:
-            if pages.first_data_page is None:
+            if ordinal == 0:
                 pages.first_data_page = position
                 pages.length_before_data = output_length + len(headers)
             ordinal += 1
@@ -157,14 +157,14 @@ def walk_chunk(
                     hint="Write smaller pages.",
                 )
             if crc is None:
-                headers += header[:size_start] + varint(new_length << 1) + header[rest_start:]
+                headers += before + varint(new_length << 1) + rest
             elif writer is not None:
-                headers += with_sizes(header, facts, new_length)
+                headers += with_sizes(facts, new_length)
                 crc_place = crc_position(facts, new_length)
             else:
                 assert reader is not None
                 new_crc = _plaintext_crc(source, page_offset, facts, page_ordinal, reader)
-                headers += with_sizes(header, facts, new_length, new_crc)
+                headers += with_sizes(facts, new_length, new_crc)
             output_length += header_framing
         output_length += new_length
         add(
@@ -178,6 +178,8 @@ def walk_chunk(
             )
         )
         offset = page_end
+    pages.count = position
+    pages.headers = bytes(headers)
     pages.source_end = offset
     pages.output_length = output_length + len(headers)
     if pages.first_data_page is None:
@@ -217,17 +219,17 @@ def read_first_page(
         DecryptionError: The header does not authenticate.
     """
     window = HeaderWindow(source, start, end)
-    facts, header, length = read_encrypted_header(window, start, reader, 0, True, expects_dictionary_page)
+    facts, length = read_encrypted_header(window, start, reader, 0, True, expects_dictionary_page)
     offset = start + length
     if offset + facts.page_length > end:
         raise ParquetFormatError(f"the page at byte {start} goes on after its chunk.", path=source.path)
-    record, _ = PageHeader.read(header)
+    record, _ = PageHeader.read(with_sizes(facts, facts.page_length, facts.crc))
     beginning_length = min(_BEGINNING_LENGTH, facts.page_length)
     position = window.cover(offset, beginning_length)
     return FirstPage(record, offset, window.data[position : position + beginning_length])
 
 
-def _plaintext_header(window: HeaderWindow, offset: int) -> tuple[PageHeaderFacts, bytes]:
+def _plaintext_header(window: HeaderWindow, offset: int) -> PageHeaderFacts:
     while True:
         position = offset - window.offset
         if not 0 <= position < len(window.data):
@@ -246,7 +248,7 @@ def read_encrypted_header(
     ordinal: int,
     is_first: bool,
     expects_dictionary_page: bool,
-) -> tuple[PageHeaderFacts, bytes, int]:
+) -> tuple[PageHeaderFacts, int]:
     """Read and decrypt the header of one page.
 
     Args:
@@ -258,7 +260,7 @@ def read_encrypted_header(
         expects_dictionary_page: As in `walk_chunk`.
 
     Returns:
-        What the header says, the header itself in the usual shape, and the length of its module in bytes.
+        What the header says, and the length of its module in bytes.
 
     Raises:
         ParquetFormatError: There is no such header.
@@ -289,12 +291,12 @@ def read_encrypted_header(
             plaintext = reader.cipher.gcm.decrypt(nonce, sealed, reader.page_aads(candidate)[0])
         except InvalidTag:
             raise reader.header_place(likelier).not_authentic() from None
-    facts, header = read_page_header(plaintext, 0)
+    facts = read_page_header(plaintext, 0)
     if (facts[0] == _DICTIONARY_PAGE) != (candidate == NO_PAGE_ORDINAL):
         raise ParquetFormatError("its page type is not that of its module.")
     if facts[1] < reader.page_framing:
         raise ParquetFormatError(f"an encrypted page of {facts.page_length} bytes is too short.")
-    return facts, header, length
+    return facts, length
 
 
 def _plaintext_crc(

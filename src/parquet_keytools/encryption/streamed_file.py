@@ -6,9 +6,9 @@ from parquet_keytools.encryption.aad import MAX_COUNT
 from parquet_keytools.encryption.chunk_rewrite import INDEX_FIELD_IDS, ChunkRewrite, PagesMemory
 from parquet_keytools.encryption.file_decryptor import open_chunks
 from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
-from parquet_keytools.encryption.file_encryptor import refuse_encrypted
+from parquet_keytools.encryption.file_encryptor import read_plaintext_footer
 from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, in_order, new_row_group
-from parquet_keytools.encryption.footer import Footer, read_envelope
+from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.output_parts import BytesPart, Part, write_parts
 from parquet_keytools.errors import FormatLimitError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
@@ -46,7 +46,7 @@ class StreamedFile:
         self.size_bytes = 0
         self._sink = sink
         self._threads = threads
-        footer = _footer_of(template)
+        footer = read_plaintext_footer(template)
         self._schema = footer.metadata.bytes_of(FileMetaData.schema)
         self._keys = OutputKeys(encryption, footer.leaves)
         self._magic = MAGIC if encryption.plaintext_footer else MAGIC_ENCRYPTED_FOOTER
@@ -63,7 +63,7 @@ class StreamedFile:
             OSError: The sink cannot be written.
         """
         with paused_collector():
-            footer = _footer_of(source)
+            footer = read_plaintext_footer(source)
             if footer.metadata.bytes_of(FileMetaData.schema) != self._schema:
                 raise ParquetFormatError("a row group has another schema than the file.", path=source.path)
             first = len(self._row_groups)
@@ -120,7 +120,7 @@ class StreamedFile:
             OSError: The sink cannot be written.
         """
         with paused_collector():
-            footer = _footer_of(template)
+            footer = read_plaintext_footer(template)
             if footer.metadata.bytes_of(FileMetaData.schema) != self._schema:
                 raise ParquetFormatError("the footer has another schema than the file.", path=template.path)
             offset = self.size_bytes
@@ -137,12 +137,6 @@ class StreamedFile:
     def _write(self, parts: list[Part]) -> None:
         write_parts(parts, self._sink, offset=self.size_bytes, threads=self._threads)
         self.size_bytes += sum(part.length for part in parts)
-
-
-def _footer_of(source: ByteSource) -> Footer:
-    envelope = read_envelope(source)
-    refuse_encrypted(envelope)
-    return envelope.open(None)
 
 
 def _bytes_part(data: bytes) -> BytesPart:

@@ -13,7 +13,6 @@ import pyarrow as pa
 
 from parquet_keytools.encryption import file_decryptor, file_encryptor
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import OutputError
 from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.file_plan import encrypted_contents, is_there_already, plaintext_contents
@@ -210,9 +209,7 @@ def encrypt_pending(
         KmsError: A key cannot be wrapped.
         ParquetFormatError: The source is not a valid Parquet file.
     """
-    envelope = read_envelope(source)
-    file_encryptor.refuse_encrypted(envelope)
-    footer = envelope.open(None)
+    footer = file_encryptor.read_plaintext_footer(source)
     paths = [leaf.path for leaf in footer.leaves]
     if partition_names:
         with_partitions = dict.fromkeys([*paths, *((name,) for name in partition_names)])

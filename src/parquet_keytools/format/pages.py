@@ -51,12 +51,12 @@ def _usual_header() -> re.Pattern[bytes]:
     inner = field_headers(12) + b"(?>(?:" + leaf + rb"){0,16})\x00"
     nested = field_headers(12) + b"(?>(?:" + leaf + b"|" + inner + rb"){0,16})\x00"
     return re.compile(
-        rb"\x15([\x00\x02\x04\x06])"
+        rb"(\x15[\x00\x02\x04\x06]"
         + (rb"\x15" + varint32)
-        + (rb"\x15(" + varint32 + b")")
+        + (rb"\x15)(" + varint32 + b")")
         # Field 4 is the CRC or nothing.
         + (rb"(?:\x15(" + varint32 + rb")|(?![\x10-\x1f]))")
-        + (b"(?>(?:" + leaf + b"|" + nested + rb"){0,16})\x00"),
+        + (b"((?>(?:" + leaf + b"|" + nested + rb"){0,16})\x00)"),
         re.DOTALL,
     )
 
@@ -68,52 +68,43 @@ class PageHeaderFacts(NamedTuple):
         page_type: `PageHeader.DATA_PAGE` and so on.
         page_length: `compressed_page_size` in bytes.
         crc: The CRC-32 that it states, as an unsigned integer, or None.
-        length: Length of the header in bytes.
-        size_start: Where in it `compressed_page_size` begins.
-        rest_start: Where in it the fields after the CRC begin.
+        length: Length of the header in bytes, as it was read.
+        before: The header in the usual shape, up to the value of `compressed_page_size`.
+        rest: What follows this value and the CRC.
     """
 
     page_type: int
     page_length: int
     crc: int | None
     length: int
-    size_start: int
-    rest_start: int
+    before: bytes
+    rest: bytes
 
 
 _facts = PageHeaderFacts._make  # Twice as fast as calling the class.
 
 
-def read_page_header(data: bytes | bytearray | memoryview, offset: int) -> tuple[PageHeaderFacts, bytes]:
+def read_page_header(data: bytes | bytearray | memoryview, offset: int) -> PageHeaderFacts:
     """Read the page header at `offset`.
-
-    Returns:
-        The facts, and the header itself in the usual shape. The facts are about the latter, except for `length`,
-        which is that of the header in `data`.
 
     Raises:
         ParquetFormatError: There is no page header there, or it goes on after the end of `data`.
     """
     match = _usual_header().match(data, offset)
     if match is not None:
-        header, type_byte, size_bytes, crc_bytes = match.group(0, 1, 2, 3)
+        before, size_bytes, crc_bytes, rest = match.groups()
         size = size_bytes[0] if len(size_bytes) == 1 else _varint_value(size_bytes)
-        size_start = match.start(2) - offset
-        rest_start = size_start + len(size_bytes)
         crc = None
         if crc_bytes is not None:
-            rest_start += 1 + len(crc_bytes)
             value = _varint_value(crc_bytes)
             crc = ((value >> 1) ^ -(value & 1)) & 0xFFFF_FFFF
         if not size & 1:
-            facts = _facts((type_byte[0] >> 1, size >> 1, crc, len(header), size_start, rest_start))
-            return facts, header
+            return _facts((before[1] >> 1, size >> 1, crc, match.end() - offset, before, rest))
     record, end = PageHeader.read(memoryview(data), offset)
-    facts, reshaped = _in_usual_shape(record)
-    return facts._replace(length=end - offset), reshaped
+    return _in_usual_shape(record, end - offset)
 
 
-def _in_usual_shape(header: PageHeader) -> tuple[PageHeaderFacts, bytes]:
+def _in_usual_shape(header: PageHeader, length: int) -> PageHeaderFacts:
     page_type, page_length, crc = header.type, header.compressed_page_size, header.crc
     _ = header.uncompressed_page_size
     if not 0 <= page_type <= PageHeader.DATA_PAGE_V2:
@@ -125,11 +116,11 @@ def _in_usual_shape(header: PageHeader) -> tuple[PageHeaderFacts, bytes]:
     def length_up_to(field_id: int) -> int:
         return len(write_struct(Struct(dict(item for item in fields if item[0] <= field_id)))) - 1
 
-    crc = None if crc is None else crc & 0xFFFF_FFFF
     usual = write_struct(Struct(dict(fields)))
+    before, rest = usual[: length_up_to(2) + 1], usual[length_up_to(3 if crc is None else 4) :]
     return PageHeaderFacts(
-        page_type, page_length, crc, len(usual), length_up_to(2) + 1, length_up_to(3 if crc is None else 4)
-    ), usual
+        page_type, page_length, None if crc is None else crc & 0xFFFF_FFFF, length, before, rest
+    )
 
 
 def _varint_value(data: bytes) -> int:
@@ -144,12 +135,11 @@ def _varint_value(data: bytes) -> int:
     return value
 
 
-def with_sizes(header: bytes, facts: PageHeaderFacts, page_length: int, crc: int | None = None) -> bytes:
-    """Return a header with another page length, and another CRC where it has one.
+def with_sizes(facts: PageHeaderFacts, page_length: int, crc: int | None = None) -> bytes:
+    """Return a header in the usual shape with another page length, and another CRC where it has one.
 
     Args:
-        header: The header in the usual shape.
-        facts: Of this header.
+        facts: Of the header.
         page_length: The new `compressed_page_size` in bytes.
         crc: The new CRC. Where it is None and the header has a CRC, the field takes 6 bytes from `crc_position`
             on: its header, and five bytes to be filled in by `padded_crc`. The length of a header is then known
@@ -157,9 +147,9 @@ def with_sizes(header: bytes, facts: PageHeaderFacts, page_length: int, crc: int
     """
     size = varint(page_length << 1)
     if facts.crc is None:
-        return header[: facts.size_start] + size + header[facts.rest_start :]
+        return facts.before + size + facts.rest
     field = b"\x15" + (padded_crc(0) if crc is None else varint(_zigzag32(crc)))
-    return header[: facts.size_start] + size + field + header[facts.rest_start :]
+    return facts.before + size + field + facts.rest
 
 
 _PADDING_HEADER = b"\x08\xc8\x01"
@@ -185,7 +175,7 @@ def padded_header(header: bytes, length: int) -> bytes:
 
 def crc_position(facts: PageHeaderFacts, page_length: int) -> int:
     """Return where in a header from `with_sizes` the five bytes of `padded_crc` lie."""
-    return facts.size_start + len(varint(page_length << 1)) + 1
+    return len(facts.before) + len(varint(page_length << 1)) + 1
 
 
 def padded_crc(crc: int) -> bytes:

@@ -144,10 +144,10 @@ class ColumnMetaData(Record):
         found = column_at(data, 0)
         return found is not None and found[COLUMN_GROUPS[cls.path_in_schema.field_id][0]] == path
 
-    def has_path(self, path: tuple[str, ...]) -> bool:
-        """Return whether it is the metadata of a column with this path."""
-        written = self.struct.entry_bytes(type(self).path_in_schema.field_id)
-        return written == (WireType.LIST, path_bytes(path)) or tuple(self.path_in_schema) == path
+    def has_path(self, path: tuple[str, ...], written: bytes) -> bool:
+        """Return whether it is the metadata of a column with this path, whose `path_bytes` are given."""
+        own = self.struct.entry_bytes(type(self).path_in_schema.field_id)
+        return own == (WireType.LIST, written) or tuple(self.path_in_schema) == path
 
 
 class ColumnChunk(Record):

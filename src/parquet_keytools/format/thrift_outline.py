@@ -23,6 +23,7 @@ from parquet_keytools.format.thrift_values import (
     ThriftList,
     WireType,
     far_header,
+    varint,
     write_value,
 )
 
@@ -201,7 +202,9 @@ class UnreadStruct(Struct):
                 if changed is None or changed[0] is not its_type or start < at:
                     break
                 # The header stays what it is, and what lies between two of these fields is copied at once.
-                pieces += data[at:start], write_value(*changed)
+                value = changed[1]
+                is_usual = its_type is _I64 and value >= 0
+                pieces += data[at:start], varint(value << 1) if is_usual else write_value(its_type, value)
                 at = end
             else:
                 pieces.append(data[at : self._end])

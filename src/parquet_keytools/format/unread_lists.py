@@ -11,7 +11,8 @@ from typing import Any
 
 from parquet_keytools.format.thrift_compact import ThriftReader
 from parquet_keytools.format.thrift_grammar import CRYPTO_GROUP, usual
-from parquet_keytools.format.thrift_skim import Skimmer
+from parquet_keytools.format.thrift_outline import UnreadStruct
+from parquet_keytools.format.thrift_skim import Skimmer, Spans
 from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, varint
 
 _KNOWN_BYTES = 64 * 1024
@@ -161,7 +162,29 @@ class UnreadChunks(UnreadList):
         )
 
     def _read(self, written: bytes) -> tuple[WireType, list[Any]]:
-        return WireType.STRUCT, self._read_all(self._data, self._bounds)
+        return WireType.STRUCT, self._bare() or self._read_all(self._data, self._bounds)
+
+    def _bare(self) -> list[Any]:
+        """Return the structs, if all have an offset, crypto metadata and encrypted metadata, and nothing else."""
+        data, start = self._data, self._bounds[0]
+        found: list[Any] = []
+        for end, module, crypto in zip(self._bounds[1:], self._modules, self.crypto, strict=True):
+            if crypto is None or not module:
+                return []
+            after = module - (2 if end - 1 - module < 0x80 else 3)
+            before = after - len(crypto)
+            # The first header says that no field lies before the crypto metadata but the offset. The second one is
+            # not where it should be if the length that follows it takes more bytes than it needs.
+            if data[before - 1] != _AFTER_OFFSET or data[after] != _ENCRYPTED[0]:
+                return []
+            spans: Spans = {
+                2: (_I64, start + 1, before - 1, None),
+                8: (_STRUCT, before, after, None),
+                9: (_BINARY, after + 1, end - 1, None),
+            }
+            found.append(UnreadStruct(data, start, end, spans))
+            start = end
+        return found
 
 
 def pass_chunks(
@@ -223,6 +246,8 @@ def pass_chunks(
     return bounds, modules, all_crypto
 
 
+_I64, _BINARY, _STRUCT = WireType.I64, WireType.BINARY, WireType.STRUCT
+_AFTER_OFFSET = 0x6C
 _TWO_STOPS = b"\0\0"
 _ENCRYPTED = b"\x18"
 """The header of encrypted metadata, whose field follows that of crypto metadata."""

@@ -165,12 +165,12 @@ class ChunkView:
             (length,) = struct.unpack("<I", source.read_at(start, min(LENGTH_LENGTH, self._limit - start)))
             # Reads what lies behind its data only where the header itself does.
             window = HeaderWindow(source, start, min(start + LENGTH_LENGTH + length, self._limit))
-            facts, header, header_length, ordinal = self._header(window, source.path, start)
+            facts, header_length, ordinal = self._header(window, source.path, start)
             stop = start + header_length + facts.page_length
             is_whole = start >= offset and stop <= wanted_end
             page = out[start - offset : stop - offset] if is_whole else memoryview(bytearray(stop - start))
             module = memoryview(source.read_at(start + header_length, facts.page_length))
-            self._decrypt_page(module, facts, header, ordinal, source.path, start + header_length, page)
+            self._decrypt_page(module, facts, ordinal, source.path, start + header_length, page)
             if not is_whole:
                 _copy(page, start, offset, out)
                 self._cache.put((self._number, start), page.toreadonly())
@@ -181,7 +181,6 @@ class ChunkView:
         self,
         module: memoryview,
         facts: PageHeaderFacts,
-        header: bytes,
         ordinal: int,
         path: str,
         offset: int,
@@ -197,12 +196,12 @@ class ChunkView:
         if facts.crc is not None:
             crc = zlib.crc32(plaintext)
         room = len(out) - length
-        out[:room] = padded_header(with_sizes(header, facts, length, crc), room)
+        out[:room] = padded_header(with_sizes(facts, length, crc), room)
 
     # --- Where pages begin ---------------------------------------------------------------------------------
 
-    def _header(self, window: HeaderWindow, path: str, start: int) -> tuple[PageHeaderFacts, bytes, int, int]:
-        """Return facts, header, its length in the file, and the page ordinal of a page whose start is known."""
+    def _header(self, window: HeaderWindow, path: str, start: int) -> tuple[PageHeaderFacts, int, int]:
+        """Return facts, the header's length in the file, and the page ordinal of a page whose start is known."""
         with self._lock:
             pages = self._pages
             index = bisect_right(pages.starts, start) - 1
@@ -215,7 +214,7 @@ class ChunkView:
             if ordinal >= MAX_COUNT:
                 raise ParquetFormatError(f"its chunk has more than {MAX_COUNT} pages.")
             expects_dictionary_page = self._expects_dictionary_page or ordinal == NO_PAGE_ORDINAL
-            facts, header, length = read_encrypted_header(
+            facts, length = read_encrypted_header(
                 window, start, self._reader, max(ordinal, 0), is_first, expects_dictionary_page
             )
             if start + length + facts.page_length > self._limit:
@@ -234,7 +233,7 @@ class ChunkView:
                 self._pages.add(facts.page_type, end)
             elif end not in self._pages.starts[index + 1 : index + 2]:
                 raise ParquetFormatError(f"the offset index does not have the page at byte {end}.", path=path)
-        return facts, header, length, ordinal
+        return facts, length, ordinal
 
     def _span(self, source: ByteSource, offset: int, end: int) -> tuple[int, int]:
         """Return where the first page begins of which the range has a part, and where the last one ends.

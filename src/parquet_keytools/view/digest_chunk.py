@@ -298,10 +298,10 @@ def _arrow_page(rows: pa.Table) -> tuple[bytes, int]:
         max_rows_per_page=rows.num_rows,
         store_schema=False,
     )
-    written = memoryview(sink.getvalue())
-    facts, data = read_page_header(written, len(MAGIC))
+    written = memoryview(sink.getvalue()).cast("B")
+    facts = read_page_header(written, len(MAGIC))
     start = len(MAGIC) + facts.length
-    header, _ = PageHeader.read(data)
+    header, _ = PageHeader.read(written, len(MAGIC))
     assert header.data_page_header is not None
     return bytes(written[start : start + facts.page_length]), header.data_page_header.num_values
 

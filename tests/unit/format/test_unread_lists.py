@@ -64,6 +64,36 @@ def test_chunks_of_usual_footers_are_not_read() -> None:
     assert metadata.serialise() == write_struct(expected)
 
 
+_CRYPTO = b"\x6c\x2c\x19\x18\x01a\x18\x02kk\x00\x00"
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        b"\x26\x00" + _CRYPTO + b"\x18\x05" + bytes(5),
+        b"\x26\xd8\xd8\x6c" + _CRYPTO + b"\x18\xe4\x01" + b"m" * 228,
+        b"\x26\x00" + _CRYPTO + b"\x18\x85\x00" + b"\x18\x18\x18\x18\x18",
+        b"\x26\x00" + _CRYPTO,
+        b"\x26\x00\x26\x08\x15\x6c" + _CRYPTO.replace(b"\x6c", b"\x3c") + b"\x18\x05" + bytes(5),
+        b"\x26\x00\x46\x08\x15\x6c" + _CRYPTO.replace(b"\x6c", b"\x1c") + b"\x18\x05" + bytes(5),
+    ],
+    ids=["bare", "long", "a length of too many bytes", "no module", "offset index", "column index"],
+)
+def test_chunks_whose_fields_are_known_are_what_a_reader_finds(chunk: bytes) -> None:
+    chunk += b"\0"
+    data = b"\x49\x1c\x19\x2c" + chunk + chunk + b"\x16\x02\x16\x02\0\0"
+    metadata, _ = FileMetaData.read(data)
+    expected, _ = read_struct(data)
+    (row_group,), (struct,) = metadata.row_groups, expected.fields[4][1].elements
+
+    assert row_group.unread_chunks is not None
+    for found, general in zip(row_group.columns, struct.fields[1][1].elements, strict=True):
+        assert found.struct.as_bytes() == chunk
+        changed, _ = read_struct(found.struct.changed_bytes({2: (WireType.I64, 7)}))
+        assert changed.fields == general.fields | {2: (WireType.I64, 7)}
+        assert found.struct == general
+
+
 def test_a_chunk_that_was_changed_is_what_is_seen_from_then_on() -> None:
     metadata, _ = FileMetaData.read(footer())
     row_group = metadata.row_groups[0]
