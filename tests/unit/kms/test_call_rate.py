@@ -11,6 +11,7 @@ from faults import TurnedClock
 from virtual_time import VirtualTime
 
 from parquet_keytools.errors import KmsThrottledError
+from parquet_keytools.kms import call_limits
 from parquet_keytools.kms.call_limits import CallRate
 from parquet_keytools.kms.client import WrapRequest
 from parquet_keytools.kms.remote_client import Time
@@ -29,6 +30,24 @@ def places(rate: CallRate, number: int, within_seconds: float = 1000) -> list[fl
 
 
 # --- the row ---
+
+
+def test_what_happened_in_the_last_second() -> None:
+    """Of the second before, as much counts as is not yet a second ago."""
+    counter = call_limits._Counter(100.0)
+    for now in (100.0, 100.1, 100.5):
+        counter.add(now)
+    assert counter.per_second(100.5) == pytest.approx(3 / 0.5)
+    assert counter.per_second(101.0) == pytest.approx(3)
+    counter.add(101.2)
+    assert counter.per_second(101.25) == pytest.approx(3 * 0.75 + 1)
+    assert counter.per_second(102.5) == pytest.approx(1 * 0.5)
+    counter.add(102.6)
+    # Two seconds later nothing of it counts.
+    assert counter.per_second(104.0) == counter.per_second(104.9) == 0
+    counter.add(105.5)
+    assert counter.per_second(105.5) == 1
+    assert call_limits._Counter(100.0).per_second(100.0) == 0
 
 
 def test_no_limit(clock: TurnedClock) -> None:
@@ -99,6 +118,63 @@ def test_calls_that_were_under_way_cut_once(clock: TurnedClock) -> None:
     for _ in range(32):
         rate.throttled()
     assert rate.calls_per_second == pytest.approx(85, rel=0.05)
+
+
+def test_growth_is_fast_where_nobody_knows_the_limit_and_slow_near_it(clock: TurnedClock) -> None:
+    rate = CallRate(None, clock)
+    for _ in range(100):
+        clock.seconds += 0.01
+        rate.answered()
+    rate.throttled()
+
+    def grown(seconds: float, before: float) -> float:
+        """Return what the rate becomes by an answer after some seconds; 100 a second were too many."""
+        rate._rate, rate._throttled_at = before, known
+        clock.seconds += seconds
+        rate.answered()
+        assert rate.calls_per_second is not None
+        return rate.calls_per_second
+
+    known: float | None = None
+    assert grown(0.25, 20) == pytest.approx(20 * 2**0.5)
+    # A pause is not made up for.
+    assert grown(2, 20) == pytest.approx(80)
+    known = 100.0
+    assert grown(0.25, 80) == pytest.approx(80 * 2**0.5)
+    assert grown(0.5, 85) == pytest.approx(85 + 1.5)
+    assert grown(0.5, 118) == pytest.approx(118 + 1.5) and rate._throttled_at == 100
+    assert grown(0.5, 119) == pytest.approx(119 + 1.5) and rate._throttled_at is None
+
+
+def test_a_second_cut_is_where_the_limit_is(clock: TurnedClock) -> None:
+    rate = CallRate(None, clock)
+    for cut in range(2):
+        for _ in range(100):
+            clock.seconds += 0.01
+            rate.answered()
+        # Of the first one nobody knows whether the limit is near.
+        assert rate._throttled_at is None
+        rate.throttled()
+        assert (rate._throttled_at is None) == (cut == 0)
+    assert rate._throttled_at == pytest.approx(100, rel=0.05)
+    assert rate.calls_per_second == pytest.approx(85, rel=0.05)
+
+
+def test_a_limit_that_is_needed_stays(clock: TurnedClock) -> None:
+    rate = CallRate(None, clock)
+    rate.throttled()
+    for second in range(10):
+        # A hundred calls a second are made: four times as many are no limit that is far away.
+        rate._rate, rate._next_call = 370.0, 0.0
+        for _ in range(100):
+            clock.seconds += 0.01
+            assert rate.reserve(10) is not None
+        rate._throttled_at = 370.0
+        rate.answered()
+        assert rate.calls_per_second is not None, second
+    rate._rate = 450.0
+    rate.answered()
+    assert rate.calls_per_second is None
 
 
 def test_it_never_falls_to_nothing(clock: TurnedClock) -> None:

@@ -30,8 +30,11 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_other_readers_read_it(tmp_path: Path, kind: str) -> None:
     case = Case.make(tmp_path, "in_memory", **KINDS[kind])
     path = case.write()
-    assert case.tools().rekey_in_place(path).succeeded
+    old_size_bytes = path.stat().st_size
+    (file,) = case.tools().rekey_in_place(path).files
     assert read_with_pyarrow(case.kms, path).equals(TABLE)
+    assert file.old_size_bytes == old_size_bytes
+    assert file.bytes_written == file.new_size_bytes == path.stat().st_size
 
 
 def test_key_material_moves_inside_and_outside(tmp_path: Path) -> None:
@@ -61,6 +64,30 @@ def test_a_rotation_meanwhile_is_not_lost(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(turns) == 2
     assert case.tools().read_table(path).equals(TABLE.slice(0, 10))
     assert names(case.folder) == ["x.parquet"]
+
+
+@pytest.mark.parametrize("moment", ["_open", "_write"])
+@pytest.mark.parametrize("error", [KeytoolsError("half old, half new"), OSError(5, "half old, half new")])
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, moment: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read of two files fails in any way: that is no failure of either."""
+    case = Case.make(tmp_path, "in_memory")
+    path = case.write()
+    original, turns = getattr(rekeying._Rekeying, moment), []
+
+    def replaced_meanwhile(*arguments: Any, **options: Any) -> Any:
+        turns.append(1)
+        if len(turns) == 1:
+            case.write(table=TABLE.slice(0, 10))
+            raise error
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(rekeying._Rekeying, moment, replaced_meanwhile)
+    (file,) = case.tools().rekey_in_place(path).files
+    assert len(turns) == 2 and names(case.folder) == ["x.parquet"]
+    assert case.tools().read_table(path).equals(TABLE.slice(0, 10))
+    assert file.new_size_bytes == path.stat().st_size
 
 
 def test_a_file_that_is_changed_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
