@@ -160,6 +160,16 @@ def test_a_second_cut_is_where_the_limit_is(clock: TurnedClock) -> None:
     assert rate.calls_per_second == pytest.approx(85, rel=0.05)
 
 
+def test_a_given_limit_is_never_lifted(clock: TurnedClock) -> None:
+    rate = CallRate(100_000, clock)
+    rate.throttled()
+    for _ in range(20):
+        clock.seconds += 1
+        rate.answered()
+        assert rate.calls_per_second is not None
+    assert rate.calls_per_second == 100_000
+
+
 def test_a_limit_that_is_needed_stays(clock: TurnedClock) -> None:
     rate = CallRate(None, clock)
     rate.throttled()

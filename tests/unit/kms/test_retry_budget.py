@@ -23,6 +23,8 @@ def test_a_burst_then_little(budget: RetryBudget, clock: TurnedClock) -> None:
     assert [budget.take() for _ in range(6)] == [0, 0, 0, 0, 0.5, 0.5]
     clock.seconds += 0.5
     assert [budget.take() for _ in range(2)] == [0, 0.5]
+    clock.seconds += 0.25
+    assert budget.take() == 0.25
 
 
 def test_asking_in_vain_costs_nothing(budget: RetryBudget, clock: TurnedClock) -> None:

@@ -344,7 +344,7 @@ def test_damaged(tmp_path: Path) -> None:
     newer, renamed = head.replace(b': 1, "kind"', b': 2, "kind"'), head.replace(b'"tail"', b'"key_material"')
     assert head not in (newer, renamed)
     forged = [b"\n".join((line, old)) for line in (newer, renamed, b"[]", b"[" * 100_000)]
-    for damaged in (bytes(content), b"", b"{}\n", b"no JSON\nold", *forged):
+    for damaged in (bytes(content), b"", b"{}\n", b"no JSON\nold", head, *forged):
         (case.folder / name).write_bytes(damaged)
         before = tree_digest(case.folder)
         (file,) = tools.undo_rotation(path).files
@@ -399,6 +399,7 @@ def test_what_is_in_place_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(kept_keys, "open_source", fail)
             assert may_be_in_place(file, 4, b"tail")
+            assert not kept_keys.KeptFile(file, "tail").looks_kept()
 
 
 def test_what_is_kept_is_a_file(tmp_path: Path) -> None:
