@@ -18,8 +18,9 @@ import pytest
 from memory_files import MemorySource
 
 from parquet_keytools import Keytools
+from parquet_keytools.conformance.report import Outcome
 from parquet_keytools.encryption.footer import read_envelope, read_footer
-from parquet_keytools.errors import UnsupportedByArrowError, VisibleMetadataError
+from parquet_keytools.errors import FooterSignatureError, UnsupportedByArrowError, VisibleMetadataError
 from parquet_keytools.format.schema_key_values import schema_alone, spark_schema_alone
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
@@ -358,3 +359,39 @@ def test_a_spark_schema_keeps_types_only() -> None:
     assert found is not None and "CANARY" not in found and "note" not in found
     assert json.loads(found)["fields"][0] == fields[0] | {"type": {k: inner[k] for k in list(inner)[:3]}}
     assert spark_schema_alone("[1]") is None and spark_schema_alone("x") is None
+
+
+def test_each_byte_of_the_signature_counts(tmp_path: Path) -> None:
+    """The 28 bytes before the length: 12 of the nonce, 16 of the tag (spec 4.2, 5.2)."""
+    path, target = tmp_path / "x.parquet", tmp_path / "target.parquet"
+    with keytools() as tools:
+        written = pa.table({"secret": ["x"], "open": [1]})
+        tools.write_table(written, path, table_name="shown")
+        data = path.read_bytes()
+        readers: dict[str, Callable[[], object]] = {
+            "read_table": lambda: tools.read_table(path, table_name="shown"),
+            "plaintext column": lambda: tools.read_table(path, table_name="shown", columns=["open"]),
+            "dataset": lambda: tools.dataset(path, table_name="shown").to_table(),
+            "view": lambda: tools.open(path, table_name="shown").read(),
+            "metadata": lambda: tools.metadata(path, table_name="shown"),
+            "decrypt_file": lambda: tools.decrypt_file(path, target, table_name="shown"),
+            "rekey_file": lambda: tools.rekey_file(path, target, table_name="shown"),
+            "salvage_file": lambda: tools.salvage_file(path, target, table_name="shown"),
+            "rekey_in_place": lambda: tools.rekey_in_place(path, table_name="shown"),
+        }
+        for place in range(28):
+            damaged = bytearray(data)
+            damaged[len(data) - 8 - 28 + place] ^= 1 << place % 8
+            path.write_bytes(damaged)
+            for name, read in readers.items():
+                with pytest.raises(FooterSignatureError):
+                    read()
+                    pytest.fail(f"{name} with another byte {place}")
+            report = tools.verify_file(path, table_name="shown")
+            assert report.result("signature-valid").outcome is Outcome.BROKEN, place
+            (rotated,) = tools.rotate(path, older_than="2").files
+            assert isinstance(rotated.error, FooterSignatureError), place
+            assert path.read_bytes() == damaged and not target.exists()
+        path.write_bytes(data)
+        assert tools.read_table(path, table_name="shown").equals(written)
+        assert tools.verify_file(path, table_name="shown").result("signature-valid").outcome is Outcome.HOLDS
