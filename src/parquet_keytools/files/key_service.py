@@ -6,9 +6,9 @@ import contextlib
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from parquet_keytools import audit
 from parquet_keytools.config.key_policy import (
@@ -31,11 +31,11 @@ from parquet_keytools.encryption.aad_prefix import (
 from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
 from parquet_keytools.encryption.plaintext_footer import VisibleKeyValues
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
-from parquet_keytools.errors import ConfigurationError, FileChangedError
+from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.digested_columns import with_digests
 from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.file_opening import WantedColumns, open_files
-from parquet_keytools.files.opened_file import OpenedFile
+from parquet_keytools.files.opened_file import OpenedFile, read_again_if_changed
 from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
@@ -45,23 +45,6 @@ from parquet_keytools.kms.registry import make_client
 from parquet_keytools.runtime.presentation import levels_inside
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
-
-_LOOKS = 8
-"""How often files are opened for one read, where others replace them all the time."""
-
-T = TypeVar("T")
-
-
-def read_again_if_changed(read: Callable[[], T]) -> T:
-    """Read files, and again where one is another file than a moment ago: a new look tells that from an attack.
-
-    Raises:
-        FileChangedError: Each look found a file that changed.
-    """
-    for _ in range(_LOOKS - 1):
-        with contextlib.suppress(FileChangedError):
-            return read()
-    return read()
 
 
 @dataclass(frozen=True)

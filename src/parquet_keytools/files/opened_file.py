@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import FooterColumn, FooterMode
@@ -20,6 +21,8 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -219,3 +222,19 @@ class WithTail:
             raise ParquetFormatError("the file ends before.", path=self.path)
         data = b"" if offset >= start else bytes(self._source.read_at(offset, start - offset))
         return data + self._tail[max(offset - start, 0) : offset + length - start]
+
+
+_LOOKS = 8
+"""How often files are opened for one read, where others replace them all the time."""
+
+
+def read_again_if_changed(read: Callable[[], T]) -> T:
+    """Read files, and again where one is another file than a moment ago: a new look tells that from an attack.
+
+    Raises:
+        FileChangedError: Each look found a file that changed.
+    """
+    for _ in range(_LOOKS - 1):
+        with contextlib.suppress(FileChangedError):
+            return read()
+    return read()

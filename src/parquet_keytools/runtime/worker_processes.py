@@ -8,7 +8,6 @@ ended. Signals that mean the whole command, as Ctrl-C does, are for the parent a
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import io
 import itertools
 import logging
@@ -20,22 +19,20 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from parquet_keytools.errors import WorkerProcessEndedError
-from parquet_keytools.runtime.fork_safety import SharedWork
 from parquet_keytools.runtime.presentation import (
     levels_inside,
     say_what_is_waited_for_elsewhere,
-    saying_what_is_waited_for,
 )
+from parquet_keytools.runtime.worker_program import WorkerSetup, outcome_of_call
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,32 +86,12 @@ class _Pickler(pickle.Pickler):
         return self._staying.index(thing)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, parent: _Parent) -> None:
-        super().__init__(io.BytesIO(data))
-        self._parent = parent
-
-    def persistent_load(self, number: Any) -> Any:
-        return _InParent(self._parent, number)
-
-
-class _InParent:
-    def __init__(self, parent: _Parent, number: int) -> None:
-        self._parent = parent
-        self._number = number
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._parent.ask, self._number, name)
-
-
-# --- in the parent ---
-
 _PROGRAM = """\
 import sys
 from multiprocessing.connection import Connection
 connection = Connection(int(sys.argv[2]))
 sys.path[:] = connection.recv()
-from parquet_keytools.runtime.worker_processes import work
+from parquet_keytools.runtime.worker_program import work
 work(connection)
 """
 
@@ -158,7 +135,7 @@ class WorkerProcesses(Generic[P, R]):
         except Exception as error:
             _log.info("one process does all of the work, for what it needs cannot be pickled: %s", error)
             return None
-        return _Setup(file.getvalue(), self._processes, calls_at_a_time).pickled()
+        return WorkerSetup(file.getvalue(), self._processes, calls_at_a_time).pickled()
 
     def __enter__(self) -> Self:
         return self
@@ -193,37 +170,6 @@ class WorkerProcesses(Generic[P, R]):
             return worker.call(args, kwargs)  # type: ignore[no-any-return]
         finally:
             self._free.put(worker)
-
-
-class _Setup:
-    """What a worker has to know.
-
-    Args:
-        function: Pickled.
-        processes: How many share what the KMS is spared.
-        threads: How many calls it makes at a time.
-    """
-
-    def __init__(self, function: bytes, processes: int, threads: int) -> None:
-        self.function = function
-        self.processes = processes
-        self.threads = threads
-        self.filters = list(warnings.filters)
-        self.disabled_level = logging.root.manager.disable
-        # An audit log is written whatever the level of the root is.
-        self.levels = {"": logging.root.level} | {
-            name: logger.level
-            for name, logger in list(logging.root.manager.loggerDict.items())
-            if isinstance(logger, logging.Logger) and logger.level != logging.NOTSET
-        }
-
-    def pickled(self) -> bytes:
-        try:
-            return pickle.dumps(self)
-        except Exception:
-            # A filter with a class of the program itself.
-            self.filters = []
-            return pickle.dumps(self)
 
 
 class _Worker:
@@ -297,10 +243,16 @@ class _Worker:
 
     def _read(self) -> None:
         """Take in what it sends, until it ended."""
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while True:
                 kind, *content = self._connection.recv()
                 self._take(kind, *content)
+        except (EOFError, OSError):
+            pass
+        # Whatever cannot be taken in: nobody may wait for it.
+        except Exception:
+            _log.exception("a worker process is ended, for its parent does not understand it")
+            self._process.kill()
         with self._lock:
             self.has_ended = True
             waiting = self._waiting
@@ -326,7 +278,7 @@ class _Worker:
             future.set_exception(result) if has_failed else future.set_result(result)
         elif kind == "ask":
             number, thing, name, args, kwargs = content
-            answer = _outcome(partial(getattr(self._staying[thing], name), *args, **kwargs))
+            answer = outcome_of_call(partial(getattr(self._staying[thing], name), *args, **kwargs))
             with self._lock, contextlib.suppress(OSError):
                 self._connection.send((number, *answer))
         elif kind == "log":
@@ -342,110 +294,3 @@ class _Worker:
 
 def _ended_before() -> WorkerProcessEndedError:
     return WorkerProcessEndedError("a worker process ended before this was begun.", has_begun=False)
-
-
-def _outcome(call: Callable[[], Any]) -> tuple[bool, Any]:
-    """Return whether a call failed, and what it returned or raised."""
-    try:
-        return False, call()
-    except BaseException as error:
-        return True, error
-
-
-# --- in a worker ---
-
-
-class _Parent:
-    """The parent, as a worker sees it."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(-1, -1)
-        self._asked: dict[int, Future[Any]] = {}
-
-    def send(self, kind: str, *content: Any) -> None:
-        data = pickle.dumps((kind, *content), pickle.HIGHEST_PROTOCOL)
-        with self._lock:
-            try:
-                self._connection.send_bytes(data)
-            except OSError:
-                # Nobody is there to whom anything would matter.
-                os._exit(1)
-
-    def ask(self, thing: int, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of an object of the parent."""
-        future: Future[Any] = Future()
-        number = next(self._numbers)
-        self._asked[number] = future
-        self.send("ask", number, thing, name, args, kwargs)
-        return future.result()
-
-    def answer(self, number: int, has_failed: bool, result: Any) -> None:
-        """Take what the parent answers."""
-        future = self._asked.pop(number)
-        future.set_exception(result) if has_failed else future.set_result(result)
-
-
-class _ToParent(logging.Handler):
-    """Has the parent's handlers take what is logged."""
-
-    def __init__(self, parent: _Parent) -> None:
-        super().__init__()
-        self._parent = parent
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            record.msg, record.args = record.getMessage(), None
-            if record.exc_info:
-                record.exc_text = logging.Formatter().formatException(record.exc_info)
-                record.exc_info = None
-            self._parent.send("log", record)
-        except Exception:
-            self.handleError(record)
-
-
-def work(connection: Connection) -> None:
-    """Make the calls that come through a connection, until it is closed: what a worker process does."""
-    setup: _Setup = pickle.loads(connection.recv_bytes())  # noqa: S301 - of the parent
-    parent = _Parent(connection)
-    SharedWork.processes = setup.processes
-    logging.root.addHandler(_ToParent(parent))
-    logging.disable(setup.disabled_level)
-    for name, level in setup.levels.items():
-        logging.getLogger(name).setLevel(level)
-    if setup.filters:
-        warnings.resetwarnings()
-        warnings.filters.extend(setup.filters)  # type: ignore[attr-defined]
-    warnings.showwarning = lambda message, category, *_: parent.send("warn", str(message), category)
-    has_failed, function = _outcome(_Unpickler(setup.function, parent).load)
-    running = set[int]()
-
-    def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outcome = (True, function) if has_failed else _outcome(partial(function, *args, **kwargs))
-        try:
-            parent.send("done", number, *outcome)
-        # Whatever a foreign error holds: it must not leave the parent waiting.
-        except Exception:
-            text = (
-                "".join(traceback.format_exception_only(outcome[1])) if outcome[0] else type(outcome[1]).__name__
-            )
-            parent.send("done", number, True, RuntimeError(text.strip()))
-        running.discard(number)
-
-    with saying_what_is_waited_for(partial(parent.send, "wait")), ThreadPoolExecutor(setup.threads) as pool:
-        for number, *content in _messages(connection):
-            if number < 0:
-                parent.answer(number, *content)
-            else:
-                running.add(number)
-                pool.submit(contextvars.Context().run, call, number, *content)
-        if running:
-            # The parent was killed, or interrupted twice. What is half done has no name yet.
-            os._exit(1)
-
-
-def _messages(connection: Connection) -> Iterator[Any]:
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            yield connection.recv()

@@ -37,9 +37,18 @@ class Seen(StaysInParent):
         return os.getpid()
 
 
+class ForeignError(Exception):
+    """Does not come out of a pickle, as those of some SDKs."""
+
+    def __init__(self, status: int, code: int) -> None:
+        super().__init__(f"status {status}")
+
+
 def square(seen: Seen, number: int, *, kind: str = "") -> tuple[int, int]:
     if kind == "fail":
         raise KmsThrottledError(backend="some", operation="wrap")
+    if kind == "foreign":
+        raise ForeignError(1, 2)
     if kind == "cannot be sent":
         return threading.Lock()  # type: ignore[return-value]
     if kind == "killed":
@@ -74,6 +83,8 @@ def test_calls_and_what_is_said_of_them(tmp_path: Path, caplog: pytest.LogCaptur
                 workers(13)
             with pytest.raises(KmsThrottledError, match="too many requests"):
                 workers(1, kind="fail")
+            with pytest.raises(RuntimeError, match="ForeignError: status 1"):
+                workers(1, kind="foreign")
             with pytest.raises(RuntimeError, match="lock"):
                 workers(1, kind="cannot be sent")
             assert workers(1, kind="share")[0] == 16
