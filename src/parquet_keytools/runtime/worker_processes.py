@@ -40,8 +40,8 @@ R = TypeVar("R")
 MOST_PROCESSES = 8
 """The parent hands files out, and takes results in, for no more of them than that."""
 
-FILES_PER_PROCESS = 100
-"""From so many small files on a process pays: its start takes as long as 50 to 100 of them."""
+FILES_PER_PROCESS = 200
+"""From so many small files on a process pays: its start takes as long as 100 of them (benchmarks/processes.py)."""
 
 _END_SECONDS = 10.0
 

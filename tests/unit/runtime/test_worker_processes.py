@@ -136,7 +136,7 @@ def test_a_killed_process_is_an_error_and_ends_the_work() -> None:
 
 @pytest.mark.parametrize(
     ("processors", "files", "processes"),
-    [(2, 2_000, 2), (2, 199, 1), (1, 10_000, 1), (16, 250, 2), (64, 1_000_000, 8), (4, 0, 1)],
+    [(2, 2_000, 2), (2, 399, 1), (1, 10_000, 1), (16, 450, 2), (64, 1_000_000, 8), (4, 0, 1)],
 )
 def test_as_many_as_pay(monkeypatch: pytest.MonkeyPatch, processors: int, files: int, processes: int) -> None:
     monkeypatch.setattr(worker_processes, "available_processors", lambda: processors)
