@@ -65,7 +65,7 @@ test: $(TEST_INSTALLED) java ## Linters, types, and all tests with their coverag
 	@# Linters and types are checked in the time that tests wait. One process compiles what all of them import.
 	@nice sh -xc '$(CHECKS)' >$(VENV)/check.log 2>&1 & CHECK=$$!; \
 	$(BIN)/python tests/services/spark_jvm.py >/dev/null 2>&1 & \
-	$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1; \
+	$(BIN)/python -m pytest --coverage --collect-only -qq >/dev/null 2>&1; \
 	$(BIN)/python -m pytest --coverage $(PYTEST_ARGUMENTS); STATUS=$$?; \
 	wait $$CHECK || STATUS=1; cat $(VENV)/check.log; exit $$STATUS
 

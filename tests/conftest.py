@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import re
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 
@@ -37,10 +38,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: position(item.nodeid))
 
 
-def pytest_collection_finish() -> None:
-    """Spare the collector of garbage what stays anyway: many tests call it."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spare the collector of garbage what stays anyway: while it grows, and then, for many tests call it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

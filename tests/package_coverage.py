@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import ast
 import json
+import marshal
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import reduce
+from hashlib import sha256
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import cache_from_source
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +87,9 @@ class _Coverage:
 
         root = self._config.rootpath
         # Files that nothing has imported count, too.
-        self._marks.source, self._marks.omit = [str(root / "src")], [str(root / OMITTED)]
+        for file in (root / "src").rglob("*.py"):
+            if file != root / OMITTED:
+                _branches_marked(str(file), self._marks)
         self._sum = reduce(merge_coverage, self._of_workers, self._marks.get_coverage())
         with (root / TABLE).open("w", encoding="utf-8") as table:
             print_coverage(self._sum, outfile=table, skip_covered=True, missing_width=100)
@@ -138,16 +145,37 @@ class _Finder:
 
 
 class _Loader(SourceFileLoader):
-    """Compiles with marks; files of compiled code are neither read nor written."""
+    """Compiles with marks."""
 
     def __init__(self, name: str, path: str, marks: Slipcover) -> None:
         super().__init__(name, path)
         self._marks = marks
 
     def get_code(self, fullname: str) -> CodeType:
-        from slipcover.branch import preinstrument
+        code = _branches_marked(self.get_filename(fullname), self._marks)
+        # As a part of other code: its lines and branches are known already.
+        marked: CodeType = self._marks.instrument(code, parent=code)
+        return marked
 
-        path = self.get_filename(fullname)
-        tree = preinstrument(ast.parse(self.get_data(path)))
-        code: CodeType = self._marks.instrument(compile(tree, path, "exec", dont_inherit=True))
-        return code
+
+def _branches_marked(path: str, marks: Slipcover) -> CodeType:
+    """Return the code of a source file with its branches marked, and add its lines and branches to `marks`.
+
+    Each process of the tests needs all files, which takes seconds: they are kept beside what Python compiles.
+    """
+    import slipcover
+    from slipcover.branch import preinstrument
+
+    source = Path(path).read_bytes()
+    made_from = (slipcover.__version__, path, sha256(source).digest())
+    kept = Path(cache_from_source(path, optimization="branches"))
+    found: Any = ()
+    with suppress(OSError, EOFError, ValueError, TypeError):
+        found = marshal.loads(kept.read_bytes())
+    if found[:1] != (made_from,):
+        code = compile(preinstrument(ast.parse(source)), path, "exec", dont_inherit=True)
+        found = (made_from, code, set(marks.lines_from_code(code)), set(marks.branches_from_code(code)))
+        if not sys.dont_write_bytecode:
+            SourceFileLoader("", path).set_data(str(kept), marshal.dumps(found))
+    _, code, marks.code_lines[path], marks.code_branches[path] = found
+    return code

@@ -116,3 +116,18 @@ def test_enough_passes(project: Path) -> None:
     assert "100.0 % of the lines" in report
     assert "ERROR" not in report
     assert status == 0
+
+
+def test_compiled_files_are_kept_until_their_source_changes(project: Path) -> None:
+    def kept() -> dict[str, int]:
+        return {file.name: file.stat().st_mtime_ns for file in (project / "src").rglob("*.opt-branches.pyc")}
+
+    run(project, "--coverage")
+    first, written = missing(project), kept()
+    assert len(written) == 2
+    run(project, "--coverage")
+    assert (missing(project), kept()) == (first, written)
+    alone = project / "src" / "parquet_keytools" / "alone.py"
+    alone.write_text("\n" + alone.read_text())
+    run(project, "--coverage")
+    assert missing(project) == first | {"src/parquet_keytools/alone.py": "2-3"}
