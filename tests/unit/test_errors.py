@@ -19,6 +19,7 @@ from parquet_keytools.errors import (
     TableMismatch,
     TableMismatchError,
     UnsupportedByArrowError,
+    WorkerProcessEndedError,
 )
 
 CLASSES = [
@@ -51,6 +52,8 @@ def example(cls: type[KeytoolsError]) -> KeytoolsError:
         return cls(["a.b", "c"], [cause, cause], hint="Do that.")
     if issubclass(cls, ReusedKeysError):
         return cls("b.parquet", "a.parquet", hint="Do that.")
+    if issubclass(cls, WorkerProcessEndedError):
+        return cls("wrong", has_begun=True, hint="Do that.")
     return cls("wrong", hint="Do that.")
 
 
