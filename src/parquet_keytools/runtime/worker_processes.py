@@ -155,20 +155,30 @@ class WorkerProcesses(Generic[P, R]):
             WorkerProcessEndedError: A process ended, and nobody knows what it had done: of this call, or before
                 this call began. Then the others begin no more calls either.
         """
+        with self._lock:
+            if self._setup is not None and not self._workers:
+                self._start(self._setup)
         if self._setup is None:
             return self._function(*args, **kwargs)
-        with self._lock:
-            if not self._workers:
-                for _ in range(self._processes):
-                    self._workers.append(_Worker(self._setup, self._staying, self._warn))
-                for worker in self._workers * (self.calls_at_a_time // self._processes):
-                    self._free.put(worker)
         worker = self._free.get()
         try:
             if any(other.has_ended for other in self._workers):
                 raise _ended_before()
             return worker.call(args, kwargs)  # type: ignore[no-any-return]
         finally:
+            self._free.put(worker)
+
+    def _start(self, setup: bytes) -> None:
+        """Start the processes: as many as the system allows, or none, and then this one does all of the work."""
+        try:
+            for _ in range(self._processes):
+                self._workers.append(_Worker(setup, self._staying, self._warn))
+        # The second is of threads.
+        except (OSError, RuntimeError) as error:
+            _log.info("only %d worker processes could be started: %s", len(self._workers), error)
+        if not self._workers:
+            self._setup = None
+        for worker in self._workers * (self.calls_at_a_time // self._processes):
             self._free.put(worker)
 
 
@@ -206,10 +216,16 @@ class _Worker:
                 self._process = subprocess.Popen(  # noqa: S603 - this interpreter
                     command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()]
                 )
+            except OSError:
+                self._connection.close()
+                self._socket.close()
+                raise
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._connection.send(sys.path)
-        self._connection.send_bytes(setup)
+        # Where it ended already, the reader hears of it.
+        with contextlib.suppress(OSError):
+            self._connection.send(sys.path)
+            self._connection.send_bytes(setup)
         self._reader = threading.Thread(target=self._read, name="parquet-keytools-worker", daemon=True)
         self._reader.start()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -12,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,6 +122,39 @@ def test_what_cannot_be_pickled_is_called_here() -> None:
 
     with WorkerProcesses(call, 100, 4, 3) as workers:
         assert (workers.calls_at_a_time, workers()) == (3, False)
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_fewer_processes_work_where_no_more_can_be_started(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    seen, start, started = Seen(), subprocess.Popen, list[object]()
+
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        if len(started) == allowed:
+            raise BlockingIOError(errno.EAGAIN, "resource temporarily unavailable")
+        started.append(start(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", limited)
+    with WorkerProcesses(partial(square, seen), 100, 2, 2) as workers, ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(workers, number) for number in range(8)]
+        assert [result.result(60)[0] for result in results] == [number**2 for number in range(8)]
+    assert len(seen.process_ids) == 1
+    assert (os.getpid() in seen.process_ids) == (allowed == 0)
+
+
+def test_a_process_that_ends_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def dead(command: list[str], **kwargs: Any) -> Any:
+        process = start([sys.executable, "-c", ""], **kwargs)
+        process.wait(60)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", dead)
+    with WorkerProcesses(partial(square, Seen()), 100, 2, 1) as workers:
+        for _ in range(3):
+            with pytest.raises(WorkerProcessEndedError):
+                workers(1)
 
 
 def test_a_killed_process_is_an_error_and_ends_the_work() -> None:
