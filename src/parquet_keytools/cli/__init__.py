@@ -3,6 +3,9 @@
 # Nothing slow is imported here: `--help` has to answer at once.
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -61,6 +64,14 @@ app.add_typer(spark.app, name="spark")
 app.add_typer(iceberg.app, name="iceberg")
 
 
+def _open_closed_streams() -> None:
+    """Open streams that are closed (`>&-`): else a file gets their number, and what is printed ends there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - for the whole command
+
+
 def main() -> None:
     """Run the command line."""
+    _open_closed_streams()
     app()

@@ -242,6 +242,19 @@ def test_output_that_nobody_reads_ends_quietly() -> None:
     assert (done.returncode, done.stderr) == (ExitStatus.NOBODY_READS, "")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_streams_may_be_closed(config: Path, table: pa.Table, tmp_path: Path, closed: str, processes: int) -> None:
+    (tmp_path / "many").mkdir()
+    for number in range(4):
+        pq.write_table(table, tmp_path / "many" / f"{number}.parquet")
+    command = [*PROGRAM, "encrypt", tmp_path / "many", tmp_path / "new", "--config", config]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *map(str, command), "--processes", str(processes)]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list((tmp_path / "new").iterdir())) == 4
+
+
 def test_warnings_are_one_line_each_on_stderr(run, config: Path) -> None:
     config.write_text(config.read_text() + "    algorithm: AES_GCM_CTR_V1\n")
     shown = warnings.showwarning
