@@ -26,7 +26,7 @@ from parquet_keytools.conformance.rules import FILE_SCOPES
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 from parquet_keytools.encryption.protection import FooterMode
-from parquet_keytools.errors import KeytoolsError, ParquetFormatError
+from parquet_keytools.errors import KeytoolsError, ParquetFormatError, WorkerProcessEndedError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH
@@ -188,7 +188,14 @@ def _results(
 ) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts]]]:
     while len(waiting) > left:
         location, future = waiting.popleft()
-        yield location, future.result()
+        try:
+            result = future.result()
+        except WorkerProcessEndedError as error:
+            # It does not say what it was doing.
+            raise WorkerProcessEndedError(
+                f"{location}: {error.args[0]}", has_begun=error.has_begun, hint=error.hint
+            ) from None
+        yield location, result
 
 
 def folder_report(

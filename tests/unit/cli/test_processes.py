@@ -287,3 +287,16 @@ def test_one_process_is_enough_for_few_files(
         assert run(*command, "--config", config).exit_code == 0
     assert run("encrypt", many, tmp_path / "o", "--config", config, "--processes", 1).exit_code == 0
     assert json.loads(run("verify", tmp_path / "o", "--config", config, "--json").stdout)["verdict"] == "conforms"
+
+
+def test_verify_names_the_file_whose_process_ended(
+    run, config: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("encrypt", many, tmp_path / "e", "--config", config, "--processes", 1).exit_code == 0
+    start = subprocess.Popen
+    dead = [sys.executable, "-c", ""]
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(dead, **options))
+    outcome = run("verify", tmp_path / "e", "--config", config, "--processes", 2)
+    assert outcome.exit_code == 1
+    assert re.search(r"\w+\.parquet: (a|its) worker process ended before", outcome.stderr), outcome.stderr
+    assert outcome.stdout == ""
