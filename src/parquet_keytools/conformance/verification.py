@@ -106,7 +106,7 @@ def verify_folder(
     members: list[Member] = []
     nonces = SharedNonces()
     files = [entry for entry in found if isinstance(entry, ParquetFile)]
-    verify = _MemberVerifier(keys, table_name, aad_prefix)
+    verify = _MemberVerifier(folder, keys, table_name, aad_prefix)
     for location, (report, facts) in _verified(files, verify, processes):
         reports.append(report)
         name = _name_in(folder, location)
@@ -128,16 +128,20 @@ def verify_folder(
 
 
 class _MemberVerifier:
-    """Verifies files of one folder, here or in worker processes."""
+    """Verifies files of one folder, here or in worker processes; not pickled where others cannot open them."""
 
-    def __init__(self, keys: KeyService | None, table_name: str | None, aad_prefix: str | None) -> None:
+    def __init__(
+        self, folder: FileLocation, keys: KeyService | None, table_name: str | None, aad_prefix: str | None
+    ) -> None:
+        self._folder = folder
         self._keys = keys
         self._table_name = table_name
         self._aad_prefix = aad_prefix
         self._kms_keys = keys.kms_keys() if keys is not None else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _verifier_in_worker, (self._keys, self._table_name, self._aad_prefix, fingerprint_key())
+        arguments = (self._folder, self._keys, self._table_name, self._aad_prefix)
+        return _verifier_in_worker, (fingerprint_key(), *arguments)
 
     def __call__(self, location: FileLocation, threads: int = 2) -> tuple[FileReport, FileFacts]:
         return verify_member(
@@ -145,11 +149,9 @@ class _MemberVerifier:
         )
 
 
-def _verifier_in_worker(
-    keys: KeyService | None, table_name: str | None, aad_prefix: str | None, key: bytes
-) -> _MemberVerifier:
+def _verifier_in_worker(key: bytes, *arguments: Any) -> _MemberVerifier:
     use_fingerprint_key(key)
-    return _MemberVerifier(keys, table_name, aad_prefix)
+    return _MemberVerifier(*arguments)
 
 
 def _verified(

@@ -133,6 +133,8 @@ class FileLocation:
         return FileLocation(self.filesystem, folder, ("/".join(parts[first:]),))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if _is_in_memory(self.filesystem):
+            raise pickle.PicklingError(f"{self} is in the memory of this process: no other one can open it")
         # A file system that is made again for each file would connect again for each.
         return _restored, (pickle.dumps(self.filesystem), self.path, self.only)
 
@@ -264,6 +266,18 @@ def fsspec_of(filesystem: pafs.FileSystem) -> Any:
     """Return the fsspec file system underneath, or None where there is none."""
     handler = filesystem.handler if isinstance(filesystem, pafs.PyFileSystem) else None
     return handler.fs if isinstance(handler, pafs.FSSpecHandler) else None
+
+
+def _is_in_memory(filesystem: pafs.FileSystem) -> bool:
+    """Return whether files lie in the memory of this process; also where fsspec caches or unpacks them."""
+    below = fsspec_of(filesystem)
+    if below is None:
+        return bool(filesystem.type_name == "mock")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    while below is not None and not isinstance(below, MemoryFileSystem):
+        below = getattr(below, "fs", None) or getattr(getattr(below, "fo", None), "fs", None)
+    return below is not None
 
 
 def key_material_location(parquet_file: FileLocation) -> FileLocation:

@@ -6,12 +6,14 @@ import base64
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from copying_program import PIDS
+from fsspec.implementations.dirfs import DirFileSystem
+from vector_kit.breaches import breaking_vectors
+from vector_kit.write_kit import data_keys, place_vector
 
 from parquet_keytools import Keytools, audit
 from parquet_keytools.conformance.report import data_set_document
 from parquet_keytools.conformance.verification import _MemberVerifier
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.runtime.worker_processes import WorkerProcesses
+from parquet_keytools.storage.locations import FileLocation, fsspec_of
 
 FILES = 9
 
@@ -39,6 +45,20 @@ def many(tmp_path: Path, table: pa.Table) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, path)
     return root
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The processes that are started."""
+    start = subprocess.Popen
+    processes: list[Any] = []
+
+    def popen(*args: Any, **options: Any) -> Any:
+        processes.append(start(*args, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    return processes
 
 
 def without_times(text: str, *paths: Path) -> str:
@@ -108,20 +128,61 @@ def test_files_that_share_keys_are_found_in_whatever_process(
     assert done.stderr.count("share their data keys and file unique") == 7
 
 
-def test_nonces_of_different_processes_are_compared(config: Path, many: Path, tmp_path: Path) -> None:
-    """Two files of one file's modules: the same DEKs and nonces, and another page."""
+def test_nonces_of_different_processes_are_compared(tmp_path: Path, started: list[Any]) -> None:
+    """Two files that share a DEK, and one nonce: each is verified by a worker of its own."""
+    vectors = {vector.rule: vector for vector in breaking_vectors() if vector.rule is not None}
+    folder = place_vector(vectors["nonce-shared"], tmp_path)
+    # The first file is verified here.
+    (folder / "0.parquet").write_bytes(vectors["invocations-shared"].contents()["a.parquet"])
+    config = tmp_path / "keys.yaml"
+    keys = {name: base64.b64encode(key).decode() for name, key in data_keys().items()}
+    config.touch(mode=0o600)
+    config.write_text(json.dumps({"version": 1, "data_keys": keys}))
     tools = Keytools.from_yaml(config)
-    encrypted = tmp_path / "encrypted"
-    encrypted.mkdir()
-    for number, path in enumerate(sorted(many.rglob("*.parquet"))):
-        tools.encrypt_file(path, encrypted / f"{number}.parquet")
-    content = bytearray((encrypted / "1.parquet").read_bytes())
-    content[60] ^= 1
-    (encrypted / "2.parquet").write_bytes(content)
-    one, two = (data_set_document(tools.verify_folder(encrypted, processes=number)) for number in (1, 2))
+    one = data_set_document(tools.verify_folder(folder))
+    assert not started
+    two = data_set_document(tools.verify_folder(folder, processes=2))
+    assert len(started) == 2
     assert one == two
-    broken = {rule["id"] for rule in two["rules"] if rule["outcome"] == "broken"}
-    assert {"dek-shared", "file-unique-shared"} & broken
+    (nonces,) = [rule for rule in two["rules"] if rule["id"] == "nonce-shared"]
+    assert nonces["outcome"] == "broken"
+    assert [finding["message"] for finding in nonces["findings"]] == [
+        "one module has the same DEK and nonce in a.parquet and b.parquet."
+    ]
+
+
+# --- files that no other process can open ---
+
+
+@pytest.mark.parametrize("scheme", ["memory", "mock", "dir"])
+def test_files_in_the_memory_of_this_process_stay_here(
+    config: Path, plain: Path, scheme: str, started: list[Any]
+) -> None:
+    location = FileLocation.resolve(f"memory://{uuid.uuid4()}" if scheme != "mock" else "mock:///")
+    filesystem: Any = location.filesystem
+    if scheme == "dir":
+        filesystem = DirFileSystem(location.path, fsspec_of(filesystem))
+    tools = Keytools.from_yaml(config)
+    files = [location.child(f"{number}.parquet") for number in range(4)]
+    location.filesystem.create_dir(location.path)
+    for file in files:
+        tools.encrypt_file(plain, file)
+    folder = FileLocation.resolve("" if scheme == "dir" else location.path, filesystem)
+    report = tools.verify_folder(folder, processes=2)
+    assert report.conforms and len(report.files) == 4
+    with pytest.raises(pickle.PicklingError, match="is in the memory of this process"):
+        pickle.dumps(folder)
+    assert not started
+
+
+def test_files_are_written_to_the_memory_of_this_process(
+    run, config: Path, folder: Path, started: list[Any]
+) -> None:
+    target = FileLocation.resolve(f"memory://{uuid.uuid4()}")
+    done = run("encrypt", folder, f"memory:/{target.path}", "--config", config, "--processes", 2)
+    assert done.exit_code == 0 and "Encrypted 3 files" in done.stdout
+    assert Keytools.from_yaml(config).verify_folder(target).conforms
+    assert not started
 
 
 # --- keys ---
@@ -143,7 +204,9 @@ def test_no_secret_is_pickled_and_what_cannot_be_stays_here(
     encrypted.mkdir()
     for number, path in enumerate(sorted(many.rglob("*.parquet"))):
         tools.encrypt_file(path, encrypted / f"{number}.parquet")
-    setup = WorkerProcesses(_MemberVerifier(tools._keys, None, None), 100, 2, 4)._setup
+    setup = WorkerProcesses(
+        _MemberVerifier(FileLocation.resolve(encrypted), tools._keys, None, None), 100, 2, 4
+    )._setup
     assert setup is not None and b"SECRET_KEY" in setup
     for form in (secret.encode(), b"a key of 16 byte", b"a key of 16 byte".hex().encode()):
         assert form not in setup
