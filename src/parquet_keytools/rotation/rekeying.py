@@ -31,7 +31,7 @@ from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.rotation.data_set_run import OneByOne, OnFile, RunOptions, change_data_set
 from parquet_keytools.rotation.journal import Journal, kms_digest, refuse_inside
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
-from parquet_keytools.rotation.tail import REFUSED_HINT, check_unchanged, read_tail
+from parquet_keytools.rotation.tail import REFUSED_HINT, check_unchanged, proving, read_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
@@ -56,24 +56,25 @@ def check_rekeyed(
     Raises:
         KeyMaterialError: What the KMS unwraps is not the key that encrypts.
         KmsError: The KMS does not unwrap a new key.
-        OutputError: The new file does not have what the old one has.
-        KeytoolsError: It does not authenticate, or is not what the format says.
+        OutputError: The new file does not authenticate, or does not have what the old one has.
+        FileChangedError: Somebody changes it just now.
     """
     wrapped = list(_wrapped_deks(new))
     for (dek, _), outcome in zip(wrapped, kms_keys.deks([material for _, material in wrapped]), strict=True):
         if value_or_raise(outcome) != dek:
             raise KeyMaterialError("a new key does not unwrap to itself", path=written.path)
     encryption = new.encryption
-    footer = read_envelope(written).open(encryption.footer_dek, encryption.aad_prefix)
-    deks = {path: key.dek for path, key in encryption.columns.items() if isinstance(key, ColumnKey)}
-    for column in footer.columns:
-        cipher = footer.cipher_of(column, deks.get(column.path))
-        for row_group_ordinal in range(len(footer.row_groups)):
-            footer.chunk_metadata(row_group_ordinal, column, cipher)
+    with proving("the new file", written.path):
+        footer = read_envelope(written).open(encryption.footer_dek, encryption.aad_prefix)
+        deks = {path: key.dek for path, key in encryption.columns.items() if isinstance(key, ColumnKey)}
+        for column in footer.columns:
+            cipher = footer.cipher_of(column, deks.get(column.path))
+            for row_group_ordinal in range(len(footer.row_groups)):
+                footer.chunk_metadata(row_group_ordinal, column, cipher)
+        if all_modules:
+            file_decryptor.decrypt_columns(written, _Nowhere(), footer, deks)
     if _content(footer) != _content(old):
         raise OutputError(f"{written.path}: the new file does not have what the old one has.", hint=REFUSED_HINT)
-    if all_modules:
-        file_decryptor.decrypt_columns(written, _Nowhere(), footer, deks)
     return footer
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from parquet_keytools.encryption.aad import FOOTER_PLACE
@@ -12,10 +13,9 @@ from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_enve
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import (
     ChangedMeanwhileError,
-    DecryptionError,
-    FormatLimitError,
+    FileChangedError,
+    KeytoolsError,
     OutputError,
-    ParquetFormatError,
 )
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.collector import paused_collector
@@ -172,6 +172,28 @@ REFUSED_HINT = (
 """What to do when the proof of new bytes fails, before they take the place of the old ones."""
 
 
+@contextlib.contextmanager
+def proving(what: str, path: str) -> Iterator[None]:
+    """Read new bytes as a reader does, before they take the place of the old ones.
+
+    Args:
+        what: What they are, for people.
+        path: The file.
+
+    Raises:
+        OutputError: They do not authenticate, or are not what the format says.
+        FileChangedError: Somebody changes them just now; all is read again.
+    """
+    try:
+        yield
+    except (FileChangedError, OutputError):
+        raise
+    except KeytoolsError as error:
+        # What this error advises is for readers of the file, which is as it was.
+        reason = str(error).removesuffix(error.hint).removeprefix(f"{path}: ").rstrip(" .")
+        raise OutputError(f"{path}: {what} cannot be read: {reason}.", hint=REFUSED_HINT) from error
+
+
 @paused_collector()
 def check_new_tail(
     source: ByteSource,
@@ -195,13 +217,11 @@ def check_new_tail(
 
     Raises:
         OutputError: It is not what was to be written, or does not authenticate.
+        FileChangedError: Somebody changes it just now.
     """
     check_read_back(source, offset, tail)
-    try:
+    with proving("the new footer", source.path):
         new = read_envelope(source).open(footer_dek, aad_prefix)
-    except (DecryptionError, FormatLimitError, ParquetFormatError) as error:
-        # What this error advises is for readers of the file, which is as it was.
-        raise OutputError(f"{source.path}: the new footer cannot be read.", hint=REFUSED_HINT) from error
     if not _is_same_footer(new, old, new_key_metadata):
         raise OutputError(f"{source.path}: the new footer is not that of the file.", hint=REFUSED_HINT)
 

@@ -340,7 +340,9 @@ def test_a_new_footer_that_does_not_authenticate_says_that_the_file_is_as_it_was
     monkeypatch.setattr(rewrapping, "new_tail", damaged)
     (file,) = case.tools().rotate(path).files
     assert isinstance(file.error, OutputError)
-    assert str(file.error).startswith(f"{path}: the new footer cannot be read. The file is as it was"), file.error
+    reason = "footer: the module does not authenticate"
+    said = f"{path}: the new footer cannot be read: {reason}. The file is as it was"
+    assert str(file.error).startswith(said), file.error
     assert path.read_bytes() == before
 
 

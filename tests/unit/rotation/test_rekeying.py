@@ -13,11 +13,12 @@ from pyarrow import fs as pafs
 from rotation_case import TABLE, Case, external_entries, materials, names, read_with_pyarrow
 
 from parquet_keytools import KeytoolsError
-from parquet_keytools.errors import DecryptionError, KeyMaterialError, OutputError
-from parquet_keytools.rotation import rekeying
+from parquet_keytools.errors import KeyMaterialError, OutputError
+from parquet_keytools.rotation import rekeying, tail
 from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import whole_output
+from parquet_keytools.storage.sources import shortened
 
 KINDS: dict[str, dict[str, Any]] = {
     "encrypted footer": {},
@@ -131,9 +132,14 @@ def test_rotations_and_rekeys_at_the_same_time(tmp_path: Path) -> None:
     assert case.tools().read_table(path).equals(TABLE)
 
 
+@pytest.mark.parametrize(
+    ("offset", "said"),
+    [(40, r".*the module does not authenticate"), (-20, r"footer: the module does not authenticate")],
+)
 def test_a_new_file_that_does_not_open_does_not_take_the_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, offset: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A page, or the footer: the error is one of the new file, and does not have anybody restore the old one."""
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
     before = path.read_bytes()
@@ -141,12 +147,41 @@ def test_a_new_file_that_does_not_open_does_not_take_the_place(
 
     def damage(source: Any, sink: Any, *arguments: Any, **options: Any) -> None:
         original(source, sink, *arguments, **options)
-        sink.write_at(40, b"\0" * 8)
+        sink.write_at(offset if offset > 0 else source.size_bytes + offset, b"\0" * 8)
 
     monkeypatch.setattr(rekeying.file_encryptor, "encrypt_opened", damage)
-    with pytest.raises(KeytoolsError):
+    with pytest.raises(
+        OutputError, match=rf"^{path}: the new file cannot be read: {said}\. The file is as it was"
+    ) as raised:
         case.tools().rekey_in_place(path)
+    assert str(raised.value).count(str(path)) == 1
     assert path.read_bytes() == before
+    assert names(case.folder) == ["x.parquet"]
+
+
+@pytest.mark.parametrize("rekeys", [True, False])
+def test_a_new_file_that_becomes_shorter_is_made_again(
+    tmp_path: Path, rekeys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a store others may replace it: that is a file that changed meanwhile, not one that is damaged."""
+    case = Case.make(tmp_path, "keystore")
+    path = case.write()
+    case.add_version()
+    module, turns = rekeying if rekeys else tail, []
+    original = module.read_envelope
+
+    def shorter(source: Any, *arguments: Any, **options: Any) -> Any:
+        # Rotation opens the old tail first, and then the new one.
+        turns.append(source)
+        if len(turns) == (1 if rekeys else 2):
+            raise shortened(source.path)
+        return original(source, *arguments, **options)
+
+    monkeypatch.setattr(module, "read_envelope", shorter)
+    tools = case.tools()
+    report = tools.rekey_in_place(path) if rekeys else tools.rotate(path)
+    assert report.succeeded and len(turns) == (2 if rekeys else 4)
+    assert case.tools().read_table(path).equals(TABLE)
     assert names(case.folder) == ["x.parquet"]
 
 
@@ -199,7 +234,7 @@ def test_columns_with_the_data_keys_of_each_other(
         original(source, sink, footer, deks, dataclasses.replace(new, columns=columns), **options)
 
     monkeypatch.setattr(rekeying.file_encryptor, "encrypt_opened", swap)
-    with pytest.raises(DecryptionError, match="does not authenticate"):
+    with pytest.raises(OutputError, match=r"the new file cannot be read: .* does not authenticate"):
         case.tools().rekey_in_place(path, verify=verify)
     assert path.read_bytes() == before
     assert names(case.folder) == ["x.parquet"]
