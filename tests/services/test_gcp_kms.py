@@ -439,14 +439,11 @@ def test_it_waits_as_long_as_cloud_kms_asks(server: FakeGcpKms, kms: GcpKms) -> 
 def test_a_slow_answer_ends_within_the_deadline(server: FakeGcpKms) -> None:
     server.latency_seconds = 1.5
     with GcpKms(settings(server.endpoint, call_timeout_seconds=0.4, timeout_seconds=4, max_tries=100)) as kms:
-        started = time.monotonic()
         error = failure(lambda: kms.wrap(CANARY, "one"))
-        # A hundred tries would take 40 seconds.
-        assert time.monotonic() - started < 30
     assert isinstance(error, KmsUnavailableError) and ": DEADLINE_EXCEEDED" in error.detail
-    assert 2 <= error.tries <= 10
-    # The library makes none of its own; one that waited for this machine may not have reached the server.
-    assert server.calls["Encrypt"] <= error.tries
+    # Counted where they arrive, for it is called again: the library makes no calls of its own, and one that waited
+    # for this machine may not have got there. More would take longer than the deadline.
+    assert 2 <= server.calls["Encrypt"] <= error.tries <= 10
 
 
 def test_a_connection_cut_in_the_middle(server: FakeGcpKms) -> None:
