@@ -1,0 +1,171 @@
+"""A chunk with more pages than there are page ordinals (spec 4.4.2): no reader takes a page whose ordinal wrapped.
+
+The ordinal is a short with a sign. A writer that counts on gives the page after the last ordinal a negative one,
+and at last two pages the same AAD: then they can be exchanged.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from vector_kit.plain_file import take_apart
+from vector_kit.sealed_file import FOOTER_KEY, Sealer
+from vector_kit.vector import data_key, recipe
+
+from parquet_keytools import Keytools
+from parquet_keytools.conformance.report import Outcome
+from parquet_keytools.encryption.aad import MAX_COUNT, MAX_ORDINAL
+from parquet_keytools.errors import DecryptionError, FormatLimitError, ParquetFormatError
+from parquet_keytools.files.conversion import FileResult
+from parquet_keytools.format.structs import OffsetIndex
+from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.plain_file import PlainFile, open_plain_file
+
+WRAPPED = MAX_ORDINAL + 2
+"""So many pages: the ordinal of the last one is -32,768 in its AAD."""
+
+
+class Pages:
+    """Files of one column, with pages of one row each.
+
+    Args:
+        folder: Where they are.
+        is_left_to_arrow: Whether Arrow decrypts them, which needs one key for footer and column; else we do.
+    """
+
+    def __init__(self, folder: Path, *, is_left_to_arrow: bool) -> None:
+        self._folder = folder
+        self.is_left_to_arrow = is_left_to_arrow
+        schema = pa.schema([pa.field("id", pa.int64(), nullable=False)])
+        sink = io.BytesIO()
+        pq.write_table(
+            pa.table({"id": pa.array(range(WRAPPED))}, schema=schema),
+            sink,
+            use_dictionary=False,
+            max_rows_per_page=1,
+            write_batch_size=1,
+            compression="none",
+            write_page_index=True,
+        )
+        self._plain = take_apart(sink.getvalue())
+        ((plain,),) = self._plain.chunks
+        assert len(plain.pages) == WRAPPED
+        # There are as many entries in it as pages.
+        plain.column_index = plain.chunk.column_index_offset = plain.chunk.column_index_length = None
+
+    def file(self, pages: int) -> Path:
+        """Return the file with so many pages."""
+        path = self._folder / f"{pages}.parquet"
+        if path.exists():
+            return path
+
+        def cut_index(r: int, c: int, index: OffsetIndex) -> None:
+            index.page_locations = index.page_locations[:pages]
+
+        hooks: dict[str, Any] = {
+            "pages": lambda r, c, all_pages: all_pages[:pages],
+            "metadata": lambda r, c, metadata: setattr(metadata, "num_values", pages),
+            "offset_index": cut_index,
+            "row_group": lambda r, row_group: setattr(row_group, "num_rows", pages),
+            "footer": lambda footer: setattr(footer, "num_rows", pages),
+        }
+        columns = {0: FOOTER_KEY if self.is_left_to_arrow else (data_key("k1"), b"k1")}
+        # The kit packs ordinals as a writer does that counts on.
+        path.write_bytes(Sealer(self._plain, recipe(7, columns=columns, aad_prefix=None, **hooks)).seal())
+        return path
+
+    def keytools(self) -> Keytools:
+        keys = {name: base64.b64encode(data_key(name)).decode() for name in ("kf", "k1")}
+        column = {"unlisted_columns": "footer_key"} if self.is_left_to_arrow else {"column_keys": {"k1": ["id"]}}
+        table = {"footer_key": "kf", **column}
+        return Keytools.from_mapping({"version": 1, "data_keys": keys, "tables": {"t": table}})
+
+
+@pytest.fixture(scope="module", params=["by Arrow", "by us"])
+def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pages:
+    return Pages(tmp_path_factory.mktemp("pages"), is_left_to_arrow=request.param == "by Arrow")
+
+
+def read_last_value(tools: Keytools, path: Path, _: Path) -> int:
+    """Read the last page alone, which the offset index names."""
+    file = open_plain_file(tools._keys, FileLocation.resolve(path), cache=PageCache())
+    chunk = pq.read_metadata(pa.BufferReader(_shown(file))).row_group(0).column(0)
+    end = chunk.data_page_offset + chunk.total_compressed_size
+    return int.from_bytes(file.read_at(end - 8, 8), "little") + 1
+
+
+def _shown(file: PlainFile) -> bytes:
+    """Return a file that has nothing but the footer of another one."""
+    length = int.from_bytes(file.read_at(file.size_bytes - 8, 4), "little") + 8
+    return b"PAR1" + file.read_at(file.size_bytes - length, length)
+
+
+def rekeyed_in_place(tools: Keytools, path: Path, target: Path) -> int:
+    shutil.copyfile(path, target)
+    document = {"version": 1, "tables": {"t": {"footer_key": "new", "unlisted_columns": "footer_key"}}}
+    new_tools = Keytools.from_mapping(document, kms=InMemoryKms({"new": None}))
+    assert tools.rekey_in_place(target, new_keytools=new_tools).succeeded
+    return int(new_tools.read_table(target).num_rows)
+
+
+def rekeyed(tools: Keytools, path: Path, target: Path) -> int:
+    tools.rekey_file(path, target)
+    return int(tools.read_table(target).num_rows)
+
+
+READERS: dict[str, Callable[[Keytools, Path, Path], int]] = {
+    "read_table": lambda tools, path, _: tools.read_table(path).num_rows,
+    "dataset": lambda tools, path, _: tools.dataset(path).to_table().num_rows,
+    "view": lambda tools, path, _: pq.read_table(tools.open(path)).num_rows,
+    "last page": read_last_value,
+    "decrypt": lambda tools, path, target: _rows(tools.decrypt_file(path, target)),
+    "salvage": lambda tools, path, target: _rows(tools.salvage_file(path, target)),
+    "rekey": rekeyed,
+    "rekey in place": rekeyed_in_place,
+}
+
+
+def _rows(result: FileResult) -> int:
+    return int(pq.read_table(result.target).num_rows)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_no_reader_takes_more_pages_than_there_are_ordinals(pages: Pages, reader: str, tmp_path: Path) -> None:
+    target = tmp_path / "x.parquet"
+    assert READERS[reader](pages.keytools(), pages.file(MAX_COUNT), target) == MAX_COUNT
+    target.unlink(missing_ok=True)
+    with pytest.raises((FormatLimitError, ParquetFormatError, DecryptionError)) as refused:
+        READERS[reader](pages.keytools(), pages.file(WRAPPED), target)
+    if reader == "rekey in place":
+        assert target.read_bytes() == pages.file(WRAPPED).read_bytes()
+        target.unlink()
+    # `salvage` has no whole row group.
+    assert "more than 32767 pages" in str(refused.value) or reader == "salvage"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_ordinal_is_one(pages: Pages) -> None:
+    """The specification allows for one page more than other writers write; what it says holds for `verify`."""
+    report = pages.keytools().verify_file(pages.file(MAX_ORDINAL + 1))
+    assert {rule.rule.id for rule in report.rules if rule.outcome is Outcome.BROKEN} == {"no-prefix"}
+    report = pages.keytools().verify_file(pages.file(WRAPPED))
+    broken = {result.rule.id: result.findings for result in report.rules if result.outcome is Outcome.BROKEN}
+    (finding,) = broken.pop("ordinal-limit")
+    assert finding.message == "the chunk has more than 32768 data pages."
+    assert set(broken) == {"no-prefix"}
+
+
+def test_inspect_shows_no_page_after_the_last_ordinal(pages: Pages) -> None:
+    (chunk,) = pages.keytools().inspect_file(pages.file(WRAPPED)).chunks
+    ordinals = [module.page_ordinal for module in chunk.modules if module.page_ordinal is not None]
+    assert max(ordinals) == MAX_ORDINAL
