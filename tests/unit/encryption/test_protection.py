@@ -10,7 +10,13 @@ from parquet_keytools.encryption import protection
 from parquet_keytools.encryption.protection import ColumnEncryption, columns_of
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn
-from parquet_keytools.format.structs import ColumnChunk, ColumnCryptoMetaData, EncryptionWithColumnKey, RowGroup
+from parquet_keytools.format.structs import (
+    ColumnChunk,
+    ColumnCryptoMetaData,
+    EncryptionWithColumnKey,
+    EncryptionWithFooterKey,
+    RowGroup,
+)
 
 LEAF = LeafColumn(("list", "größe"), 0, 0)
 
@@ -116,3 +122,76 @@ def test_a_row_group_has_a_chunk_for_each_column(count: int) -> None:
         columns_of(
             (LEAF,), [RowGroup(), RowGroup()], [[ColumnChunk()], [ColumnChunk()] * count], is_encrypted=True
         )
+
+
+def with_footer_key() -> ColumnChunk:
+    crypto = ColumnCryptoMetaData()
+    crypto.encryption_with_footer_key = EncryptionWithFooterKey()
+    chunk = ColumnChunk()
+    chunk.crypto_metadata = crypto
+    return chunk
+
+
+def without_crypto_metadata() -> ColumnChunk:
+    chunk = ColumnChunk()
+    chunk.encrypted_column_metadata = b"module"
+    return chunk
+
+
+OTHER = LeafColumn(("other",), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (chunk_of(b"key"), chunk_of(b"another key")),
+        (chunk_of(b"key"), chunk_of(None)),
+        (chunk_of(b"key"), with_footer_key()),
+        (with_footer_key(), chunk_of(b"key")),
+        (chunk_of(b"key"), ColumnChunk()),
+        (ColumnChunk(), with_footer_key()),
+    ],
+)
+def test_a_column_is_encrypted_alike_in_every_row_group(before: ColumnChunk, after: ColumnChunk) -> None:
+    """Else readers that look at one row group would take another one for plaintext, or ask for another key."""
+    row_groups = [RowGroup() for _ in range(3)]
+    chunks = [[before, ColumnChunk()], [before, ColumnChunk()], [after, ColumnChunk()]]
+
+    assert len(columns_of((LEAF, OTHER), row_groups, [chunks[0]] * 3, is_encrypted=True)) == 2
+    with pytest.raises(ParquetFormatError, match=r"row group 2: column 'list\.größe' is encrypted in another way"):
+        columns_of((LEAF, OTHER), row_groups, chunks, is_encrypted=True)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_encrypted_metadata_says_with_which_key(count: int) -> None:
+    """Who removes the crypto metadata of a column must not have it pass for a column in plaintext."""
+    chunks = [[ColumnChunk()]] * count + [[without_crypto_metadata()]]
+    with pytest.raises(ParquetFormatError, match="does not say with which key") as caught:
+        columns_of((LEAF,), [RowGroup() for _ in chunks], chunks, is_encrypted=True)
+    assert caught.value.hint is not None and "restore the file" in caught.value.hint
+
+
+def test_crypto_metadata_names_one_key() -> None:
+    neither, both = ColumnChunk(), chunk_of(b"key")
+    neither.crypto_metadata = ColumnCryptoMetaData()
+    crypto = ColumnCryptoMetaData()
+    crypto.encryption_with_footer_key = EncryptionWithFooterKey()
+    crypto.encryption_with_column_key = both.crypto_metadata.encryption_with_column_key
+    both.crypto_metadata = crypto
+
+    for chunk in (neither, both):
+        assert "its crypto metadata is not valid" in found(chunk)
+
+
+def test_encrypted_columns_need_an_algorithm() -> None:
+    """Without it nobody would look for the signature."""
+    for chunk in (chunk_of(b"key"), with_footer_key()):
+        with pytest.raises(ParquetFormatError, match="the footer names no encryption algorithm") as caught:
+            columns_of((LEAF,), [RowGroup()], [[chunk]], is_encrypted=False)
+        assert caught.value.hint is not None and "was removed from the footer" in caught.value.hint
+
+
+def test_columns_of_a_file_without_row_groups_are_plaintext() -> None:
+    columns = columns_of((LEAF, OTHER), [], [], is_encrypted=True)
+    assert [(column.path, column.ordinal) for column in columns] == [(LEAF.path, 0), (OTHER.path, 1)]
+    assert {column.encryption for column in columns} == {ColumnEncryption.PLAINTEXT}
