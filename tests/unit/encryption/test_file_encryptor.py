@@ -16,6 +16,7 @@ import pytest
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypt_source, decrypted, encrypted
 from soak import SOAK
 
+from parquet_keytools.encryption import file_encryptor
 from parquet_keytools.encryption.file_decryptor import decrypt_columns
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source, rekey_source
@@ -25,6 +26,7 @@ from parquet_keytools.encryption.page_walk import walk_chunk
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import (
     AadPrefixError,
+    AlreadyEncryptedError,
     ColumnAccessDeniedError,
     ConfigurationError,
     DecryptionError,
@@ -285,6 +287,43 @@ def test_a_plaintext_file_is_not_decrypted_or_rekeyed() -> None:
         decrypt_source(MemorySource(data), MemorySink(), keys)
     with pytest.raises(NotEncryptedError, match="encrypt"):
         rekey_source(MemorySource(data), MemorySink(), keys, FileEncryption(SecretBytes.random(128)))
+
+
+@pytest.mark.parametrize("of", ["columns", "row groups"])
+def test_no_file_has_more_columns_or_row_groups_than_readers_count(
+    of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_encryptor, "MAX_COUNT", 5)
+
+    def data(count: int) -> bytes:
+        columns, row_groups = (count, 1) if of == "columns" else (1, count)
+        table = pa.table({f"c{number}": list(range(row_groups)) for number in range(columns)})
+        return _written(table, row_group_size=1)
+
+    encrypted(data(5), FileEncryption(SecretBytes.random(128)))
+    _refused(data(6), FileEncryption(SecretBytes.random(128)), FormatLimitError, "at most 5 of each")
+
+
+@pytest.mark.parametrize("plaintext_footer", [False, True])
+def test_an_encrypted_file_is_not_encrypted_again(plaintext_footer: bool) -> None:
+    keys, sink = NamedKeys(), MemorySink()
+    data = encrypted(_written(_table(10)), FileEncryption(keys.new(b"kf"), plaintext_footer=plaintext_footer))
+    with pytest.raises(AlreadyEncryptedError, match="encrypted already") as caught:
+        encrypt_source(MemorySource(data), sink, FileEncryption(keys.new(b"new")))
+    assert caught.value.hint is not None and "Use rekey" in caught.value.hint
+    assert sink.reserved_bytes is None
+
+
+def test_a_signed_file_without_encrypted_columns_says_where_its_pages_are() -> None:
+    """Its pages are shorter than those of its source, which were encrypted."""
+    keys, sink, table = NamedKeys(), MemorySink(), _table(100)
+    data = encrypted(_written(table, row_group_size=30), FileEncryption(keys.new(b"kf"), b"kf"))
+    encryption = FileEncryption(
+        keys.new(b"new"), b"new", unlisted_columns=ColumnEncryption.PLAINTEXT, plaintext_footer=True
+    )
+    rekey_source(MemorySource(data), sink, keys, encryption)
+    assert pq.read_table(io.BytesIO(sink.contents())).equals(table)
+    assert pq.read_table(io.BytesIO(decrypted(sink.contents(), keys))).equals(table)
 
 
 def test_columns_whose_keys_are_missing_are_named() -> None:

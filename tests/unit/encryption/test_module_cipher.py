@@ -126,6 +126,14 @@ def test_the_invocation_limit_holds() -> None:
     assert caught.value.hint is not None and "write more and smaller files" in caught.value.hint
 
 
+def test_a_signature_is_an_invocation() -> None:
+    cipher = ModuleCipher(_DEK, b"file", invocation_limit=2)
+    cipher.signed(b"footer")
+    cipher.signed(b"footer")
+    with pytest.raises(FormatLimitError, match="would encrypt 3 modules of a file"):
+        cipher.signed(b"footer")
+
+
 def test_the_invocation_limit_cannot_be_raised() -> None:
     cipher = ModuleCipher(_DEK, b"file", invocation_limit=2**40)
     cipher.reserve(2**32)

@@ -247,6 +247,44 @@ def test_a_table_can_refuse_what_would_be_lost(tmp_path: Path) -> None:
         assert tools.read_table(tmp_path / "x.parquet", table_name="shown").num_rows == 100
 
 
+def test_unknown_fields_are_left_out_of_no_footer_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a chunk, a row group, and the file: they are not in the encrypted metadata of a column."""
+    plain, target = tmp_path / "plain.parquet", tmp_path / "x.parquet"
+
+    def plant(where: str) -> None:
+        def change(footer: FileMetaData) -> None:
+            footer.key_value_metadata = None
+            for row_group in footer.row_groups:
+                del row_group.struct.fields[4]
+            row_group = footer.row_groups[0]
+            places = {"file": footer, "row group": row_group, "chunk": row_group.columns[0]}
+            if where in places:
+                places[where].struct.fields[_UNKNOWN_ID] = _TEXT
+
+        plain.write_bytes(with_footer(plain_bytes(), change))
+
+    plant("nowhere")
+    with keytools(plaintext_footer_key_values="refuse") as tools:
+        tools.encrypt_file(plain, target, table_name="shown")
+        # No key-value metadata comes to be, either.
+        assert pq.read_metadata(target).metadata is None
+        target.unlink()
+        for where in ("file", "row group", "chunk"):
+            plant(where)
+            with pytest.raises(VisibleMetadataError, match=rf"field {_UNKNOWN_ID}\b"):
+                tools.encrypt_file(plain, target, table_name="shown")
+            assert not target.exists()
+    with keytools() as tools:
+        for where in ("file", "row group", "chunk"):
+            caplog.clear()
+            plant(where)
+            tools.encrypt_file(plain, target, table_name="shown")
+            assert f"field {_UNKNOWN_ID}" in caplog.text, where
+            target.unlink()
+
+
 def test_keys_that_the_table_lists_stay(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"secret": ["a", "b"]}, index=pandas.RangeIndex(5, 7))
     data = pa.Table.from_pandas(frame).replace_schema_metadata(

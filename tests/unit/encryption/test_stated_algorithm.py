@@ -20,7 +20,7 @@ from parquet_keytools.encryption.page_walk import walk_chunk
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import DecryptionError
-from parquet_keytools.format.structs import FileCryptoMetaData
+from parquet_keytools.format.structs import FileCryptoMetaData, PageHeader
 
 GCM, CTR = Algorithm.AES_GCM_V1, Algorithm.AES_GCM_CTR_V1
 
@@ -211,14 +211,80 @@ def test_ctr_that_is_called_gcm_is_refused() -> None:
         pa.table({"a": [1], "b": ["x"], "c": [True]}),
         pa.table({"a": pa.nulls(5, pa.string()), "b": pa.nulls(5)}),
         pa.table({"a": [b""]}),
+        pa.table({"a": [[7] * 40, [7] * 40]}),
+        # V2 pages stay as they are where a codec makes them longer, and say so.
+        pa.table({"a": [bytes(range(256))]}),
     ],
-    ids=["no rows", "one row", "only nulls", "empty text"],
+    ids=["no rows", "one row", "only nulls", "empty text", "lists", "incompressible"],
 )
-def test_honest_files_with_tiny_pages_are_read(table: pa.Table, options: dict[str, Any]) -> None:
+def test_honest_files_with_few_values_are_read(table: pa.Table, options: dict[str, Any]) -> None:
     keys = NamedKeys()
     for dictionary in (True, False):
         data = sealed(written(table, use_dictionary=dictionary, **options), keys, CTR)
         assert pq.read_table(io.BytesIO(decrypted(data, keys))).equals(table)
+
+
+def test_a_page_that_its_codec_made_longer_is_read() -> None:
+    """By as many bytes as AES-GCM takes more than AES-CTR: what is compressed says nothing by its length."""
+    table = pa.table({"a": [True] * 56}, schema=pa.schema([pa.field("a", pa.bool_(), nullable=False)]))
+    data, keys = written(table, use_dictionary=False, compression="gzip"), NamedKeys()
+    column = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).column(0)
+    header, _ = PageHeader.read(data[column.data_page_offset :])
+    assert header.compressed_page_size == header.uncompressed_page_size + 16
+    assert pq.read_table(io.BytesIO(decrypted(sealed(data, keys, CTR), keys))).equals(table)
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "gzip"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_gcm_with_few_values_is_refused(compression: str, version: str) -> None:
+    """A dictionary page of no bytes too, which is as long as the framing."""
+    keys = NamedKeys()
+    tables = [{"a": [1]}, {"a": ["x"]}, {"a": pa.nulls(5, pa.string())}, {"a": [b""]}, {"a": [[7] * 40] * 2}]
+    for columns in tables:
+        for dictionary in (True, False):
+            table = pa.table(columns)
+            options = {"compression": compression, "data_page_version": version, "use_dictionary": dictionary}
+            data = swapped(sealed(written(table, **options), keys, GCM))
+            with pytest.raises(DecryptionError, match="states AES_GCM_CTR_V1"):
+                check_stated_algorithm(*opened(data, keys), {})
+
+
+def first_page(footer: Footer) -> int:
+    """Return where the header of a file's first page begins."""
+    metadata = footer.chunk_metadata(0, footer.columns[0], footer.cipher)
+    return metadata.dictionary_page_offset or metadata.data_page_offset
+
+
+def test_a_guess_that_is_right_for_one_page_does_not_hide_it() -> None:
+    """Snappy begins a short page with one known byte: one of 256 ciphertexts has it."""
+    keys = NamedKeys()
+    table = pa.table({"a": ["text " * 20], "b": ["text " * 20]})
+    data = bytearray(swapped(sealed(written(table, use_dictionary=False), keys, GCM)))
+    start = first_page(opened(bytes(data), keys)[1])
+    (header_length,) = struct.unpack_from("<I", data, start)
+    passed = 0
+    for value in range(256):
+        data[start + 4 + header_length + 16] = value
+        with pytest.raises(DecryptionError, match="is encrypted with AES-GCM") as caught:
+            check_stated_algorithm(*opened(bytes(data), keys), {})
+        passed += caught.value.column_ordinal == 1
+    assert passed >= 255
+
+
+def test_a_damaged_page_header_does_not_hide_it() -> None:
+    keys = NamedKeys()
+    data = bytearray(swapped(sealed(written(row_group_size=1_000), keys, GCM)))
+    data[first_page(opened(bytes(data), keys)[1]) + 20] ^= 1
+    with pytest.raises(DecryptionError, match="is encrypted with AES-GCM") as caught:
+        check_stated_algorithm(*opened(bytes(data), keys), {})
+    assert (caught.value.row_group_ordinal, caught.value.column_ordinal) == (0, 1)
+
+
+def test_one_damaged_page_header_does_not_make_an_honest_file_unreadable() -> None:
+    keys = NamedKeys()
+    data = bytearray(sealed(written(row_group_size=1_000), keys, CTR))
+    data[first_page(opened(bytes(data), keys)[1]) + 20] ^= 1
+    check_stated_algorithm(*opened(bytes(data), keys), {})
 
 
 def test_one_damaged_page_does_not_make_an_honest_file_unreadable() -> None:
