@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -32,6 +33,7 @@ with tempfile.TemporaryDirectory() as name:
         """
     )
 
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's workers are this Python, not any python3.
     builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
     builder = builder.config("spark.local.dir", name).config("spark.driver.host", "127.0.0.1")
     with warnings.catch_warnings():
