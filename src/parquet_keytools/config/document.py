@@ -192,7 +192,7 @@ class DocumentSource:
 
     Attributes:
         file: The YAML file as the caller named it, for error texts; None where there is none.
-        path: The same, absolute.
+        path: The same, absolute; None where other processes cannot read it, or not what it was: for pipes.
         folder: Where relative paths in the document start; absolute.
         lines: Path in the document to line, counted from 1.
         document: The document with `${NAME}` as written and `Redacted.SECRET` for secrets.

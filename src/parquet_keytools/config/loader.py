@@ -111,7 +111,7 @@ def _load(
     try:
         with Path(file).open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)
-            exposed_to = _exposed_to(os.fstat(stream.fileno()))
+            found = os.fstat(stream.fileno())
     except OSError as error:
         reason = {FileNotFoundError: "there is no such file.", IsADirectoryError: "this is a folder."}.get(
             type(error), f"the file cannot be read: {error.strerror}."
@@ -120,9 +120,20 @@ def _load(
     else:
         configuration = _parse(content, file, environment, kms)
         if configuration._source is not None:
-            configuration._source = replace(configuration._source, exposed_to=exposed_to)
+            configuration._source = replace(configuration._source, exposed_to=_exposed_to(found))
+            if not _can_be_read_again(file, found):
+                configuration._source = replace(configuration._source, path=None, folder=Path.cwd())
         return configuration
     raise unreadable
+
+
+_OF_ONE_PROCESS = tuple(map(Path, ("/dev/stdin", "/dev/fd", "/proc")))
+
+
+def _can_be_read_again(file: str | os.PathLike[str], found: os.stat_result) -> bool:
+    """Return whether other processes find in a file what was found: not in that of `<(command)` in a shell."""
+    path = Path(file).absolute()
+    return stat.S_ISREG(found.st_mode) and not any(path.is_relative_to(place) for place in _OF_ONE_PROCESS)
 
 
 def _exposed_to(found: os.stat_result) -> str:

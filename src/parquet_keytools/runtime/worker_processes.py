@@ -106,8 +106,10 @@ class WorkerProcesses(Generic[P, R]):
         calls_at_a_time: How many calls all of them make at a time; more of them wait.
 
     Args:
-        function: Is pickled once for each process, without secrets, with what it is bound to. What cannot be
-            pickled, such as a KMS client that was passed in, is called in this process.
+        function: Is pickled once for all processes, without secrets, with what it is bound to. A configuration is
+            handed over as it was read; a process reads it again where secrets stand in it, and environment
+            variables and files that it names in any case. What cannot be pickled, such as a KMS client that was
+            passed in, or a configuration with secrets that came from a pipe, is called in this process.
         files: How many files there are.
         processes: How many processes work; None takes as many as pay, and 1 this one alone.
         calls_at_a_time: How many calls each makes at a time.

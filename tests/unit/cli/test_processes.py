@@ -12,9 +12,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 from copying_program import PIDS
 from fsspec.implementations.dirfs import DirFileSystem
+from unit.cli.conftest import MASTER_KEYS, PROGRAM
 from vector_kit.breaches import breaking_vectors
 from vector_kit.write_kit import data_keys, place_vector
 
@@ -31,6 +34,8 @@ from parquet_keytools import Keytools, audit
 from parquet_keytools.conformance.report import data_set_document
 from parquet_keytools.conformance.verification import _MemberVerifier
 from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_file
 from parquet_keytools.runtime.worker_processes import WorkerProcesses
 from parquet_keytools.storage.locations import FileLocation, fsspec_of
 
@@ -219,6 +224,69 @@ def test_no_secret_is_pickled_and_what_cannot_be_stays_here(
     monkeypatch.setattr(subprocess, "Popen", None)
     for other in (in_document, passed_in):
         assert other.verify_folder(encrypted, processes=2).conforms
+
+
+@pytest.mark.parametrize(
+    ("place", "has_secrets"), [("/dev/fd/{}", True), ("/dev/fd/{}", False), ("/proc/self/fd/{}", True)]
+)
+def test_a_configuration_from_a_pipe_is_read_once(
+    run,
+    config: Path,
+    folder: Path,
+    tmp_path: Path,
+    place: str,
+    has_secrets: bool,
+    started: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `--config <(sops --decrypt config.yaml)` has it. Workers would find nothing there, or wait for ever."""
+    text = config.read_text()
+    if not has_secrets:
+        for name, key in MASTER_KEYS.items():
+            encoded = base64.b64encode(key).decode()
+            monkeypatch.setenv(f"KEY_{name}", encoded)
+            text = text.replace(encoded, f"'${{KEY_{name}}}'")
+    reading, writing = os.pipe()
+    os.write(writing, text.encode())
+    os.close(writing)
+    options = ("--config", place.format(reading), "--processes", 2)
+    done = run("encrypt", folder, tmp_path / "out", *options)
+    os.close(reading)
+    assert done.exit_code == 0, done.output
+    assert "Encrypted 3 files" in done.stdout
+    assert len(started) == (0 if has_secrets else 2)
+
+
+def test_a_configuration_from_a_named_pipe_is_read_once(
+    run, config: Path, folder: Path, tmp_path: Path, started: list[Any]
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(config.read_bytes(),), daemon=True)
+    writer.start()
+    done = run("encrypt", folder, tmp_path / "out", "--config", pipe, "--processes", 2)
+    assert done.exit_code == 0, done.output
+    assert "Encrypted 3 files" in done.stdout
+    assert not started
+    writer.join(60)
+
+
+def test_a_configuration_from_stdin_is_read_once(config: Path, folder: Path, tmp_path: Path) -> None:
+    """Also where that is a file: a worker has another stdin. Paths begin where the command was given."""
+    Path(tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "passphrase").touch(mode=0o600)
+    (tmp_path / "keys" / "passphrase").write_text("canary horse battery")
+    source = partial(passphrase_from_file, tmp_path / "keys" / "passphrase")
+    Keystore.create(tmp_path / "keys" / "keystore.json", source, scrypt_n=2**14).create_key("footer")
+    config.write_text(
+        "version: 1\nkms: {type: keystore, path: keys/keystore.json, passphrase_file: keys/passphrase}\n"
+        "tables: {people: {footer_key: footer, unlisted_columns: footer_key}}\n"
+    )
+    command = [*PROGRAM, "encrypt", str(folder), "out", "--config", "/dev/stdin", "--processes", "2"]
+    with config.open() as stdin:
+        done = subprocess.run(command, stdin=stdin, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Encrypted 3 files" in done.stdout
 
 
 def test_the_audit_log_has_each_use_of_a_key(
