@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spark_jvm import JAVA_OPTIONS
+from spark_jvm import JAVA_OPTIONS, remember_names
 
 MOST_SECONDS = 400
 JVM_SETTINGS = {
@@ -41,6 +41,7 @@ def start_jvm() -> None:
     """Start the JVM before a session does, whose settings would also be those of later ones."""
     from pyspark import SparkConf, SparkContext
 
+    remember_names()
     SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(JVM_SETTINGS.items())))
 
 

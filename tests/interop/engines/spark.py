@@ -14,7 +14,7 @@ from py4j.protocol import Py4JJavaError
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "services"))
 
-from spark_jvm import JAVA_OPTIONS
+from spark_jvm import JAVA_OPTIONS, remember_names
 
 from engines.ours import base64_keys, deks_of
 from engines.policy import EncryptedFile, Policy
@@ -57,6 +57,7 @@ def spark_session(folder: Path) -> Iterator[SparkSession]:
     """
     from pyspark.sql import SparkSession
 
+    remember_names()
     classes = folder / "classes"
     classes.mkdir()
     settings = {
