@@ -28,6 +28,7 @@ from parquet_keytools.config.yaml_document import MOST_BYTES, UnreadableYamlErro
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
 from parquet_keytools.kms.registry import client_class, is_known, known_names
+from parquet_keytools.runtime.home_folder import expanded
 
 
 def load_configuration(
@@ -36,7 +37,7 @@ def load_configuration(
     """Load a configuration from a YAML file.
 
     Args:
-        file: Its path.
+        file: Its path; `~` is the home folder, wherever the path comes from.
         environment: What `${NAME}` stands for; the environment of this process where it is not given.
         kms: The client that `Keytools` will be given: with it the configuration needs no `kms`.
 
@@ -109,7 +110,11 @@ def _load(
     file: str | os.PathLike[str], environment: Mapping[str, str], kms: KmsSettings | None = None
 ) -> Configuration:
     try:
-        with Path(file).open("rb") as stream:
+        file = expanded(file)
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{error.strerror}.", file=os.fspath(file)) from None
+    try:
+        with file.open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)
             found = os.fstat(stream.fileno())
     except OSError as error:
@@ -130,9 +135,9 @@ def _load(
 _OF_ONE_PROCESS = tuple(map(Path, ("/dev/stdin", "/dev/fd", "/proc")))
 
 
-def _can_be_read_again(file: str | os.PathLike[str], found: os.stat_result) -> bool:
+def _can_be_read_again(file: Path, found: os.stat_result) -> bool:
     """Return whether other processes find in a file what was found: not in that of `<(command)` in a shell."""
-    path = Path(file).absolute()
+    path = file.absolute()
     return stat.S_ISREG(found.st_mode) and not any(path.is_relative_to(place) for place in _OF_ONE_PROCESS)
 
 

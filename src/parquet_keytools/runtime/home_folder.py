@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 
-def expanded(path: str | Path) -> Path:
+def expanded(path: str | os.PathLike[str]) -> Path:
     """Return a path with a home folder in place of the `~` or `~user` that it begins with.
 
     As with a shell, `~name` is a name like any other where there is no such user.

@@ -16,6 +16,7 @@ from parquet_keytools.config.loader import load_configuration, restore_configura
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
+from parquet_keytools.runtime.home_folder import expanded
 
 
 def carried(configuration: Configuration) -> str:
@@ -73,7 +74,7 @@ def received_configuration(text: str, files_folder: Path) -> Configuration:
     """
     parts = json.loads(text)
     if "load" in parts:
-        return load_configuration(files_folder / parts["load"])
+        return load_configuration(files_folder / expanded(parts["load"]))
     return restore_configuration(
         DocumentSource(
             parts["file"],

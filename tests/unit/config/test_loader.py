@@ -681,3 +681,17 @@ def test_names_of_secrets_are_none(tmp_path: Path) -> None:
     path.chmod(0o644)
     configuration = load_configuration(path, environment={"KF": "MDEyMzQ1Njc4OTAxMjM0NQ=="})
     assert not [warning for warning in configuration.warnings if "secret" in warning]
+
+
+def test_a_path_may_begin_at_the_home_folder(tmp_path, monkeypatch):
+    """No shell expands that of an environment variable, or of `--config=~/x.yaml`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "flights.yaml").write_text(TABLE)
+    configuration = load_configuration("~/flights.yaml")
+    assert configuration.folder == tmp_path
+    with pytest.raises(ConfigurationError, match=rf"{tmp_path}/none\.yaml: there is no such file"):
+        load_configuration("~/none.yaml")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["no such user"])
+    with pytest.raises(ConfigurationError, match=r"~/flights\.yaml: this user has no home folder: set HOME"):
+        load_configuration("~/flights.yaml")

@@ -74,6 +74,12 @@ def test_one_of_sparks_files(file: Path, tmp_path: Path) -> None:
     assert received_configuration(carried_file(str(file)), Path("/")) == load_configuration(file)
 
 
+def test_a_file_in_the_home_folder(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment variable of Iceberg's client names it, and no shell has expanded that."""
+    monkeypatch.setenv("HOME", str(file.parent))
+    assert received_configuration(carried_file("~/c.yaml"), tmp_path / "elsewhere") == load_configuration(file)
+
+
 def test_identity_is_of_what_it_says_and_not_of_where_it_is(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(YAML)
