@@ -259,8 +259,10 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         source, target = self._moved(path1, path2)
         source.filesystem.copy_file(source.path, target.path)
 
-    def mv(self, path1: str, path2: str, **options: Any) -> None:
-        """Rename a file or folder as it is stored."""
+    def mv(
+        self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **options: Any
+    ) -> None:
+        """Rename a file or folder as it is stored, with all that is in it."""
         source, target = self._moved(path1, path2)
         source.filesystem.move(source.path, target.path)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import fsspec
 import pandas as pd
 import polars as pl
 import pyarrow as pa
@@ -25,6 +27,7 @@ from parquet_keytools.errors import (
     OutputError,
 )
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.view.file_system import KeytoolsFileSystem
 
 CANARY = "canary-of-a-secret-value"
 TABLE = pa.table(
@@ -151,6 +154,23 @@ def test_marks_are_written_and_what_tells_statistics_is_not(tmp_path: Path) -> N
     assert files_in(tmp_path) == [tmp_path / "_SUCCESS"]
     with pytest.raises(OutputError, match="statistics"):
         filesystem.open(str(tmp_path / "_metadata"), "wb")
+
+
+def test_methods_take_arguments_by_position_as_fsspec_has_them(tmp_path: Path) -> None:
+    for name, method in vars(KeytoolsFileSystem).items():
+        theirs = getattr(fsspec.AbstractFileSystem, name, None)
+        if name.startswith("_") or not inspect.isfunction(method) or theirs is None:
+            continue
+        names = [parameter.name for parameter in inspect.signature(theirs).parameters.values()]
+        assert [name for name in inspect.signature(method).parameters if name != "options"] == [
+            name for name in names if name != "kwargs"
+        ], name
+    keytools = tools()
+    filesystem = keytools.filesystem()
+    keytools.write_table(TABLE, tmp_path / "a" / "x.parquet")
+    filesystem.mv(str(tmp_path / "a"), str(tmp_path / "b"), True, None)
+    assert keytools.read_table(tmp_path / "b").num_rows == 100
+    assert files_in(tmp_path) == [tmp_path / "b" / "x.parquet"]
 
 
 def test_what_cannot_be_read_under_another_name_is_not_renamed(tmp_path: Path) -> None:
