@@ -167,6 +167,7 @@ def test_methods_take_arguments_by_position_as_fsspec_has_them(tmp_path: Path) -
         ], name
     keytools = tools()
     filesystem = keytools.filesystem()
+    (tmp_path / "a").mkdir()
     keytools.write_table(TABLE, tmp_path / "a" / "x.parquet")
     filesystem.mv(str(tmp_path / "a"), str(tmp_path / "b"), True, None)
     assert keytools.read_table(tmp_path / "b").num_rows == 100
