@@ -151,20 +151,32 @@ _FILES_AT_A_TIME = 16
 
 def _for_each(step: Callable[[T], None], items: Sequence[T]) -> None:
     """Do something with each of some items, many at a time; after an error no other one begins."""
-    failed = threading.Event()
+    left = iter(items)
+    lock = threading.Lock()
+    ended = threading.Event()
 
-    def one(item: T) -> None:
-        if failed.is_set():
-            return
+    def work(_: int) -> None:
+        # Threads take items by themselves: to hand over each of them, and its result, takes longer than a step.
         try:
-            step(item)
+            while not ended.is_set():
+                with lock:
+                    item = next(left, None)
+                if item is None:
+                    return
+                step(item)
         except BaseException:
-            failed.set()
+            ended.set()
             raise
 
-    with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
-        for _ in pool.map(one, items):
-            pass
+    threads = min(_FILES_AT_A_TIME, len(items))
+    if not threads:
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for _ in pool.map(work, range(threads)):
+                pass
+        finally:
+            ended.set()
 
 
 def _place(

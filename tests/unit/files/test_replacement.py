@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,16 @@ def test_after_an_error_no_other_one_begins() -> None:
     with pytest.raises(ValueError, match="0"):
         replacement._for_each(step, range(100_000))
     assert len(begun) < 1000
+
+
+def test_after_an_interruption_no_other_one_begins() -> None:
+    def step(number: int) -> None:
+        if number == 1000:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        # As many as would never end.
+        replacement._for_each(step, range(2**62))
 
 
 def test_a_data_set_in_memory(tmp_path: Path) -> None:
