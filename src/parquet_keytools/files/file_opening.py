@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,6 +37,10 @@ WantedColumns = Callable[[Sequence[FooterColumn]], Sequence[FooterColumn]]
 
 _CONCURRENT_FILES = 16
 """How many footers are read at a time; each takes two reads, which on an object store is mostly waiting."""
+
+_FAST_SECONDS = 0.001
+_MOST_SECONDS = 0.02
+"""Local footers are read one after another as long as they do not take longer than this: together, and each."""
 
 
 def open_files(
@@ -76,7 +81,7 @@ def open_files(
         KeytoolsError: A footer cannot be read; columns that cannot be are in `OpenedFile.denied`.
     """
     with ThreadPoolExecutor(min(_CONCURRENT_FILES, max(1, len(locations)))) as pool:
-        envelopes = list(pool.map(_read_envelope, locations))
+        envelopes = _read_envelopes(locations, pool)
         retrievers = [FileKeyRetriever(kms_keys, data_keys, location) for location in locations]
         for location, (envelope, _) in zip(locations, envelopes, strict=True):
             if envelope.mode is FooterMode.UNENCRYPTED and not allow_plaintext:
@@ -127,8 +132,27 @@ def open_files(
                 locations, footers, columns, retrievers, envelopes, strict=True
             )
         ]
-        list(pool.map(_check_algorithm, files))
+        stating_ctr = [opened for opened in files if opened.footer.algorithm is Algorithm.AES_GCM_CTR_V1]
+        list(pool.map(_check_algorithm, stating_ctr))
         return files
+
+
+def _read_envelopes(
+    locations: Sequence[FileLocation], pool: ThreadPoolExecutor
+) -> list[tuple[FooterEnvelope, VerifiedTail]]:
+    """Read the footers of files: on this thread if that is fast, else many at a time.
+
+    A footer on a local disk is read sooner than it is handed to another thread. A local path may lead to a server
+    nevertheless, and there it is mostly waiting.
+    """
+    envelopes: list[tuple[FooterEnvelope, VerifiedTail]] = []
+    if all(location.is_local for location in locations):
+        start = time.monotonic()
+        for location in locations:
+            envelopes.append(_read_envelope(location))
+            if time.monotonic() - start > _MOST_SECONDS + len(envelopes) * _FAST_SECONDS:
+                break
+    return envelopes + list(pool.map(_read_envelope, locations[len(envelopes) :]))
 
 
 def _read_envelope(location: FileLocation) -> tuple[FooterEnvelope, VerifiedTail]:
@@ -287,6 +311,5 @@ def _is_refused(opened: OpenedFile, column: FooterColumn, error: KeytoolsError, 
 
 def _check_algorithm(opened: OpenedFile) -> None:
     """Refuse a file that says AES-CTR and was written with AES-GCM; pyarrow would believe it."""
-    if opened.footer.algorithm is Algorithm.AES_GCM_CTR_V1:
-        with open_source(opened.location) as source, naming_place(opened.location, opened.footer.columns):
-            check_stated_algorithm(source, opened.footer, opened.deks)
+    with open_source(opened.location) as source, naming_place(opened.location, opened.footer.columns):
+        check_stated_algorithm(source, opened.footer, opened.deks)
