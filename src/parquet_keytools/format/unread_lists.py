@@ -212,30 +212,42 @@ def pass_chunks(
     modules = []
     all_crypto: list[bytes | None] = []
     for ordinal in range(count):
-        found = match_chunk(data, at)
-        if found is None:
-            return None
-        at = found.end()
-        crypto = None
-        module = 0
-        if found.lastindex == CRYPTO_GROUP:
-            crypto = known.get(ordinal)
-            if crypto is None or not startswith(crypto, at):
-                found = match_crypto(data, at)
-                if found is None:
-                    return None
-                after = found.end()
-                if found.lastindex:
-                    after = _end_of_text(data, after)
-                    if not startswith(_TWO_STOPS, after):
+        crypto = known.get(ordinal)
+        if crypto is not None and startswith(_NO_OFFSET, at) and startswith(crypto, at + len(_NO_OFFSET)):
+            # The expression would match as much; most chunks after the first row group are like this.
+            at += len(_NO_OFFSET) + len(crypto)
+        else:
+            found = match_chunk(data, at)
+            if found is None:
+                return None
+            at = found.end()
+            if found.lastindex != CRYPTO_GROUP:
+                crypto = None
+            else:
+                if crypto is None or not startswith(crypto, at):
+                    found = match_crypto(data, at)
+                    if found is None:
                         return None
-                    after += len(_TWO_STOPS)
-                crypto = known[ordinal] = data[at:after]
-            at += len(crypto)
-            if startswith(_ENCRYPTED, at):
-                after = _end_of_text(data, at + 1)
-                module = at + (2 if data[at + 1] < 0x80 else 3)
-                at = after
+                    after = found.end()
+                    if found.lastindex:
+                        after = _end_of_text(data, after)
+                        if not startswith(_TWO_STOPS, after):
+                            return None
+                        after += len(_TWO_STOPS)
+                    crypto = known[ordinal] = data[at:after]
+                at += len(crypto)
+        module = 0
+        if crypto is not None and startswith(_ENCRYPTED, at):
+            module = at + 2
+            if module >= end:
+                return None
+            length = data[at + 1]
+            if length > 0x7F:
+                if data[module] > 0x7F:
+                    return None
+                length = length & 0x7F | data[module] << 7
+                module += 1
+            at = module + length
         if at >= end or data[at]:
             return None
         at += 1
@@ -248,6 +260,8 @@ def pass_chunks(
 
 _I64, _BINARY, _STRUCT = WireType.I64, WireType.BINARY, WireType.STRUCT
 _AFTER_OFFSET = 0x6C
+_NO_OFFSET = b"\x26\x00\x6c"
+"""A chunk with the offset 0, as writers write it today, up to its crypto metadata."""
 _TWO_STOPS = b"\0\0"
 _ENCRYPTED = b"\x18"
 """The header of encrypted metadata, whose field follows that of crypto metadata."""
