@@ -22,16 +22,14 @@ from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
 from parquet_keytools.arrow.read_options import has_stand_ins
 from parquet_keytools.arrow.scan_start import called_by_arrow, is_thread_of_arrow, wait_for_start
 from parquet_keytools.encryption.aad import FOOTER_PLACE
-from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import ColumnAccessDeniedError, ParquetFormatError
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.format.column_selection import selected_footer
-from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, read_footer_bytes, with_trailer
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, with_trailer
 from parquet_keytools.format.generated_chunks import ChunkTemplate
-from parquet_keytools.format.structs import FileCryptoMetaData
 from parquet_keytools.runtime.process_end import share_with_arrow
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.view.page_cache import PageCache
@@ -127,7 +125,7 @@ class VerifiedHandler(DelegatingHandler):
             # Arrow opens a file more than once.
             redacted = self._redacted.get(path)
             if redacted is None:
-                redacted = redacted_footer(opened, verified)
+                redacted = redacted_footer(opened)
                 if len(self._redacted) >= _MOST_REDACTED:
                     self._redacted.clear()
                 self._redacted[path] = redacted
@@ -228,13 +226,13 @@ class RedactedFooter:
     data: bytes
 
 
-def redacted_footer(opened: OpenedFile, source: ByteSource) -> RedactedFooter:
+def redacted_footer(opened: OpenedFile) -> RedactedFooter:
     """Return what ends a file of which only some columns can be read."""
     footer = opened.footer
     footer_offset = footer.envelope.footer_offset
     chunks_offset = footer_offset + _GAP
     denied = [column.path if column.path in opened.denied else None for column in footer.columns]
-    types = [element.type for element in footer.metadata.schema[1:] if element.type is not None]
+    types = [leaf.physical_type for leaf in footer.leaves]
     key_values = shown_key_values(opened, {column.path[0] for column in footer.columns})
     metadata = selected_footer(footer.metadata, footer.leaves, None, None, key_values).metadata
 
@@ -249,19 +247,20 @@ def redacted_footer(opened: OpenedFile, source: ByteSource) -> RedactedFooter:
     metadata.row_groups = [
         row_group.with_chunks(redacted_chunks(row_group.num_rows)) for row_group in footer.row_groups
     ]
-    tail = _tail(footer, metadata.serialise(), source)
+    tail = _tail(opened, metadata.serialise())
     chunks_end = chunks_offset + len(footer.columns) * _CHUNK_LENGTH
     return RedactedFooter(range(chunks_offset, chunks_end), chunks_end + _GAP, tail)
 
 
-def _tail(footer: Footer, serialised: bytes, source: ByteSource) -> bytes:
+def _tail(opened: OpenedFile, serialised: bytes) -> bytes:
     """Return footer, length and magic; the footer encrypted or signed with its own key, in memory only."""
+    footer = opened.footer
     cipher = footer.cipher
     assert cipher is not None
     if footer.mode is FooterMode.ENCRYPTED_FOOTER:
-        stored = read_footer_bytes(source).data
-        _, end = FileCryptoMetaData.read(stored)
-        body = stored[:end] + cipher.encrypt(serialised, FOOTER_PLACE)
+        envelope = footer.envelope
+        crypto_metadata_length = envelope.footer_length - len(envelope.body)
+        body = envelope.tail[:crypto_metadata_length] + cipher.encrypt(serialised, FOOTER_PLACE)
         magic = MAGIC_ENCRYPTED_FOOTER
     else:
         body, magic = cipher.signed(serialised), MAGIC

@@ -19,6 +19,7 @@ from parquet_keytools.format.file_layout import (
     TRAILER_LENGTH,
     FooterBytes,
     unauthenticated_limit,
+    with_trailer,
 )
 from parquet_keytools.format.structs import ColumnChunk, FileCryptoMetaData, FileMetaData
 from parquet_keytools.format.thrift_values import WireType
@@ -55,7 +56,7 @@ def check_envelope(source: ByteSource, book: RuleBook) -> Envelope | None:
     # Some writers store fields empty that are not there.
     envelope = replace(envelope, aad_file_unique=envelope.aad_file_unique or None)
     if envelope.mode is not FooterMode.UNENCRYPTED:
-        _check_parameters(envelope, footer.data, book)
+        _check_parameters(envelope, bytes(footer.data), book)
     return envelope
 
 
@@ -76,8 +77,11 @@ def _footer_bytes(source: ByteSource, book: RuleBook) -> FooterBytes | None:
     message = f"{length} bytes do not fit into a file of {size} bytes."
     if not book.check("footer-length", length > 0 and offset >= MAGIC_LENGTH, message):
         return None
-    data = tail[offset - tail_offset : -TRAILER_LENGTH] if offset >= tail_offset else None
-    return FooterBytes(magic == MAGIC_ENCRYPTED_FOOTER, offset, data or bytes(source.read_at(offset, length)))
+    if offset >= tail_offset:
+        tail = tail[offset - tail_offset :]
+    else:
+        tail = with_trailer(bytes(source.read_at(offset, length)), magic)
+    return FooterBytes(magic == MAGIC_ENCRYPTED_FOOTER, offset, tail)
 
 
 def plaintext_metadata(envelope: Envelope, book: RuleBook, *, is_authentic: bool = False) -> FileMetaData | None:

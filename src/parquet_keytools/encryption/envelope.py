@@ -32,7 +32,8 @@ class Envelope:
         key_metadata: Of the key that encrypts or signs the footer, or None where the file carries none.
         footer_offset: Where the footer begins, in bytes; pages and indexes lie before it.
         footer_length: Of all that the footer's length covers, in bytes.
-        body: With an encrypted footer its module; with a plaintext footer the serialised footer as read.
+        body: With an encrypted footer its module; with a plaintext footer the serialised footer as read. A part of
+            `tail`.
         signature: What follows a plaintext footer.
         tail: The file from the footer on, as it was read. Who wants these bytes takes them from here: another read
             may return those of another file.
@@ -47,7 +48,7 @@ class Envelope:
     key_metadata: bytes | None
     footer_offset: int
     footer_length: int
-    body: bytes = field(repr=False)
+    body: memoryview = field(repr=False)
     signature: bytes = field(repr=False)
     tail: bytes = field(repr=False)
 
@@ -65,16 +66,17 @@ class Envelope:
             DraftFormatError: The file follows a draft of the encryption specification.
             ParquetFormatError: The footer is not what the format says.
         """
+        data = footer.data
         if footer.is_encrypted:
-            crypto, end = FileCryptoMetaData.read(footer.data)
+            crypto, end = FileCryptoMetaData.read(data)
             refuse_draft_crypto_metadata(crypto)
             algorithm, parameters = _algorithm_of(crypto.encryption_algorithm)
             mode, key_metadata = FooterMode.ENCRYPTED_FOOTER, crypto.key_metadata
-            body, signature = footer.data[end:], b""
+            body, signature = data[end:], b""
         else:
-            protection, end = read or FileMetaData.read_protection(footer.data)
+            protection, end = read or FileMetaData.read_protection(bytes(data))
             refuse_draft_footer(protection)
-            body, signature = footer.data[:end], footer.data[end:]
+            body, signature = data[:end], bytes(data[end:])
             key_metadata = protection.footer_signing_key_metadata
             mode, algorithm, parameters = FooterMode.UNENCRYPTED, None, Aes()
             stored = protection.encryption_algorithm
@@ -91,7 +93,7 @@ class Envelope:
             supply_aad_prefix=bool(parameters.supply_aad_prefix),
             key_metadata=key_metadata,
             footer_offset=footer.offset,
-            footer_length=len(footer.data),
+            footer_length=len(data),
             body=body,
             signature=signature,
             tail=footer.tail,

@@ -67,7 +67,8 @@ def read_plaintext_footer(source: ByteSource) -> Footer:
     read = None
     with naming_file(source.path):
         if not footer.is_encrypted:
-            read = FileMetaData.read(footer.data, max_memory=unauthenticated_limit(len(footer.data)))
+            data = footer.data
+            read = FileMetaData.read(data, max_memory=unauthenticated_limit(len(data)))
         envelope = FooterEnvelope.of(footer, source.path, read)
     if read is None or envelope.mode is not FooterMode.UNENCRYPTED:
         raise AlreadyEncryptedError(

@@ -163,7 +163,7 @@ class FooterEnvelope(Envelope):
             )
 
     def _footer_of(
-        self, data: bytes, cipher: ModuleCipher | None, file_aad: bytes, max_memory: int | None = None
+        self, data: bytes | memoryview, cipher: ModuleCipher | None, file_aad: bytes, max_memory: int | None = None
     ) -> Footer:
         with naming_file(self.path):
             metadata, _ = FileMetaData.read(data, max_memory=max_memory)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, NoReturn, Self
 
-from parquet_keytools.errors import DraftFormatError, ParquetFormatError
+from parquet_keytools.errors import DraftFormatError, FileChangedError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import (
     ColumnChunk,
@@ -53,17 +53,17 @@ class FooterBytes:
     Attributes:
         is_encrypted: Whether the magic is PARE: FileCryptoMetaData and an encrypted footer.
         offset: Where the footer begins, in bytes from the start of the file.
-        data: From there up to the footer's length, which is not included.
+        tail: The file from there on: the footer, its length, and the magic.
     """
 
     is_encrypted: bool
     offset: int
-    data: bytes
+    tail: bytes
 
     @property
-    def tail(self) -> bytes:
-        """The end of the file that was read here: the footer, its length, and the magic."""
-        return with_trailer(self.data, MAGIC_ENCRYPTED_FOOTER if self.is_encrypted else MAGIC)
+    def data(self) -> memoryview:
+        """The footer up to its length, which is not included. A view: footers of wide tables are megabytes."""
+        return memoryview(self.tail)[:-TRAILER_LENGTH]
 
 
 def with_trailer(footer: bytes, magic: bytes) -> bytes:
@@ -79,11 +79,13 @@ class LeafColumn:
         path: Names from below the root to the leaf.
         ordinal: Position among the leaves, which is that of its chunk in every row group.
         top_level_position: Position, among the children of the root, of the one it lies under.
+        physical_type: As the schema has it.
     """
 
     path: tuple[str, ...]
     ordinal: int
     top_level_position: int
+    physical_type: int
 
     @property
     def dotted_path(self) -> str:
@@ -96,33 +98,33 @@ def read_footer_bytes(source: ByteSource) -> FooterBytes:
 
     Raises:
         ParquetFormatError: The file is too short, or not a Parquet file, or its footer does not fit into it.
+        FileChangedError: It was replaced meanwhile.
     """
-    size = source.size_bytes
+    path, size = source.path, source.size_bytes
     if size < MAGIC_LENGTH + TRAILER_LENGTH:
-        raise ParquetFormatError(f"{size} bytes are too few for a Parquet file.", path=source.path)
+        raise ParquetFormatError(f"{size} bytes are too few for a Parquet file.", path=path)
     tail_offset = size - min(size, TAIL_LENGTH)
     tail = source.read_at(tail_offset, size - tail_offset)
     magic = bytes(tail[-MAGIC_LENGTH:])
     if magic not in (MAGIC, MAGIC_ENCRYPTED_FOOTER):
         raise ParquetFormatError(
-            "the file does not end with PAR1 or PARE: it is not a Parquet file, or was cut off.", path=source.path
+            "the file does not end with PAR1 or PARE: it is not a Parquet file, or was cut off.", path=path
         )
     head = tail[:MAGIC_LENGTH] if tail_offset == 0 else source.read_at(0, MAGIC_LENGTH)
     if bytes(head) != magic:
-        raise ParquetFormatError(
-            f"the file ends with {magic.decode()} but does not begin with it.", path=source.path
-        )
-    (length,) = struct.unpack("<I", tail[-TRAILER_LENGTH:-MAGIC_LENGTH])
-    end = size - TRAILER_LENGTH
-    offset = end - length
+        raise ParquetFormatError(f"the file ends with {magic.decode()} but does not begin with it.", path=path)
+    trailer = tail[-TRAILER_LENGTH:]
+    (length,) = struct.unpack("<I", trailer[:-MAGIC_LENGTH])
+    offset = size - TRAILER_LENGTH - length
     if length == 0 or offset < MAGIC_LENGTH:
         raise ParquetFormatError(
-            f"a footer of {length} bytes does not fit into a file of {size} bytes.", path=source.path
+            f"a footer of {length} bytes does not fit into a file of {size} bytes.", path=path
         )
-    data = tail[offset - tail_offset : end - tail_offset] if offset >= tail_offset else None
-    if data is None:
-        data = source.read_at(offset, length)
-    return FooterBytes(magic == MAGIC_ENCRYPTED_FOOTER, offset, bytes(data))
+    if offset < tail_offset:
+        tail, tail_offset = source.read_at(offset, length + TRAILER_LENGTH), offset
+        if tail[-TRAILER_LENGTH:] != trailer:
+            raise FileChangedError("the file was replaced meanwhile.", path=path, hint="Try again.")
+    return FooterBytes(magic == MAGIC_ENCRYPTED_FOOTER, offset, bytes(tail[offset - tail_offset :]))
 
 
 def unauthenticated_limit(length: int) -> int:
@@ -197,14 +199,14 @@ def leaf_columns(schema: list[SchemaElement]) -> tuple[LeafColumn, ...]:
                 raise ParquetFormatError(f"groups of the schema nest more than {MAX_SCHEMA_DEPTH} deep.")
             names.append(element.name)
             waiting.append(children)
-        elif element.type is not None:
+        elif (physical_type := element.type) is not None:
             path = (*names, element.name)
             paths_length += sum(map(len, path))
             if paths_length > MAX_PATHS_LENGTH:
                 raise ParquetFormatError(
                     f"the paths of the columns are longer than {MAX_PATHS_LENGTH} characters together."
                 )
-            leaves.append(LeafColumn(path, len(leaves), top_level_position))
+            leaves.append(LeafColumn(path, len(leaves), top_level_position, physical_type))
     if any(waiting):
         raise ParquetFormatError("a group of the schema has more children than elements follow.")
     return tuple(leaves)

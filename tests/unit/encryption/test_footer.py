@@ -242,8 +242,9 @@ def test_a_footer_is_sealed_by_its_own_cipher_alone(keys: NamedKeys, plaintext_f
     assert read_envelope(MemorySource(data)).is_sealed_by(cipher)
     assert not envelope.is_sealed_by(ModuleCipher(SecretBytes.random(128), cipher.file_aad))
     assert not envelope.is_sealed_by(ModuleCipher(keys.deks[b"kf"], cipher.file_aad + b"x"))
-    altered = replace(envelope, body=envelope.body[:-1] + bytes([envelope.body[-1] ^ 1]))
-    assert not altered.is_sealed_by(cipher)
+    altered = bytearray(envelope.body)
+    altered[-1] ^= 1
+    assert not replace(envelope, body=memoryview(altered)).is_sealed_by(cipher)
     # The same keys, written again: another file unique.
     again = encrypted(_plain(), _encryption(keys, plaintext_footer=plaintext_footer))
     assert not read_envelope(MemorySource(again)).is_sealed_by(cipher)

@@ -18,7 +18,7 @@ from parquet_keytools.format.structs import (
     RowGroup,
 )
 
-LEAF = LeafColumn(("list", "größe"), 0, 0)
+LEAF = LeafColumn(("list", "größe"), 0, 0, 6)
 
 
 def chunk_of(key_metadata: bytes | None, path: tuple[str, ...] = LEAF.path) -> ColumnChunk:
@@ -84,7 +84,9 @@ def test_crypto_metadata_of_another_column() -> None:
 @pytest.mark.parametrize("count", [32_768, 32_769])
 @pytest.mark.parametrize("of", ["columns", "row groups"])
 def test_there_are_no_more_columns_and_row_groups_than_ordinals(count: int, of: str) -> None:
-    leaves = tuple(LeafColumn((f"c{ordinal}",), ordinal, 0) for ordinal in range(count if of == "columns" else 1))
+    leaves = tuple(
+        LeafColumn((f"c{ordinal}",), ordinal, 0, 1) for ordinal in range(count if of == "columns" else 1)
+    )
     row_groups = [RowGroup() for _ in range(count if of == "row groups" else 1)]
     chunk = ColumnChunk()
     chunks = [[chunk] * len(leaves)] * len(row_groups)
@@ -138,7 +140,7 @@ def without_crypto_metadata() -> ColumnChunk:
     return chunk
 
 
-OTHER = LeafColumn(("other",), 1, 0)
+OTHER = LeafColumn(("other",), 1, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import time
 import pytest
 from memory_files import MemorySource
 
-from parquet_keytools.errors import DraftFormatError, ParquetFormatError
+from parquet_keytools.errors import DraftFormatError, FileChangedError, ParquetFormatError
 from parquet_keytools.format.file_layout import (
     TAIL_LENGTH,
     leaf_columns,
@@ -34,7 +34,7 @@ def _file(footer: bytes, *, body: bytes = b"", head: bytes = b"PAR1", tail: byte
 def test_a_footer_is_found_by_one_read_of_the_tail(magic: bytes) -> None:
     source = MemorySource(_file(b"footer", body=bytes(200_000), head=magic, tail=magic))
     footer = read_footer_bytes(source)
-    assert footer.data == b"footer"
+    assert bytes(footer.data) == b"footer"
     assert footer.offset == 4 + 200_000
     assert footer.is_encrypted == (magic == b"PARE")
     assert source.reads == [(source.size_bytes - TAIL_LENGTH, TAIL_LENGTH), (0, 4)]
@@ -43,8 +43,28 @@ def test_a_footer_is_found_by_one_read_of_the_tail(magic: bytes) -> None:
 def test_a_long_footer_takes_one_more_read() -> None:
     footer = bytes(range(256)) * 1_000
     source = MemorySource(_file(footer))
-    assert read_footer_bytes(source).data == footer
+    assert bytes(read_footer_bytes(source).data) == footer
     assert len(source.reads) == 3
+
+
+class ReplacedSource(MemorySource):
+    """A file in whose place there is another one of the same length, after its tail was read."""
+
+    def __init__(self, data: bytes, other: bytes) -> None:
+        assert len(data) == len(other)
+        super().__init__(data)
+        self._other = memoryview(other)
+
+    def read_at(self, offset: int, length: int) -> memoryview:
+        data = super().read_at(offset, length)
+        self.data = self._other
+        return data
+
+
+def test_a_file_that_is_replaced_between_these_reads() -> None:
+    source = ReplacedSource(_file(bytes(200_000), body=b"12345"), _file(bytes(200_005)))
+    with pytest.raises(FileChangedError, match="replaced"):
+        read_footer_bytes(source)
 
 
 @pytest.mark.parametrize(
