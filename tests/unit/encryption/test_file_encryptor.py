@@ -217,6 +217,39 @@ def test_a_plaintext_footer_shows_nothing_sensitive_of_encrypted_columns() -> No
         assert metadata.total_compressed_size > 0
 
 
+def test_the_footer_key_alone_shows_no_metadata_of_columns_with_other_keys() -> None:
+    keys = NamedKeys()
+    columns = {("a",): ColumnKey(keys.new(b"ka"), b"ka")}
+    table = pa.table({"a": ["CANARY"] * 10, "b": ["shown"] * 10})
+    data = encrypted(_written(table), FileEncryption(keys.new(b"kf"), b"kf", columns))
+    footer = read_footer(MemorySource(data), keys)
+    assert footer.chunks[0][0].meta_data is None
+    shown = footer.metadata.serialise()
+    assert b"CANARY" not in shown and b"shown" in shown
+
+
+@pytest.mark.parametrize("plaintext_footer", [False, True])
+def test_what_the_source_said_of_its_encryption_does_not_stay(plaintext_footer: bool) -> None:
+    """Readers would look for keys that the file no longer has, or take metadata that is out of date."""
+    keys, sink, table = NamedKeys(), MemorySink(), pa.table({"a": [1, 2], "b": ["x", "y"]})
+    columns = {("a",): ColumnKey(keys.new(b"ka"), b"ka"), ("b",): ColumnKey(keys.new(b"kb"), b"kb")}
+    old = FileEncryption(keys.new(b"kf"), b"kf", columns, plaintext_footer=plaintext_footer)
+    new = FileEncryption(keys.new(b"new"), b"new", {("b",): ColumnEncryption.PLAINTEXT})
+    rekey_source(MemorySource(encrypted(_written(table), old)), sink, keys, new)
+
+    footer = read_footer(MemorySource(sink.contents()), keys)
+    assert footer.metadata.encryption_algorithm is None
+    assert footer.metadata.footer_signing_key_metadata is None
+    for chunk in footer.chunks[0]:
+        assert chunk.encrypted_column_metadata is None
+        assert chunk.meta_data is not None
+    assert [column.encryption for column in footer.columns] == [
+        ColumnEncryption.FOOTER_KEY,
+        ColumnEncryption.PLAINTEXT,
+    ]
+    assert pq.read_table(io.BytesIO(decrypted(sink.contents(), keys))).equals(table)
+
+
 def test_row_groups_say_where_they_are_and_how_large() -> None:
     dek = SecretBytes.random(128)
     data = encrypted(_written(_table(), row_group_size=250), FileEncryption(dek))
@@ -273,6 +306,10 @@ def test_the_invocation_limit_is_checked_before_anything_is_written() -> None:
     _refused(data, FileEncryption(dek, columns=columns, invocation_limit=8), FormatLimitError, "no key")
     columns = {("a",): ColumnKey(SecretBytes.random(128), b"a")}
     assert encrypted(data, FileEncryption(dek, columns=columns, invocation_limit=5))
+    # Of a column with a key of its own the metadata is a module, too.
+    plaintext = ColumnEncryption.PLAINTEXT
+    encryption = FileEncryption(dek, columns=columns, unlisted_columns=plaintext, invocation_limit=4)
+    _refused(data, encryption, FormatLimitError, "would encrypt 5 modules")
 
 
 def test_a_key_for_a_column_that_is_not_there_is_refused() -> None:
