@@ -17,6 +17,7 @@ from memory_files import MemorySink, MemorySource, NamedKeys, decrypt_source, de
 from soak import SOAK
 
 from parquet_keytools.encryption import file_encryptor
+from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 from parquet_keytools.encryption.file_decryptor import decrypt_columns
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source, rekey_source
@@ -491,8 +492,16 @@ def _with_page_type(data: bytes, page: int, page_type: int) -> bytes:
 @pytest.mark.parametrize("page", [0, 3, 9])
 def test_index_pages_come_back(algorithm: Algorithm, page: int) -> None:
     data, keys = _with_page_type(_file_of_pages(10, 2), page, PageHeader.INDEX_PAGE), NamedKeys()
-    stored = encrypted(data, FileEncryption(keys.new(b"kf"), b"kf", algorithm=algorithm))
+    encryption = FileEncryption(keys.new(b"kf"), b"kf", algorithm=algorithm)
+    stored = encrypted(data, encryption)
     assert decrypted(stored, keys)[: 4 + 17 * 20] == data[: 4 + 17 * 20]
+    # Page ordinals count data pages alone.
+    cipher = ModuleCipher(encryption.footer_dek, encryption.file_aad)
+    length = 17 + 32 + (32 if algorithm is Algorithm.AES_GCM_V1 else 16)
+    for position in set(range(10)) - {page}:
+        start = 4 + length * position
+        place = ModulePlace(ModuleType.DATA_PAGE_HEADER, 0, 0, position - (position > page))
+        assert cipher.decrypt(stored[start : start + 17 + 32], place)
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)

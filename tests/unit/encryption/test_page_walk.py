@@ -9,13 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySource, encrypted
 
+from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 from parquet_keytools.encryption.chunk_pages import ChunkPages
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.encryption.module_cipher import ChunkCipher, ModuleCipher
 from parquet_keytools.encryption.page_walk import read_first_page, walk_chunk
 from parquet_keytools.encryption.protection import Algorithm
-from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.errors import DecryptionError, ParquetFormatError
+from parquet_keytools.format.structs import PageHeader
 from parquet_keytools.secret_bytes import SecretBytes
 
 DEK = SecretBytes(bytes(16))
@@ -85,3 +87,82 @@ def test_neither_does_the_first_page(algorithm: Algorithm) -> None:
         with pytest.raises(ParquetFormatError, match=what):
             read_first_page(chunk.source, chunk.start, end, chunk.cipher, expects_dictionary_page=True)
     assert read_first_page(chunk.source, chunk.start, page_end, chunk.cipher, expects_dictionary_page=True) == page
+
+
+DATA, DICTIONARY = PageHeader.DATA_PAGE, PageHeader.DICTIONARY_PAGE
+DATA_HEADER, DICTIONARY_HEADER = ModuleType.DATA_PAGE_HEADER, ModuleType.DICTIONARY_PAGE_HEADER
+
+
+def sealed(*pages: tuple[int, ModulePlace], stated_length: int = 32) -> tuple[MemorySource, ChunkCipher]:
+    """Return a chunk of pages of no bytes: the type that each header states, and the place it is encrypted for."""
+    cipher = ModuleCipher(DEK, b"file")
+    data = b""
+    for page_type, place in pages:
+        header = PageHeader()
+        header.type, header.uncompressed_page_size, header.compressed_page_size = page_type, 0, stated_length
+        data += cipher.encrypt(header.serialise(), place) + bytes(32)
+    return MemorySource(data, "x.parquet"), ChunkCipher(cipher, Algorithm.AES_GCM_V1, 0, 0)
+
+
+def walked(source: MemorySource, reader: ChunkCipher, *, expects_dictionary_page: bool = False) -> ChunkPages:
+    size = source.size_bytes
+    return walk_chunk(
+        source,
+        0,
+        size,
+        limit=size,
+        reader=reader,
+        writer=None,
+        expects_dictionary_page=expects_dictionary_page,
+    )
+
+
+@pytest.mark.parametrize("expects_dictionary_page", [False, True])
+@pytest.mark.parametrize("page_type", [DATA, DICTIONARY])
+def test_the_first_page_is_read_whatever_the_metadata_names(page_type: int, expects_dictionary_page: bool) -> None:
+    """Old writers leave the offset of a dictionary page out."""
+    first = (DATA, ModulePlace(DATA_HEADER, 0, 0, 0))
+    second = (DATA, ModulePlace(DATA_HEADER, 0, 0, 1))
+    if page_type == DICTIONARY:
+        first, second = (DICTIONARY, ModulePlace(DICTIONARY_HEADER, 0, 0)), first
+    source, reader = sealed(first, second)
+    pages = walked(source, reader, expects_dictionary_page=expects_dictionary_page)
+    assert (pages.count, pages.has_dictionary_page) == (2, page_type == DICTIONARY)
+    found = read_first_page(source, 0, source.size_bytes, reader, expects_dictionary_page=expects_dictionary_page)
+    assert found.header.type == page_type
+
+
+@pytest.mark.parametrize("place", [ModulePlace(DICTIONARY_HEADER, 0, 0), ModulePlace(DATA_HEADER, 0, 0, 0)])
+def test_a_page_has_the_aad_of_its_ordinal_alone(place: ModulePlace) -> None:
+    """A dictionary page, or a page that was there before, in the place of the second data page."""
+    page_type = DICTIONARY if place.module_type is DICTIONARY_HEADER else DATA
+    source, reader = sealed((DATA, ModulePlace(DATA_HEADER, 0, 0, 0)), (page_type, place))
+    with pytest.raises(DecryptionError, match="does not authenticate") as caught:
+        walked(source, reader)
+    assert (caught.value.module_type, caught.value.page_ordinal) == ("data page header", 1)
+
+
+@pytest.mark.parametrize(
+    ("page_type", "place"),
+    [(DICTIONARY, ModulePlace(DATA_HEADER, 0, 0, 0)), (DATA, ModulePlace(DICTIONARY_HEADER, 0, 0))],
+)
+def test_a_page_has_the_type_of_its_module(page_type: int, place: ModulePlace) -> None:
+    with pytest.raises(ParquetFormatError, match="its page type is not that of its module"):
+        walked(*sealed((page_type, place)))
+
+
+@pytest.mark.parametrize("stated_length", [0, 31])
+def test_an_encrypted_page_has_its_framing(stated_length: int) -> None:
+    place = ModulePlace(DATA_HEADER, 0, 0, 0)
+    with pytest.raises(ParquetFormatError, match=f"an encrypted page of {stated_length} bytes is too short"):
+        walked(*sealed((DATA, place), stated_length=stated_length))
+
+
+@pytest.mark.parametrize("length", [0, 27, 1_000])
+def test_an_encrypted_header_fits(length: int) -> None:
+    source, reader = sealed((DATA, ModulePlace(DATA_HEADER, 0, 0, 0)))
+    changed = length.to_bytes(4, "little") + bytes(source.data[4:])
+    with pytest.raises(ParquetFormatError, match=f"a module of {length + 4} bytes does not fit into its chunk"):
+        walked(MemorySource(changed), reader)
+    with pytest.raises(ParquetFormatError, match="byte 0: it goes on after its chunk"):
+        walked(MemorySource(changed[:3]), reader)
