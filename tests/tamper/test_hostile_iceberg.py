@@ -108,18 +108,18 @@ def test_what_is_no_file_is_not_read(lake: Lake, kind: str) -> None:
     assert "secret text" not in str(caught.value)
 
 
-def block(codec: str, records: int, data: bytes) -> bytes:
-    """Return one block of an Avro file."""
+def number(value: int) -> bytes:
+    """Return a positive number as Avro has it."""
+    out = bytearray()
+    value <<= 1
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
 
-    def number(value: int) -> bytes:
-        out = bytearray()
-        value <<= 1
-        while value >= 0x80:
-            out.append(value & 0x7F | 0x80)
-            value >>= 7
-        return bytes([*out, value])
 
-    return number(records) + number(len(data)) + data
+def string(text: str) -> bytes:
+    return number(len(text)) + text.encode("ascii")
 
 
 LIST = {"type": "record", "name": "manifest_file", "fields": [
@@ -128,12 +128,12 @@ LIST = {"type": "record", "name": "manifest_file", "fields": [
 ]}  # fmt: skip
 
 
-def avro(schema: dict[str, Any], codec: str, records: int, data: bytes) -> bytes:
-    """Return an Avro file with one block of any content."""
-    empty = io.BytesIO()
-    fastavro.writer(empty, schema, [], codec="null", sync_marker=b"s" * 16)
-    head = empty.getvalue().replace(b"\x08null", bytes([2 * len(codec)]) + codec.encode())
-    return head + block(codec, records, data) + b"s" * 16
+def avro(schema: dict[str, Any] | str, codec: str, records: int, data: bytes) -> bytes:
+    """Return an Avro file with one block of any content; its schema may come as JSON."""
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    header = number(2) + string("avro.schema") + string(text) + string("avro.codec") + string(codec) + number(0)
+    sync = b"s" * 16
+    return b"Obj\x01" + header + sync + number(records) + number(len(data)) + data + sync
 
 
 def deflated() -> bytes:
@@ -159,12 +159,14 @@ def with_list(items: Any) -> dict[str, Any]:
     return {**LIST, "fields": [*LIST["fields"], extra]}  # type: ignore[misc]
 
 
-def nested(depth: int) -> dict[str, Any]:
-    schema: Any = "string"
-    for number in range(depth):
-        field = {"name": "f", "type": schema, "field-id": number + 1000}
-        schema = {"type": "record", "name": f"r{number}", "fields": [field]}
-    return with_list(schema)
+def nested(depth: int) -> str:
+    """Return a schema as JSON: no depth may be too much for what makes it."""
+    marked = json.dumps(with_list("nested"))
+    records = (
+        f'{{"type": "record", "name": "r{n}", "fields": [{{"name": "f", "field-id": {n + 1000}, "type": '
+        for n in range(depth)
+    )
+    return marked.replace('"nested"', "".join(records) + '"string"' + "}]}" * depth)
 
 
 HUGE = b"\xfe\xff\xff\xff\xff\xff\xff\xff\x7f"
@@ -182,7 +184,8 @@ HOSTILE = {
     "a block beyond the end": lambda: avro(LIST, "null", 1, b"")[:-18] + b"\x02" + HUGE,
     "a cut block": lambda: avro(LIST, "deflate", 1, zlib.compress(b"\x02a\x02")[2:-6]),
     "no Avro at all": lambda: b"Obj\x01" + bytes(1000),
-    "deep nesting": lambda: avro(nested(300), "null", 1, b"\x02a\x02\0"),
+    "deep nesting": lambda: avro(nested(3_000), "null", 1, b"\x02a\x02\0"),
+    "deepest nesting": lambda: avro(nested(30_000), "null", 1, b"\x02a\x02\0"),
 }
 
 

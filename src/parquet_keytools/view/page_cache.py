@@ -17,8 +17,19 @@ KEPT_BYTES = 128 * 1024 * 1024
 _SMALLEST = 128 * 1024
 """Below that, the allocator of C keeps memory itself."""
 
-_NOT_SHARED = 3
-"""References to bytes that only their buffer has: its own, a local variable, and the argument of `getrefcount`."""
+
+class _Buffer(io.BytesIO):
+    def __del__(self) -> None:
+        """Close nothing: if parts of a view outlive a failed read, Python 3.13 says on stderr that it cannot."""
+
+
+def _references_to_content(buffer: _Buffer) -> int:
+    content = buffer.getvalue()
+    return sys.getrefcount(content)
+
+
+_NOT_SHARED = _references_to_content(_Buffer(bytes(2)))
+"""References to bytes that only their buffer has; in Python 3.14 local variables have none."""
 
 CACHE_BYTES = 64 * 1024 * 1024
 """How much the pages in a cache may take, in bytes."""
@@ -39,7 +50,7 @@ class ReadBuffers:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
-        self._kept: list[io.BytesIO] = []
+        self._kept: list[_Buffer] = []
         self._lock = ForkSafeLock()
 
     def filled(self, length: int, fill: Callable[[memoryview], None]) -> bytes:
@@ -49,7 +60,7 @@ class ReadBuffers:
             length: How many.
             fill: Writes each of them: what is there before is of another read.
         """
-        buffer = self._taken(length) if length >= _SMALLEST else io.BytesIO(bytes(length))
+        buffer = self._taken(length) if length >= _SMALLEST else _Buffer(bytes(length))
         with buffer.getbuffer() as out:
             fill(out)
         data = buffer.getvalue()
@@ -57,16 +68,14 @@ class ReadBuffers:
             self._keep(buffer)
         return data
 
-    def _taken(self, length: int) -> io.BytesIO:
+    def _taken(self, length: int) -> _Buffer:
         with self._lock:
             free = []
             for position, buffer in enumerate(self._kept):
-                data = buffer.getvalue()
-                if sys.getrefcount(data) == _NOT_SHARED:
-                    free.append((abs(len(data) - length), position))
-                del data
+                if _references_to_content(buffer) == _NOT_SHARED:
+                    free.append((abs(_length(buffer) - length), position))
             if not free:
-                return io.BytesIO(bytes(length))
+                return _Buffer(bytes(length))
             buffer = self._kept.pop(min(free, key=itemgetter(0))[1])
         buffer.truncate(length)
         if _length(buffer) < length:
@@ -74,7 +83,7 @@ class ReadBuffers:
             buffer.write(b"\0")
         return buffer
 
-    def _keep(self, buffer: io.BytesIO) -> None:
+    def _keep(self, buffer: _Buffer) -> None:
         with self._lock:
             self._kept.append(buffer)
             held = sum(map(_length, self._kept))
@@ -82,7 +91,7 @@ class ReadBuffers:
                 held -= _length(self._kept.pop(0))
 
 
-def _length(buffer: io.BytesIO) -> int:
+def _length(buffer: _Buffer) -> int:
     return buffer.seek(0, io.SEEK_END)
 
 
