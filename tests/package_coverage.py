@@ -1,7 +1,8 @@
 """Which lines and branches of the package the tests reach: `--coverage`.
 
-SlipCover marks lines and branches when Python compiles a source file, so that measuring costs a few percent; where
-coverage.py traces, before Python 3.14, parsers take four times as long. Child processes are not measured.
+SlipCover names lines and branches when Python compiles a source file. Python 3.12 reports each of them once; for
+Python 3.11, `coverage_marks` marks them. Where coverage.py traces, before Python 3.14, parsers take four times as
+long. Child processes are not measured.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from coverage_marks import Label
     from slipcover import Slipcover
 
 PACKAGE = "parquet_keytools"
@@ -39,6 +41,11 @@ LEAST_PERCENT = 92
 """A run of all tests fails below it."""
 
 LISTED_BELOW_PERCENT = 85
+
+_MARKING = b"".join(
+    Path(__file__).with_name(name).read_bytes() for name in ("coverage_marks.py", Path(__file__).name)
+)
+"""How source files are compiled: when it changes, those that are kept are compiled again."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,11 +73,11 @@ class _Coverage:
         if early:
             raise pytest.UsageError(f"coverage cannot be measured: imported before it began: {early}")
         self._config = config
-        # Marks stay in what was compiled (-1): to replace the code of functions while threads run is not safe.
-        self._marks = Slipcover(branch=True, d_miss_threshold=-1, exclude_also=NO_STATEMENTS)
+        self._marks = Slipcover(branch=True, exclude_also=NO_STATEMENTS)
         self._of_workers: list[dict[str, Any]] = []
         self._sum: dict[str, Any] = {}
-        sys.meta_path.insert(0, _Finder(self._marks))  # type: ignore[arg-type]
+        self._finder = _Finder(self._marks)
+        sys.meta_path.insert(0, self._finder)  # type: ignore[arg-type]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -80,6 +87,10 @@ class _Coverage:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Hand over what was measured here, or judge the sum."""
+        for path, labels, seen in self._finder.marked:
+            self._marks.all_seen[path].update(
+                label for label, mark in zip(labels, seen, strict=True) if mark is not None
+            )
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput["coverage"] = json.dumps(self._marks.get_coverage())
             return
@@ -130,7 +141,9 @@ class _Finder:
     """Finds the package's source files before anything else does."""
 
     def __init__(self, marks: Slipcover) -> None:
-        self._marks = marks
+        self.marks = marks
+        self.marked: list[tuple[str, list[Label], list[int | None]]] = []
+        """Of each source file that is imported: what its marks stand for, and the marks."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -139,7 +152,7 @@ class _Finder:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec and isinstance(spec.loader, SourceFileLoader) and not spec.loader.path.endswith(OMITTED):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path, self._marks)
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, self)
             return spec
         return None
 
@@ -147,35 +160,50 @@ class _Finder:
 class _Loader(SourceFileLoader):
     """Compiles with marks."""
 
-    def __init__(self, name: str, path: str, marks: Slipcover) -> None:
+    def __init__(self, name: str, path: str, finder: _Finder) -> None:
         super().__init__(name, path)
-        self._marks = marks
+        self._finder = finder
 
-    def get_code(self, fullname: str) -> CodeType:
-        code = _branches_marked(self.get_filename(fullname), self._marks)
-        # As a part of other code: its lines and branches are known already.
-        marked: CodeType = self._marks.instrument(code, parent=code)
-        return marked
+    def exec_module(self, module: ModuleType) -> None:
+        path, marks = self.path, self._finder.marks
+        code, labels = _branches_marked(path, marks)
+        if sys.version_info >= (3, 12):
+            # As a part of other code: its lines and branches are known already.
+            marks.instrument(code, parent=code)
+        else:
+            from coverage_marks import LIST
+
+            seen: list[int | None] = [None] * len(labels)
+            self._finder.marked.append((path, labels, seen))
+            vars(module)[LIST] = seen
+        exec(code, vars(module))
 
 
-def _branches_marked(path: str, marks: Slipcover) -> CodeType:
+def _branches_marked(path: str, marks: Slipcover) -> tuple[CodeType, list[Label]]:
     """Return the code of a source file with its branches marked, and add its lines and branches to `marks`.
 
-    Each process of the tests needs all files, which takes seconds: they are kept beside what Python compiles.
+    Before Python 3.12 its lines are marked, too, and what the marks stand for is returned. Each process of the
+    tests needs all files, which takes seconds: they are kept beside what Python compiles.
     """
     import slipcover
     from slipcover.branch import preinstrument
 
     source = Path(path).read_bytes()
-    made_from = (slipcover.__version__, path, sha256(source).digest())
+    made_from = (slipcover.__version__, path, sha256(source + _MARKING).digest())
     kept = Path(cache_from_source(path, optimization="branches"))
     found: Any = ()
     with suppress(OSError, EOFError, ValueError, TypeError):
         found = marshal.loads(kept.read_bytes())
     if found[:1] != (made_from,):
         code = compile(preinstrument(ast.parse(source)), path, "exec", dont_inherit=True)
-        found = (made_from, code, set(marks.lines_from_code(code)), set(marks.branches_from_code(code)))
+        lines, branches = set(marks.lines_from_code(code)), set(marks.branches_from_code(code))
+        labels: list[Label] = []
+        if sys.version_info < (3, 12):
+            from coverage_marks import marked
+
+            code = marked(code, labels)
+        found = (made_from, code, labels, lines, branches)
         if not sys.dont_write_bytecode:
             SourceFileLoader("", path).set_data(str(kept), marshal.dumps(found))
-    _, code, marks.code_lines[path], marks.code_branches[path] = found
-    return code
+    _, code, labels, marks.code_lines[path], marks.code_branches[path] = found
+    return code, labels
