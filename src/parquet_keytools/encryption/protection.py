@@ -153,6 +153,8 @@ def _usual_column_of(leaf: LeafColumn, crypto: bytes | None) -> FooterColumn | N
     """Return how a column is encrypted, by the crypto metadata of a chunk; None where that has to be parsed."""
     if crypto is None:
         return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None)
+    if crypto == _WITH_FOOTER_KEY:
+        return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.FOOTER_KEY, None)
     key_metadata = _usual_key_metadata(_STRUCT + crypto, leaf.path)
     if key_metadata is None:
         return None
@@ -205,6 +207,8 @@ def _usual_key_metadata(written: bytes, path: tuple[str, ...]) -> bytes | None:
 
 _STRUCT = bytes((WireType.STRUCT,))
 _TWO_STOPS = b"\0\0"
+_WITH_FOOTER_KEY = b"\x1c" + _TWO_STOPS
+"""Crypto metadata of a column with the footer key: a struct without fields as field 1, and nothing else."""
 """The ends of the structs that key metadata is in."""
 
 

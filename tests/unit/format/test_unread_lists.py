@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import io
+from typing import NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from memory_files import NamedKeys, encrypted
+from memory_files import MemorySource, NamedKeys, encrypted
 
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption, KeyChoice
+from parquet_keytools.encryption.footer import read_footer
 from parquet_keytools.encryption.protection import ColumnEncryption, leaves_of
 from parquet_keytools.format import thrift_skim
 from parquet_keytools.format.file_layout import leaf_columns
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.format.thrift_compact import read_struct, write_struct
 from parquet_keytools.format.thrift_values import ThriftList, WireType, write_value
-from parquet_keytools.format.unread_lists import UnreadList
+from parquet_keytools.format.unread_lists import UnreadChunks, UnreadList
 
 LONG = b"k" * 300
 
@@ -126,6 +128,27 @@ def test_chunks_in_place_of_others(is_looked_at: bool) -> None:
         key: value for key, value in own.fields.items() if key != 1
     }
     assert len(row_group.columns) == 3
+
+
+def test_how_usual_columns_are_encrypted_is_known_without_reading_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns: dict[tuple[str, ...], KeyChoice] = {("a",): ColumnEncryption.PLAINTEXT}
+    sink = io.BytesIO()
+    pq.write_table(pa.table({name: list(range(30)) for name in "abc"}), sink, row_group_size=10)
+    keys = NamedKeys()
+    columns["b",] = ColumnKey(keys.new(b"kb"), b"kb")
+    data = encrypted(sink.getvalue(), FileEncryption(keys.new(b"kf"), b"kf", columns))
+
+    def refused(*_: object) -> NoReturn:
+        pytest.fail("a chunk was read")
+
+    monkeypatch.setattr(UnreadChunks, "chunk", refused)
+    monkeypatch.setattr(UnreadChunks, "_read", refused)
+    footer = read_footer(MemorySource(data), keys)
+    assert [(column.encryption, column.key_metadata) for column in footer.columns] == [
+        (ColumnEncryption.PLAINTEXT, None),
+        (ColumnEncryption.COLUMN_KEY, b"kb"),
+        (ColumnEncryption.FOOTER_KEY, None),
+    ]
 
 
 def test_lists_that_are_known_are_told_from_those_that_only_begin_like_them() -> None:
