@@ -326,9 +326,8 @@ class Footer:
             DecryptionError: It does not authenticate.
             ParquetFormatError: It is missing, or not what the format says, or that of another column.
         """
-        held = self.held_metadata.get((row_group_ordinal, column.ordinal))
-        if held is not None:
-            return held
+        if self.held_metadata and (row_group_ordinal, column.ordinal) in self.held_metadata:
+            return self.held_metadata[row_group_ordinal, column.ordinal]
         unread = self.row_groups[row_group_ordinal].unread_chunks if self.read_chunks is None else None
         module = None if unread is None or cipher is None else unread.module(column.ordinal)
         if module is None:

@@ -146,8 +146,13 @@ class ColumnMetaData(Record):
 
     def has_path(self, path: tuple[str, ...], written: bytes) -> bool:
         """Return whether it is the metadata of a column with this path, whose `path_bytes` are given."""
-        own = self.struct.entry_bytes(type(self).path_in_schema.field_id)
-        return own == (WireType.LIST, written) or tuple(self.path_in_schema) == path
+        own = self.struct.entry_bytes(_PATH_IN_SCHEMA)
+        return own == (_LIST, written) or tuple(self.path_in_schema) == path
+
+
+# Looked up for each chunk of a file; with Python 3.11 that takes as long as a call.
+_PATH_IN_SCHEMA = ColumnMetaData.path_in_schema.field_id
+_LIST = WireType.LIST
 
 
 class ColumnChunk(Record):

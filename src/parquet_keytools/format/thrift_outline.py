@@ -225,7 +225,9 @@ class UnreadStruct(Struct):
                 changed = changes[field_id]
                 if changed is None:
                     continue
-                wire_type, value = changed[0], write_value(*changed)
+                wire_type, value = changed
+                if wire_type is not _STRUCT or type(value) is not bytes:
+                    value = write_value(wire_type, value)
             else:
                 wire_type, start, end, _ = spans[field_id]
                 value = data[start:end]
