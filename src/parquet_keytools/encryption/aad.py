@@ -49,6 +49,9 @@ _CHOSEN_BY_VALUES = (ModuleType.DATA_PAGE, ModuleType.DICTIONARY_PAGE)
 """Modules whose bytes are those of values; whoever has values written chooses them."""
 
 
+_OTHERS_THAN_FOOTERS = tuple(ModuleType)[1:]
+
+
 def module_behind(prefix: bytes, file_unique: bytes) -> ModuleType | None:
     """Return the type of the module whose AAD makes that of a footer; None where none does.
 
@@ -66,7 +69,7 @@ def module_behind(prefix: bytes, file_unique: bytes) -> ModuleType | None:
         file_unique: As the file stores it.
     """
     behind = file_unique[FILE_UNIQUE_LENGTH_BYTES:]
-    for module_type in list(ModuleType)[1:]:
+    for module_type in _OTHERS_THAN_FOOTERS if behind else ():
         if len(behind) == _length_behind(module_type) and behind[0] == module_type:
             return module_type
     if not prefix and len(file_unique) == FILE_UNIQUE_LENGTH_BYTES:

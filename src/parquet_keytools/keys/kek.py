@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from parquet_keytools import telemetry
 from parquet_keytools.errors import KeyMaterialError, KmsError
 from parquet_keytools.keys.key_material import KEK_ID_LENGTH_BYTES, KeyMaterial, decode_base64
-from parquet_keytools.kms.aes_key_wrap import ADDED_LENGTH, unwrap_bytes, wrap_key
+from parquet_keytools.kms.aes_key_wrap import ADDED_LENGTH, unwrap_bytes, wrap_by
 from parquet_keytools.runtime.fork_safety import ForkSafeLock, OwnerProcess
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -38,7 +38,7 @@ class Kek:
 
     def wrap_dek(self, dek: SecretBytes) -> str:
         """Return base64 of nonce, ciphertext and tag."""
-        return wrap_key(self.key, dek, self.kek_id)
+        return wrap_by(self._cipher, dek, self.kek_id)
 
     def unwrap_dek(self, wrapped_dek: str) -> SecretBytes:
         """Return the DEK.

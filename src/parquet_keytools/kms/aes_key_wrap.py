@@ -17,8 +17,13 @@ ADDED_LENGTH = _NONCE_LENGTH + 16
 
 def wrap_key(wrapping_key: SecretBytes, key: SecretBytes, aad: bytes) -> str:
     """Return base64 of nonce (12 bytes), ciphertext and tag (16 bytes)."""
+    return wrap_by(AESGCM(wrapping_key.reveal()), key, aad)
+
+
+def wrap_by(cipher: AESGCM, key: SecretBytes, aad: bytes) -> str:
+    """Do the same where the cipher of the wrapping key is at hand."""
     nonce = secrets.token_bytes(_NONCE_LENGTH)
-    return strict_base64.encode(nonce + AESGCM(wrapping_key.reveal()).encrypt(nonce, key.reveal(), aad))
+    return strict_base64.encode(nonce + cipher.encrypt(nonce, key.reveal(), aad))
 
 
 def unwrap_key(wrapping_key: SecretBytes, wrapped_key: str, aad: bytes) -> SecretBytes:
