@@ -4,7 +4,7 @@
 
 encrypts, verifies, decrypts, re-keys and rotates folders of files of 20 columns and 100 rows by the command line,
 with one process and with several in turn. Prints medians of seconds by the clock and of the processor, those of
-worker processes and the start of the command included. `rotate` and `rekey --in-place` have one process.
+worker processes and the start of the command included. `rotate` has one process.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def one_round(folder: Path, config: Path, processes: int) -> dict[str, tuple[flo
     )
     if processes == 1:
         found["rotate"] = seconds(["rotate", encrypted, "--config", config, "--new-keks"], environment)
-        found["rekey --in-place"] = seconds(["rekey", encrypted, "--in-place", "--config", config], environment)
+    in_place = ["rekey", encrypted, "--in-place", "--config", config, "--processes", processes]
+    found["rekey --in-place"] = seconds(in_place, environment)
     for path in (encrypted, other):
         shutil.rmtree(path)
     return found

@@ -197,6 +197,7 @@ def rekey_command(
                 "aad_prefix": aad_prefix,
                 "verify": verify is not False,
                 "journal": journal,
+                "processes": processes,
             }
             _in_place(keytools, source, options, as_json=as_json)
             return
@@ -252,7 +253,11 @@ def _in_place(keytools: Keytools, source: str, options: dict[str, Any], *, as_js
 
             with saying_what_was_done(again) as done:
                 report = keytools.rekey_in_place(
-                    location, keep_results=False, on_file=on_file, on_progress=progress.advance, **options
+                    location,
+                    keep_results=False,
+                    on_file=on_file,
+                    on_progress=None if is_folder else progress.advance,
+                    **options,
                 )
         document.end(rekeyed_summary(report))
     say_failures([(file.path, file.error) for file in report.failures if file.error is not None])

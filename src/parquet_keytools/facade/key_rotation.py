@@ -41,6 +41,7 @@ class KeyRotation(Configured):
         keep_results: bool = True,
         on_file: OnFile | None = None,
         on_progress: conversion.Progress | None = None,
+        processes: int | None = 1,
     ) -> RotationReport:
         """Encrypt a file, or all files under a folder, with new data keys, each in its place.
 
@@ -61,6 +62,9 @@ class KeyRotation(Configured):
             keep_results: Whether the report has all files, or only those that failed.
             on_file: Called with what became of each file.
             on_progress: Called with the number of bytes after each write, by any thread.
+            processes: How many processes share the small files; None takes as many as pay. More than one need
+                a `Keytools` that can be pickled, and files on a file system of Arrow; otherwise this process does
+                all.
 
         Raises:
             FileNotFoundError: There is no such file or folder.
@@ -80,6 +84,7 @@ class KeyRotation(Configured):
             keep_results=keep_results,
             on_file=on_file,
             on_progress=on_progress,
+            processes=processes,
         )
         return rekeying.rekey_data_set(
             self._keys, (new_keytools or self)._keys, FileLocation.resolve(path, filesystem), request

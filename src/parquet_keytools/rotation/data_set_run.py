@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from parquet_keytools import audit
 from parquet_keytools.errors import (
@@ -22,11 +23,12 @@ from parquet_keytools.errors import (
 from parquet_keytools.rotation.journal import Journal
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.tail import changed_while_rotated
+from parquet_keytools.runtime.worker_processes import FILES_PER_PROCESS, MOST_PROCESSES
 from parquet_keytools.storage.failures import naming_left_behind, storage_failure
 from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation, folder_path, real_location
 from parquet_keytools.storage.locks import exclusive_folder
-from parquet_keytools.storage.walk import LeftOut, ParquetFile, Unseen, data_set
+from parquet_keytools.storage.walk import Entry, LeftOut, ParquetFile, Unseen, data_set
 
 CONCURRENT_FILES = 8
 ATTEMPTS = 3
@@ -62,9 +64,28 @@ class RunOptions:
     raises_failures: bool = False
 
 
-class FileChange(Protocol):
-    """What a run does with files: it re-wraps their keys, rekeys them, or puts old keys back."""
+SMALL_BYTES = 4 << 20
+"""Larger files are changed by the process of the run: they keep its threads busy."""
 
+
+class FileChange(ABC):
+    """What a run does with files: it re-wraps their keys, rekeys them, or puts old keys back.
+
+    Attributes:
+        processes: How many processes do it to small files; None takes as many as pay.
+    """
+
+    processes: int | None = 1
+
+    def spread(self, files: int) -> contextlib.AbstractContextManager[object]:
+        """Have several processes work within the block, if so many small files are worth it.
+
+        Args:
+            files: How many there are; of very many, those that were counted.
+        """
+        return contextlib.nullcontext()
+
+    @abstractmethod
     def change(
         self, pool: Executor, locations: Iterator[FileLocation], locked_folder: str | None
     ) -> Iterator[tuple[FileLocation, FileOutcome]]:
@@ -77,42 +98,45 @@ class FileChange(Protocol):
             locations: The files that are left.
             locked_folder: Path of a folder whose lock the caller has.
         """
-        ...
 
-    def take_unreachable(self) -> KmsUnavailableError | None:
-        """Return the KMS's last error if it answered nothing at all since this was asked last."""
-        ...
+    @abstractmethod
+    def take_end(self) -> KeytoolsError | None:
+        """Return why the files that are left would fare no better; None where they may."""
 
 
-class OneByOne:
-    """Changes one file after the other.
+ChangeFile = Callable[[FileLocation, "str | None"], FileRotation]
+"""Changes a file; the second argument is the path of a folder whose lock the caller has."""
 
-    Args:
-        change: Changes a file; the second argument is the path of a folder whose lock the caller has.
-    """
 
-    def __init__(self, change: Callable[[FileLocation, str | None], FileRotation]) -> None:
+def changed_file(change: ChangeFile, location: FileLocation, locked_folder: str | None) -> FileOutcome:
+    """Change a file, and return what became of it, also where it failed."""
+    try:
+        with audit.about(location):
+            return change(location, locked_folder)
+    except (KeytoolsError, OSError) as error:
+        return outcome_of(location, error)
+
+
+class OneByOne(FileChange):
+    """Changes one file after the other."""
+
+    def __init__(self, change: ChangeFile) -> None:
         self._change = change
-        self._unreachable: KmsUnavailableError | None = None
+        self._end: KeytoolsError | None = None
 
     def change(
         self, pool: Executor, locations: Iterator[FileLocation], locked_folder: str | None
     ) -> Iterator[tuple[FileLocation, FileOutcome]]:
         """Change the next file."""
         for location in itertools.islice(locations, 1):
-            outcome: FileOutcome
-            try:
-                with audit.about(location):
-                    outcome = self._change(location, locked_folder)
-            except (KeytoolsError, OSError) as error:
-                if isinstance(error, KmsUnavailableError):
-                    self._unreachable = error
-                outcome = outcome_of(location, error)
+            outcome = changed_file(self._change, location, locked_folder)
+            if isinstance(outcome, FileRotation) and isinstance(outcome.error, KmsUnavailableError):
+                self._end = outcome.error
             yield location, outcome
 
-    def take_unreachable(self) -> KmsUnavailableError | None:
+    def take_end(self) -> KeytoolsError | None:
         """Return the KMS's last error, if it did not answer."""
-        error, self._unreachable = self._unreachable, None
+        error, self._end = self._end, None
         return error
 
 
@@ -138,7 +162,13 @@ def data_set_files(
         FileNotFoundError: There is no such file or folder.
         NoParquetFilesError: There are no Parquet files under the folder, and nothing that may hold some.
     """
-    for entry in data_set(path, into_passed_over=on_left_out is not None):
+    return _files_of(data_set(path, into_passed_over=on_left_out is not None), on_unseen, on_left_out)
+
+
+def _files_of(
+    entries: Iterable[Entry], on_unseen: OnUnseen, on_left_out: OnLeftOut | None = None
+) -> Iterator[FileLocation]:
+    for entry in entries:
         if isinstance(entry, ParquetFile):
             yield entry.location
         elif isinstance(entry, Unseen):
@@ -170,11 +200,19 @@ def change_data_set(
 
     is_done = False
     try:
-        with audit.about(path), naming_left_behind(report.note_left_behind):
-            locations = data_set_files(path, lambda unseen: note(FileRotation.of_unseen(unseen)))
+        with audit.about(path), naming_left_behind(report.note_left_behind), contextlib.ExitStack() as stack:
+            entries = data_set(path)
+            if change.processes != 1:
+                first = list(itertools.islice(entries, MOST_PROCESSES * FILES_PER_PROCESS))
+                entries = itertools.chain(first, entries)
+                small = sum(isinstance(entry, ParquetFile) and entry.size_bytes <= SMALL_BYTES for entry in first)
+                stack.enter_context(change.spread(small))
+            locations = _files_of(entries, lambda unseen: note(FileRotation.of_unseen(unseen)))
             if not report.dry_run:
                 locations = without_leftovers(locations)
-            for result in _Run(change, report).results(locations):
+            # Closed at once if this ends early: what was begun is finished then, and in the journal.
+            results = stack.enter_context(contextlib.closing(_Run(change, report).results(locations)))
+            for result in results:
                 note(result)
         is_done = report.stopped_by is None
     except NoParquetFilesError:
@@ -203,7 +241,7 @@ class _Run:
         self._change = change
         self._report = report
 
-    def results(self, locations: Iterator[FileLocation]) -> Iterator[FileRotation]:
+    def results(self, locations: Iterator[FileLocation]) -> Generator[FileRotation, None, None]:
         with ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-rotation") as pool:
             is_last = False
             while not is_last and self._report.stopped_by is None:
@@ -213,8 +251,7 @@ class _Run:
                     failure = None if result.error is None else storage_failure(result.error, result.path)
                     self._report.stopped_by = self._report.stopped_by or failure
                     yield result
-                # It did not answer once for all files of a batch: the others would fare no better.
-                self._report.stopped_by = self._report.stopped_by or self._change.take_unreachable()
+                self._report.stopped_by = self._report.stopped_by or self._change.take_end()
 
     def _together(self, pool: Executor, locations: Iterator[FileLocation]) -> Iterator[FileRotation]:
         """Yield what became of the next files that go together, however often they are changed by others."""

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError, OutputError, StorageFailedError
 from parquet_keytools.rotation.rewrapper import Remembered, WrappedKey
 from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.worker_processes import StaysInParent
 from parquet_keytools.storage.locations import FileLocation
 
 FORMER_JOURNAL_NAME = "._parquet_keytools_rotation.journal"
@@ -63,8 +65,8 @@ class JournalUnsafeError(OutputError):
     """Others than this user may have written the journal, or may write it."""
 
 
-class Journal:
-    """A journal that this process writes; nobody else does meanwhile.
+class Journal(StaysInParent):
+    """A journal that this process writes, also for its worker processes; nobody else does meanwhile.
 
     Args:
         path: Where it is, or will be; None for the folder of this user's state.
@@ -82,6 +84,7 @@ class Journal:
         self._written: Remembered[bytes, None] = Remembered()
         self._versions: dict[str, str | None] = {}
         self._synced_at = time.monotonic()
+        self._lock = threading.Lock()
         self._file_descriptor = _open_locked(self.path)
         try:
             end = self._read(json.loads(json.dumps(parameters)))
@@ -116,12 +119,13 @@ class Journal:
         Raises:
             StorageFailedError: The journal cannot be written.
         """
-        missing = self._written.split(map(_made_digest, keys), {})
-        for made in missing:
-            self._written.remember(made, None)
-        self._append(*({"made": made.hex()} for made in missing))
-        if time.monotonic() - self._synced_at > _SYNC_SECONDS:
-            self.sync()
+        with self._lock:
+            missing = self._written.split(map(_made_digest, keys), {})
+            for made in missing:
+                self._written.remember(made, None)
+            self._append(*({"made": made.hex()} for made in missing))
+            if time.monotonic() - self._synced_at > _SYNC_SECONDS:
+                self.sync()
 
     def forget_made(self) -> None:
         """Begin again: what was made is of older versions of the master keys."""

@@ -22,16 +22,19 @@ from parquet_keytools.errors import (
     StorageFailedError,
     value_or_raise,
 )
+from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService, NewFileKeys, new_reference_suffix
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, replacement
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import KmsKeys
-from parquet_keytools.rotation.data_set_run import OneByOne, OnFile, RunOptions, change_data_set
+from parquet_keytools.rotation.data_set_run import OnFile, RunOptions, change_data_set
 from parquet_keytools.rotation.journal import Journal, kms_digest, refuse_inside
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
+from parquet_keytools.rotation.several_files import SeveralAtATime
 from parquet_keytools.rotation.tail import REFUSED_HINT, check_unchanged, proving, read_tail
+from parquet_keytools.runtime.worker_processes import StaysInParent
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
@@ -116,6 +119,17 @@ class RekeyRequest:
     keep_results: bool = True
     on_file: OnFile | None = None
     on_progress: Callable[[int], None] | None = None
+    processes: int | None = 1
+
+
+class _Progress(StaysInParent):
+    """Takes progress of all processes."""
+
+    def __init__(self, on_progress: Callable[[int], None]) -> None:
+        self._on_progress = on_progress
+
+    def advance(self, count: int) -> None:
+        self._on_progress(count)
 
 
 def rekey_data_set(
@@ -139,7 +153,8 @@ def rekey_data_set(
     journal = _open_journal(path, keys, new_keys, request)
     rekeying = _Rekeying(keys, new_keys, request, journal, raises_not_encrypted=not is_folder)
     options = RunOptions(keep_results=request.keep_results, on_file=request.on_file, raises_failures=not is_folder)
-    change_data_set(path, OneByOne(rekeying.rekey), report, options, journal)
+    processes = request.processes if path.is_for_all_processes else 1
+    change_data_set(path, SeveralAtATime(rekeying.rekey, processes), report, options, journal)
     return report
 
 
@@ -172,7 +187,9 @@ class _Rekeying:
     ) -> None:
         self._keys = keys
         self._new_keys = new_keys
-        self._request = request
+        # Nothing else of the caller's goes to worker processes.
+        progress = None if request.on_progress is None else _Progress(request.on_progress).advance
+        self._request = replace(request, on_file=None, on_progress=progress)
         self._journal = journal
         self._raises_not_encrypted = raises_not_encrypted
 
@@ -232,7 +249,11 @@ class _Rekeying:
 
     def _open(self, location: FileLocation) -> OpenedFile:
         request = self._request
-        (opened,) = self._keys.open_files([location], request.table_name, request.aad_prefix, again=False)
+        # It gets keys of its own now: with which other file it shares the old ones does not matter.
+        identities = FileIdentities(refuses=False)
+        (opened,) = self._keys.open_files(
+            [location], request.table_name, request.aad_prefix, again=False, identities=identities
+        )
         opened.refuse_unencrypted()
         opened.refuse_denied(None)
         return opened

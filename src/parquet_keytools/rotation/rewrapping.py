@@ -17,7 +17,7 @@ from concurrent.futures import Executor
 
 from parquet_keytools.errors import KeytoolsError, KmsError, KmsUnavailableError, OutputError, value_or_raise
 from parquet_keytools.rotation.batch import BatchFile, NewMaterial, new_material, read_batch, step, step_each
-from parquet_keytools.rotation.data_set_run import FileOutcome
+from parquet_keytools.rotation.data_set_run import FileChange, FileOutcome
 from parquet_keytools.rotation.held_keys import HeldKey
 from parquet_keytools.rotation.journal import Journal
 from parquet_keytools.rotation.kept_keys import Kind, keep, may_be_in_place, remove_kept
@@ -31,7 +31,7 @@ from parquet_keytools.storage.failures import storage_failure
 from parquet_keytools.storage.locations import FileLocation
 
 
-class MasterKeyRotation:
+class MasterKeyRotation(FileChange):
     """Re-wraps the keys of files; see `FileChange`.
 
     Args:
@@ -55,7 +55,7 @@ class MasterKeyRotation:
                 self._note_versions(outcome)
             yield location, outcome
 
-    def take_unreachable(self) -> KmsUnavailableError | None:
+    def take_end(self) -> KmsUnavailableError | None:
         """Return the KMS's last error if it answered nothing at all since this was asked last."""
         return self._context.rewrapper.take_unreachable()
 

@@ -139,6 +139,11 @@ class WorkerProcesses(Generic[P, R]):
             return None
         return WorkerSetup(file.getvalue(), self._processes, calls_at_a_time).pickled()
 
+    @property
+    def are_others(self) -> bool:
+        """Whether other processes than this one do the work."""
+        return self._setup is not None
+
     def __enter__(self) -> Self:
         return self
 

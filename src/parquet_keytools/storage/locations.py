@@ -144,6 +144,11 @@ class FileLocation:
         return isinstance(self.filesystem, pafs.LocalFileSystem)
 
     @property
+    def is_for_all_processes(self) -> bool:
+        """Whether other processes surely see the same files: one of Python may be in this one's memory."""
+        return not isinstance(self.filesystem, pafs.PyFileSystem)
+
+    @property
     def is_in_s3(self) -> bool:
         """Whether it lies in S3, or a store that speaks its protocol, by way of Arrow's own file system."""
         return str(self.filesystem.type_name) == "s3"
