@@ -12,4 +12,4 @@ from parquet_keytools.cli.demo import read_flights
 @cache
 def every_nth_flight(step: int) -> pa.Table:
     flights = read_flights()
-    return flights.take(range(0, flights.num_rows, step))
+    return flights.take(pa.array(range(0, flights.num_rows, step)))
