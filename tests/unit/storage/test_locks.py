@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -54,13 +55,11 @@ def child(act: Callable[[], None], *, user: int = 0) -> Iterator[int]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder that others may read, and reach."""
-    path = tmp_path
-    while path != Path("/tmp") and path != path.parent:
-        path.chmod(0o755)
-        path = path.parent
-    return tmp_path
+def folder() -> Iterator[Path]:
+    """A folder that others may read, and reach: not below that of pytest, which each pytest that starts closes."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
 
 
 def test_who_may_only_read_blocks_nobody(folder: Path) -> None:
