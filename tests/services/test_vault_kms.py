@@ -144,6 +144,12 @@ def test_the_raw_form_is_the_text_of_the_server(kms: VaultKms, openbao: OpenBao)
             kms.unwrap_raw(damaged, name)
 
 
+def test_the_server_moves_no_key_to_another_master_key(kms: VaultKms) -> None:
+    """A rotation that moves keys unwraps them, and re-wraps under a newer version on the server."""
+    assert kms.rewraps_by_itself("one", "one") is True
+    assert kms.rewraps_by_itself("one", "two") is False
+
+
 def test_a_missing_key_is_never_created_even_by_a_token_that_may(openbao: OpenBao) -> None:
     with vault_kms(openbao, token=openbao.root_token) as kms:
         with pytest.raises(MasterKeyNotFoundError):

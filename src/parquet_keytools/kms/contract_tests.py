@@ -223,17 +223,18 @@ class KmsClientContract(ABC):
     def test_rewraps_many_with_their_own_outcomes(
         self, kms: KmsClient, master_key_id: str, other_master_key_id: str
     ) -> None:
-        """A wrapped key that is damaged does not stop the others."""
+        """A wrapped key that is damaged, or of another master key, does not stop the others."""
         wrapped_key = kms.wrap(CANARY, master_key_id)
-        good, bad, again = kms.rewrap_many(
+        good, bad, foreign, again = kms.rewrap_many(
             [
                 RewrapRequest(wrapped_key, master_key_id, master_key_id),
                 RewrapRequest(wrapped_key[:-5], master_key_id, other_master_key_id),
+                RewrapRequest(kms.wrap(CANARY, other_master_key_id), master_key_id, other_master_key_id),
                 RewrapRequest(wrapped_key, master_key_id, other_master_key_id),
             ]
         )
         assert isinstance(good, str) and isinstance(again, str)
-        assert isinstance(bad, WrappedKeyInvalidError)
+        assert isinstance(bad, WrappedKeyInvalidError) and isinstance(foreign, KmsError)
         assert kms.unwrap(good, master_key_id) == kms.unwrap(again, other_master_key_id) == CANARY
 
     def test_rewraps_to_the_current_version(self, kms: KmsClient, master_key_id: str) -> None:
