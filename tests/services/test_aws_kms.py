@@ -613,6 +613,17 @@ def test_an_answer_about_another_key_is_refused(fake: FakeKms, kms: AwsKms) -> N
         fake.always = None
 
 
+@pytest.mark.parametrize("blob", [None, "", base64.b64encode(bytes(6_145)).decode()], ids=["none", "empty", "long"])
+def test_an_answer_without_a_wrapped_key_is_refused(fake: FakeKms, kms: AwsKms, blob: str | None) -> None:
+    """Else a file would be written, or rotated, whose keys are lost."""
+    key = fake.add_key("one")
+    wrapped_key = kms.wrap(CANARY, key.arn)
+    fake.always = changed(CiphertextBlob=blob)
+    for call in (lambda: kms.wrap(CANARY, key.arn), lambda: kms.rewrap(wrapped_key, key.arn)):
+        with pytest.raises(KmsResponseInvalidError, match="there is no wrapped key in it"):
+            call()
+
+
 def test_an_alias_is_resolved_once(fake: FakeKms, kms: AwsKms) -> None:
     fake.add_key("one")
     for _ in range(5):
