@@ -613,7 +613,9 @@ def test_an_answer_about_another_key_is_refused(fake: FakeKms, kms: AwsKms) -> N
         fake.always = None
 
 
-@pytest.mark.parametrize("blob", [None, "", base64.b64encode(bytes(6_145)).decode()], ids=["none", "empty", "long"])
+@pytest.mark.parametrize(
+    "blob", [None, "", base64.b64encode(bytes(6_145)).decode()], ids=["none", "empty", "long"]
+)
 def test_an_answer_without_a_wrapped_key_is_refused(fake: FakeKms, kms: AwsKms, blob: str | None) -> None:
     """Else a file would be written, or rotated, whose keys are lost."""
     key = fake.add_key("one")
