@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import os
 import time
@@ -23,10 +24,11 @@ from s3_store import BUCKET, S3Store, etag_in, key_in, on_request, refusal
 from soak import SOAK
 
 from parquet_keytools import Keytools
+from parquet_keytools.errors import ChangedMeanwhileError
 from parquet_keytools.rotation import s3_replacement, tail_replacement
 from parquet_keytools.rotation.data_set_run import ATTEMPTS
 from parquet_keytools.rotation.report import FileRotation, Outcome
-from parquet_keytools.rotation.s3_replacement import LEAST_PART_BYTES
+from parquet_keytools.rotation.s3_replacement import LEAST_PART_BYTES, S3Object, read_object
 from parquet_keytools.rotation.tail import Tail, file_state
 from parquet_keytools.rotation.tail_replacement import why_unconditional
 from parquet_keytools.storage.locations import FileLocation
@@ -272,6 +274,26 @@ def mind_conditions(store: S3Store) -> Any:
         return None
 
     return hook
+
+
+def test_data_of_another_object_is_not_taken() -> None:
+    """A store that overlooks the condition says by the ETag whose bytes it sent; a cut answer has too few."""
+    answers: list[dict[str, Any]] = []
+
+    class Client:
+        def get_object(self, **_: str) -> dict[str, Any]:
+            return answers.pop()
+
+    location = FileLocation(pafs.LocalFileSystem(), f"{BUCKET}/x")
+    found = S3Object(Client(), location, '"1"', 10, {})
+    for etag, data in (('"2"', b"12345"), ('"1"', b"1234"), ('"1"', b"123456")):
+        answers.append({"ETag": etag, "Body": io.BytesIO(data)})
+        with pytest.raises(ChangedMeanwhileError):
+            read_object(found, 2, 7)
+    answers.append({"ETag": '"1"', "Body": io.BytesIO(b"12345")})
+    assert read_object(found, 2, 7) == b"12345"
+    # The protocol has no range of no bytes.
+    assert read_object(found, 2, 2) == b"" and answers == []
 
 
 @every_case
@@ -520,16 +542,22 @@ def test_an_answer_that_is_lost(
     s3.assert_rotated()
 
 
-def test_tags_that_may_not_be_read_are_not_lost(store: S3Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("status", "code", "text"),
+    [(403, "AccessDenied", "s3:GetObjectTagging"), (400, "InvalidRequest", "the store refuses: InvalidRequest")],
+)
+def test_tags_that_cannot_be_read_are_not_lost(
+    store: S3Store, tmp_path: Path, status: int, code: str, text: str
+) -> None:
     s3 = S3Case.make(store, tmp_path, headers={"Tagging": "team=risk"})
     before = store.client.head_object(Bucket=BUCKET, Key="d/x.parquet")["ETag"]
 
     def refuse(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
-        return refusal(request, 403, "AccessDenied") if operation == "GetObjectTagging" else None
+        return refusal(request, status, code) if operation == "GetObjectTagging" else None
 
     with on_request(s3.filesystem, refuse):
         result = s3.rotate()
-    assert result.outcome is Outcome.FAILED and "s3:GetObjectTagging" in str(result.error)
+    assert result.outcome is Outcome.FAILED and text in str(result.error)
     assert store.client.head_object(Bucket=BUCKET, Key="d/x.parquet")["ETag"] == before
 
     def unknown(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
