@@ -176,9 +176,16 @@ class _Work:
     ) -> None:
         self.plan = plan
         self._progress = progress
-        self._processes = processes
         first = plan.files[0] if plan.files else None
-        self._convert = partial(_convert_beside, first, convert, overwrite=overwrite)
+        are_for_all = first is None or (first.source.is_for_all_processes and first.target.is_for_all_processes)
+        self._processes = processes if are_for_all else 1
+        # All files of a plan lie on one file system, and so do their targets.
+        self._convert = partial(
+            convert,
+            source_filesystem=first and first.source.filesystem,
+            target_filesystem=first and first.target.filesystem,
+            overwrite=overwrite,
+        )
         self._outcomes: dict[int, FileResult | Failure] = {}
         self._done_bytes = 0
         self._lock = threading.Lock()
@@ -268,18 +275,6 @@ class _Work:
                 if not is_first:
                     return None
             return Failure(file, error)
-
-
-def _convert_beside(
-    first: PlannedFile | None, convert: Convert, source: str, target: str, **options: Any
-) -> FileResult:
-    """Convert a file of a plan; all of its files lie on one file system, and so do their targets.
-
-    The first file is not pickled where worker processes cannot open it: then they are not used.
-    """
-    assert first is not None
-    filesystems = {"source_filesystem": first.source.filesystem, "target_filesystem": first.target.filesystem}
-    return convert(source, target, **filesystems, **options)
 
 
 def _create_folder_of(file: FileLocation) -> None:

@@ -106,8 +106,8 @@ def verify_folder(
     members: list[Member] = []
     nonces = SharedNonces()
     files = [entry for entry in found if isinstance(entry, ParquetFile)]
-    verify = _MemberVerifier(folder, keys, table_name, aad_prefix)
-    for location, (report, facts) in _verified(files, verify, processes):
+    verify = _MemberVerifier(keys, table_name, aad_prefix)
+    for location, (report, facts) in _verified(files, verify, processes if folder.is_for_all_processes else 1):
         reports.append(report)
         name = _name_in(folder, location)
         if facts.nonces is not None:
@@ -128,20 +128,16 @@ def verify_folder(
 
 
 class _MemberVerifier:
-    """Verifies files of one folder, here or in worker processes; not pickled where others cannot open them."""
+    """Verifies files of one folder, here or in worker processes."""
 
-    def __init__(
-        self, folder: FileLocation, keys: KeyService | None, table_name: str | None, aad_prefix: str | None
-    ) -> None:
-        self._folder = folder
+    def __init__(self, keys: KeyService | None, table_name: str | None, aad_prefix: str | None) -> None:
         self._keys = keys
         self._table_name = table_name
         self._aad_prefix = aad_prefix
         self._kms_keys = keys.kms_keys() if keys is not None else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self._folder, self._keys, self._table_name, self._aad_prefix)
-        return _verifier_in_worker, (fingerprint_key(), *arguments)
+        return _verifier_in_worker, (self._keys, self._table_name, self._aad_prefix, fingerprint_key())
 
     def __call__(self, location: FileLocation, threads: int = 2) -> tuple[FileReport, FileFacts]:
         return verify_member(
@@ -149,9 +145,11 @@ class _MemberVerifier:
         )
 
 
-def _verifier_in_worker(key: bytes, *arguments: Any) -> _MemberVerifier:
+def _verifier_in_worker(
+    keys: KeyService | None, table_name: str | None, aad_prefix: str | None, key: bytes
+) -> _MemberVerifier:
     use_fingerprint_key(key)
-    return _MemberVerifier(*arguments)
+    return _MemberVerifier(keys, table_name, aad_prefix)
 
 
 def _verified(

@@ -133,8 +133,6 @@ class FileLocation:
         return FileLocation(self.filesystem, folder, ("/".join(parts[first:]),))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if _is_in_memory(self.filesystem):
-            raise pickle.PicklingError(f"{self} is in the memory of this process: no other one can open it")
         # A file system that is made again for each file would connect again for each.
         return _restored, (pickle.dumps(self.filesystem), self.path, self.only)
 
@@ -145,8 +143,11 @@ class FileLocation:
 
     @property
     def is_for_all_processes(self) -> bool:
-        """Whether other processes surely see the same files: one of Python may be in this one's memory."""
-        return not isinstance(self.filesystem, pafs.PyFileSystem)
+        """Whether other processes surely see the same files: one of Python may have them in this one's memory."""
+        if not isinstance(self.filesystem, pafs.PyFileSystem):
+            return bool(self.filesystem.type_name != "mock")
+        below = fsspec_of(self.filesystem)
+        return f"{type(below).__module__}.".startswith(_SEEN_BY_ALL)
 
     @property
     def is_in_s3(self) -> bool:
@@ -267,22 +268,14 @@ def _of_fsspec_uri(uri: str) -> FileLocation:
     return FileLocation.resolve(path, filesystem)
 
 
+_SEEN_BY_ALL = ("adlfs.", "fsspec.implementations.local.", "gcsfs.", "s3fs.")
+"""Source files of fsspec's file systems whose files other processes see, too."""
+
+
 def fsspec_of(filesystem: pafs.FileSystem) -> Any:
     """Return the fsspec file system underneath, or None where there is none."""
     handler = filesystem.handler if isinstance(filesystem, pafs.PyFileSystem) else None
     return handler.fs if isinstance(handler, pafs.FSSpecHandler) else None
-
-
-def _is_in_memory(filesystem: pafs.FileSystem) -> bool:
-    """Return whether files lie in the memory of this process; also where fsspec caches or unpacks them."""
-    below = fsspec_of(filesystem)
-    if below is None:
-        return bool(filesystem.type_name == "mock")
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    while below is not None and not isinstance(below, MemoryFileSystem):
-        below = getattr(below, "fs", None) or getattr(getattr(below, "fo", None), "fs", None)
-    return below is not None
 
 
 def key_material_location(parquet_file: FileLocation) -> FileLocation:

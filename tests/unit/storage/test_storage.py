@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pytest
 from pyarrow import fs as pafs
@@ -101,6 +102,42 @@ def test_fsspec(tmp_path: Path) -> None:
     location = FileLocation.resolve(str(tmp_path / "x"), fsspec.filesystem("file"))
     write_whole(location, b"data")
     assert (tmp_path / "x").read_bytes() == b"data"
+
+
+class OfAModule:
+    """A file system of fsspec, of which only the module matters."""
+
+    protocol = "x"
+
+    def _strip_protocol(self, path: str) -> str:
+        return path
+
+
+@pytest.mark.parametrize(
+    ("module", "is_for_all"),
+    [
+        ("s3fs.core", True),
+        ("gcsfs", True),
+        ("adlfs.spec", True),
+        ("s3fs_in_memory", False),
+        ("fsspec.implementations.memory", False),
+        ("fsspec.implementations.cached", False),
+        ("somewhere", False),
+    ],
+)
+def test_file_systems_of_python_that_other_processes_see(module: str, is_for_all: bool) -> None:
+    """Workers would find nothing in another one's memory, and a verification would miss its files."""
+    below = type("Files", (OfAModule,), {"__module__": module})()
+    filesystem = pafs.PyFileSystem(pafs.FSSpecHandler(below))
+    assert FileLocation(filesystem, "x").is_for_all_processes is is_for_all
+
+
+def test_file_systems_of_arrow_that_other_processes_see(tmp_path: Path) -> None:
+    assert local(tmp_path / "x").is_for_all_processes
+    assert FileLocation(pafs.S3FileSystem(anonymous=True, region="x"), "x").is_for_all_processes
+    assert not FileLocation.resolve("mock:///x").is_for_all_processes
+    in_memory = pafs.SubTreeFileSystem("/x", pafs.PyFileSystem(pafs.FSSpecHandler(fsspec.filesystem("memory"))))
+    assert not FileLocation.resolve("x", in_memory).is_for_all_processes
 
 
 def test_a_location_stays_what_it_is(tmp_path: Path) -> None:
