@@ -207,9 +207,9 @@ def _usual_key_metadata(written: bytes, path: tuple[str, ...]) -> bytes | None:
 
 _STRUCT = bytes((WireType.STRUCT,))
 _TWO_STOPS = b"\0\0"
+"""The ends of the structs that key metadata is in."""
 _WITH_FOOTER_KEY = b"\x1c" + _TWO_STOPS
 """Crypto metadata of a column with the footer key: a struct without fields as field 1, and nothing else."""
-"""The ends of the structs that key metadata is in."""
 
 
 @kept_by_path
