@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError
 from parquet_keytools.kms.client import KmsClient, MasterKeyDescription, UnwrapRequest, WrapRequest
@@ -115,3 +118,25 @@ class FaultyKms(KmsClient):
         if self.failure == "foreign":
             raise RuntimeError(f"HTTP 500: {RESPONSE_SECRET}")
         return self.failure
+
+
+_DYING = """\
+import sys
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[2]))
+connection.recv()
+connection.recv_bytes()
+connection.send(("ready",))
+connection.recv()
+"""
+
+
+def let_workers_die_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each worker process end with its first call, of which it says nothing."""
+    start = subprocess.Popen
+
+    def dying(command: list[str], **options: Any) -> Any:
+        program = command.index("-c") + 1
+        return start([*command[:program], _DYING, *command[program + 1 :]], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", dying)

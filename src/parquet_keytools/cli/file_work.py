@@ -215,15 +215,15 @@ class _Work:
         Raises:
             KeytoolsError: The one file failed, or the configuration fits none.
         """
-        # The first alone: for a mistake in the configuration all would fail.
         convert = partial(self._convert, on_progress=self._progress.advance)
         numbered = list(enumerate(self.plan.files))
-        for first in numbered[:1]:
-            self._one(convert, first)
         small = sum(file.size_bytes <= _SMALL_BYTES for _, file in numbered[1:])
         # How far a small file is matters to nobody.
         convert_small = partial(self._convert, on_progress=None)
         with WorkerProcesses(convert_small, small, self._processes, _SMALL_FILES_AT_A_TIME) as workers:
+            # The first alone: for a mistake in the configuration all would fail.
+            for first in numbered[:1]:
+                self._one(convert, first)
             for is_small, files in groupby(numbered[1:], key=lambda entry: entry[1].size_bytes <= _SMALL_BYTES):
                 if not is_small:
                     # In this thread, which Ctrl-C interrupts at once; a pool would first finish the file.

@@ -99,8 +99,8 @@ work(connection)
 class WorkerProcesses(Generic[P, R]):
     """Calls a function for files, in this process or in others. May be called by any number of threads.
 
-    Worker processes start with the first call. What they log and warn of comes out here. They call the KMS
-    no more often at a time than one process would.
+    Worker processes start with the first call; what those cannot do that never come to work, this one does. What
+    they log and warn of comes out here. They call the KMS no more often at a time than one process would.
 
     Attributes:
         calls_at_a_time: How many calls all of them make at a time; more of them wait.
@@ -113,13 +113,18 @@ class WorkerProcesses(Generic[P, R]):
         files: How many files there are.
         processes: How many processes work; None takes as many as pay, and 1 this one alone.
         calls_at_a_time: How many calls each makes at a time.
+
+    Raises:
+        ValueError: `processes` is not a number of processes.
     """
 
     def __init__(self, function: Callable[P, R], files: int, processes: int | None, calls_at_a_time: int) -> None:
         self._function = function
         self._staying: list[StaysInParent] = []
+        if processes is not None and processes < 1:
+            raise ValueError(f"the number of processes is 1 or more, or None for as many as pay; not {processes}")
         self._processes = min(processes, files) if processes else automatic_processes(files)
-        self._setup = self._pickled(calls_at_a_time) if self._processes > 1 and sys.executable else None
+        self._setup = self._pickled(calls_at_a_time) if self._processes > 1 and _runs_python() else None
         self.calls_at_a_time = calls_at_a_time * (1 if self._setup is None else self._processes)
         place = sys._getframe(levels_inside() - 1)
         self._warn = partial(
@@ -171,9 +176,10 @@ class WorkerProcesses(Generic[P, R]):
         try:
             if any(other.has_ended for other in self._workers):
                 raise _ended_before()
-            return worker.call(args, kwargs)  # type: ignore[no-any-return]
+            result = worker.call(args, kwargs)
         finally:
             self._free.put(worker)
+        return self._function(*args, **kwargs) if result is _NEVER_WORKED else result
 
     def _start(self, setup: bytes) -> None:
         """Start the processes: as many as the system allows, or none, and then this one does all of the work."""
@@ -198,6 +204,7 @@ class _Worker:
 
     def __init__(self, setup: bytes, staying: list[StaysInParent], warn: Callable[..., None]) -> None:
         self.has_ended = False
+        self._is_ready = self._is_unusable = False
         self._staying = staying
         self._warn = warn
         self._numbers = itertools.count()
@@ -241,6 +248,8 @@ class _Worker:
         with self._lock:
             if self.has_ended:
                 raise _ended_before()
+            if self._is_unusable:
+                return _NEVER_WORKED
             number = next(self._numbers)
             self._waiting[number] = future
             # Where it ended just now, the reader hears of it, too.
@@ -277,8 +286,13 @@ class _Worker:
             _log.exception("a worker process is ended, for its parent does not understand it")
             self._process.kill()
         with self._lock:
-            self.has_ended = True
+            self.has_ended, self._is_unusable = self._is_ready, not self._is_ready
             waiting = self._waiting
+        if self._is_unusable:
+            _log.info("a worker process ended before it began to work; its work is done by this process")
+            for future in waiting.values():
+                future.set_result(_NEVER_WORKED)
+            return
         if not waiting:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -294,7 +308,11 @@ class _Worker:
             future.set_exception(error)
 
     def _take(self, kind: str, *content: Any) -> None:
-        if kind == "done":
+        if kind == "ready":
+            self._is_ready = True
+        elif kind == "unusable":
+            _log.info("a worker process lacks what it needs: %s", *content)
+        elif kind == "done":
             number, has_failed, result = content
             with self._lock:
                 future = self._waiting.pop(number)
@@ -313,6 +331,16 @@ class _Worker:
                 self._warn(*content)
         elif kind == "wait":
             say_what_is_waited_for_elsewhere(*content)
+
+
+_NEVER_WORKED = object()
+"""In place of a result: nothing was begun."""
+
+
+def _runs_python() -> bool:
+    """Return whether `sys.executable` is Python; a program with Python in it would do whatever it does, again."""
+    name = Path(sys.executable or "").name.lower()
+    return any(word in name for word in ("python", "pypy", "graalpy")) and not getattr(sys, "frozen", False)
 
 
 def _ended_before() -> WorkerProcessEndedError:

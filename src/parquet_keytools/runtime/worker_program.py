@@ -18,6 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.runtime.fork_safety import SharedWork
 from parquet_keytools.runtime.presentation import saying_what_is_waited_for
 
@@ -144,10 +145,15 @@ def work(connection: Connection) -> None:
         warnings.filters.extend(setup.filters)  # type: ignore[attr-defined]
     warnings.showwarning = lambda message, category, *_: parent.send("warn", str(message), category)
     has_failed, function = outcome_of_call(_Unpickler(setup.function, parent).load)
+    if has_failed:
+        # What others raise may quote what is secret.
+        parent.send("unusable", str(function) if isinstance(function, KeytoolsError) else type(function).__name__)
+        return
+    parent.send("ready")
     running = set[int]()
 
     def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        failed, result = (True, function) if has_failed else outcome_of_call(partial(function, *args, **kwargs))
+        failed, result = outcome_of_call(partial(function, *args, **kwargs))
         running.discard(number)
         try:
             if failed:

@@ -24,12 +24,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from copying_program import PIDS
+from faults import let_workers_die_at_work
 from fsspec.implementations.dirfs import DirFileSystem
 from unit.cli.conftest import MASTER_KEYS, PROGRAM
 from vector_kit.breaches import breaking_vectors
 from vector_kit.write_kit import data_keys, place_vector
 
 from parquet_keytools import Keytools, audit
+from parquet_keytools.cli import file_work
 from parquet_keytools.conformance.report import data_set_document
 from parquet_keytools.conformance.verification import _MemberVerifier
 from parquet_keytools.kms.in_memory import InMemoryKms
@@ -419,10 +421,37 @@ def test_verify_names_the_file_whose_process_ended(
     run, config: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run("encrypt", many, tmp_path / "e", "--config", config, "--processes", 1).exit_code == 0
-    start = subprocess.Popen
-    dead = [sys.executable, "-c", ""]
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(dead, **options))
+    let_workers_die_at_work(monkeypatch)
     outcome = run("verify", tmp_path / "e", "--config", config, "--processes", 2)
     assert outcome.exit_code == 1
     assert re.search(r"\w+\.parquet: (a|its) worker process ended before", outcome.stderr), outcome.stderr
     assert outcome.stdout == ""
+
+
+def test_a_configuration_that_changes_counts_as_it_was_read(
+    run, config: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Any]
+) -> None:
+    """As in one process. What workers read again in its place would be another one."""
+    load = file_work.load_configuration
+
+    def load_and_change(path: Path) -> Any:
+        configuration = load(path)
+        config.write_text("version: 1")
+        return configuration
+
+    monkeypatch.setattr(file_work, "load_configuration", load_and_change)
+    text = config.read_text()
+    done = run("encrypt", many, tmp_path / "e", "--config", config, "--processes", 2)
+    assert done.exit_code == 0 and done.stdout.startswith(f"Encrypted {FILES} files"), done.output
+    assert len(started) == 2
+    config.write_text(text)
+    assert Keytools.from_yaml(config).verify_folder(tmp_path / "e").conforms
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_number_of_processes_is_one_or_more(config: Path, many: Path, number: int) -> None:
+    tools = Keytools.from_yaml(config)
+    with pytest.raises(ValueError, match=f"1 or more, or None for as many as pay; not {number}"):
+        tools.verify_folder(many, processes=number)
+    with pytest.raises(ValueError, match=f"not {number}"):
+        tools.rekey_in_place(many, processes=number)

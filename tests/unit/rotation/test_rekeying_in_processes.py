@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faults import let_workers_die_at_work
 from rotation_case import tree_digest
 
 from parquet_keytools import Keytools
@@ -265,9 +266,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, tools: Keytools, folder:
 
 
 def test_a_dead_process_ends_the_run(tools: Keytools, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = subprocess.Popen
-    dead = [sys.executable, "-c", ""]
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: begin(dead, **options))
+    let_workers_die_at_work(monkeypatch)
     before = tree_digest(folder)
     report = tools.rekey_in_place(folder, processes=2)
     assert isinstance(report.stopped_by, WorkerProcessEndedError)

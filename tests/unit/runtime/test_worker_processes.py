@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from parquet_keytools import audit
-from parquet_keytools.errors import KmsThrottledError, WorkerProcessEndedError
+from parquet_keytools.errors import ConfigurationError, KmsThrottledError, WorkerProcessEndedError
 from parquet_keytools.kms.settings import RemoteKmsSettings
 from parquet_keytools.runtime import worker_processes
 from parquet_keytools.runtime.fork_safety import SharedWork
@@ -142,19 +142,53 @@ def test_fewer_processes_work_where_no_more_can_be_started(monkeypatch: pytest.M
     assert (os.getpid() in seen.process_ids) == (allowed == 0)
 
 
-def test_a_process_that_ends_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = subprocess.Popen
+@pytest.mark.parametrize("alive", [0, 1])
+def test_what_processes_do_not_begin_is_done_here(monkeypatch: pytest.MonkeyPatch, alive: int) -> None:
+    """They end at once, as where memory is short, or where Python is not what `sys.executable` says."""
+    seen, start, started = Seen(), subprocess.Popen, list[object]()
 
     def dead(command: list[str], **kwargs: Any) -> Any:
-        process = start([sys.executable, "-c", ""], **kwargs)
-        process.wait(60)
-        return process
+        started.append(None)
+        return start(command if len(started) <= alive else [sys.executable, "-c", ""], **kwargs)
 
     monkeypatch.setattr(subprocess, "Popen", dead)
-    with WorkerProcesses(partial(square, Seen()), 100, 2, 1) as workers:
-        for _ in range(3):
-            with pytest.raises(WorkerProcessEndedError):
-                workers(1)
+    with WorkerProcesses(partial(square, seen), 100, 2, 2) as workers, ThreadPoolExecutor(4) as pool:
+        for _ in range(2):
+            assert [result for result, _ in pool.map(workers, range(8))] == [number**2 for number in range(8)]
+    assert len(started) == 2
+    assert len(seen.process_ids) == alive + 1 and os.getpid() in seen.process_ids
+
+
+class OnlyHere:
+    """What a plug-in that was registered by the program itself comes to in a worker."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return only_here, (os.getpid(),)
+
+    def __call__(self, number: int) -> int:
+        return number**2
+
+
+def only_here(process_id: int) -> OnlyHere:
+    if os.getpid() != process_id:
+        raise ConfigurationError("there is no such plug-in.")
+    return OnlyHere()
+
+
+def test_what_processes_cannot_be_given_is_used_here(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), WorkerProcesses(OnlyHere(), 100, 2, 2) as workers:
+        assert [workers(number) for number in range(5)] == [number**2 for number in range(5)]
+    assert "a worker process lacks what it needs: there is no such plug-in." in caplog.text
+
+
+def test_no_program_is_started_that_is_not_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with uWSGI, whose Python says that it is `uwsgi`, and in programs frozen by PyInstaller."""
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for name, frozen in (("uwsgi", False), ("Application", False), ("", False), ("python-app", True)):
+        monkeypatch.setattr(sys, "executable", str(tmp_path / name) if name else "")
+        monkeypatch.setattr(sys, "frozen", frozen, raising=False)
+        with WorkerProcesses(partial(square, Seen()), 100, 2, 2) as workers:
+            assert workers(3)[0] == 9
 
 
 def test_a_killed_process_is_an_error_and_ends_the_work() -> None:
