@@ -37,6 +37,7 @@ from parquet_keytools.rotation.rotation_plan import (
     RotationContext,
     RotationPlan,
     TableMembership,
+    check_names,
 )
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.walk import file_or_folder
@@ -171,13 +172,14 @@ def rotation_context(keys: KeyService, request: RotationRequest) -> RotationCont
         new_keks=request.new_keks,
         other_kms=new_kms is not kms,
     )
-    if new_kms is kms:
-        _warn_of_readers(keys, request.table_name, plan)
     trust_master_keys(plan, kms, new_kms)
     versions = MasterKeyVersions(kms, new_kms)
     _check_known(kms, versions, {*plan.moves, *(only or ())})
     for target in sorted(set(plan.moves.values())):
         _check_usable(new_kms, versions, target)
+    check_names(plan, versions)
+    if new_kms is kms:
+        _warn_of_readers(keys, request.table_name, plan)
     return RotationContext(
         plan=plan,
         rewrapper=Rewrapper(kms, new_kms, new_keks=request.new_keks, only_count=request.dry_run),

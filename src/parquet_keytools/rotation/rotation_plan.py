@@ -217,6 +217,30 @@ class RotationPlan:
         }
 
 
+def check_names(plan: RotationPlan, versions: MasterKeyVersions) -> None:
+    """Refuse moves that contradict each other where two names mean one master key, as far as the KMS tells.
+
+    Raises:
+        ConfigurationError: A master key is to be moved to two others, or to one that is to be moved on.
+    """
+    for old, target in sorted(plan.moves.items()):
+        other = versions.as_named(old, frozenset(plan.moves.keys() - {old}))
+        if plan.moves[other] != target:
+            raise ConfigurationError(
+                f"{old!r} and {other!r} are one master key, and are to be moved to different ones.",
+                hint="Name one target for both.",
+            )
+        if plan.other_kms:
+            continue
+        # An alias may be moved to the key that it stands for: that only writes another name.
+        next_one = versions.as_named(target, frozenset(plan.moves))
+        if plan.moves.get(next_one, target) != target:
+            raise ConfigurationError(
+                f"the master key {next_one!r} is to be moved and is the target of a move, as {target!r}.",
+                hint="Do these moves in rotations of their own, one after the other.",
+            )
+
+
 class TableMembership:
     """Refuses files that are of none of some tables, where keys move to other master keys, which others may use.
 

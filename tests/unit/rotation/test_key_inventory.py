@@ -19,7 +19,7 @@ from rotation_case import (
 )
 
 from parquet_keytools import Keytools, KeytoolsError, parse_configuration
-from parquet_keytools.errors import KmsAccessDeniedError
+from parquet_keytools.errors import ConfigurationError, KmsAccessDeniedError
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation.inventory import FileKeyUses
 
@@ -216,3 +216,27 @@ def test_a_master_key_by_another_name(tmp_path: Path) -> None:
     assert [(change.master_key_id, change.new_master_key_id) for change in file.keys] == [("alias", "new")]
     kms.tells = False
     assert [found.path for found in tools.files_using("ka", path)] == [str(path)]
+
+
+def test_moves_that_contradict_each_other_by_another_name(tmp_path: Path) -> None:
+    """Keys moved to `ka` would be moved on by a second run, to whoever may use the target of its alias."""
+    kms = AliasingKms(dict.fromkeys((*MASTER_KEYS, "alias")))
+    kms._master_keys["alias"] = kms._master_keys["ka"]
+    case = Case(tmp_path, kms, None)
+    path = case.write()
+    before = path.read_bytes()
+    mistakes: dict[str, dict[str, str]] = {
+        "'alias' is to be moved and is the target of a move, as 'ka'": {"kb": "ka", "alias": "new"},
+        "'ka' is to be moved and is the target of a move, as 'alias'": {"kb": "alias", "ka": "new"},
+        "'alias' and 'ka' are one master key, and are to be moved to different ones": {"alias": "new", "ka": "kf"},
+    }
+    for mistake, moves in mistakes.items():
+        with pytest.raises(ConfigurationError, match=mistake):
+            case.tools().rotate(path, moves=moves)
+    assert path.read_bytes() == before
+    # Both names of it, and one by the other.
+    for moves in ({"alias": "new", "ka": "new"}, {"alias": "ka"}):
+        assert case.tools().rotate(path, moves=moves, dry_run=True).succeeded
+    # Another KMS may mean other keys by these names.
+    other = AliasingKms(dict.fromkeys(MASTER_KEYS))
+    assert case.tools().rotate(path, moves={"kb": "ka", "alias": "new"}, to=case.tools(kms=other)).succeeded
