@@ -14,11 +14,14 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_spark import FakeSpark
+from fsspec.implementations.memory import MemoryFileSystem
+from pyarrow import fs as pafs
 from rotation_case import MASTER_KEYS, TABLE, Case, external_entries, key_material_file, names, tree_digest
 
 from parquet_keytools import Keytools, parse_configuration
@@ -452,6 +455,30 @@ def test_what_is_nobodys_is_dropped_where_nothing_else_is_to_do(tmp_path: Path) 
     # Nor does it come back.
     assert case.tools().undo_rotation(path).counts == Counter({Outcome.RESTORED: 1})
     assert external_entries(path) == whole
+
+
+@pytest.mark.parametrize("seconds_ago", [0, 2 * 3600, None])
+def test_elsewhere_a_writer_on_another_machine_may_need_it_yet(tmp_path: Path, seconds_ago: int | None) -> None:
+    """Key material is written before the file that refers to it: without its entries that file would be lost."""
+    case = Case.make(tmp_path, "keystore", key_material="external")
+    path = case.write()
+    stash(case, path)
+    store: Any = MemoryFileSystem()
+    store.store.clear()
+    if seconds_ago is not None:
+        store = pafs._MockFileSystem(datetime.now(UTC) - timedelta(seconds=seconds_ago))
+    location = FileLocation.resolve("data", store)
+    location.filesystem.create_dir(location.path)
+    for file in (path, key_material_file(path)):
+        with location.filesystem.open_output_stream(f"{location.path}/{file.name}") as out:
+            out.write(file.read_bytes())
+    assert (location.child(path.name).info().mtime is None) == (seconds_ago is None)
+    case.add_version()
+    (rotated,) = case.tools().rotate("data", filesystem=store).files
+    assert rotated.outcome is Outcome.ROTATED
+    assert ("2 entries of the key material file dropped" in rotated.how) == (seconds_ago == 2 * 3600)
+    with location.filesystem.open_input_stream(f"{location.path}/{key_material_file(path).name}") as content:
+        assert ({"stash", "columnKey99"} <= json.loads(content.read()).keys()) == (seconds_ago != 2 * 3600)
 
 
 def test_in_spark_no_task_has_it_re_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
