@@ -7,7 +7,9 @@ lists. No repetition is tried again, so that matching takes time proportional to
 from __future__ import annotations
 
 import functools
+import os
 import re
+import threading
 from collections.abc import Callable
 
 from parquet_keytools.format.thrift_values import IntegerFields, WireType
@@ -48,6 +50,17 @@ def column_groups(fields: IntegerFields) -> tuple[int, ...]:
 
 CRYPTO_GROUP = 4
 
+_lock = threading.Lock()
+
+
+def _start_anew() -> None:
+    """In a forked child: the thread that compiled is not there."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_start_anew)
+
 
 @functools.cache
 def usual() -> tuple[Match, Match, Match, Match, Match]:
@@ -60,6 +73,14 @@ def usual() -> tuple[Match, Match, Match, Match, Match]:
         matches crypto metadata for the footer key, or up to the length of the key metadata of another key, and
         then has group 1.
     """
+    # Threads that come together would each compile them, a tenth of a second of the processor each.
+    with _lock:
+        return _compiled()
+
+
+@functools.cache
+def _compiled() -> tuple[Match, Match, Match, Match, Match]:
+    """Compile what `usual` returns."""
 
     def headers(*codes: int) -> bytes:
         return b"[" + b"".join(b"\\x%02x" % (delta << 4 | code) for code in codes for delta in range(1, 16)) + b"]"

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format import thrift_skim
+from parquet_keytools.format import thrift_grammar, thrift_skim
 from parquet_keytools.format.thrift_compact import read_struct
 from parquet_keytools.format.thrift_grammar import COLUMN_GROUPS, usual
 from parquet_keytools.format.thrift_outline import read_outline
@@ -187,3 +194,48 @@ def test_a_struct_may_be_given_as_its_bytes() -> None:
     for elements in ([written, written], [inner, written]):
         entry = (LIST, ThriftList(STRUCT, elements))
         assert outline.changed_bytes({20: (STRUCT, written), 21: entry}) == as_struct
+
+
+@pytest.fixture
+def not_compiled() -> Iterator[None]:
+    """As in a process that has read nothing; threads take turns all the time."""
+    interval = sys.getswitchinterval()
+    usual.cache_clear()
+    thrift_grammar._compiled.cache_clear()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_threads_that_come_together_compile_once(monkeypatch: pytest.MonkeyPatch, not_compiled: None) -> None:
+    compiled: list[object] = []
+    together = threading.Barrier(4)
+
+    class Compiling:
+        DOTALL = re.DOTALL
+
+        @staticmethod
+        def compile(expression: bytes, flags: int) -> re.Pattern[bytes]:
+            compiled.append(expression)
+            return re.compile(expression, flags)
+
+    def come(_: int) -> object:
+        together.wait(60)
+        return usual()
+
+    monkeypatch.setattr(thrift_grammar, "re", Compiling)
+    re.purge()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(come, range(4)))
+    assert len(compiled) == len(usual()) == 5
+    assert all(each is found[0] for each in found)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(not_compiled: None) -> None:
+    with thrift_grammar._lock:  # As the thread that compiles has it.
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            os._exit(0 if len(usual()) == 5 else 1)
+    assert os.waitpid(child, 0)[1] == 0
