@@ -62,11 +62,12 @@ class KeyRotation(Configured):
             keep_results: Whether the report has all files, or only those that failed.
             on_file: Called with what became of each file.
             on_progress: Called with the number of bytes after each write, by any thread.
-            processes: How many processes share the small files; None takes as many as pay. More than one need
-                a `Keytools` that can be pickled, and files on a file system of Arrow; otherwise this process does
+            processes: How many processes share the small files; None takes as many as pay. More than one need a
+                `Keytools` that can be pickled, and files that other processes see; otherwise this process does
                 all.
 
         Raises:
+            ValueError: `processes` is less than 1.
             FileNotFoundError: There is no such file or folder.
             ConfigurationError: There is no such table.
             KeytoolsError: The one file failed; what fails of a folder is in the report.

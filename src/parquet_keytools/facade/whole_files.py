@@ -236,9 +236,11 @@ class WholeFiles(Configured):
             filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the report of each file.
             processes: How many processes share the small files; None takes as many as pay. More than one need a
-                `Keytools` that can be pickled; otherwise this process does all.
+                `Keytools` that can be pickled, and files that other processes see; otherwise this process does
+                all.
 
         Raises:
+            ValueError: `processes` is less than 1.
             WorkerProcessEndedError: A worker process was killed.
             OSError: The folder cannot be read.
         """
