@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import gc
 import itertools
 import os
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -471,3 +473,22 @@ def test_a_plaintext_file_beside_encrypted_ones_is_named(encrypted: tuple[Keytoo
     broken = {row["rule"]: row for row in report.rule_rows() if row["outcome"] == "broken"}
     assert broken["encrypted"]["file"] == str(folder / "part-1.parquet")
     assert broken["plaintext-among"]["message"] == "part-1.parquet is not encrypted."
+
+
+def test_tasks_spare_the_collector_of_garbage_what_they_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: what is spared is never freed."""
+    done: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: done.append("collect"))
+    monkeypatch.setattr(gc, "freeze", lambda: done.append("freeze"))
+    monkeypatch.setattr(worker_keys._Held, "spared_modules", len(sys.modules))
+
+    def work(position: int, attempt: int, piece: bytes) -> TaskResult:
+        if piece:
+            monkeypatch.setitem(sys.modules, piece.decode(), ModuleType(piece.decode()))
+        return TaskResult()
+
+    spark: Any = FakeSpark([2], spark_master="local[2]")
+    job = Job(spark, parse_configuration("version: 1\ntables: {}"))
+    for piece, expected in ((b"", []), (b"imported", ["collect", "freeze"]), (b"", ["collect", "freeze"])):
+        assert len(list(job.run("import", work, [piece]))) == 1
+        assert done == expected

@@ -39,6 +39,7 @@ from parquet_keytools.spark.pipelines.worker_keys import (
     CarriedKeys,
     WorkerKeys,
     most_tasks_of,
+    spare_modules,
     task_slots,
     worker_keys,
 )
@@ -341,6 +342,7 @@ def _run(work: Work, position: int, pieces: Iterator[bytes]) -> Iterator[TaskRes
         except ConfigurationError as error:
             # The same on every node, or of the nodes: to try again is of no use.
             yield TaskResult(error=without_frames(error))
+    spare_modules()
 
 
 def _last_line(error: Exception) -> str:

@@ -7,6 +7,8 @@ itself sets `max_concurrent_calls`, a job has no more tasks than that.
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -109,6 +111,7 @@ class _Held:
     lock = threading.Lock()
     job: tuple[str, int] | None = None
     keys: WorkerKeys | None = None
+    spared_modules = 0
     clients: OrderedDict[tuple[str, int], tuple[KmsSettings, KmsClient]] = OrderedDict()  # noqa: RUF012
 
 
@@ -125,6 +128,18 @@ def worker_keys(carried: CarriedKeys, position: int = 0) -> WorkerKeys:
             _Held.keys = WorkerKeys(carried, position)
             _Held.job = carried.job_id, carried.tasks
         return _Held.keys
+
+
+def spare_modules() -> None:
+    """Spare the collector of garbage what imports left behind, after a task that imported something.
+
+    Spark calls it after each task, and it walked through all modules and their classes, which took longer than
+    most small files.
+    """
+    if _Held.spared_modules != len(sys.modules):
+        gc.collect()
+        gc.freeze()
+        _Held.spared_modules = len(sys.modules)
 
 
 def _configuration(text: str) -> Configuration:
