@@ -142,15 +142,15 @@ def write_parts(
         OSError: The sink cannot be written.
     """
     work = _Work(_batches(parts, offset), sink, on_progress)
-    helpers = [
-        threading.Thread(target=work.run, name=f"parquet-keytools-{number}", daemon=True)
-        for number in range(1, threads if sink.takes_any_order else 1)
-    ]
-    for helper in helpers:
-        helper.start()
+    helpers: list[threading.Thread] = []
     try:
+        for number in range(1, threads if sink.takes_any_order else 1):
+            helper = threading.Thread(target=work.run, name=f"parquet-keytools-{number}", daemon=True)
+            helper.start()
+            helpers.append(helper)
         work.run()
     except BaseException:
+        # Such as where no other thread can be started: none writes to a sink that the caller closes.
         work.stop()
         raise
     finally:
