@@ -168,11 +168,8 @@ class HeldKeys:
 
         Raises:
             KeyNotAvailableError: It is not known.
-            KeyMaterialError: The footer has a key reference that leads nowhere.
         """
         parsed = parse_key_metadata(self.envelope.key_metadata)
-        if isinstance(parsed, KeyReference | KeyMaterial):
-            raise KeyMaterialError("the key material file lacks the footer's key", path=str(self.location))
         name = parsed.name if isinstance(parsed, DataKeyId) else data_keys.footer_without_metadata
         try:
             return data_keys.find(name, "the footer")
