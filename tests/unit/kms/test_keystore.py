@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from parquet_keytools.errors import (
     OutputError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms import keystore_document
+from parquet_keytools.kms import keystore_document, keystore_file
 from parquet_keytools.kms import passphrase as private_file
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.client import MasterKeyDescription, UnwrapRequest
@@ -476,7 +477,7 @@ def test_what_cannot_be_changed(path: Path) -> None:
         with pytest.raises(MasterKeyNotFoundError, match="update with master key 'none'"):
             call("none")
     for version in (0, 3, -1):
-        with pytest.raises(MasterKeyNotFoundError, match="no version"):
+        with pytest.raises(MasterKeyNotFoundError, match=r"update with master key 'a'.* no version"):
             keystore.set_enabled("a", False, version)
     assert path.read_bytes() == before
     keystore.create_key("x" * 256)
@@ -730,8 +731,28 @@ def test_a_lock_that_stays_is_an_error_and_not_a_hang(path: Path, monkeypatch: p
             pass
         # Readers do not wait for writers.
         assert shape(Keystore(path, right))
+        monkeypatch.setattr(
+            keystore_file, "exclusive_lock", partial(private_file.exclusive_lock, timeout_seconds=0.1)
+        )
+        with pytest.raises(OutputError, match=r"cannot be changed: another process has held .* for 0\.1 seconds"):
+            Keystore(path, right).create_key("c")
     with private_file.exclusive_lock(path, timeout_seconds=0.1):
         pass
+
+
+@pytest.mark.parametrize("update", ["create_key", "rotate_key"])
+def test_what_would_be_too_long_to_be_read_is_not_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    """Else all master keys in it would be lost."""
+    keystore, before = Keystore(path, right), path.read_bytes()
+    monkeypatch.setattr(keystore_file, "_MAX_FILE_LENGTH", len(before))
+    with pytest.raises(KmsConfigurationError, match="could not be read"):
+        getattr(keystore, update)("c" if update == "create_key" else "a")
+    assert path.read_bytes() == before and shape(keystore)
+    # What is as long as may be is written.
+    keystore.set_enabled("a", True)
+    assert shape(Keystore(path, right))
 
 
 # --- the client ---
