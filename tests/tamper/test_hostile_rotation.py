@@ -739,6 +739,27 @@ def test_with_several_tables_a_file_is_of_one_of_them(tmp_path: Path) -> None:
     assert [file.path for file in report.failures] == [str(foreign)]
 
 
+def test_the_keys_of_footer_and_columns_are_those_of_one_table(tmp_path: Path) -> None:
+    """What is put together of two tables is of neither, and nobody unwraps the footer's key of what is of none."""
+    case = Case.make(tmp_path, "in_memory")
+    of_other: dict[str, Any] = {"footer_key": "ka", "column_keys": {"kb": ["a", "nested"], "ka": ["b"]}}
+    case.write("own.parquet")
+    mixed = case.write("mixed.parquet", tools=case.tools(**{**of_other, "footer_key": "kf"}))
+    document = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
+        "tables": {"t": {"footer_key": "kf", **case.settings}, "u": {**case.settings, **of_other}},
+    }
+    tools = Keytools(parse_configuration(document), kms=case.kms)
+    report = tools.rotate(case.folder, moves={"kf": "new"})
+    assert report.counts == Counter({Outcome.ROTATED: 1, Outcome.FAILED: 1})
+    assert [(file.path, file.error_class) for file in report.failures] == [(str(mixed), "TableMismatchError")]
+    foreign = case.write("../foreign.parquet", tools=case.tools(footer_key="kb"))
+    before = case.kms.call_counts
+    assert tools.rotate(foreign, moves={"kf": "new"}).failures[0].error_class == "TableMismatchError"
+    assert (case.kms.call_counts - before)["unwrap"] == 0
+
+
 def test_a_new_version_opens_nothing_to_others_and_takes_every_file(tmp_path: Path) -> None:
     case = Case.make(tmp_path, "in_memory", aad_prefix="logs")
     case.write("own.parquet")

@@ -284,8 +284,7 @@ class TableMembership:
             ConfigurationError: A table has two keys for one of the columns.
         """
         source, footer = _HeldKeySource(keys, self._data_keys), keys.footer
-        if footer is None:
-            return
+        assert footer is not None
 
         def check_both(check: TableCheck) -> None:
             check_footer_key(check, str(keys.location), keys.envelope, source)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.rotation.rotation_plan import RotationPlan, is_same_version
+from parquet_keytools.errors import ConfigurationError, MasterKeyNotFoundError
+from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.rotation.report import KmsCalls
+from parquet_keytools.rotation.rotation_plan import MasterKeyVersions, RotationPlan, check_version, is_same_version
 
 
 def target(plan: RotationPlan, key: str, version: str | None, current: str | None, *, has_kek: bool = True) -> Any:
@@ -91,3 +93,48 @@ def test_chains_are_refused(moves: dict[str, str]) -> None:
 def test_identifiers_that_readers_would_decode_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="must not contain `%`"):
         RotationPlan(moves={"a": "my%20key"})
+
+
+# --- what two KMSs say of master keys ---
+
+
+def test_a_master_key_is_described_once() -> None:
+    kms, new_kms = InMemoryKms({"k": None}), InMemoryKms({"k": [bytes(16), bytes(32)]})
+    versions = MasterKeyVersions(kms, new_kms, {(False, "known"): "7"})
+    for _ in range(2):
+        assert versions.current("k") == "1" and versions.current("k", new=True) == "2"
+        assert versions.current("known") == "7", "it was asked for before, by another process"
+    assert kms.call_counts["describe"] == new_kms.call_counts["describe"] == 1
+    assert versions.calls == KmsCalls(describe=3)
+    assert versions.known == {(False, "known"): "7", (False, "k"): "1", (True, "k"): "2"}
+    # A journal has versions of the KMS that wraps from now on: those of the other one say nothing.
+    assert versions.known_new == {"k": "2"}
+    described = MasterKeyVersions(kms)
+    assert described.describe("k") is not None and described.current("k") == "1"
+    assert described.known_new == {"k": "1"} and kms.call_counts["describe"] == 2
+
+
+def test_who_may_not_describe_a_master_key_may_wrap_with_it() -> None:
+    kms = InMemoryKms({"k": None})
+    kms.deny("k")
+    for versions in (MasterKeyVersions(kms), MasterKeyVersions(InMemoryKms({}), kms)):
+        assert versions.describe("k", new=True) is None
+        assert versions.known_new == {"k": None}
+    assert MasterKeyVersions(kms).current("k") is None
+    with pytest.raises(MasterKeyNotFoundError):
+        MasterKeyVersions(kms).describe("none")
+
+
+@pytest.mark.parametrize(
+    ("version", "newest"),
+    [("1", "2"), ("v2", "2"), ("2", "v2"), ("any", None), ("7", None), ("any", "material-id")],
+)
+def test_versions_that_a_master_key_may_have(version: str, newest: str | None) -> None:
+    check_version("k", version, newest)
+
+
+@pytest.mark.parametrize("version", ["0", "3", "v3", "any", ""])
+def test_versions_that_a_master_key_cannot_have(version: str) -> None:
+    """Nothing would seem to need them, and somebody would disable what is needed."""
+    with pytest.raises(ConfigurationError, match=f"'k' has no version {version!r}: its newest is v2"):
+        check_version("k", version, "v2")
