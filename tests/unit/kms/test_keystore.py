@@ -671,10 +671,13 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_state(path: Path, tmp_pat
 def test_content_is_on_disk_before_its_name_and_the_name_before_it_is_done(path: Path) -> None:
     """What a loss of power needs, in the order of the calls."""
     done: list[str] = []
+    lengths: list[int] = []
     real_fsync, real_replace = os.fsync, os.replace
 
     def fsync(descriptor: int) -> None:
-        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "content")
+        status = os.fstat(descriptor)
+        done.append("folder" if stat.S_ISDIR(status.st_mode) else "content")
+        lengths.append(status.st_size)
         real_fsync(descriptor)
 
     def replace(*arguments: Any, **named: Any) -> None:
@@ -686,6 +689,46 @@ def test_content_is_on_disk_before_its_name_and_the_name_before_it_is_done(path:
         patch.setattr(os, "replace", replace)
         Keystore(path, right).rotate_key("a")
     assert done == ["content", "name", "folder"]
+    # All of it, and not what was in no buffer.
+    assert lengths[0] == path.stat().st_size
+
+
+def test_a_disk_that_is_full_keeps_nothing_of_what_was_begun(path: Path) -> None:
+    before = path.read_bytes()
+    for too in ((), ("unlink",)):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OutputError, match="No space left"):
+            patch.setattr(os, "fsync", full_disk)
+            for name in too:
+                patch.setattr(os, name, read_only)
+            Keystore(path, right).rotate_key("a")
+        assert path.read_bytes() == before
+        left = {file.name for file in path.parent.iterdir()} - {path.name, f".{path.name}.lock"}
+        assert left == ({f".{path.name}.new"} if too else set())
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def read_only(path: str, **_: object) -> None:
+    raise OSError(30, "Read-only file system") if os.path.exists(path) else FileNotFoundError(path)  # noqa: PTH110
+
+
+def test_who_changes_a_keystore_leaves_it_to_its_owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as root, who rotates the keys of a service."""
+    if os.geteuid() == 0:
+        os.chown(path, 12_345, 12_346)
+    given: list[tuple[int, int]] = []
+    fchown = os.fchown
+
+    def noted(descriptor: int, *owner: int) -> None:
+        given.append((owner[0], owner[1]))
+        fchown(descriptor, *owner)
+
+    monkeypatch.setattr(os, "fchown", noted)
+    expected = (path.stat().st_uid, path.stat().st_gid)
+    Keystore(path, right).rotate_key("a")
+    assert given == [expected] == [(path.stat().st_uid, path.stat().st_gid)]
 
 
 # --- many processes ---
