@@ -15,8 +15,16 @@ from rotation_case import MASTER_KEYS, TABLE, Case, key_material_file, names, re
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import KeytoolsError, MasterKeyDisabledError, OutputError
 from parquet_keytools.rotation import data_set_run, kept_keys, restoring, rewrapping
-from parquet_keytools.rotation.kept_keys import SUFFIX, keep, kept_files_in, may_be_in_place, remove_kept
+from parquet_keytools.rotation.kept_keys import (
+    SUFFIX,
+    keep,
+    kept_files_in,
+    may_be_in_place,
+    new_rotation_id,
+    remove_kept,
+)
 from parquet_keytools.rotation.report import Outcome
+from parquet_keytools.rotation.tail import changed_while_rotated, read_tail
 from parquet_keytools.storage.failures import naming_left_behind
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import LocalSink
@@ -194,6 +202,40 @@ def test_two_at_once_do_not_undo_two_rotations(
     now = tree_digest(case.folder)
     assert {name: digest for name, digest in now.items() if not name.endswith(SUFFIX)} == once
     assert len(kept(case.folder)) == 1
+
+
+def test_a_file_that_changes_when_half_of_it_is_back_is_not_attempted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of other writers has keys in both places: the next attempt would undo an earlier rotation in one."""
+    case = Case.make(tmp_path, "in_memory", key_material="external")
+    path, tools = case.write(), case.tools()
+    location = FileLocation.resolve(path)
+    assert tools.rotate(path, keep_old=True).succeeded
+    once = key_material_file(path).read_bytes()
+    assert tools.rotate(path, keep_old=True).succeeded
+    tail, _ = read_tail(location)
+    keep(location, location, "tail", tail.offset, tail.data, tail.data, new_rotation_id())
+    before = kept(case.folder)
+    attempts: list[Any] = []
+
+    def changed(*arguments: Any) -> Any:
+        attempts.append(arguments)
+        raise changed_while_rotated(location)
+
+    monkeypatch.setattr(restoring, "_restore_tail", changed)
+    (file,) = tools.undo_rotation(path).files
+    assert (file.outcome, file.error_class) == (Outcome.FAILED, "OutputError")
+    assert isinstance(file.error, OutputError) and file.error.hint == "Undo the rotation again."
+    assert len(attempts) == 1
+    assert key_material_file(path).read_bytes() == once and len(kept(case.folder)) == len(before) - 1
+    # Where nothing is back yet, it is.
+    material = [name for name in kept(case.folder) if "key_material" in name]
+    for name in material:
+        (case.folder / name).unlink()
+    (file,) = tools.undo_rotation(path).files
+    assert file.outcome is Outcome.FAILED and "constantly being changed" in str(file.error)
+    assert len(attempts) > 2
 
 
 @every_key_material
