@@ -171,6 +171,8 @@ def test_only_some_master_keys(tmp_path: Path) -> None:
     case.add_version()
     (file,) = case.tools().rotate(path, only_master_keys=["kb"]).files
     assert file.keys == (KeyChange("kb", "kb", "1", "2", 1),)
+    (again,) = case.tools().rotate(path, only_master_keys=["kb"]).files
+    assert again.outcome is Outcome.ALREADY_CURRENT
     case.disable(1, "kb")
     assert case.tools().read_table(path).equals(TABLE)
 
