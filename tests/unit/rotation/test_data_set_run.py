@@ -1,0 +1,159 @@
+"""One run over a data set: which files get another attempt, and when it ends."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from parquet_keytools.errors import KmsUnavailableError, StorageFailedError
+from parquet_keytools.rotation import data_set_run
+from parquet_keytools.rotation.data_set_run import (
+    FileChange,
+    FileOutcome,
+    OneByOne,
+    RunOptions,
+    change_data_set,
+)
+from parquet_keytools.rotation.journal import Journal
+from parquet_keytools.rotation.report import FileRotation, Outcome, RotationReport
+from parquet_keytools.rotation.tail import changed_while_rotated
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.walk import Unseen
+
+NAMES = ["a.parquet", "b.parquet", "c.parquet", "d.parquet"]
+FULL = OSError(errno.ENOSPC, "No space left on device")
+SILENT = KmsUnavailableError(backend="in_memory", operation="unwrap")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> FileLocation:
+    for name in NAMES:
+        (tmp_path / name).touch()
+    return FileLocation.resolve(tmp_path)
+
+
+class Changes(FileChange):
+    """Takes so many files with each call, and has an outcome for each of them."""
+
+    def __init__(self, *sizes: int, **outcomes: Exception | None) -> None:
+        self.sizes = iter(sizes)
+        self.outcomes = outcomes
+        self.calls: list[str] = []
+
+    def change(
+        self, pool: Executor, locations: Iterator[FileLocation], locked_folder: str | None
+    ) -> Iterator[tuple[FileLocation, FileOutcome]]:
+        taken = list(itertools.islice(locations, next(self.sizes, 1)))
+        if taken:
+            self.calls.append("".join(location.name[0] for location in taken))
+        for location in taken:
+            yield location, self.outcome(location)
+
+    def outcome(self, location: FileLocation) -> FileOutcome:
+        error = self.outcomes.get(location.name[0])
+        if isinstance(error, OSError):
+            return FileRotation.failed(str(location), error)
+        return FileRotation(str(location), Outcome.ROTATED)
+
+    def take_end(self) -> None:
+        return None
+
+
+class Disturbed(Changes):
+    """Some files are changed by others in the first so many attempts."""
+
+    disturbed = "ab"
+    left = 2
+
+    def outcome(self, location: FileLocation) -> FileOutcome:
+        if location.name[0] in self.disturbed and self.left:
+            self.left -= 1
+            return changed_while_rotated(location)
+        return super().outcome(location)
+
+
+def run(folder: FileLocation, change: FileChange) -> RotationReport:
+    report = RotationReport()
+    change_data_set(folder, change, report, RunOptions())
+    return report
+
+
+def done(report: RotationReport) -> str:
+    return "".join(Path(file.path).name[0] for file in report.files)
+
+
+def test_files_that_did_not_go_together_again_are_not_passed_over(folder: FileLocation) -> None:
+    """They grew meanwhile, for example: another attempt takes fewer of them than the first one."""
+    change = Disturbed(3, 1, 1)
+    report = run(folder, change)
+    assert sorted(done(report)) == list("abcd") and report.counts == {Outcome.ROTATED: 4}
+    assert change.calls[:3] == ["abc", "a", "b"]
+
+
+def test_what_could_not_be_looked_into_is_a_failure(folder: FileLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = data_set_run.data_set
+    unseen = Unseen(folder.child("locked"), PermissionError(errno.EACCES, "Permission denied"))
+    monkeypatch.setattr(data_set_run, "data_set", lambda path: itertools.chain([unseen], walk(path)))
+    report = run(folder, Changes())
+    assert report.counts == {Outcome.ROTATED: 4, Outcome.FAILED: 1} and not report.succeeded
+    assert [(file.path, file.error_class) for file in report.failures] == [(unseen.path, "PermissionError")]
+
+
+class FullJournal:
+    """A journal whose disk is full."""
+
+    path = "journal"
+    removed: bool | None = None
+
+    def close(self, *, remove: bool) -> None:
+        self.removed = remove
+        raise StorageFailedError("no space for the journal.")
+
+
+def test_a_journal_that_cannot_be_closed_is_told_and_named(folder: FileLocation) -> None:
+    report, journal = RotationReport(), FullJournal()
+    change_data_set(folder, Changes(), report, RunOptions(), cast("Journal", journal))
+    assert report.counts == {Outcome.ROTATED: 4} and journal.removed is True
+    assert isinstance(report.stopped_by, StorageFailedError) and not report.succeeded
+    assert report.journal == "journal"
+
+
+def test_a_run_over_a_single_file_raises_its_failure(folder: FileLocation) -> None:
+    change = Changes(a=FULL)
+    with pytest.raises(OSError, match="No space left"):
+        change_data_set(folder, change, RotationReport(), RunOptions(raises_failures=True))
+    assert change.calls == ["a"]
+
+
+def test_a_storage_that_takes_no_more_ends_the_run_also_where_other_files_need_nothing(
+    folder: FileLocation,
+) -> None:
+    change = Changes(3, a=FULL)
+    report = run(folder, change)
+    assert done(report) == "abc" and change.calls == ["abc"]
+    assert isinstance(report.stopped_by, StorageFailedError) and not report.succeeded
+
+
+@pytest.mark.parametrize("error", [FULL, SILENT])
+def test_what_the_next_file_would_meet_too_ends_a_run_over_one_after_the_other(
+    folder: FileLocation, error: OSError | KmsUnavailableError
+) -> None:
+    begun: list[str] = []
+
+    def change(location: FileLocation, locked_folder: str | None) -> FileRotation:
+        begun.append(location.name)
+        if len(begun) == 2:
+            raise error
+        return FileRotation(str(location), Outcome.RESTORED)
+
+    one_by_one = OneByOne(change)
+    report = run(folder, one_by_one)
+    assert begun == NAMES[:2] and report.counts == {Outcome.RESTORED: 1, Outcome.FAILED: 1}
+    assert report.stopped_by is not None and not report.succeeded
+    assert one_by_one.take_end() is None, "it is told once"
