@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from spark_jvm import JAVA_OPTIONS
 
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.spark import configure, pipelines
-from parquet_keytools.spark.pipelines import encryption, rotation
+from parquet_keytools.spark.pipelines import encryption, rotation, worker_keys
 from parquet_keytools.spark.pipelines.job import Job, Work
 from parquet_keytools.spark.pipelines.report import TaskResult
+
+# On a busy machine, the executors of a new session come further apart.
+worker_keys._SETTLED_SECONDS = 3.0
 
 
 def make_session(master: str, folder: Path, settings: dict[str, str]) -> Any:
@@ -54,27 +58,31 @@ def result_of(session: Any, name: str, arguments: list[Any], options: dict[str, 
 
 
 @contextlib.contextmanager
-def slow_tasks(notes: Path) -> Iterator[None]:
-    """Let the first attempt of a job's first task begin later than anybody waits.
+def changed_tasks(change: Callable[[Work, int], Work]) -> Iterator[None]:
+    """Let the tasks of a job that write files do something else.
 
     Args:
-        notes: A folder where each attempt of this task leaves a file, with its process id.
+        change: Takes what a task does, and how many of them there are; returns what each does instead.
     """
     run = Job.run
 
-    def run_slowly(job: Job, what: str, work: Work, pieces: Sequence[bytes]) -> Iterator[TaskResult]:
-        is_writing = isinstance(work, (encryption.EncryptionTask, rotation.WritingTask))
-        return run(job, what, slow(work, notes) if is_writing else work, pieces)
+    def run_changed(job: Job, what: str, work: Work, pieces: Sequence[bytes]) -> Iterator[TaskResult]:
+        is_writing = isinstance(work, (encryption.EncryptionTask, rotation.WritingTask, rotation.RekeyTask))
+        return run(job, what, change(work, job._tasks_of(len(pieces))) if is_writing else work, pieces)
 
-    Job.run = run_slowly  # type: ignore[assignment, method-assign]
+    Job.run = run_changed  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         Job.run = run  # type: ignore[method-assign]
 
 
-def slow(work: Work, notes: Path) -> Work:
-    """Return what a task does instead."""
+def slow(work: Work, _: int, *, notes: Path) -> Work:
+    """Let the first attempt of the first task begin later than anybody waits.
+
+    Args:
+        notes: A folder where each attempt of this task leaves a file, with its process id.
+    """
 
     def slow_work(position: int, attempt: int, piece: bytes) -> TaskResult:
         if position == 0:
@@ -83,6 +91,18 @@ def slow(work: Work, notes: Path) -> Work:
         return work(position, attempt, piece)
 
     return slow_work
+
+
+def held(work: Work, tasks: int, *, until: Path) -> Work:
+    """Let the last task begin when there is a file, so that the job is at work until then; or a minute later."""
+
+    def held_work(position: int, attempt: int, piece: bytes) -> TaskResult:
+        end = time.monotonic() + 60
+        while position == tasks - 1 and not until.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        return work(position, attempt, piece)
+
+    return held_work
 
 
 def at_work(notes: Path) -> list[str]:
@@ -95,7 +115,11 @@ def main(sessions: Sessions, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     made_with = [arguments[name] for name in ("master", "folder", "settings")]
     session = sessions.get(made_with, lambda: make_session(made_with[0], Path(made_with[1]), made_with[2]))
     notes = Path(arguments.get("slow", "/nowhere"))
-    with slow_tasks(notes) if "slow" in arguments else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if "slow" in arguments:
+            stack.enter_context(changed_tasks(partial(slow, notes=notes)))
+        if "held" in arguments:
+            stack.enter_context(changed_tasks(partial(held, until=Path(arguments["held"]))))
         return [result_of(session, *call) | {"at_work": at_work(notes)} for call in arguments["calls"]]
 
 

@@ -262,17 +262,6 @@ def test_the_rules_are_those_of_one_machine(place: Place, results: dict[str, Any
     assert ours == theirs
 
 
-@ON_THE_CLUSTER  # Where tasks ran does not show in the files.
-def test_spark_reads_what_the_pipeline_wrote(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
-    count, distance, tailnums = place.driver.do(
-        kind="read", config=place.configuration, path=place.folder / "encrypted"
-    )
-    assert count == flights.num_rows
-    assert distance == sum(flights["distance"].to_pylist())
-    # Spark counts no nulls.
-    assert tailnums == len(set(flights["tailnum"].to_pylist()) - {None})
-
-
 def test_nothing_secret_comes_out(place: Place, results: dict[str, Any]) -> None:
     logs = place.cluster.all_logs() if place.cluster else {}
     assert not [text for text in (place.driver.output, *logs.values()) if PASSPHRASE in text]
@@ -377,19 +366,24 @@ def test_a_configuration_that_does_not_work_on_executors_is_one_clear_error(plac
 
 
 def killer_of(
-    place: Place, victim: Callable[[], set[int]], most: int
+    victim: Callable[[], set[int]], most: int, mark: Path
 ) -> tuple[threading.Thread, threading.Event, set[int]]:
-    """Kill processes of the cluster that appear, a moment after each did, until told that it is over."""
+    """Kill processes of the cluster that appear, a moment after each did, until told that it is over.
+
+    Args:
+        mark: A file that is there once one was killed.
+    """
     over, killed = threading.Event(), set[int]()
 
     def kill() -> None:
         seen: dict[int, float] = {}
-        while not over.wait(0.1):
+        while not over.wait(0.05):
             for process in victim() - killed:
-                if time.monotonic() - seen.setdefault(process, time.monotonic()) > 0.3 and len(killed) < most:
+                if time.monotonic() - seen.setdefault(process, time.monotonic()) > 0.1 and len(killed) < most:
                     try:
                         os.kill(process, signal.SIGKILL)
                         killed.add(process)
+                        mark.touch()
                     except ProcessLookupError:
                         continue
 
@@ -413,8 +407,8 @@ def children(place: Place, text: str) -> set[int]:
     return found
 
 
-COPIES = range(8)
-"""So many files that a job is at work on them when an executor is killed."""
+COPIES = range(4)
+"""So many files that a job is writing some of them when an executor is killed; its last task waits for that."""
 
 
 @pytest.fixture(scope="module")
@@ -460,8 +454,9 @@ def test_an_executor_that_is_killed_costs_nothing(
     }[name]
     # A new executor is a new JVM.
     most = 2 if victim == WORKER or SOAK else 1
-    killer, over, killed = killer_of(place, lambda: at_work(place, victim, target, before), most)
-    place.begin(call)
+    mark = tmp_path / "killed"
+    killer, over, killed = killer_of(lambda: at_work(place, victim, target, before), most, mark)
+    place.begin(call, held=mark)
     killer.start()
     try:
         (found,) = place.driver.result()
@@ -529,6 +524,18 @@ def test_copies_of_a_slow_task_lose_and_double_nothing(place: Place, flights: pa
     assert_same(place.keytools, target, some)
     used = {use.master_key_id for file in place.keytools.key_inventory(target) for use in file.uses}
     assert used == {"footer", "pii", "times"}
+
+
+# Where tasks ran does not show in the files. It comes after what shares the session of pipelines, which it ends.
+@ON_THE_CLUSTER
+def test_spark_reads_what_the_pipeline_wrote(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
+    count, distance, tailnums = place.driver.do(
+        kind="read", config=place.configuration, path=place.folder / "encrypted"
+    )
+    assert count == flights.num_rows
+    assert distance == sum(flights["distance"].to_pylist())
+    # Spark counts no nulls.
+    assert tailnums == len(set(flights["tailnum"].to_pylist()) - {None})
 
 
 @pytest.fixture
