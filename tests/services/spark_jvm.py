@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 ARCHIVE = Path(sys.prefix) / "spark-classes.jsa"
-# Much is done once: the first compiler is enough. Nothing is said of an archive that does not fit.
-_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:disable -Xlog:all=error:stderr"
+# Much is done once: the first compiler is enough, and the collector of garbage shall come seldom; it would also
+# come whenever classes take more space. Nothing is said of an archive that does not fit.
+_OPTIONS = (
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:MetaspaceSize=256m -XX:NewSize=128m "
+    "-Xlog:disable -Xlog:all=error:stderr"
+)
 JAVA_OPTIONS = f"{_OPTIONS} -XX:SharedArchiveFile={ARCHIVE}" if " " not in str(ARCHIVE) else _OPTIONS
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from free_ports import free_port
 from iceberg_case import Lake, rows
-from iceberg_jvm import SPARK_JARS, compile_java, java
+from iceberg_jvm import SPARK_CLASS_PATH, SPARK_JARS, compile_java, java
 from spark_jvm import JAVA_OPTIONS
 
 from parquet_keytools.errors import NotEncryptedError, OutputError
@@ -50,9 +50,8 @@ def metastore(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         f"<property><name>{name}</name><value>{value}</value></property>" for name, value in entries.items()
     )
     (folder / "hive-site.xml").write_text(f"<configuration>{text}</configuration>")
-    path = sorted(SPARK_JARS.glob("*.jar"))
-    compile_java([PROGRAM], folder, path)
-    class_path = os.pathsep.join(map(str, [folder, *path]))
+    compile_java([PROGRAM], folder, sorted(SPARK_JARS.glob("*.jar")))
+    class_path = os.pathsep.join(map(str, [*SPARK_CLASS_PATH, folder]))
     port = free_port()
     log = folder / "metastore.log"
     options = [*shlex.split(JAVA_OPTIONS), *OPENED, f"-Djava.io.tmpdir={folder}", "-cp", class_path]
