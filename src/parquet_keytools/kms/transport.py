@@ -55,7 +55,8 @@ def mistake_in_url(url: str, setting: str, *, allow_http: bool) -> str:
     if found is None:
         return f"{setting} has to be an address such as https://kms.example:8200"
     parts, host = found
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+    # A password stands behind a user's name, which may be empty.
+    if parts.username is not None or parts.query or parts.fragment:
         return f"{setting} must hold nothing but scheme, host, port and path"
     if parts.scheme == "http" and not allow_http and not is_loopback(host):
         return f"{setting} is without TLS, so that all can read the keys: use https, or set allow_http: true"

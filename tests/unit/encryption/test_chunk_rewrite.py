@@ -16,7 +16,7 @@ from parquet_keytools.encryption.chunk_rewrite import PagesMemory
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import open_footer, read_envelope
 from parquet_keytools.encryption.protection import ColumnEncryption
-from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData, FileMetaData
 
 
@@ -83,6 +83,37 @@ def test_everything_lies_where_it_lay(
     assert all(column.dictionary_page_offset for column in found)
     assert places(columns_of(footer_of(back))) == places(found)
     assert pq.read_table(io.BytesIO(back)).equals(pq.read_table(io.BytesIO(file)))
+
+
+def test_only_chunks_with_a_dictionary_page_say_that_they_have_one() -> None:
+    """Readers take the type of the first page, and with it its AAD, from there."""
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"a": ["x"] * 100, "b": list(range(100))}), stream, use_dictionary=["a"])
+    keys = NamedKeys()
+    stored = encrypted(stream.getvalue(), FileEncryption(keys.new(b"kf"), b"kf"))
+    columns = columns_of(open_footer(read_envelope(MemorySource(stored)), keys, None).metadata)
+    assert [column.dictionary_page_offset is None for column in columns] == [False, True]
+    assert places(columns_of(footer_of(decrypted(stored, keys)))) == places(
+        columns_of(footer_of(stream.getvalue()))
+    )
+
+
+def test_the_page_that_is_damaged_is_named() -> None:
+    """Of the pages of many chunks, which are decrypted in one go."""
+    stream = io.BytesIO()
+    table = pa.table({"a": list(range(1_000)), "b": list(range(1_000)), "c": list(range(1_000))})
+    pq.write_table(table, stream, use_dictionary=False, data_page_size=1_000, write_batch_size=100)
+    keys = NamedKeys()
+    stored = encrypted(stream.getvalue(), FileEncryption(keys.new(b"kf"), b"kf"))
+    columns = columns_of(open_footer(read_envelope(MemorySource(stored)), keys, None).metadata)
+    for ordinal, column in enumerate(columns):
+        damaged = bytearray(stored)
+        damaged[column.data_page_offset + column.total_compressed_size - 1] ^= 1
+        with pytest.raises(DecryptionError) as caught:
+            decrypted(bytes(damaged), keys)
+        error = caught.value
+        assert (error.row_group_ordinal, error.column_ordinal, error.module_type) == (0, ordinal, "data page")
+        assert error.page_ordinal is not None and error.page_ordinal > 3
 
 
 def test_pages_are_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

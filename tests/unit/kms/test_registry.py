@@ -7,7 +7,7 @@ import pytest
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms import registry
-from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.kms.in_memory import InMemoryKms, InMemorySettings
 from parquet_keytools.kms.keystore import KeystoreKms
 
 PLUGIN = """
@@ -136,3 +136,25 @@ def test_a_built_in_that_misses_an_extra(site: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError, match="a_library_that_is_missing") as caught:
         registry.client_class("needy")
     assert caught.value.hint == "Install the extra [needy]"
+
+
+def test_entry_points_of_other_groups_and_names_are_no_backends(site: Path) -> None:
+    """A plug-in of another program is not loaded, and no key is given to a backend of another name."""
+    files = {"acme_grouped.py": PLUGIN, "other_program.py": "raise SystemExit('loaded')"}
+    install(site, "acme-kms", {"acme": "acme_grouped:AcmeKms"}, files)
+    entry_points = site / "acme_kms-1.0.dist-info" / "entry_points.txt"
+    entry_points.write_text(f"{entry_points.read_text()}[console_scripts]\nother = other_program:main\n")
+    assert registry.client_class("acme").__name__ == "AcmeKms"
+    assert registry.is_known("acme") and not registry.is_known("other")
+    for name in ("other", "acm", "acme2"):
+        with pytest.raises(ConfigurationError, match=f"no KMS client is named {name!r}"):
+            registry.client_class(name)
+
+
+def test_every_client_gets_what_settings_say_of_all(tmp_path: Path) -> None:
+    given = {"instance_id": "somewhere", "audit_log": True, "telemetry_key_ids": True}
+    client = registry.make_client(InMemorySettings.model_validate({"keys": ["k"], **given}), tmp_path)
+    assert isinstance(client, InMemoryKms)
+    assert {name: getattr(client, name) for name in given} == given
+    client = registry.make_client(InMemorySettings.model_validate({"keys": ["k"]}), tmp_path)
+    assert not client.audit_log and not client.telemetry_key_ids and client.instance_id == "DEFAULT"

@@ -113,13 +113,17 @@ def passed() -> Iterator[list[str]]:
     found: list[str] = []
     handler = logging.Handler(logging.DEBUG)
     handler.emit = lambda record: found.append(f"{record.getMessage()} {record.exc_info}")  # type: ignore[method-assign]
-    names = ("sdk_of_test", "sdk_of_test.part", "sdk_of_test.late", "sdk_of_test_other")
+    # The parts of an SDK, and others that are none of it.
+    names = ("sdk_of_test", "sdk_of_test.part", "sdk_of_test_other")
     for name in names:
-        logging.getLogger(name).setLevel(logging.DEBUG)
+        logging.getLogger(name)
     root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.DEBUG)
     root.addHandler(handler)
     yield found
     root.removeHandler(handler)
+    root.setLevel(level)
     for name in names:
         logging.getLogger(name).filters.clear()
 
@@ -147,6 +151,16 @@ def test_an_sdk_is_silent_in_our_calls_alone(passed: list[str]) -> None:
     logging.getLogger("sdk_of_test").debug("of the caller")
     expected = ["of another SDK", "of another thread", "of all", "of the caller"]
     assert passed == [f"{text} None" for text in expected]
+
+
+def test_loggers_that_nobody_has_asked_for_yet_are_silent(passed: list[str]) -> None:
+    """An SDK may be imported in the first call."""
+    with SdkLogs("sdk_of_test_one", "sdk_of_test_two").silenced():
+        logging.getLogger("sdk_of_test_one").critical("let through")
+        for name in ("sdk_of_test_one", "sdk_of_test_two"):
+            logging.getLogger(name).warning("let through")
+            logging.getLogger(name).info("key")
+    assert passed == ["let through None"] * 3
 
 
 def test_loggers_that_an_sdk_makes_later_are_silent_too(passed: list[str]) -> None:
