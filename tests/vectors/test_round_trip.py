@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted
+from soak import SOAK
 
 from parquet_keytools.encryption.chunk_pages import source_offsets
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
@@ -25,9 +26,10 @@ from parquet_keytools.format.thrift_compact import WireType
 _METADATA_OFFSETS = {7, 9, 10, 11, 14, 15}
 _CHUNK_OFFSETS = {2, 3, 4, 5, 6, 7}
 
+KEY_LENGTHS = (128, 192, 256)
 WAYS = list(
     itertools.product(
-        Algorithm, (128, 192, 256), (False, True), ("uniform", "own", "part"), ("none", "stored", "supplied")
+        Algorithm, KEY_LENGTHS, (False, True), ("uniform", "own", "part"), ("none", "stored", "supplied")
     )
 )
 
@@ -142,14 +144,28 @@ def files(parquet_test_data: Path) -> dict[str, tuple[bytes, Footer, list[Any], 
     return result
 
 
+def _has_length(number: int, way: tuple[Algorithm, int, bool, str, str]) -> bool:
+    """Return whether a file goes this way outside of a soak.
+
+    How long a key is changes nothing in a file but its ciphertext: each file goes all ways, with one length of
+    keys each, and each way with its length is gone by a third of all files.
+    """
+    algorithm, length_bits, plaintext_footer, layout, prefix = way
+    first = WAYS.index((algorithm, KEY_LENGTHS[0], plaintext_footer, layout, prefix))
+    # The prefix counts fastest in it, and then the layout.
+    return KEY_LENGTHS.index(length_bits) == (number + first + first // 3) % len(KEY_LENGTHS)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(str(getattr(w, "name", w)) for w in way))
 def test_every_file_comes_back_equal(
     files: dict[str, tuple[bytes, Footer, list[Any], pa.Table]], way: tuple[Algorithm, int, bool, str, str]
 ) -> None:
     is_small_way = way[1] == 128 and way[4] == "stored"
-    for name, (data, footer, expected, table) in files.items():
+    for number, (name, (data, footer, expected, table)) in enumerate(files.items()):
         if len(data) > 50_000 and not is_small_way:
             continue  # The large files have many small pages, and add nothing new for each way.
+        if not (is_small_way or SOAK or _has_length(number, way)):
+            continue
         keys = NamedKeys()
         encryption, aad_prefix = _encryption(footer, keys, way)
         stored = encrypted(data, encryption)
