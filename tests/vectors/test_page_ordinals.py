@@ -10,14 +10,14 @@ import base64
 import io
 import shutil
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from vector_kit.plain_file import take_apart
-from vector_kit.sealed_file import FOOTER_KEY, Sealer
+from vector_kit.plain_file import PlainChunk, take_apart
+from vector_kit.sealed_file import FOOTER_KEY, Hooks, Sealer
 from vector_kit.vector import data_key, recipe
 
 from parquet_keytools import Keytools
@@ -25,7 +25,7 @@ from parquet_keytools.conformance.report import Outcome
 from parquet_keytools.encryption.aad import MAX_COUNT, MAX_ORDINAL
 from parquet_keytools.errors import DecryptionError, FormatLimitError, ParquetFormatError
 from parquet_keytools.files.conversion import FileResult
-from parquet_keytools.format.structs import OffsetIndex
+from parquet_keytools.format.structs import ColumnMetaData, OffsetIndex
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.view.page_cache import PageCache
@@ -33,6 +33,43 @@ from parquet_keytools.view.plain_file import PlainFile, open_plain_file
 
 WRAPPED = MAX_ORDINAL + 2
 """So many pages: the ordinal of the last one is -32,768 in its AAD."""
+
+
+class _SameBeginning(Sealer):
+    """Seals files of one chunk that begin with the same pages: those of the longest are sealed once for all."""
+
+    def seal_pages(self, pages: int) -> bytes:
+        """Return the file with so many pages."""
+
+        def cut_index(r: int, c: int, index: OffsetIndex) -> None:
+            index.page_locations = index.page_locations[:pages]
+
+        self.hooks = Hooks(
+            metadata=lambda r, c, metadata: setattr(metadata, "num_values", pages),
+            offset_index=cut_index,
+            row_group=lambda r, row_group: setattr(row_group, "num_rows", pages),
+            footer=lambda footer: setattr(footer, "num_rows", pages),
+        )
+        self._number = pages
+        return self.seal()
+
+    @cached_property
+    def _longest(self) -> tuple[bytes, ColumnMetaData, list[tuple[int, int]]]:
+        out = bytearray(b"PARE")
+        ((plain,),) = self.plain.chunks
+        metadata, places = super()._pages(out, 0, 0, plain)
+        return bytes(out), metadata, places
+
+    def _pages(
+        self, out: bytearray, r: int, c: int, plain: PlainChunk
+    ) -> tuple[ColumnMetaData, list[tuple[int, int]]]:
+        data, metadata, places = self._longest
+        places = places[: self._number]
+        end = sum(places[-1])
+        out += data[len(out) : end]
+        metadata = metadata.shallow_copy()
+        metadata.total_compressed_size = end - places[0][0]
+        return metadata, places
 
 
 class Pages:
@@ -57,31 +94,20 @@ class Pages:
             compression="none",
             write_page_index=True,
         )
-        self._plain = take_apart(sink.getvalue())
-        ((plain,),) = self._plain.chunks
-        assert len(plain.pages) == WRAPPED
+        plain = take_apart(sink.getvalue())
+        ((chunk,),) = plain.chunks
+        assert len(chunk.pages) == WRAPPED
         # There are as many entries in it as pages.
-        plain.column_index = plain.chunk.column_index_offset = plain.chunk.column_index_length = None
+        chunk.column_index = chunk.chunk.column_index_offset = chunk.chunk.column_index_length = None
+        columns = {0: FOOTER_KEY if is_left_to_arrow else (data_key("k1"), b"k1")}
+        # The kit packs ordinals as a writer does that counts on.
+        self._sealer = _SameBeginning(plain, recipe(7, columns=columns, aad_prefix=None))
 
     def file(self, pages: int) -> Path:
         """Return the file with so many pages."""
         path = self._folder / f"{pages}.parquet"
-        if path.exists():
-            return path
-
-        def cut_index(r: int, c: int, index: OffsetIndex) -> None:
-            index.page_locations = index.page_locations[:pages]
-
-        hooks: dict[str, Any] = {
-            "pages": lambda r, c, all_pages: all_pages[:pages],
-            "metadata": lambda r, c, metadata: setattr(metadata, "num_values", pages),
-            "offset_index": cut_index,
-            "row_group": lambda r, row_group: setattr(row_group, "num_rows", pages),
-            "footer": lambda footer: setattr(footer, "num_rows", pages),
-        }
-        columns = {0: FOOTER_KEY if self.is_left_to_arrow else (data_key("k1"), b"k1")}
-        # The kit packs ordinals as a writer does that counts on.
-        path.write_bytes(Sealer(self._plain, recipe(7, columns=columns, aad_prefix=None, **hooks)).seal())
+        if not path.exists():
+            path.write_bytes(self._sealer.seal_pages(pages))
         return path
 
     def keytools(self) -> Keytools:
