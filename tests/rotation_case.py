@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,16 @@ def passphrase() -> SecretBytes:
     return SecretBytes(b"canary horse battery")
 
 
+@cache
+def _new_keystore(master_keys: tuple[str, ...]) -> bytes:
+    """A keystore with these master keys: with the same salt, keys are made of its passphrase once."""
+    with tempfile.TemporaryDirectory() as folder:
+        keystore = Keystore.create(Path(folder) / "keystore.json", passphrase, scrypt_n=2**14)
+        for name in master_keys:
+            keystore.create_key(name)
+        return keystore.path.read_bytes()
+
+
 @dataclass
 class Case:
     """A KMS, a folder for data, and what an operator does with them."""
@@ -59,9 +71,9 @@ class Case:
         if kind == "in_memory":
             return cls(folder, InMemoryKms(dict.fromkeys(master_keys)), None, table)
         path = tmp_path / f"{kind}.json"
-        keystore = Keystore.create(path, passphrase, scrypt_n=2**14)
-        for name in master_keys:
-            keystore.create_key(name)
+        path.touch(mode=0o600, exist_ok=False)
+        path.write_bytes(_new_keystore(master_keys))
+        keystore = Keystore(path, passphrase)
         return cls(folder, KeystoreKms(path, passphrase), keystore, table)
 
     def tools(self, kms: KmsClient | None = None, **changes: Any) -> Keytools:
