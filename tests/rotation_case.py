@@ -45,7 +45,7 @@ def passphrase() -> SecretBytes:
 
 
 @cache
-def _new_keystore(master_keys: tuple[str, ...]) -> bytes:
+def new_keystore(master_keys: tuple[str, ...]) -> bytes:
     """A keystore with these master keys: with the same salt, keys are made of its passphrase once."""
     with tempfile.TemporaryDirectory() as folder:
         keystore = Keystore.create(Path(folder) / "keystore.json", passphrase, scrypt_n=2**14)
@@ -72,7 +72,7 @@ class Case:
             return cls(folder, InMemoryKms(dict.fromkeys(master_keys)), None, table)
         path = tmp_path / f"{kind}.json"
         path.touch(mode=0o600, exist_ok=False)
-        path.write_bytes(_new_keystore(master_keys))
+        path.write_bytes(new_keystore(master_keys))
         keystore = Keystore(path, passphrase)
         return cls(folder, KeystoreKms(path, passphrase), keystore, table)
 

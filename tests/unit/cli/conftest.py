@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rotation_case import new_keystore
 from typer.testing import CliRunner, Result
 
 from parquet_keytools import Keytools
@@ -173,11 +174,11 @@ def keystore_case(tmp_path: Path, table: pa.Table) -> Callable[..., KeystoreCase
         passphrase = tmp_path / "passphrase"
         passphrase.touch(mode=0o600)
         passphrase.write_text("canary horse battery")
-        keystore = Keystore.create(
-            tmp_path / "keystore.json", lambda: passphrase_from_file(passphrase), scrypt_n=2**14
-        )
-        for name in ("footer", "pii", "times"):
-            keystore.create_key(name)
+        path = tmp_path / "keystore.json"
+        path.touch(mode=0o600, exist_ok=False)
+        # With the passphrase of these tests.
+        path.write_bytes(new_keystore(("footer", "pii", "times")))
+        keystore = Keystore(path, lambda: passphrase_from_file(passphrase))
         config = tmp_path / "keystore.yaml"
         people = {"footer_key": "footer", "column_keys": {"pii": ["name"]}, **settings}
         config.write_text(
