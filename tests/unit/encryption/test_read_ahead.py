@@ -68,6 +68,15 @@ def test_many_small_regions_are_read_in_pieces() -> None:
     assert max(length for _, length in source.reads) <= 256 * 1024
 
 
+def test_a_long_read_of_small_regions_is_whole() -> None:
+    source = Source()
+    ahead = ReadAhead(source, _regions(*[(start, start + 1_000) for start in range(0, 2_000_000, 1_000)]))
+    assert (ahead.path, ahead.size_bytes) == (source.path, source.size_bytes)
+    for length in (256 * 1024 - 1, 256 * 1024, 256 * 1024 + 1, 1_500_000):
+        assert bytes(ahead.read_at(length, length // 4)) == _DATA[length : length + length // 4]
+        assert bytes(ahead.read_at(0, length)) == _DATA[:length]
+
+
 def test_what_is_in_no_region_is_read_all_the_same() -> None:
     source = Source()
     ahead = ReadAhead(source, _regions((100, 200)))
