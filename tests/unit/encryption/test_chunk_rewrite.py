@@ -12,11 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySource, NamedKeys, decrypted, encrypted
 
-from parquet_keytools.encryption.chunk_rewrite import PagesMemory
+from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite, PagesMemory
 from parquet_keytools.encryption.file_encryption import FileEncryption
+from parquet_keytools.encryption.file_rewriter import in_order
 from parquet_keytools.encryption.footer import open_footer, read_envelope
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
+from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData, FileMetaData
 
 
@@ -83,6 +85,31 @@ def test_everything_lies_where_it_lay(
     assert all(column.dictionary_page_offset for column in found)
     assert places(columns_of(footer_of(back))) == places(found)
     assert pq.read_table(io.BytesIO(back)).equals(pq.read_table(io.BytesIO(file)))
+
+
+@pytest.mark.parametrize(
+    ("offset_index", "column_index", "order"),
+    [
+        (10, 40, [RegionKind.COLUMN_INDEX, RegionKind.PAGES, RegionKind.OFFSET_INDEX]),
+        (200, 40, [RegionKind.COLUMN_INDEX, RegionKind.PAGES, RegionKind.OFFSET_INDEX]),
+        (200, 300, [RegionKind.PAGES, RegionKind.OFFSET_INDEX, RegionKind.COLUMN_INDEX]),
+    ],
+)
+def test_an_offset_index_is_laid_out_after_its_pages(
+    offset_index: int, column_index: int, order: list[RegionKind]
+) -> None:
+    """It says where they are in the output; all else is read in the order of the source."""
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"a": [1]}), stream, use_dictionary=False)
+    (row_group,) = footer_of(stream.getvalue()).row_groups
+    (chunk,) = row_group.columns
+    assert chunk.meta_data is not None
+    chunk.meta_data.data_page_offset, chunk.meta_data.total_compressed_size = 100, 50
+    chunk.offset_index_offset, chunk.offset_index_length = offset_index, 20
+    chunk.column_index_offset, chunk.column_index_length = column_index, 10
+    rewrite = ChunkRewrite(chunk, chunk.meta_data, None, None)
+    found = in_order(MemorySource(bytes(1_000)), [(row_group, [rewrite])], 500, None)
+    assert [region.kind for region, _ in found] == order
 
 
 def test_only_chunks_with_a_dictionary_page_say_that_they_have_one() -> None:
