@@ -403,6 +403,7 @@ def test_a_footer_that_denies_its_encryption(tmp_path: Path) -> None:
     (file,) = case.tools().rotate(case.folder).files
     assert file.outcome is Outcome.FAILED and str(path) in str(file.error)
     unknown_of(case.tools(), path)
+    assert [found.is_encrypted for found in case.tools().key_inventory(path)] == [True]
     assert tree_digest(case.folder) == before
 
 

@@ -599,6 +599,7 @@ def test_aad_prefixes(tmp_path: Path, plaintext_footer: bool, stored: bool) -> N
     case.add_version()
     report = case.tools().rotate(path)
     assert report.succeeded and report.counts[Outcome.ROTATED] == 1
+    assert [file.unknown for file in case.tools().key_inventory(path)] == [None]
     case.disable(1)
     assert case.tools().read_table(path).equals(TABLE)
 
