@@ -146,17 +146,33 @@ def write_parts(
     try:
         for number in range(1, threads if sink.takes_any_order else 1):
             helper = threading.Thread(target=work.run, name=f"parquet-keytools-{number}", daemon=True)
-            helper.start()
             helpers.append(helper)
+            helper.start()
         work.run()
     except BaseException:
         # Such as where no other thread can be started: none writes to a sink that the caller closes.
         work.stop()
         raise
     finally:
-        for helper in helpers:
-            helper.join()
+        _wait_for(helpers, work)
     work.raise_failure()
+
+
+def _wait_for(helpers: list[threading.Thread], work: _Work) -> None:
+    """Wait for threads, also if Ctrl-C comes again meanwhile; then they end after the write that each is at.
+
+    The caller closes the file, and whatever is opened next has its number.
+    """
+    interrupted = None
+    for helper in helpers:
+        while helper.is_alive():
+            try:
+                helper.join()
+            except KeyboardInterrupt as error:
+                work.stop()
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def _batches(parts: Iterable[Part], offset: int) -> Iterator[Batch]:

@@ -153,7 +153,10 @@ class Journal(StaysInParent):
             else:
                 self.sync()
         finally:
-            os.close(self._file_descriptor)
+            # Worker processes may still say what they made, if they were not waited for: not to another file.
+            with self._lock:
+                os.close(self._file_descriptor)
+                self._file_descriptor = -1
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:

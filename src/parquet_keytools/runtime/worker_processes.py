@@ -153,7 +153,10 @@ class WorkerProcesses(Generic[P, R]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the processes; one that works ends at once, as if it were killed."""
+        """End the processes; one that works ends at once, as if it were killed.
+
+        Calls that wait for one that never came to work are not made here, either.
+        """
         with self._lock:
             for worker in self._workers:
                 worker.hang_up()
@@ -204,7 +207,7 @@ class _Worker:
 
     def __init__(self, setup: bytes, staying: list[StaysInParent], warn: Callable[..., None]) -> None:
         self.has_ended = False
-        self._is_ready = self._is_unusable = False
+        self._is_ready = self._is_unusable = self._is_over = False
         self._staying = staying
         self._warn = warn
         self._numbers = itertools.count()
@@ -246,7 +249,7 @@ class _Worker:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         future: Future[Any] = Future()
         with self._lock:
-            if self.has_ended:
+            if self.has_ended or self._is_over:
                 raise _ended_before()
             if self._is_unusable:
                 return _NEVER_WORKED
@@ -258,7 +261,8 @@ class _Worker:
         return future.result()
 
     def hang_up(self) -> None:
-        """Let it end."""
+        """Let it end; what it has not begun is not done."""
+        self._is_over = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -288,6 +292,10 @@ class _Worker:
         with self._lock:
             self.has_ended, self._is_unusable = self._is_ready, not self._is_ready
             waiting = self._waiting
+        if self._is_over and self._is_unusable:
+            for future in waiting.values():
+                future.set_exception(_ended_before())
+            return
         if self._is_unusable:
             _log.info("a worker process ended before it began to work; its work is done by this process")
             for future in waiting.values():

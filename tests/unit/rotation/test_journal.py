@@ -87,6 +87,19 @@ def test_a_key_is_written_once(path: Path) -> None:
     journal.close(remove=False)
 
 
+def test_nothing_is_written_after_the_end(path: Path, tmp_path: Path) -> None:
+    """A worker process may say what it made when Ctrl-C has ended the run: another file has the number by then."""
+    journal = Journal(path, PARAMETERS)
+    number = journal._file_descriptor
+    journal.close(remove=False)
+    length = path.stat().st_size
+    with (tmp_path / "another.parquet").open("wb") as another:
+        assert another.fileno() == number
+        with pytest.raises(StorageFailedError):
+            journal.add_made(KEYS)
+    assert (tmp_path / "another.parquet").stat().st_size == 0 and path.stat().st_size == length
+
+
 def test_lines_follow_a_torn_one(path: Path) -> None:
     cut_off(path, KEYS[:2])
     path.write_bytes(path.read_bytes()[:-5])

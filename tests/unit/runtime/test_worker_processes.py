@@ -159,6 +159,32 @@ def test_what_processes_do_not_begin_is_done_here(monkeypatch: pytest.MonkeyPatc
     assert len(seen.process_ids) == alive + 1 and os.getpid() in seen.process_ids
 
 
+def test_what_processes_do_not_begin_before_the_end_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Ctrl-C comes twice while they start: nothing goes on behind the back of the caller."""
+    seen, start, started = Seen(), subprocess.Popen, threading.Semaphore(0)
+
+    def late(command: list[str], **kwargs: Any) -> Any:
+        started.release()
+        return start([sys.executable, "-c", "import time; time.sleep(600)"], **kwargs)
+
+    def called(number: int) -> BaseException | None:
+        try:
+            workers(number)
+        except WorkerProcessEndedError as error:
+            return error
+        return None
+
+    monkeypatch.setattr(subprocess, "Popen", late)
+    monkeypatch.setattr(worker_processes, "_END_SECONDS", 0.1)
+    with ThreadPoolExecutor(4) as pool:
+        with WorkerProcesses(partial(square, seen), 100, 2, 2) as workers:
+            calls = [pool.submit(called, number) for number in range(8)]
+            assert started.acquire(timeout=60) and started.acquire(timeout=60)
+        errors = [call.result(60) for call in calls]
+    assert all(isinstance(error, WorkerProcessEndedError) and not error.has_begun for error in errors)
+    assert not seen.process_ids
+
+
 class OnlyHere:
     """What a plug-in that was registered by the program itself comes to in a worker."""
 
