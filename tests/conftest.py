@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import re
+import signal
 from collections.abc import Generator
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,9 @@ __all__ = ["pytest_addoption", "pytest_configure", "pytest_handlecrashitem", "py
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 remembered_scrypt.install()
+# In the background of a script, Ctrl-C is ignored, and so it would be by all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine is no failure, and a change meets the examples that the one before it met; a soak draws others.
 settings.register_profile(
     "tests", deadline=None, derandomize=not SOAK, suppress_health_check=[HealthCheck.too_slow]

@@ -188,7 +188,9 @@ class _Work:
         )
         self._outcomes: dict[int, FileResult | Failure] = {}
         self._done_bytes = 0
+        self._working = set[int]()
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
         self._stopped = threading.Event()
 
     @property
@@ -215,6 +217,16 @@ class _Work:
         Raises:
             KeytoolsError: The one file failed, or the configuration fits none.
         """
+        try:
+            self._convert_all()
+        finally:
+            self._stopped.set()
+            # A pool does not know of a thread that it was starting when a signal came, and does not wait for it.
+            # Of this thread, a signal may have hidden the end.
+            with self._ended:
+                self._ended.wait_for(lambda: self._working <= {threading.get_ident()})
+
+    def _convert_all(self) -> None:
         convert = partial(self._convert, on_progress=self._progress.advance)
         numbered = list(enumerate(self.plan.files))
         small = sum(file.size_bytes <= _SMALL_BYTES for _, file in numbered[1:])
@@ -237,19 +249,24 @@ class _Work:
     def _one(self, convert: Callable[[str, str], FileResult], numbered: tuple[int, PlannedFile]) -> None:
         """Convert a file, unless the others were given up."""
         number, file = numbered
-        if self._stopped.is_set():
-            return
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            self._working.add(threading.get_ident())
+        outcome = None
         try:
             outcome = self._outcome(convert, file)
         except BaseException:
             self._stopped.set()
             raise
-        if outcome is None:
-            return
-        with self._lock:
-            self._outcomes[number] = outcome
-            self._done_bytes += file.size_bytes
-            self._progress.move_to(self._done_bytes)
+        finally:
+            with self._ended:
+                self._working.discard(threading.get_ident())
+                self._ended.notify()
+                if outcome is not None:
+                    self._outcomes[number] = outcome
+                    self._done_bytes += file.size_bytes
+                    self._progress.move_to(self._done_bytes)
 
     def _outcome(
         self, convert: Callable[[str, str], FileResult], file: PlannedFile

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -343,6 +345,39 @@ def test_an_interruption_leaves_nothing_partial(
         )
         # The first is written alone, the others at the same time.
         assert names(target) in ([PARTS[0], other] for other in PARTS[1:])
+
+
+def test_an_interruption_while_a_thread_starts_waits_for_what_it_began(
+    run, config: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool of threads does not know of it: the report came first, and a file too many after it."""
+    original, start = file_encryptor.encrypt_opened, threading.Thread.start
+    has_begun, calls, started = threading.Event(), list[str](), list[threading.Thread]()
+    main = threading.main_thread()
+
+    def encrypt_file(source, sink, *arguments, **options):
+        calls.append(source.path)
+        if len(calls) > 1:
+            has_begun.set()
+            time.sleep(0.5)
+        return original(source, sink, *arguments, **options)
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        is_of_pool = thread.name.startswith("ThreadPoolExecutor")
+        if is_of_pool and len(calls) == 1 and threading.current_thread() is main and not started:
+            started.append(thread)
+            assert has_begun.wait(60)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(file_encryptor, "encrypt_opened", encrypt_file)
+    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    done = run("encrypt", folder, tmp_path / "out", "--config", config, "--processes", 1)
+    for thread in started:
+        thread.join(60)
+    assert done.exit_code == 130
+    assert done.stderr.startswith("2 of 3 files were encrypted before this.")
+    assert len(names(tmp_path / "out")) == len(calls) == 2
 
 
 @pytest.mark.parametrize("command", ["encrypt", "decrypt", "rekey"])
