@@ -32,7 +32,7 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
-from parquet_keytools.runtime.worker_processes import WorkerProcesses
+from parquet_keytools.runtime.worker_processes import WorkerProcesses, check_number_of_processes
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import escaped_path
@@ -101,6 +101,7 @@ def verify_folder(
     processes: int | None = 1,
 ) -> DataSetReport:
     """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`."""
+    check_number_of_processes(processes)
     found = sorted(data_set(folder, into_passed_over=True), key=lambda entry: entry.location.path)
     reports: list[FileReport] = []
     members: list[Member] = []

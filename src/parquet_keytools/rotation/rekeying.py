@@ -34,7 +34,7 @@ from parquet_keytools.rotation.journal import Journal, kms_digest, refuse_inside
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.several_files import SeveralAtATime
 from parquet_keytools.rotation.tail import REFUSED_HINT, check_unchanged, proving, read_tail
-from parquet_keytools.runtime.worker_processes import StaysInParent
+from parquet_keytools.runtime.worker_processes import StaysInParent, check_number_of_processes
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
@@ -142,7 +142,9 @@ def rekey_data_set(
         ConfigurationError: There is no such table, or several to choose from.
         KeytoolsError: The one file failed; failures of a folder's files are in the report.
         OutputError: The journal is of another run, or cannot be written.
+        ValueError: `processes` is not a number of processes.
     """
+    check_number_of_processes(request.processes)
     is_folder = not file_or_folder(path).is_file
     keys.configuration.table_of_files(request.table_name)
     new_keys.configuration.select_table(request.new_table_name)

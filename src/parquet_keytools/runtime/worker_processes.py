@@ -64,6 +64,12 @@ def available_processors() -> int:
     return number
 
 
+def check_number_of_processes(processes: int | None) -> None:
+    """Raise `ValueError` for what is not a number of processes."""
+    if processes is not None and processes < 1:
+        raise ValueError(f"the number of processes is 1 or more, or None for as many as pay; not {processes}")
+
+
 class StaysInParent:
     """What is not copied to workers: there its methods are calls of the parent's object.
 
@@ -121,8 +127,7 @@ class WorkerProcesses(Generic[P, R]):
     def __init__(self, function: Callable[P, R], files: int, processes: int | None, calls_at_a_time: int) -> None:
         self._function = function
         self._staying: list[StaysInParent] = []
-        if processes is not None and processes < 1:
-            raise ValueError(f"the number of processes is 1 or more, or None for as many as pay; not {processes}")
+        check_number_of_processes(processes)
         self._processes = min(processes, files) if processes else automatic_processes(files)
         self._setup = self._pickled(calls_at_a_time) if self._processes > 1 and _runs_python() else None
         self.calls_at_a_time = calls_at_a_time * (1 if self._setup is None else self._processes)

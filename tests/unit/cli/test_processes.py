@@ -26,6 +26,7 @@ import pytest
 from copying_program import PIDS
 from faults import let_workers_die_at_work
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from unit.cli.conftest import MASTER_KEYS, PROGRAM
 from vector_kit.breaches import breaking_vectors
 from vector_kit.write_kit import data_keys, place_vector
@@ -449,9 +450,13 @@ def test_a_configuration_that_changes_counts_as_it_was_read(
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_a_number_of_processes_is_one_or_more(config: Path, many: Path, number: int) -> None:
-    tools = Keytools.from_yaml(config)
-    with pytest.raises(ValueError, match=f"1 or more, or None for as many as pay; not {number}"):
-        tools.verify_folder(many, processes=number)
-    with pytest.raises(ValueError, match=f"not {number}"):
-        tools.rekey_in_place(many, processes=number)
+def test_a_number_of_processes_is_one_or_more(config: Path, many: Path, tmp_path: Path, number: int) -> None:
+    """Also of files that other processes do not see; and nothing is begun."""
+    tools, memory, journal = Keytools.from_yaml(config), MemoryFileSystem(), tmp_path / "journal"
+    wrong = f"1 or more, or None for as many as pay; not {number}"
+    for folder, filesystem in ((many, None), ("/nowhere", memory)):
+        with pytest.raises(ValueError, match=wrong):
+            tools.verify_folder(folder, filesystem=filesystem, processes=number)
+        with pytest.raises(ValueError, match=wrong):
+            tools.rekey_in_place(folder, filesystem=filesystem, journal=journal, processes=number)
+    assert not journal.exists()
