@@ -45,13 +45,14 @@ class Summarised(ABC):
 # --- warnings, at the line of the caller ---
 
 
-_PACKAGE = str(Path(__file__).parents[1])
+_INSIDE = (str(Path(__file__).parents[1]), contextlib.__file__)
+"""This package, and what enters its context managers for it and for callers."""
 
 
 def levels_inside() -> int:
     """Return the `stacklevel` with which the caller shows a warning at the first call from outside."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1
     return max(1, level)
 

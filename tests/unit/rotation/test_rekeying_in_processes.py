@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from parquet_keytools.errors import StorageFailedError, WorkerProcessEndedError
 from parquet_keytools.rotation import several_files
 from parquet_keytools.rotation.journal import Journal
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome
+from parquet_keytools.runtime import worker_processes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.locks import exclusive_folder
 
@@ -273,6 +275,34 @@ def test_a_dead_process_ends_the_run(tools: Keytools, folder: Path, monkeypatch:
     assert not report.stopped_by.has_begun and report.files == report.failures
     assert all(isinstance(file.error, WorkerProcessEndedError) for file in report.files)
     assert tree_digest(folder) == before
+
+
+class WarningWorker:
+    """What a worker process is to its parent, with a warning of each file."""
+
+    has_ended = False
+
+    def __init__(self, _setup: bytes, _staying: list[Any], warn: Callable[..., None]) -> None:
+        self._warn = warn
+
+    def call(self, args: tuple[FileLocation], _: object) -> tuple[FileRotation, list[str]]:
+        self._warn(f"{args[0].name} is odd", UserWarning)
+        return FileRotation(str(args[0]), RotationOutcome.REKEYED), []
+
+    def hang_up(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+def test_warnings_are_shown_at_the_line_of_the_caller(
+    tools: Keytools, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_processes, "_Worker", WarningWorker)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert tools.rekey_in_place(folder, processes=2).counts == Counter({RotationOutcome.REKEYED: FILES})
+    assert {str(warning.message) for warning in caught} == {f"{number}.parquet is odd" for number in range(FILES)}
+    assert {warning.filename for warning in caught} == {__file__}
 
 
 def test_a_full_disk_ends_the_run(
