@@ -363,10 +363,12 @@ def test_an_interruption_while_a_thread_starts_waits_for_what_it_began(
         return original(source, sink, *arguments, **options)
 
     def start_and_interrupt(thread: threading.Thread) -> None:
-        start(thread)
-        is_of_pool = thread.name.startswith("ThreadPoolExecutor")
-        if is_of_pool and len(calls) == 1 and threading.current_thread() is main and not started:
+        is_of_pool = thread.name.startswith("ThreadPoolExecutor") and threading.current_thread() is main
+        is_first_of_others = is_of_pool and len(calls) == 1 and not started
+        if is_first_of_others:
             started.append(thread)
+        start(thread)
+        if is_first_of_others:
             assert has_begun.wait(60)
             raise KeyboardInterrupt
 
