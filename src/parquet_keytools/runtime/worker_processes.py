@@ -294,6 +294,8 @@ class _Worker:
         except Exception:
             _log.exception("a worker process is ended, for its parent does not understand it")
             self._process.kill()
+            # Nobody knows what it had begun.
+            self._is_ready = True
         with self._lock:
             self.has_ended, self._is_unusable = self._is_ready, not self._is_ready
             waiting = self._waiting

@@ -185,6 +185,21 @@ def test_what_processes_do_not_begin_before_the_end_is_not_done(monkeypatch: pyt
     assert not seen.process_ids
 
 
+def test_what_a_process_may_have_begun_is_not_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not understood before it says that it is ready: it may be at work when it is ended."""
+    seen = Seen()
+
+    def take(worker: object, kind: str, *content: object) -> None:
+        raise ValueError(kind)
+
+    monkeypatch.setattr(worker_processes._Worker, "_take", take)
+    with WorkerProcesses(partial(square, seen), 100, 2, 1) as workers:
+        for _ in range(2):
+            with pytest.raises(WorkerProcessEndedError):
+                workers(1)
+    assert os.getpid() not in seen.process_ids
+
+
 class OnlyHere:
     """What a plug-in that was registered by the program itself comes to in a worker."""
 
