@@ -187,6 +187,7 @@ class PageJobs:
         stored: memoryview,
         out: memoryview,
         path: str,
+        source_offset: int,
         reader: ChunkCipher | None,
         writer: ChunkCipher,
     ) -> None:
@@ -199,6 +200,7 @@ class PageJobs:
             stored: These pages with their headers as they lie in the source.
             out: Where the modules go; as long as they are.
             path: The source's name, for error texts.
+            source_offset: Where the first of these pages begins there, likewise.
             reader: Decrypts them first, where the source is encrypted too.
             writer: Encrypts them; its invocations are reserved.
 
@@ -223,7 +225,7 @@ class PageJobs:
             at = page_start + length
             page = stored[page_start:at]
             if crc >= 0:
-                check_crc(page, crc, path, pages.source_offset + page_start)
+                check_crc(page, crc, path, source_offset + page_start)
             if reader is not None:
                 if _read_length(page)[0] != length - LENGTH_LENGTH:
                     check_length_field(page, length, reader.page_place(ordinal))

@@ -103,7 +103,7 @@ class PagesPiece(NamedTuple):
         _, source, _, reader, writer = part
         stored = memoryview(source.read_at(source_offset, source_length))
         if writer is not None:
-            jobs.encrypt(pages, first, last, stored, out, source.path, reader, writer)
+            jobs.encrypt(pages, first, last, stored, out, source.path, source_offset, reader, writer)
         elif reader is not None:
             jobs.decrypt(pages, first, last, stored, out, reader)
         else:
