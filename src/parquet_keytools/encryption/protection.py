@@ -9,6 +9,7 @@ from enum import Enum
 from parquet_keytools.encryption.aad import MAX_ORDINAL
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
+from parquet_keytools.format.footer_outline import UnreadChunks, UnreadList
 from parquet_keytools.format.structs import (
     ColumnChunk,
     ColumnCryptoMetaData,
@@ -18,7 +19,6 @@ from parquet_keytools.format.structs import (
     kept_by_path,
 )
 from parquet_keytools.format.thrift_compact import WireType
-from parquet_keytools.format.unread_lists import UnreadChunks, UnreadList
 
 
 class FooterMode(Enum):

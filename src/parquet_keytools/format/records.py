@@ -19,7 +19,7 @@ from parquet_keytools.format.thrift_compact import (
     read_struct,
     write_struct,
 )
-from parquet_keytools.format.thrift_outline import UnreadStruct, read_outline
+from parquet_keytools.format.thrift_outline import read_outline
 from parquet_keytools.format.thrift_skim import check_value_count
 
 T = TypeVar("T")
@@ -77,11 +77,6 @@ class Record:
     def shallow_copy(self) -> Self:
         """Return a copy whose fields can be set without changing this one; what is in them is shared."""
         return type(self)(self.struct.copy())
-
-    def as_read(self) -> Self:
-        """Return what reading this record's bytes again gives: written many times, it is copied as bytes."""
-        data = self.serialise()
-        return type(self)(UnreadStruct(data, 0, len(data), None))
 
     def fields_of_other_types(self) -> list[str]:
         """Return the names of fields that are there with another type than ours, and so are not read."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.footer_outline import read_footer_outline
+from parquet_keytools.format.footer_outline import CutChunk, UnreadChunks, read_footer_outline
 from parquet_keytools.format.records import (
     BINARY,
     BOOL,
@@ -28,7 +28,6 @@ from parquet_keytools.format.thrift_compact import Struct, ThriftList, ThriftRea
 from parquet_keytools.format.thrift_grammar import COLUMN_GROUPS
 from parquet_keytools.format.thrift_skim import check_value_count, column_at, skim_struct
 from parquet_keytools.format.thrift_values import write_value
-from parquet_keytools.format.unread_lists import CutChunk, UnreadChunks
 
 # --- Encryption (spec 5.2, 5.4) ----------------------------------------------------------------------------
 
@@ -193,12 +192,10 @@ class RowGroup(Record):
         """Return a row group, to be written only, with the bytes of others in place of chunks; None keeps one."""
         field_id = type(self).columns.field_id
         unread = self.unread_chunks
-        if unread is None:
-            own = [chunk.struct for chunk in self.columns]
-            pairs = zip(others, own, strict=True)
-            chunks = ThriftList(WireType.STRUCT, [struct if other is None else other for other, struct in pairs])
-        else:
-            chunks = unread.with_others(others)
+        chunks = None if unread is None else unread.with_others(others)
+        if chunks is None:
+            pairs = zip(others, self.columns, strict=True)
+            chunks = ThriftList(WireType.STRUCT, [own.struct if other is None else other for other, own in pairs])
         changed = self.shallow_copy()
         changed.struct.set_entry(field_id, (WireType.LIST, chunks))
         return changed

@@ -155,7 +155,7 @@ class ThriftList:
     elements: list[Any]
 
     def as_bytes(self) -> bytes | None:
-        """Return its bytes where they need not be made of its elements; see `unread_lists.UnreadList`."""
+        """Return its bytes where they need not be made of its elements; see `footer_outline.UnreadList`."""
         return None
 
     def __eq__(self, other: object) -> bool:

@@ -15,10 +15,10 @@ from parquet_keytools.encryption.footer import read_footer
 from parquet_keytools.encryption.protection import ColumnEncryption, leaves_of
 from parquet_keytools.format import thrift_skim
 from parquet_keytools.format.file_layout import leaf_columns
+from parquet_keytools.format.footer_outline import UnreadChunks, UnreadList
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.format.thrift_compact import read_struct, write_struct
 from parquet_keytools.format.thrift_values import ThriftList, WireType, write_value
-from parquet_keytools.format.unread_lists import UnreadChunks, UnreadList
 
 LONG = b"k" * 300
 
