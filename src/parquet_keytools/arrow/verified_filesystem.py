@@ -27,9 +27,9 @@ from parquet_keytools.errors import ColumnAccessDeniedError, ParquetFormatError
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
-from parquet_keytools.format.column_selection import selected_footer
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, with_trailer
 from parquet_keytools.format.generated_chunks import ChunkTemplate
+from parquet_keytools.format.partial_footers import selected_footer
 from parquet_keytools.runtime.process_end import share_with_arrow
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.view.page_cache import PageCache

@@ -16,9 +16,9 @@ from parquet_keytools.encryption.module_cipher import GCM_FRAMING
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.partial_footers import shown_metadata
 from parquet_keytools.format.structs import ColumnMetaData
 from parquet_keytools.format.thrift_values import WireType
-from parquet_keytools.format.visible_fields import shown_metadata
 
 _MOST_LEFT_BYTES = 64 * 1024
 

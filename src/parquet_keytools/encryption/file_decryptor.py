@@ -14,8 +14,8 @@ from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.collector import paused_collector, paused_for
-from parquet_keytools.format.column_selection import Selection, selected_footer, selected_sorting_columns
 from parquet_keytools.format.file_layout import MAGIC
+from parquet_keytools.format.partial_footers import Selection, selected_footer, selected_sorting_columns
 from parquet_keytools.format.structs import ColumnChunk, FileMetaData
 from parquet_keytools.format.thrift_values import Struct, WireType
 from parquet_keytools.secret_bytes import SecretBytes

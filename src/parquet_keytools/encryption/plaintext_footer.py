@@ -7,14 +7,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from parquet_keytools.errors import VisibleMetadataError
-from parquet_keytools.format.schema_key_values import SCHEMA_KEYS
-from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, KeyValue, RowGroup
-from parquet_keytools.format.visible_fields import (
+from parquet_keytools.format.partial_footers import (
     hidden_chunk_fields,
     shown_footer,
     shown_metadata,
     shown_row_group,
 )
+from parquet_keytools.format.schema_key_values import SCHEMA_KEYS
+from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, KeyValue, RowGroup
 
 _log = logging.getLogger(__name__)
 

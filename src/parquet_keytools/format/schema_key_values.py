@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from parquet_keytools.format.column_selection import ARROW_SCHEMA_KEY
+from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY
 
 SPARK_SCHEMA_KEY = "org.apache.spark.sql.parquet.row.metadata"
 """Key under which Spark keeps its own schema."""

@@ -1,19 +1,154 @@
-"""What a plaintext footer may show of a file with encrypted columns: lists of fields, with their types.
+"""Footers that say less than that of their file: of some columns and row groups, or what may be shown of all.
 
-What is not on a list is not shown: it may hold values, as statistics do, and as fields do that are not known yet.
+A plaintext footer of a file with encrypted columns shows the fields on lists, if they have their types. What is
+not on a list may hold values, as statistics do, and as fields do that are not known yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parquet_keytools.format.structs import ColumnMetaData, FileMetaData, RowGroup, SchemaElement
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.file_layout import LeafColumn
+from parquet_keytools.format.structs import ColumnMetaData, FileMetaData, KeyValue, RowGroup, SchemaElement
 from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
+
+ARROW_SCHEMA_KEY = "ARROW:schema"
+"""Key under which Arrow keeps its own schema; readers apply it to columns by their position."""
 
 _SORTING_COLUMNS_FIELD_ID = 4
 _COLUMN_ORDERS_FIELD_ID = 7
+
+# --- Some columns and row groups ---
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some columns and row groups of a file.
+
+    Attributes:
+        metadata: A footer for them; its row groups are still those of the file, with all columns.
+        row_group_ordinals: The row groups.
+        column_ordinals: The leaf columns.
+    """
+
+    metadata: FileMetaData
+    row_group_ordinals: tuple[int, ...]
+    column_ordinals: tuple[int, ...]
+
+
+def selected_footer(
+    metadata: FileMetaData,
+    leaves: Sequence[LeafColumn],
+    columns: Collection[tuple[str, ...]] | None,
+    row_group_ordinals: Sequence[int] | None,
+    key_values: Mapping[str, str | None] | None,
+) -> Selection:
+    """Return a footer for some columns and row groups.
+
+    Args:
+        metadata: The footer of the file. Not changed.
+        leaves: Its leaf columns.
+        columns: Paths of leaf columns; None for all. Top-level columns are taken whole.
+        row_group_ordinals: Which row groups; None for all.
+        key_values: Entries of the key-value metadata to replace, or to drop where the value is None.
+
+    Raises:
+        ParquetFormatError: There is no such column or row group.
+    """
+    new = metadata.shallow_copy()
+    row_groups = metadata.row_groups
+    chosen = tuple(range(len(row_groups)) if row_group_ordinals is None else row_group_ordinals)
+    if not all(0 <= ordinal < len(row_groups) for ordinal in chosen) or len(set(chosen)) != len(chosen):
+        raise ParquetFormatError(f"row groups {list(chosen)} are not some of the file's {len(row_groups)}.")
+    changes = dict(key_values or {})
+    if row_group_ordinals is not None:
+        new.num_rows = sum(row_groups[ordinal].num_rows for ordinal in chosen)
+    kept = tuple(leaf.ordinal for leaf in leaves)
+    if columns is not None:
+        unknown = set(columns) - {leaf.path for leaf in leaves}
+        if unknown:
+            names = ", ".join(repr(".".join(path)) for path in sorted(unknown))
+            raise ParquetFormatError(f"the file has no columns {names}.")
+        positions = {leaf.top_level_position for leaf in leaves if leaf.path in columns}
+        kept = tuple(leaf.ordinal for leaf in leaves if leaf.top_level_position in positions)
+        if len(kept) < len(leaves):
+            new.schema = _selected_schema(metadata.schema, positions)
+            _select_column_orders(new, kept)
+            changes.setdefault(ARROW_SCHEMA_KEY, None)
+    if changes:
+        _change_key_values(new, changes)
+    return Selection(new, chosen, kept)
+
+
+def selected_sorting_columns(struct: Struct, column_ordinals: Sequence[int]) -> None:
+    """Make the sorting columns of a row group's struct those of its selected columns.
+
+    Rows that are sorted by several columns are still sorted by the first ones of them, but no longer by those
+    after one that was left out.
+    """
+    entry = struct.fields.get(_SORTING_COLUMNS_FIELD_ID)
+    if entry is None or not isinstance(entry[1], ThriftList):
+        return
+    new_ordinals = {old: new for new, old in enumerate(column_ordinals)}
+    elements: list[Struct] = []
+    for element in entry[1].elements:
+        column = element.fields.get(1) if isinstance(element, Struct) else None
+        if column is None or column[0] is not WireType.I32 or column[1] not in new_ordinals:
+            break
+        elements.append(Struct({**element.fields, 1: (WireType.I32, new_ordinals[column[1]])}))
+    _set_sorting_columns(struct, elements)
+
+
+def _set_sorting_columns(struct: Struct, elements: list[Struct]) -> None:
+    wire_type, _ = struct.fields[_SORTING_COLUMNS_FIELD_ID]
+    sorting_columns = (wire_type, ThriftList(WireType.STRUCT, elements))
+    struct.set_entry(_SORTING_COLUMNS_FIELD_ID, sorting_columns if elements else None)
+
+
+def _selected_schema(schema: list[SchemaElement], positions: Collection[int]) -> list[SchemaElement]:
+    """Return the root with those of its children, and what is below them, that stand at `positions`."""
+    root = schema[0].shallow_copy()
+    kept: list[SchemaElement] = []
+    position = -1
+    waiting = 0  # How many elements of the present child are still to come, as far as is known.
+    for element in schema[1:]:
+        if waiting == 0:
+            position += 1
+            waiting = 1
+        waiting += (element.num_children or 0) - 1
+        if position in positions:
+            kept.append(element)
+    root.num_children = len(positions)
+    return [root, *kept]
+
+
+def _select_column_orders(metadata: FileMetaData, column_ordinals: Sequence[int]) -> None:
+    entry = metadata.struct.fields.get(_COLUMN_ORDERS_FIELD_ID)
+    if entry is None or not isinstance(entry[1], ThriftList):
+        return
+    orders = entry[1]
+    if any(o >= len(orders.elements) for o in column_ordinals):
+        raise ParquetFormatError("the file does not have one column order for each column.")
+    elements = [orders.elements[ordinal] for ordinal in column_ordinals]
+    metadata.struct.fields[_COLUMN_ORDERS_FIELD_ID] = (entry[0], ThriftList(orders.element_type, elements))
+
+
+def _change_key_values(metadata: FileMetaData, changes: Mapping[str, str | None]) -> None:
+    present = metadata.key_value_metadata or []
+    entries = [entry for entry in present if entry.key not in changes]
+    for key, value in changes.items():
+        if value is not None:
+            entry = KeyValue()
+            entry.key, entry.value = key, value
+            entries.append(entry)
+    if present or entries:
+        metadata.key_value_metadata = entries or None
+
+
+# --- What may be shown of encrypted columns ---
 
 
 @dataclass(frozen=True)
@@ -135,21 +270,14 @@ def shown_row_group(row_group: RowGroup, encrypted: Collection[int]) -> tuple[Ro
     hidden = [f"field {field_id} of a row group" for field_id in hidden_ids]
     entry = shown.struct.fields.get(_SORTING_COLUMNS_FIELD_ID)
     if entry is not None:
-        elements = entry[1].elements
         kept: list[Struct] = []
-        for element in elements:
+        for element in entry[1].elements:
             ordinal = element.fields.get(1)
             if ordinal is None or ordinal[1] in encrypted:
                 hidden.append("that rows are sorted by an encrypted column")
                 break
             kept.append(element)
-        if not kept:
-            del shown.struct.fields[_SORTING_COLUMNS_FIELD_ID]
-        elif len(kept) < len(elements):
-            shown.struct.fields[_SORTING_COLUMNS_FIELD_ID] = (
-                WireType.LIST,
-                ThriftList(WireType.STRUCT, kept),
-            )
+        _set_sorting_columns(shown.struct, kept)
     return shown, hidden
 
 
@@ -179,21 +307,25 @@ def shown_footer(metadata: FileMetaData) -> tuple[FileMetaData, list[str]]:
 
 
 def _record(record: Any, shape: Mapping[int, Any]) -> tuple[Any, list[int]]:
+    struct, hidden = _shown_struct(record.struct, shape)
+    return type(record)(struct), hidden
+
+
+def _shown_struct(struct: Struct, shape: Mapping[int, Any]) -> tuple[Struct, list[int]]:
+    """Return what may be shown of a struct, and the ids of fields of which not all may be."""
     hidden: list[int] = []
     fields: dict[int, tuple[WireType, Any]] = {}
-    for field_id, (wire_type, value) in record.struct.fields.items():
+    for field_id, (wire_type, value) in struct.fields.items():
         allowed = shape.get(field_id)
         if allowed is not None and allowed is wire_type:
             fields[field_id] = (wire_type, value)
             continue
         found = None if allowed is None else _shown(allowed, wire_type, value)
-        if found is None:
+        if found is not None:
+            fields[field_id] = (wire_type, found[0])
+        if found is None or not found[1]:
             hidden.append(field_id)
-            continue
-        fields[field_id] = (wire_type, found[0])
-        if not found[1]:
-            hidden.append(field_id)
-    return type(record)(Struct(fields)), hidden
+    return Struct(fields), hidden
 
 
 def _shown(shape: _Shape, wire_type: WireType, value: Any) -> tuple[Any, bool] | None:
@@ -206,14 +338,8 @@ def _shown(shape: _Shape, wire_type: WireType, value: Any) -> tuple[Any, bool] |
         return _shown_list(shape.element, value) if wire_type is WireType.LIST else None
     if wire_type is not WireType.STRUCT:
         return None
-    fields: dict[int, tuple[WireType, Any]] = {}
-    is_all = True
-    for field_id, (field_type, field_value) in value.fields.items():
-        found = _shown(shape[field_id], field_type, field_value) if field_id in shape else None
-        if found is not None:
-            fields[field_id] = (field_type, found[0])
-        is_all = is_all and found is not None and found[1]
-    return Struct(fields), is_all
+    struct, hidden = _shown_struct(value, shape)
+    return struct, not hidden
 
 
 def _shown_list(element: _Shape, value: ThriftList) -> tuple[Any, bool] | None:
