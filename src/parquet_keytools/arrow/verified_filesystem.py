@@ -28,7 +28,7 @@ from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, with_trailer
-from parquet_keytools.format.generated_chunks import ChunkTemplate
+from parquet_keytools.format.pages import ChunkTemplate
 from parquet_keytools.format.partial_footers import selected_footer
 from parquet_keytools.runtime.process_end import share_with_arrow
 from parquet_keytools.storage.sources import ArrowSource

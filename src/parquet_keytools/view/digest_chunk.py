@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import MAGIC, Region, with_trailer
-from parquet_keytools.format.generated_chunks import plain_page_header
-from parquet_keytools.format.pages import MAX_PAGE_LENGTH, padded_header, read_page_header
+from parquet_keytools.format.pages import MAX_PAGE_LENGTH, padded_header, plain_page_header, read_page_header
 from parquet_keytools.format.structs import (
     ColumnChunk,
     ColumnMetaData,
