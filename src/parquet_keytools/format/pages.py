@@ -23,6 +23,7 @@ from parquet_keytools.format.structs import (
     PageHeader,
     path_bytes,
 )
+from parquet_keytools.format.thrift_outline import zigzag_int
 from parquet_keytools.format.thrift_skim import skim_struct
 from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, varint, write_struct, write_value
 
@@ -103,13 +104,10 @@ def read_page_header(data: bytes | bytearray | memoryview, offset: int) -> PageH
     match = _usual_header().match(data, offset)
     if match is not None:
         before, size_bytes, crc_bytes, rest = match.groups()
-        size = size_bytes[0] if len(size_bytes) == 1 else _varint_value(size_bytes)
-        crc = None
-        if crc_bytes is not None:
-            value = _varint_value(crc_bytes)
-            crc = ((value >> 1) ^ -(value & 1)) & 0xFFFF_FFFF
-        if not size & 1:
-            return _facts((before[1] >> 1, size >> 1, crc, match.end() - offset, before, rest))
+        page_length = zigzag_int(size_bytes)
+        crc = None if crc_bytes is None else zigzag_int(crc_bytes) & 0xFFFF_FFFF
+        if page_length >= 0:
+            return _facts((before[1] >> 1, page_length, crc, match.end() - offset, before, rest))
     record, end = PageHeader.read(memoryview(data), offset)
     return _in_usual_shape(record, end - offset)
 
@@ -131,18 +129,6 @@ def _in_usual_shape(header: PageHeader, length: int) -> PageHeaderFacts:
     return PageHeaderFacts(
         page_type, page_length, None if crc is None else crc & 0xFFFF_FFFF, length, before, rest
     )
-
-
-def _varint_value(data: bytes) -> int:
-    if len(data) == 2:
-        return (data[0] & 0x7F) | data[1] << 7
-    if len(data) == 3:
-        return (data[0] & 0x7F) | (data[1] & 0x7F) << 7 | data[2] << 14
-    value = shift = 0
-    for byte in data:
-        value |= (byte & 0x7F) << shift
-        shift += 7
-    return value
 
 
 def with_sizes(facts: PageHeaderFacts, page_length: int, crc: int | None = None) -> bytes:

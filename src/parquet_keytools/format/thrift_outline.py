@@ -120,7 +120,7 @@ class UnreadStruct(Struct):
                 for (its_type, start, end, _), wire_type in places
             ]
         groups = fields.groups or column_groups(fields)
-        return [None if group == 0 or (value := column[group]) is None else _number(value) for group in groups]
+        return [None if group == 0 or (value := column[group]) is None else zigzag_int(value) for group in groups]
 
     def entry_to_change(self, field_id: int) -> tuple[WireType, Any] | None:
         """Return type and value of a field; what is changed in the value is changed in this struct."""
@@ -282,7 +282,7 @@ def _number_at(data: bytes, start: int, end: int) -> int:
     return (value >> 1) ^ -(value & 1)
 
 
-def _number(value: bytes) -> int:
+def zigzag_int(value: bytes) -> int:
     """Return what the bytes of a zigzag varint say."""
     if len(value) == 4:
         # Offsets in most files.
