@@ -6,28 +6,33 @@ Strictly, for whoever stands before this server must not have read another reque
 from __future__ import annotations
 
 import contextlib
+import hmac
 import io
 import re
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from parquet_keytools.serve.bounded_server import BoundedServer, cut_off
 from parquet_keytools.serve.requests_and_answers import (
     Access,
     RefusedRequestError,
     ServedAnswer,
     ServedRange,
     ServedRequest,
+    answer_http,
     logged_outcome,
     refusal_of,
     write_access,
 )
-from parquet_keytools.serve.served_tree import FileReader, ServedFile
+from parquet_keytools.serve.s3_front import BUCKET, KeyPair, answer_s3, error_document
+from parquet_keytools.serve.served_tree import FileReader, ServedFile, ServedTree
+
+if TYPE_CHECKING:
+    from parquet_keytools.serve.view_server import BoundedServer
 
 _IDLE_SECONDS = 60.0
 """So long a connection waits for its next request."""
@@ -63,16 +68,18 @@ class ClientGoneError(Exception):
     """The client takes no more bytes."""
 
 
-class ViewConnection(BaseHTTPRequestHandler, ABC):
-    """Speaks HTTP/1.1 with one client.
-
-    Subclasses say in `route` what is answered.
+class ViewConnection(BaseHTTPRequestHandler):
+    """Speaks HTTP/1.1 with one client, as HTTP or S3; `ViewServer` sets what all its connections share.
 
     Attributes:
         protocol: Of the request: `http` or `s3`; empty until that is known.
     """
 
     server: BoundedServer
+    tree: ServedTree
+    token: str
+    key_pair: KeyPair | None
+    hosts: frozenset[str] = frozenset()
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
@@ -100,13 +107,23 @@ class ViewConnection(BaseHTTPRequestHandler, ABC):
                     left -= count
         super().finish()
 
-    @abstractmethod
     def route(self, request: ServedRequest) -> tuple[str, str, Callable[[], ServedAnswer]]:
         """Return protocol, key, and what makes the answer.
 
         Raises:
-            RefusedRequestError: There is no such thing here.
+            RefusedRequestError: The server is not called so, or the request has no secret.
         """
+        if (request.header("host") or "").lower() not in self.hosts:
+            raise RefusedRequestError(421, "InvalidRequest", "This server is not called so.")
+        first, slash, key = request.path.removeprefix("/").partition("/")
+        if slash and hmac.compare_digest(first.encode(), self.token.encode()):
+            self.keep()
+            return "http", key, partial(answer_http, self.tree, request, key, self.seen_before)
+        if self.key_pair is not None:
+            # A path may hold the secret in the wrong place, and keys are logged.
+            shown = key if first == BUCKET and self.token not in key else ""
+            return "s3", shown, partial(answer_s3, self.tree, self.key_pair, request, self.seen_before, self.keep)
+        raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")
 
     def handle_one_request(self) -> None:
         """Read a request, and answer it."""
@@ -225,7 +242,7 @@ class ViewConnection(BaseHTTPRequestHandler, ABC):
 
     def _refuse(self, key: str, error: Exception) -> None:
         refusal = refusal_of(error)
-        body, kind = self.error_body(refusal)
+        body, kind = self._error_body(refusal)
         if refusal.status >= 500 or refusal.status in _LAST_STATUSES:
             self.close_connection = self._lingers = True
         try:
@@ -233,8 +250,10 @@ class ViewConnection(BaseHTTPRequestHandler, ABC):
         finally:
             self._log(key, refusal.status, error)
 
-    def error_body(self, refusal: RefusedRequestError) -> tuple[bytes, str]:
+    def _error_body(self, refusal: RefusedRequestError) -> tuple[bytes, str]:
         """Return the body of a refusal, and its type."""
+        if self.key_pair is not None and self.protocol != "http":
+            return error_document(refusal), "application/xml"
         return f"{refusal}\n".encode("utf-8", "replace"), "text/plain; charset=utf-8"
 
     def _send(self, answer: ServedAnswer) -> None:
@@ -293,6 +312,13 @@ class ViewConnection(BaseHTTPRequestHandler, ABC):
 
 def _has_token(headers: Mapping[str, tuple[str, ...]], name: str, token: str) -> bool:
     return any(part.strip().lower() == token for value in headers.get(name, ()) for part in value.split(","))
+
+
+def cut_off(connection: socket.socket) -> None:
+    """End a connection at once, so that no client takes what it has for all."""
+    with contextlib.suppress(OSError):
+        # Not that of SSLSocket: it drops TLS first, and what another thread then sends would go out in plaintext.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class HeadReader(io.RawIOBase):

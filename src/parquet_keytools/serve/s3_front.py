@@ -1,19 +1,173 @@
-"""The tree as one bucket of S3, read-only."""
+"""The tree as one bucket of S3, read-only.
+
+Requests are signed (AWS Signature Version 4), in the header or in the query (presigned).
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
+import hmac
 import itertools
+import re
+import secrets
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from urllib.parse import quote
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from urllib.parse import quote, unquote_to_bytes
 from xml.sax.saxutils import escape
 
-from parquet_keytools.serve.http_front import answer_file
-from parquet_keytools.serve.requests_and_answers import RefusedRequestError, ServedAnswer, ServedRequest
-from parquet_keytools.serve.s3_signature import SignatureCheck
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.serve.requests_and_answers import (
+    RefusedRequestError,
+    ServedAnswer,
+    ServedRequest,
+    answer_file,
+)
 from parquet_keytools.serve.served_tree import ServedFile, ServedTree
+
+ALGORITHM = "AWS4-HMAC-SHA256"
+_MAX_SKEW = timedelta(minutes=15)
+_MAX_EXPIRES_SECONDS = 7 * 24 * 3600
+_UNSIGNED = "UNSIGNED-PAYLOAD"
+_NO_PAYLOAD = hashlib.sha256(b"").hexdigest()
+_AUTHORIZATION = re.compile(
+    rf"{ALGORITHM}\s+Credential=([^,\s]+)\s*,\s*SignedHeaders=([^,\s]+)\s*,\s*Signature=([0-9a-f]{{64}})"
+)
+_SCOPE = re.compile(r"([^/]+)/(\d{8})/([a-z0-9-]{1,64})/s3/aws4_request", re.ASCII)
+_QUERY_NAMES = tuple(
+    f"X-Amz-{name}" for name in ("Algorithm", "Credential", "Date", "Expires", "SignedHeaders", "Signature")
+)
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """The credentials of one run, which are valid nowhere else.
+
+    Attributes:
+        access_key_id: Names them.
+        secret: Signs with them.
+    """
+
+    access_key_id: str = field(default_factory=lambda: "PK" + secrets.token_hex(9).upper())
+    secret: SecretBytes = field(default_factory=lambda: SecretBytes(secrets.token_urlsafe(30).encode()))
+
+
+@dataclass(frozen=True)
+class _Claim:
+    credential: str
+    date: str
+    signed_headers: str
+    signature: str
+    payload: str
+    expires: timedelta | None
+
+
+def check_signature(request: ServedRequest, key_pair: KeyPair, now: datetime) -> None:
+    """Return if a request is signed with our key pair, and not too old.
+
+    Raises:
+        RefusedRequestError: It is not signed, or wrongly.
+    """
+    in_query = any(name.lower().startswith("x-amz-") for name, _ in request.query)
+    if in_query and "authorization" in request.headers:
+        raise _refused("InvalidArgument", "Only one kind of signature is allowed.", status=400)
+    claim = _claim_of_query(request) if in_query else _claim_of_header(request)
+    scope = _SCOPE.fullmatch(claim.credential)
+    if scope is None or scope[2] != claim.date[:8]:
+        raise _refused("AuthorizationHeaderMalformed", "The scope of the credential is not valid.", status=400)
+    if not hmac.compare_digest(scope[1].encode(), key_pair.access_key_id.encode()):
+        raise _refused("InvalidAccessKeyId", "This access key is not the one of this run.")
+    _check_time(claim, now)
+    key = b"AWS4" + key_pair.secret.reveal()
+    names = (scope[2], scope[3], "s3", "aws4_request")
+    canonical = hashlib.sha256(_canonical_request(request, claim, in_query=in_query)).hexdigest()
+    for part in (*names, f"{ALGORITHM}\n{claim.date}\n{'/'.join(names)}\n{canonical}"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    if not hmac.compare_digest(key.hex().encode(), claim.signature.encode()):
+        raise _refused("SignatureDoesNotMatch", "The signature is not that of the request.")
+
+
+def _check_time(claim: _Claim, now: datetime) -> None:
+    try:
+        age = now - datetime.strptime(claim.date, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    except ValueError:
+        raise _refused("AccessDenied", "X-Amz-Date is not valid.") from None
+    if claim.expires is None:
+        if abs(age) > _MAX_SKEW:
+            raise _refused("RequestTimeTooSkewed", "The time of the request and that of the server differ.")
+    elif age < -_MAX_SKEW:
+        raise _refused("AccessDenied", "The request is not valid yet.")
+    elif age > claim.expires:
+        raise _refused("AccessDenied", "The request has expired.")
+
+
+def _claim_of_header(request: ServedRequest) -> _Claim:
+    text = request.header("authorization")
+    is_old = text is not None and text.startswith("AWS ")
+    if is_old or (text is None and "AWSAccessKeyId" in dict(request.query)):
+        message = f"Signatures of version 2 are not accepted. Sign with {ALGORITHM} (signature_version='s3v4')."
+        raise _refused("InvalidRequest", message, status=400)
+    if text is None:
+        raise _refused("AccessDenied", "The request is not signed.")
+    found = _AUTHORIZATION.fullmatch(text)
+    date, payload = request.header("x-amz-date"), request.header("x-amz-content-sha256")
+    if found is None or date is None or payload is None:
+        raise _refused("AuthorizationHeaderMalformed", "The request is not signed as S3 wants it.", status=400)
+    if payload not in (_UNSIGNED, _NO_PAYLOAD):
+        raise _refused("XAmzContentSHA256Mismatch", "A request that reads has no payload.", status=400)
+    return _Claim(found[1], date, found[2], found[3], payload, None)
+
+
+def _claim_of_query(request: ServedRequest) -> _Claim:
+    values: dict[str, str] = {}
+    for name, value in request.query:
+        if name in values:
+            raise _refused("InvalidArgument", "A parameter is there twice.", status=400)
+        values[name] = value
+    algorithm, credential, date, expires, signed, signature = (values.get(name, "") for name in _QUERY_NAMES)
+    is_number = expires.isascii() and expires.isdigit() and len(expires) < 10
+    if algorithm != ALGORITHM or not is_number or not 1 <= int(expires) <= _MAX_EXPIRES_SECONDS:
+        raise _refused("AuthorizationQueryParametersError", "The query is not signed as S3 wants it.", status=400)
+    payload = values.get("X-Amz-Content-Sha256", _UNSIGNED)
+    return _Claim(credential, date, signed, signature, payload, timedelta(seconds=int(expires)))
+
+
+def _canonical_request(request: ServedRequest, claim: _Claim, *, in_query: bool) -> bytes:
+    names = claim.signed_headers.split(";")
+    unsigned = [name for name in request.headers if name.startswith("x-amz-") and name not in names]
+    if names != sorted(set(names)) or "host" not in names or unsigned:
+        raise _refused("AccessDenied", "Host and all headers x-amz-* must be signed, each once.")
+    lines = []
+    for name in names:
+        if name not in request.headers:
+            raise _refused("AccessDenied", "A signed header is missing.")
+        lines.append(f"{name}:{','.join(' '.join(value.split()) for value in request.headers[name])}\n")
+    pairs = sorted(
+        (_encoded(name), _encoded(value))
+        for name, value in request.query
+        if not (in_query and name == "X-Amz-Signature")
+    )
+    return "\n".join(
+        (
+            request.method,
+            quote(unquote_to_bytes(request.raw_path), safe="/-_.~"),
+            "&".join(f"{name}={value}" for name, value in pairs),
+            "".join(lines),
+            claim.signed_headers,
+            claim.payload,
+        )
+    ).encode("latin-1", "replace")
+
+
+def _encoded(text: str) -> str:
+    return quote(text, safe="-_.~")
+
+
+def _refused(code: str, message: str, status: int = 403) -> RefusedRequestError:
+    return RefusedRequestError(status, code, message)
+
 
 BUCKET = "view"
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
@@ -25,139 +179,135 @@ _LISTING = {
 """Parameters of a listing; what else is asked for is not there."""
 
 
-class S3Front:
-    """Answers requests of S3 clients, with paths of the form `/view/key`.
+def answer_s3(
+    tree: ServedTree,
+    key_pair: KeyPair,
+    request: ServedRequest,
+    seen_before: Callable[[ServedFile], bool],
+    keep: Callable[[], None],
+) -> ServedAnswer:
+    """Return the answer to a request of an S3 client, with a path of the form `/view/key`.
 
     Args:
         tree: What is served.
-        signatures: Checks who asks.
+        key_pair: What requests are signed with.
+        request: The request.
+        seen_before: Whether the connection read another version of a file before.
+        keep: Called as soon as the signature is found to be right.
+
+    Raises:
+        RefusedRequestError: It is not signed, asks for what is not there, or its conditions do not hold.
+        FileNotFoundError: There is no such file.
+        KeytoolsError: What is wrong with the file.
     """
+    check_signature(request, key_pair, datetime.now(UTC))
+    keep()
+    query: dict[str, str] = {}
+    for name, value in request.query:
+        if name in query:
+            raise RefusedRequestError(400, "InvalidArgument", f"The parameter {name!r} is there twice.")
+        if not name.lower().startswith("x-amz-"):
+            query[name] = value
+    bucket, _, key = request.path.removeprefix("/").partition("/")
+    if not bucket and not key:
+        _refuse_others(query, {"x-id", "max-buckets", "prefix"})
+        return _xml("ListAllMyBucketsResult", _buckets())
+    if bucket != BUCKET:
+        raise RefusedRequestError(404, "NoSuchBucket", f"The only bucket is {BUCKET}.")
+    if key:
+        _refuse_others(query, {"x-id", "partNumber"})
+        if query.get("partNumber", "1") != "1":
+            raise RefusedRequestError(416, "InvalidPartNumber", "Every file has one part.")
+        return answer_file(tree, request, key, seen_before)
+    if request.method == "HEAD":
+        return ServedAnswer(200, {"x-amz-bucket-region": "us-east-1"})
+    if "location" in query:
+        return _xml("LocationConstraint", "")
+    _refuse_others(query, _LISTING)
+    if query.get("list-type") != "2":
+        raise RefusedRequestError(501, "NotImplemented", "List with ListObjectsV2 (list-type=2).")
+    return _xml("ListBucketResult", _listing(tree, query))
 
-    def __init__(self, tree: ServedTree, signatures: SignatureCheck) -> None:
-        self._tree = tree
-        self._signatures = signatures
 
-    def answer(
-        self, request: ServedRequest, seen_before: Callable[[ServedFile], bool], keep: Callable[[], None]
-    ) -> ServedAnswer:
-        """Return the answer to a request.
+def _refuse_others(query: dict[str, str], known: set[str]) -> None:
+    if other := sorted(query.keys() - known):
+        raise RefusedRequestError(501, "NotImplemented", f"The parameter {other[0]!r} is not supported.")
 
-        Args:
-            request: The request.
-            seen_before: Whether the connection read another version of a file before.
-            keep: Called as soon as the signature is found to be right.
 
-        Raises:
-            RefusedRequestError: It is not signed, asks for what is not there, or its conditions do not hold.
-            FileNotFoundError: There is no such file.
-            KeytoolsError: What is wrong with the file.
-        """
-        self._signatures.check(request)
-        keep()
-        query: dict[str, str] = {}
-        for name, value in request.query:
-            if name in query:
-                raise RefusedRequestError(400, "InvalidArgument", f"The parameter {name!r} is there twice.")
-            if not name.lower().startswith("x-amz-"):
-                query[name] = value
-        bucket, _, key = request.path.removeprefix("/").partition("/")
-        if not bucket and not key:
-            self._refuse_others(query, {"x-id", "max-buckets", "prefix"})
-            return _xml("ListAllMyBucketsResult", _buckets())
-        if bucket != BUCKET:
-            raise RefusedRequestError(404, "NoSuchBucket", f"The only bucket is {BUCKET}.")
-        if key:
-            self._refuse_others(query, {"x-id", "partNumber"})
-            if query.get("partNumber", "1") != "1":
-                raise RefusedRequestError(416, "InvalidPartNumber", "Every file has one part.")
-            return answer_file(self._tree, request, key, seen_before)
-        if request.method == "HEAD":
-            return ServedAnswer(200, {"x-amz-bucket-region": "us-east-1"})
-        if "location" in query:
-            return _xml("LocationConstraint", "")
-        self._refuse_others(query, _LISTING)
-        if query.get("list-type") != "2":
-            raise RefusedRequestError(501, "NotImplemented", "List with ListObjectsV2 (list-type=2).")
-        return _xml("ListBucketResult", self._listing(query))
+def _listing(tree: ServedTree, query: dict[str, str]) -> str:
+    prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+    most = _most_keys(query.get("max-keys", str(_MOST_KEYS)))
+    is_encoded = query.get("encoding-type") == "url"
+    if query.get("encoding-type", "url") != "url":
+        raise RefusedRequestError(400, "InvalidArgument", "The encoding-type can be url only.")
 
-    @staticmethod
-    def _refuse_others(query: dict[str, str], known: set[str]) -> None:
-        if other := sorted(query.keys() - known):
-            raise RefusedRequestError(501, "NotImplemented", f"The parameter {other[0]!r} is not supported.")
+    def text(key: str) -> str:
+        return quote(key, safe="/-_.~") if is_encoded else escape(key)
 
-    def _listing(self, query: dict[str, str]) -> str:
-        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        most = _most_keys(query.get("max-keys", str(_MOST_KEYS)))
-        is_encoded = query.get("encoding-type") == "url"
-        if query.get("encoding-type", "url") != "url":
-            raise RefusedRequestError(400, "InvalidArgument", "The encoding-type can be url only.")
+    token = query.get("continuation-token")
+    after = _key_of_token(token) if token is not None else query.get("start-after", "")
+    found = list(itertools.islice(_entries(tree, prefix, delimiter, after), most + 1)) if most else []
+    parts = [
+        f"<Name>{BUCKET}</Name><Prefix>{text(prefix)}</Prefix><MaxKeys>{most}</MaxKeys>"
+        f"<IsTruncated>{str(len(found) > most).lower()}</IsTruncated>"
+    ]
+    if delimiter:
+        parts.append(f"<Delimiter>{text(delimiter)}</Delimiter>")
+    if is_encoded:
+        parts.append("<EncodingType>url</EncodingType>")
+    if token is not None:
+        parts.append(f"<ContinuationToken>{escape(token)}</ContinuationToken>")
+    elif after:
+        parts.append(f"<StartAfter>{text(after)}</StartAfter>")
+    if len(found) > most:
+        parts.append(f"<NextContinuationToken>{_token_of_key(found[most - 1][0])}</NextContinuationToken>")
+    files, folders = [], []
+    for key, is_folder in found[:most]:
+        if is_folder:
+            folders.append(f"<CommonPrefixes><Prefix>{text(key)}</Prefix></CommonPrefixes>")
+            continue
+        try:
+            file = tree.find_listed(key)
+        except FileNotFoundError:
+            # Removed since its folder was read.
+            continue
+        modified = datetime.fromtimestamp(file.modified or 0, UTC).isoformat(timespec="milliseconds")
+        files.append(
+            f"<Contents><Key>{text(key)}</Key><LastModified>{modified[:-6]}Z</LastModified>"
+            f"<ETag>&quot;{file.etag}&quot;</ETag><Size>{file.size_bytes}</Size>"
+            "<StorageClass>STANDARD</StorageClass></Contents>"
+        )
+    parts.append(f"<KeyCount>{len(files) + len(folders)}</KeyCount>")
+    return "".join(parts + files + folders)
 
-        def text(key: str) -> str:
-            return quote(key, safe="/-_.~") if is_encoded else escape(key)
 
-        token = query.get("continuation-token")
-        after = _key_of_token(token) if token is not None else query.get("start-after", "")
-        found = list(itertools.islice(self._entries(prefix, delimiter, after), most + 1)) if most else []
-        parts = [
-            f"<Name>{BUCKET}</Name><Prefix>{text(prefix)}</Prefix><MaxKeys>{most}</MaxKeys>"
-            f"<IsTruncated>{str(len(found) > most).lower()}</IsTruncated>"
-        ]
-        if delimiter:
-            parts.append(f"<Delimiter>{text(delimiter)}</Delimiter>")
-        if is_encoded:
-            parts.append("<EncodingType>url</EncodingType>")
-        if token is not None:
-            parts.append(f"<ContinuationToken>{escape(token)}</ContinuationToken>")
-        elif after:
-            parts.append(f"<StartAfter>{text(after)}</StartAfter>")
-        if len(found) > most:
-            parts.append(f"<NextContinuationToken>{_token_of_key(found[most - 1][0])}</NextContinuationToken>")
-        files, folders = [], []
-        for key, is_folder in found[:most]:
-            if is_folder:
-                folders.append(f"<CommonPrefixes><Prefix>{text(key)}</Prefix></CommonPrefixes>")
-                continue
-            try:
-                file = self._tree.find_listed(key)
-            except FileNotFoundError:
-                # Removed since its folder was read.
-                continue
-            modified = datetime.fromtimestamp(file.modified or 0, UTC).isoformat(timespec="milliseconds")
-            files.append(
-                f"<Contents><Key>{text(key)}</Key><LastModified>{modified[:-6]}Z</LastModified>"
-                f"<ETag>&quot;{file.etag}&quot;</ETag><Size>{file.size_bytes}</Size>"
-                "<StorageClass>STANDARD</StorageClass></Contents>"
-            )
-        parts.append(f"<KeyCount>{len(files) + len(folders)}</KeyCount>")
-        return "".join(parts + files + folders)
-
-    def _entries(self, prefix: str, delimiter: str, after: str) -> Iterator[tuple[str, bool]]:
-        """Yield keys, and with a delimiter common prefixes in their places, that come after one."""
-        folder = prefix.rpartition("/")[0]
-        if delimiter == "/":
-            # What is below the next folders needs no look.
-            try:
-                entries = self._tree.entries(folder)
-            except FileNotFoundError:
-                return
-            for entry in entries:
-                key = entry.key + "/" * entry.is_folder
-                is_later = key.encode() > after.encode()
-                if entry.is_folder and after != key and after.startswith(key):
-                    is_later = next(self._tree.keys(entry.key, after=after), None) is not None
-                if key.startswith(prefix) and is_later:
-                    yield key, entry.is_folder
+def _entries(tree: ServedTree, prefix: str, delimiter: str, after: str) -> Iterator[tuple[str, bool]]:
+    """Yield keys, and with a delimiter common prefixes in their places, that come after one."""
+    folder = prefix.rpartition("/")[0]
+    if delimiter == "/":
+        # What is below the next folders needs no look.
+        try:
+            entries = tree.entries(folder)
+        except FileNotFoundError:
             return
-        last = None
-        for key in self._tree.keys(folder, after=after):
-            if not key.startswith(prefix):
-                continue
-            head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
-            if not found:
-                yield key, False
-            elif (common := prefix + head + delimiter) not in (last, after):
-                last = common
-                yield common, True
+        for entry in entries:
+            key = entry.key + "/" * entry.is_folder
+            is_later = key.encode() > after.encode()
+            if entry.is_folder and after != key and after.startswith(key):
+                is_later = next(tree.keys(entry.key, after=after), None) is not None
+            if key.startswith(prefix) and is_later:
+                yield key, entry.is_folder
+        return
+    last = None
+    for key in tree.keys(folder, after=after):
+        if not key.startswith(prefix):
+            continue
+        head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+        if not found:
+            yield key, False
+        elif (common := prefix + head + delimiter) not in (last, after):
+            last = common
+            yield common, True
 
 
 def error_document(error: RefusedRequestError) -> bytes:

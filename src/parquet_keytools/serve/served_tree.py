@@ -186,11 +186,8 @@ class ServedTree:
                 found.append(ServedEntry(key, kind == "directory"))
         return sorted(found, key=lambda entry: entry.sort_key)
 
-    def keys(self, folder: str, *, after: str = "") -> Iterator[str]:
+    def keys(self, folder: str, *, after: str = "", above: tuple[Path, ...] = ()) -> Iterator[str]:
         """Yield the keys of all files below a folder, sorted as S3 sorts them, that come after one."""
-        return self._walk(folder, after, ())
-
-    def _walk(self, folder: str, after: str, above: tuple[Path, ...]) -> Iterator[str]:
         try:
             # First: a folder of an odd name, or a link to itself, has no place.
             entries = self.entries(folder)
@@ -207,7 +204,7 @@ class ServedTree:
                 if entry.key.encode() > after.encode():
                     yield entry.key
             elif entry.sort_key > after.encode() or after.startswith(f"{entry.key}/"):
-                yield from self._walk(entry.key, after, above)
+                yield from self.keys(entry.key, after=after, above=above)
 
     def _opened(self, path: str) -> Any:
         # Nothing is read ahead: each byte costs a decryption.

@@ -1,24 +1,157 @@
-"""The server: who may ask for what, where it listens, and the lines that engines read from it with."""
+"""The server: connections within bounds, where it listens, and the lines that engines read from it with."""
 
 from __future__ import annotations
 
-import hmac
+import contextlib
+import errno
+import ipaddress
 import secrets
+import socket
+import socketserver
 import ssl
 import threading
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from types import TracebackType
-from typing import Self
+from http.server import ThreadingHTTPServer
+from typing import Any, Self
 from urllib.parse import quote
 
-from parquet_keytools.serve.bounded_server import BoundedServer
-from parquet_keytools.serve.connection import ViewConnection
-from parquet_keytools.serve.http_front import answer_http
-from parquet_keytools.serve.requests_and_answers import RefusedRequestError, ServedAnswer, ServedRequest
-from parquet_keytools.serve.s3_front import BUCKET, S3Front, error_document
-from parquet_keytools.serve.s3_signature import KeyPair, SignatureCheck
+from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.serve.connection import ViewConnection, cut_off
+from parquet_keytools.serve.s3_front import BUCKET, KeyPair
 from parquet_keytools.serve.served_tree import ServedTree
+
+_REFUSED_BINDS = {
+    errno.EADDRINUSE: (": another program has this port", "Choose another --port; 0 is a free one."),
+    errno.EACCES: (": ports below 1024 are for root", "Choose another --port; 0 is a free one."),
+    errno.EADDRNOTAVAIL: (": this machine does not have this address", "Choose another --address."),
+}
+_END_SECONDS = 5.0
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+class BoundedServer(ThreadingHTTPServer):
+    """Takes connections, each in a thread of its own.
+
+    Args:
+        address: An IP address and a port; 0 takes a free one.
+        handler: Makes the handler of a connection.
+        tls: For TLS; the handshake is in the thread of the connection.
+        max_connections: At the same time. One more takes the place of the oldest whose client has shown no
+            secret, for such a client could else lock out all others. If all have shown one, it gets 503.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+    allow_reuse_port = False
+    """Newer versions of Python let two servers take one port, and each gets what was sent to the other."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        handler: Callable[..., Any],
+        *,
+        tls: ssl.SSLContext | None,
+        max_connections: int,
+    ) -> None:
+        if ipaddress.ip_address(address[0]).version == 6:
+            self.address_family = socket.AF_INET6
+        self._tls = tls
+        self._max_connections = max_connections
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._kept: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """Bind, without the look-up of our own name in the DNS, which can take long.
+
+        Raises:
+            ConfigurationError: This address or port is not free.
+        """
+        try:
+            socketserver.TCPServer.server_bind(self)
+        except OSError as error:
+            address, port = self.server_address[:2]
+            place = f"[{address!s}]:{port}" if self.address_family == socket.AF_INET6 else f"{address!s}:{port}"
+            what, hint = _REFUSED_BINDS.get(error.errno or 0, (f": {error.strerror}", "Choose another --address."))
+            raise ConfigurationError(f"{place} cannot be listened on{what}.", hint=hint) from None
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the thread of a connection, or refuse it."""
+        with self._lock:
+            if len(self._open) >= self._max_connections:
+                self._give_up_one()
+            if len(self._open) < self._max_connections:
+                thread = threading.Thread(
+                    target=self.process_request_thread, args=(request, client_address), daemon=True
+                )
+                thread.start()
+                self._open[request] = thread
+                return
+        if self._tls is None:
+            with contextlib.suppress(OSError):
+                request.setblocking(False)
+                request.send(_BUSY)
+        self.shutdown_request(request)
+
+    def keep(self, connection: socket.socket) -> None:
+        """Give the place of a connection to no other: its client has shown a secret."""
+        with self._lock:
+            if connection in self._open:
+                self._kept.add(connection)
+
+    def _give_up_one(self) -> None:
+        """End the oldest connection that is not kept; call with the lock held."""
+        for connection in self._open:
+            if connection not in self._kept:
+                cut_off(connection)
+                # Its thread only waits for its client, and ends now.
+                del self._open[connection]
+                return
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve one connection."""
+        secure = None
+        try:
+            if self._tls is None:
+                super().process_request_thread(request, client_address)
+                return
+            request.settimeout(_END_SECONDS)
+            secure = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            with self._lock:
+                if (thread := self._open.pop(request, None)) is None:
+                    raise ConnectionAbortedError("given up for another one")
+                self._open[secure] = thread
+            # The handshake must not keep others from connecting.
+            secure.do_handshake()
+            super().process_request_thread(secure, client_address)
+        except OSError:
+            # No TLS, or given up.
+            self.close_request(secure or request)
+        finally:
+            with self._lock:
+                self._open.pop(secure or request, None)
+                self._open.pop(request, None)
+                self._kept.discard(secure or request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: the handler logs, and what is left are clients that went away."""
+
+    def end(self) -> None:
+        """Take no more connections, end those that are open, and wait for their threads."""
+        self.shutdown()
+        self.server_close()
+        with self._lock:
+            left = dict(self._open)
+        for connection in left:
+            cut_off(connection)
+        deadline = time.monotonic() + _END_SECONDS
+        for thread in left.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
 
 LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 256
@@ -57,11 +190,10 @@ class ViewServer:
         self.key_pair = KeyPair() if with_s3 else None
         token = secrets.token_urlsafe(24)
 
-        class Connection(_RoutedConnection):
+        class Connection(ViewConnection):
             """A connection to this server."""
 
-        Connection.tree, Connection.token = tree, token
-        Connection.s3 = S3Front(tree, SignatureCheck(self.key_pair)) if self.key_pair else None
+        Connection.tree, Connection.token, Connection.key_pair = tree, token, self.key_pair
         self._server = BoundedServer((address, port), Connection, tls=tls, max_connections=max_connections)
         port = self._server.server_port
         host = f"[{address}]" if ":" in address else address
@@ -79,43 +211,8 @@ class ViewServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.end()
-
-
-class _RoutedConnection(ViewConnection):
-    """Knows which part of the server a request is for; `ViewServer` sets what all its connections share."""
-
-    tree: ServedTree
-    token: str
-    s3: S3Front | None
-    hosts: frozenset[str] = frozenset()
-
-    def route(self, request: ServedRequest) -> tuple[str, str, Callable[[], ServedAnswer]]:
-        """Return protocol, key, and what makes the answer.
-
-        Raises:
-            RefusedRequestError: The server is not called so, or the request has no secret.
-        """
-        if (request.header("host") or "").lower() not in self.hosts:
-            raise RefusedRequestError(421, "InvalidRequest", "This server is not called so.")
-        first, slash, key = request.path.removeprefix("/").partition("/")
-        if slash and hmac.compare_digest(first.encode(), self.token.encode()):
-            self.keep()
-            return "http", key, partial(answer_http, self.tree, request, key, self.seen_before)
-        if self.s3 is not None:
-            # A path may hold the secret in the wrong place, and keys are logged.
-            shown = key if first == BUCKET and self.token not in key else ""
-            return "s3", shown, partial(self.s3.answer, request, self.seen_before, self.keep)
-        raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")
-
-    def error_body(self, refusal: RefusedRequestError) -> tuple[bytes, str]:
-        """Return the body of a refusal, and its type."""
-        if self.s3 is not None and self.protocol != "http":
-            return error_document(refusal), "application/xml"
-        return super().error_body(refusal)
 
 
 def http_lines(url: str, key: str) -> dict[str, str]:

@@ -28,8 +28,8 @@ from parquet_keytools.errors import (
     KmsUnavailableError,
     ParquetFormatError,
 )
-from parquet_keytools.serve import bounded_server as bounded_file
 from parquet_keytools.serve import connection as connection_file
+from parquet_keytools.serve import view_server as bounded_file
 from parquet_keytools.serve.requests_and_answers import LOGGER_NAME
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer

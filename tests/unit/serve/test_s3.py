@@ -29,7 +29,7 @@ from pyarrow import fs as pafs
 from unit.serve.serving import memory_files, said, served
 
 from parquet_keytools.serve.requests_and_answers import RefusedRequestError, ServedRequest
-from parquet_keytools.serve.s3_signature import KeyPair, SignatureCheck
+from parquet_keytools.serve.s3_front import KeyPair, check_signature
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
 
@@ -319,7 +319,7 @@ def with_header(request: ServedRequest, name: str, change: Callable[[str], str |
 
 def verdict(request: ServedRequest, later: timedelta = timedelta()) -> str:
     try:
-        SignatureCheck(PAIR, lambda: datetime.now(UTC) + later).check(request)
+        check_signature(request, PAIR, datetime.now(UTC) + later)
     except RefusedRequestError as error:
         return error.code
     return "ok"
