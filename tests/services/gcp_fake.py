@@ -33,7 +33,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from parquet_keytools.kms.gcp.client import crc32c
+from parquet_keytools.kms.gcp import crc32c
 
 State = CryptoKeyVersion.CryptoKeyVersionState
 KEY_RING = "projects/test-project/locations/europe-west1/keyRings/test-ring"

@@ -56,7 +56,7 @@ from parquet_keytools.errors import (
     TableMismatchError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.aws.client import AwsKms, AwsMasterKeyDescription
+from parquet_keytools.kms.aws import AwsKms, AwsMasterKeyDescription
 from parquet_keytools.kms.aws.connection import AwsSettings
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import CANARY, KmsClientContract, _shown

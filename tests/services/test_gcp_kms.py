@@ -48,10 +48,10 @@ from parquet_keytools.errors import (
     MasterKeyNotTrustedError,
     WrappedKeyInvalidError,
 )
+from parquet_keytools.kms import gcp
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import CANARY, KmsClientContract
-from parquet_keytools.kms.gcp import client as gcp
-from parquet_keytools.kms.gcp.client import GcpKms, GcpSettings, crc32c
+from parquet_keytools.kms.gcp import GcpKms, GcpSettings, crc32c
 from parquet_keytools.kms.gcp.connection import TokenSource, load_credentials, open_client
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -539,7 +539,7 @@ import base64, sys
 sys.path.insert(0, sys.argv[1])
 from gcp_fake import KEY_RING, fake_gcp_kms
 from parquet_keytools.kms.contract_tests import CANARY
-from parquet_keytools.kms.gcp.client import GcpKms, GcpSettings
+from parquet_keytools.kms.gcp import GcpKms, GcpSettings
 from parquet_keytools.kms.gcp.connection import open_client
 from parquet_keytools.kms.gcp.connection import TokenSource, load_credentials
 
@@ -645,7 +645,7 @@ import os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from gcp_fake import KEY_RING
 from parquet_keytools.kms.contract_tests import CANARY
-from parquet_keytools.kms.gcp.client import GcpKms, GcpSettings
+from parquet_keytools.kms.gcp import GcpKms, GcpSettings
 
 name = f"{KEY_RING}/cryptoKeys/one"
 kms = GcpKms(GcpSettings(endpoint=sys.argv[2], insecure=True))
@@ -942,7 +942,7 @@ import sys
 from pathlib import Path
 from parquet_keytools.errors import KmsError
 from parquet_keytools.kms.contract_tests import CANARY
-from parquet_keytools.kms.gcp.client import GcpKms, GcpSettings
+from parquet_keytools.kms.gcp import GcpKms, GcpSettings
 
 folder, endpoint, name = sys.argv[1:]
 settings = GcpSettings(

@@ -38,7 +38,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.client import UnwrapRequest, WrapRequest
-from parquet_keytools.kms.vault.client import VaultKms
+from parquet_keytools.kms.vault import VaultKms
 from parquet_keytools.kms.vault.connection import VaultSettings
 from parquet_keytools.secret_bytes import SecretBytes
 

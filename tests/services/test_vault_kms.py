@@ -38,7 +38,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import KmsClientContract
-from parquet_keytools.kms.vault.client import VaultKms
+from parquet_keytools.kms.vault import VaultKms
 from parquet_keytools.kms.vault.connection import VaultConnection, VaultSettings, open_session
 from parquet_keytools.secret_bytes import SecretBytes
 

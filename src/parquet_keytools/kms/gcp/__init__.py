@@ -1,5 +1,327 @@
-"""Google Cloud KMS."""
+"""A KMS client of Google Cloud KMS.
 
-from parquet_keytools.kms.gcp.client import GcpKms
+A wrapped key is the base64 of the ciphertext that Cloud KMS makes, and nothing else, so whoever may call Decrypt
+can unwrap it with any tool. Such a ciphertext hides which version of the master key made it. The raw form is that
+of a call without additional authenticated data, as that of Iceberg's `GcpKeyManagementClient`.
+"""
 
-__all__ = ["GcpKms"]
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Self
+
+from google.cloud.kms_v1 import KeyManagementServiceClient
+from google.cloud.kms_v1.types import (
+    CryptoKey,
+    CryptoKeyVersion,
+    DecryptRequest,
+    EncryptRequest,
+    GetCryptoKeyRequest,
+    ListCryptoKeyVersionsRequest,
+)
+
+from parquet_keytools import strict_base64
+from parquet_keytools.errors import (
+    KmsAccessDeniedError,
+    KmsConfigurationError,
+    KmsError,
+    KmsResponseInvalidError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.kms.gcp.connection import (
+    KEY_RING,
+    NAME,
+    CredentialsFileError,
+    GcpConnection,
+    GcpSettings,
+    TokenSource,
+    key_ring_name,
+    load_credentials,
+    open_client,
+)
+from parquet_keytools.kms.gcp.errors import kms_error
+from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
+from parquet_keytools.kms.requests import MasterKeyDescription
+from parquet_keytools.kms.settings import KmsSettings
+from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
+from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.secret_bytes import SecretBytes
+
+_CRYPTO_KEY = re.compile(rf"{KEY_RING.pattern}/cryptoKeys/{NAME}")
+_CRYPTO_KEY_VERSION = re.compile(rf"({_CRYPTO_KEY.pattern})/cryptoKeyVersions/([1-9][0-9]{{0,8}})")
+_SHORT_NAME = re.compile(NAME)
+_FORM = "projects/PROJECT/locations/LOCATION/keyRings/KEY_RING/cryptoKeys/KEY"
+
+_ENABLED = CryptoKeyVersion.CryptoKeyVersionState.ENABLED
+_ENCRYPT_DECRYPT = CryptoKey.CryptoKeyPurpose.ENCRYPT_DECRYPT
+
+
+class GcpKms(RemoteKmsClient):
+    """Wraps and unwraps with Encrypt and Decrypt of Cloud KMS, with checksums both ways.
+
+    Cloud KMS cannot re-encrypt: a rewrap is Decrypt and Encrypt, and the key passes through
+    here.
+
+    Args:
+        settings: Where the master keys are, and how they are reached.
+        client: A client to be used as it is, with gRPC as its transport; endpoint and credentials of the settings
+            are not used then. It stays open, and does not go to forked children.
+        time_source: For tests.
+    """
+
+    backend = "gcp"
+    Settings = GcpSettings
+
+    def __init__(
+        self,
+        settings: GcpSettings | None = None,
+        *,
+        folder: Path | None = None,
+        client: KeyManagementServiceClient | None = None,
+        time_source: Time | None = None,
+    ) -> None:
+        self.settings = settings or GcpSettings()
+        super().__init__(self.settings, time_source)
+        self._folder = folder or Path()
+        self._client = client
+        self._owner = OwnerProcess()
+        self._key_ring = key_ring_name(self.settings.project, self.settings.location, self.settings.key_ring)
+        self._aad = self.settings.aad()
+        self._aad_crc32c = crc32c(self._aad)
+        self._connections = PerProcess(self._connect)
+        self._last_connection: GcpConnection | None = None
+        if getattr(getattr(client, "transport", None), "kind", "grpc") in ("rest", "grpc_asyncio"):
+            hint = "Make it with transport='grpc'."
+            raise self._kms_error(KmsConfigurationError, "connect", None, "the client does not use gRPC", hint)
+
+    @classmethod
+    def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
+        """Make a client of `GcpSettings`; it reads credentials and connects when it is first used."""
+        assert isinstance(settings, GcpSettings)
+        return cls(settings, folder=folder)
+
+    def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
+        """Return no: Cloud KMS has no such request."""
+        return False
+
+    def close(self) -> None:
+        """Give back threads and the channel. A call after this makes new ones."""
+        super().close()
+        connection = self._connections.take()
+        if connection is not None:
+            connection.close()
+
+    def __repr__(self) -> str:
+        return f"<GcpKms at {self.settings.endpoint}>"
+
+    # --- hooks ---
+
+    def _prepare(self, operation: str) -> None:
+        """Get a token where there is none that is fresh."""
+        connection = self._last_connection
+        if connection is None or not connection.is_ready:
+            self._call(operation, None, lambda seconds: self._connections.get().authenticate(seconds))
+
+    def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
+        name = self._key_name("wrap", master_key_id)
+        request = EncryptRequest(
+            name=name, plaintext=key.reveal(), plaintext_crc32c=crc32c(key.reveal()), **self._aad_fields()
+        )
+
+        def send(seconds: float) -> str:
+            answer = self._connections.get().call("encrypt", request, seconds)
+            wrong = None
+            if not answer.verified_plaintext_crc32c:
+                wrong = "Cloud KMS did not check the checksum of the key"
+            elif self._aad and not answer.verified_additional_authenticated_data_crc32c:
+                wrong = "Cloud KMS did not check the checksum of the additional authenticated data"
+            elif not answer.ciphertext or answer.ciphertext_crc32c != crc32c(answer.ciphertext):
+                wrong = "the checksum of the wrapped key is wrong"
+            elif version_of(answer.name, name) is None:
+                wrong = "the answer is about another key"
+            if wrong:
+                raise self._kms_error(KmsResponseInvalidError, "wrap", master_key_id, wrong)
+            return strict_base64.encode(answer.ciphertext)
+
+        return self._call("wrap", master_key_id, send)
+
+    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
+        name = self._key_name("unwrap", master_key_id)
+        try:
+            ciphertext = strict_base64.decode(wrapped_key)
+        except ValueError:
+            raise self._kms_error(WrappedKeyInvalidError, "unwrap", master_key_id, "it is not base64") from None
+        request = DecryptRequest(
+            name=name, ciphertext=ciphertext, ciphertext_crc32c=crc32c(ciphertext), **self._aad_fields()
+        )
+
+        def send(seconds: float) -> SecretBytes:
+            answer = self._connections.get().call("decrypt", request, seconds)
+            if answer.plaintext_crc32c != crc32c(answer.plaintext):
+                raise self._kms_error(
+                    KmsResponseInvalidError, "unwrap", master_key_id, "the checksum of the key is wrong"
+                )
+            return SecretBytes(answer.plaintext)
+
+        return self._call("unwrap", master_key_id, send)
+
+    def _describe(self, master_key_id: str) -> MasterKeyDescription:
+        name = self._key_name("describe", master_key_id)
+        key = self._ask("describe", master_key_id, "get_crypto_key", GetCryptoKeyRequest(name=name))
+        if key.name != name:
+            raise self._kms_error(
+                KmsResponseInvalidError, "describe", master_key_id, "the answer is about another key"
+            )
+        if key.purpose != _ENCRYPT_DECRYPT:
+            detail = "the key is not for symmetric encryption (purpose ENCRYPT_DECRYPT)"
+            raise self._kms_error(KmsConfigurationError, "describe", master_key_id, detail)
+        primary = key.primary
+        return MasterKeyDescription(
+            master_key_id,
+            enabled=bool(primary) and primary.state == _ENABLED,
+            current_version=version_of(primary.name, name) if primary else None,
+            enabled_versions=self._enabled_versions(name, master_key_id),
+            origin=_origin(key),
+            rotates="rotation_period" in key,
+        )
+
+    def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
+        known = kms_error(error, operation, master_key_id)
+        return known if known is not None else super()._translate(error, operation, master_key_id)
+
+    def _server(self) -> str:
+        return self.settings.endpoint
+
+    def _identity(self, master_key_id: str) -> str:
+        return self._key_name("describe", master_key_id)
+
+    def _raw_obstacle(self) -> str:
+        return "Iceberg's own client sends no additional authenticated data" if self._aad else ""
+
+    def _may_be_of_others(self, master_key_id: str) -> bool:
+        return "/" in master_key_id and not master_key_id.startswith(f"{self._key_ring}/cryptoKeys/")
+
+    def _principal(self) -> str:
+        """Return who we are to Cloud KMS, without asking anyone."""
+        if self._client is None and self.settings.impersonate_service_account:
+            return self.settings.impersonate_service_account
+        email = self._last_connection.email if self._last_connection is not None else None
+        return email or "application default credentials"
+
+    # --- names: `projects/*/locations/*/keyRings/*/cryptoKeys/*`, and versions below them ---
+
+    def _key_name(self, operation: str, master_key_id: str) -> str:
+        """Return the resource name of a master key, given its resource name or its name in the key ring."""
+        if _CRYPTO_KEY.fullmatch(master_key_id):
+            return master_key_id
+        if version := _CRYPTO_KEY_VERSION.fullmatch(master_key_id):
+            detail = "this names one version of the key"
+            hint = f"Name the key: {version[1]}. Cloud KMS finds the version."
+        elif not _SHORT_NAME.fullmatch(master_key_id):
+            detail, hint = "this is not the name of a key in Cloud KMS", f"Its form is {_FORM}."
+        elif self._key_ring is None:
+            detail = "a short name needs a key ring"
+            hint = f"Set project, location and key_ring under kms, or write it in full: {_FORM}."
+        else:
+            return f"{self._key_ring}/cryptoKeys/{master_key_id}"
+        raise self._kms_error(KmsConfigurationError, operation, master_key_id, detail, hint)
+
+    # --- connection ---
+
+    def _connect(self) -> GcpConnection:
+        if self._client is not None:
+            if not self._owner.is_here:
+                detail = "the client that was passed in belongs to the parent process"
+                hint = "Make a client in each process, or let the configuration make it."
+                raise self._kms_error(KmsConfigurationError, "connect", None, detail, hint)
+            connection = GcpConnection(self._client, None, owned=False)
+        else:
+            tokens = None if self.settings.insecure else TokenSource(self._load_credentials())
+            client = open_client(self.settings.endpoint, insecure=self.settings.insecure)
+            connection = GcpConnection(client, tokens, owned=True)
+        self._last_connection = connection
+        return connection
+
+    def _load_credentials(self) -> Any:
+        settings = self.settings
+        file = settings.credentials_file
+        try:
+            return load_credentials(
+                self._folder / expanded(file) if file is not None else None,
+                settings.impersonate_service_account,
+                settings.impersonation_delegates,
+                settings.quota_project,
+            )
+        except CredentialsFileError as error:
+            hint = (
+                "For other kinds of credentials set GOOGLE_APPLICATION_CREDENTIALS in place of credentials_file."
+            )
+            detail = f"cannot use credentials_file: {error}"
+            raise self._kms_error(KmsConfigurationError, "connect", None, detail, hint) from None
+
+    # --- requests and answers ---
+
+    def _aad_fields(self) -> dict[str, Any]:
+        if not self._aad:
+            return {}
+        return {
+            "additional_authenticated_data": self._aad,
+            "additional_authenticated_data_crc32c": self._aad_crc32c,
+        }
+
+    def _enabled_versions(self, name: str, master_key_id: str) -> tuple[str, ...] | None:
+        """Return the versions that are enabled, or None where we may not list them."""
+        versions: list[str] = []
+        page_token = ""
+        while True:
+            request = ListCryptoKeyVersionsRequest(parent=name, filter="state=ENABLED", page_token=page_token)
+            try:
+                page = self._ask("describe", master_key_id, "list_crypto_key_versions", request)
+            except KmsAccessDeniedError:
+                return None
+            numbers = [version_of(v.name, name) for v in page.crypto_key_versions if v.state == _ENABLED]
+            versions.extend(filter(None, numbers))
+            page_token = page.next_page_token
+            if not page_token:
+                return tuple(sorted(versions, key=int))
+
+    def _ask(self, operation: str, master_key_id: str, method: str, request: Any) -> Any:
+        """Return the answer to a request that needs no check."""
+        return self._call(operation, master_key_id, lambda s: self._connections.get().call(method, request, s))
+
+
+def version_of(version_name: str, key_name: str) -> str | None:
+    """Return the number of a version of a key, or None where a name is not that of a version of this key."""
+    parts = _CRYPTO_KEY_VERSION.fullmatch(version_name)
+    return parts[2] if parts and parts[1] == key_name else None
+
+
+def _origin(key: CryptoKey) -> str | None:
+    """Return the protection level of a key's primary version, and whether it was imported."""
+    version = key.primary
+    if not version:
+        return None
+    return f"{version.protection_level.name}, imported" if version.import_job else version.protection_level.name
+
+
+# --- CRC32C (Castagnoli), the checksum of Cloud KMS ---
+
+_REVERSED_POLYNOMIAL = 0x82F63B78
+
+
+def _entry(byte: int) -> int:
+    for _ in range(8):
+        byte = (byte >> 1) ^ (_REVERSED_POLYNOMIAL if byte & 1 else 0)
+    return byte
+
+
+_TABLE = tuple(map(_entry, range(256)))
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC32C of some bytes. Wrapped keys are short, so plain Python is fast enough (ADR 7)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = (crc >> 8) ^ _TABLE[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
