@@ -31,8 +31,8 @@ LAYERS: dict[str, set[str]] = {
     "format": {"errors"},
     # files and folders on any file system; says which packages an address needs
     "storage": {"errors", "format", "runtime"},
-    # ciphers; knows no KMS, and meets `keys` only at the protocol KeyRetriever
-    "encryption": {"errors", "secret_bytes", "format"},
+    # ciphers, used by several threads; knows no KMS, and meets `keys` only at the protocol KeyRetriever
+    "encryption": {"errors", "secret_bytes", "format", "runtime"},
     # KMS clients; knows no Parquet
     "kms": GROUND,
     # key material; knows no ciphers of files

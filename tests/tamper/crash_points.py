@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Never
@@ -263,6 +263,10 @@ class _RawFile(io.RawIOBase):
         super().close()
 
 
+def _in_order(function: Callable[[Any], Any], items: Sequence[Any], _threads: int) -> list[Any]:
+    return [function(item) for item in items]
+
+
 def run(job: Job, tell: Callable[[Ended], None]) -> None:
     """Do a job."""
     from crash_writers import WRITERS
@@ -274,7 +278,7 @@ def run(job: Job, tell: Callable[[Ended], None]) -> None:
     from parquet_keytools.storage import outputs
 
     data_set_run.ThreadPoolExecutor = InOrder  # type: ignore[assignment, misc]
-    replacement.ThreadPoolExecutor = InOrder  # type: ignore[assignment, misc]
+    replacement.in_threads = _in_order  # type: ignore[assignment]
     outputs._LocalOutput.open_stream = _open_stream  # type: ignore[method-assign]
     points, folder, keystore = Points(job, tell), Path(job.folder), Path(job.keystore)
     os.environ["XDG_STATE_HOME"] = str(keystore.with_name("state"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +30,7 @@ from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, w
 from parquet_keytools.format.pages import ChunkTemplate
 from parquet_keytools.format.partial_footers import selected_footer
 from parquet_keytools.runtime.process_end import share_with_arrow
+from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_file import PlainFile
@@ -157,8 +157,7 @@ class SourceInParts:
             (start, min(PART_BYTES, offset + length - start))
             for start in range(offset, offset + length, PART_BYTES)
         ]
-        with ThreadPoolExecutor(min(_PARTS_AT_A_TIME, len(parts)), "parquet-keytools-read") as pool:
-            return b"".join(pool.map(lambda part: self._source.read_at(*part), parts))
+        return b"".join(in_threads(lambda part: self._source.read_at(*part), parts, _PARTS_AT_A_TIME))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -32,6 +31,7 @@ from parquet_keytools.files.conversion import FileResult
 from parquet_keytools.files.file_plan import FilePlan, PlannedFile, plan_files
 from parquet_keytools.keytools import Keytools
 from parquet_keytools.runtime.worker_processes import WorkerProcesses
+from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.failures import storage_failure
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import printable
@@ -188,9 +188,7 @@ class _Work:
         )
         self._outcomes: dict[int, FileResult | Failure] = {}
         self._done_bytes = 0
-        self._working = set[int]()
         self._lock = threading.Lock()
-        self._ended = threading.Condition(self._lock)
         self._stopped = threading.Event()
 
     @property
@@ -217,16 +215,6 @@ class _Work:
         Raises:
             KeytoolsError: The one file failed, or the configuration fits none.
         """
-        try:
-            self._convert_all()
-        finally:
-            self._stopped.set()
-            # A pool does not know of a thread that it was starting when a signal came, and does not wait for it.
-            # Of this thread, a signal may have hidden the end.
-            with self._ended:
-                self._ended.wait_for(lambda: self._working <= {threading.get_ident()})
-
-    def _convert_all(self) -> None:
         convert = partial(self._convert, on_progress=self._progress.advance)
         numbered = list(enumerate(self.plan.files))
         small = sum(file.size_bytes <= _SMALL_BYTES for _, file in numbered[1:])
@@ -242,31 +230,19 @@ class _Work:
                     for file in files:
                         self._one(convert, file)
                     continue
-                with ThreadPoolExecutor(workers.calls_at_a_time) as pool:
-                    for _ in pool.map(partial(self._one, workers), files):
-                        pass
+                in_threads(partial(self._one, workers), list(files), workers.calls_at_a_time)
 
     def _one(self, convert: Callable[[str, str], FileResult], numbered: tuple[int, PlannedFile]) -> None:
         """Convert a file, unless the others were given up."""
         number, file = numbered
-        with self._lock:
-            if self._stopped.is_set():
-                return
-            self._working.add(threading.get_ident())
-        outcome = None
-        try:
-            outcome = self._outcome(convert, file)
-        except BaseException:
-            self._stopped.set()
-            raise
-        finally:
-            with self._ended:
-                self._working.discard(threading.get_ident())
-                self._ended.notify()
-                if outcome is not None:
-                    self._outcomes[number] = outcome
-                    self._done_bytes += file.size_bytes
-                    self._progress.move_to(self._done_bytes)
+        if self._stopped.is_set():
+            return
+        outcome = self._outcome(convert, file)
+        if outcome is not None:
+            with self._lock:
+                self._outcomes[number] = outcome
+                self._done_bytes += file.size_bytes
+                self._progress.move_to(self._done_bytes)
 
     def _outcome(
         self, convert: Callable[[str, str], FileResult], file: PlannedFile

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from parquet_keytools.conformance.chunk_modules import Window, ends_of_runs
 from parquet_keytools.conformance.chunk_verifier import ChunkVerifier, Task
 from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.runtime.working_threads import in_threads
 
 _STEP = 4 * 1024 * 1024
 """How much is read at once."""
@@ -28,25 +28,20 @@ def authenticate_pages(source: ByteSource, verifiers: Sequence[ChunkVerifier], t
     authenticated on the way.
     """
     scratches = [bytearray(_SMALL_PAGE) for _ in range(threads)]
-    with ThreadPoolExecutor(max(1, threads - 1)) as pool:
-        for batch in _batches(source, verifiers):
-            longest = max(len(stored) for _, _, stored, _ in batch)
-            for position, scratch in enumerate(scratches):
-                if len(scratch) < longest:
-                    scratches[position] = bytearray(longest)
-            shares = [batch[position::threads] for position in range(threads)]
-            others = [
-                pool.submit(_authenticate, share, memoryview(scratch))
-                for share, scratch in zip(shares[1:], scratches[1:], strict=True)
-            ]
-            _authenticate(shares[0], memoryview(scratches[0]))
-            for other in others:
-                other.result()
+    for batch in _batches(source, verifiers):
+        longest = max(len(stored) for _, _, stored, _ in batch)
+        for position, scratch in enumerate(scratches):
+            if len(scratch) < longest:
+                scratches[position] = bytearray(longest)
+        shares = [(batch[position::threads], scratch) for position, scratch in enumerate(scratches)]
+        in_threads(_authenticate, shares, threads)
 
 
-def _authenticate(share: list[Task], scratch: memoryview) -> None:
-    for verifier, page, stored, module in share:
-        verifier.check_page(page, stored, module, scratch)
+def _authenticate(share: tuple[list[Task], bytearray]) -> None:
+    tasks, scratch = share
+    view = memoryview(scratch)
+    for verifier, page, stored, module in tasks:
+        verifier.check_page(page, stored, module, view)
 
 
 def _batches(source: ByteSource, verifiers: Sequence[ChunkVerifier]) -> Iterator[list[Task]]:

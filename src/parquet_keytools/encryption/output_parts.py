@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from parquet_keytools.encryption.chunk_pages import ChunkPages, PageJobs, output_lengths
 from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
+from parquet_keytools.runtime.working_threads import share_out
 
 SEGMENT_LENGTH = 1024 * 1024
 """About how many bytes of output are made and written at a time: large writes are faster than small ones, as
@@ -141,38 +141,25 @@ def write_parts(
         KeytoolsError: A part cannot be made. What was written so far is worth nothing then.
         OSError: The sink cannot be written.
     """
-    work = _Work(_batches(parts, offset), sink, on_progress)
-    helpers: list[threading.Thread] = []
-    try:
-        for number in range(1, threads if sink.takes_any_order else 1):
-            helper = threading.Thread(target=work.run, name=f"parquet-keytools-{number}", daemon=True)
-            helpers.append(helper)
-            helper.start()
-        work.run()
-    except BaseException:
-        # Such as where no other thread can be started: none writes to a sink that the caller closes.
-        work.stop()
-        raise
-    finally:
-        _wait_for(helpers, work)
-    work.raise_failure()
 
+    def write(batches: Iterator[Batch]) -> None:
+        buffer = bytearray()
+        for start, length, pieces in batches:
+            if len(buffer) < length:
+                buffer = bytearray(length)
+            view = memoryview(buffer)
+            filled = 0
+            jobs = PageJobs()
+            for piece in pieces:
+                end = filled + piece[0]
+                piece.fill(view[filled:end], jobs)
+                filled = end
+            jobs.run()
+            sink.write_at(start, view[:length])
+            if on_progress is not None:
+                on_progress(length)
 
-def _wait_for(helpers: list[threading.Thread], work: _Work) -> None:
-    """Wait for threads, also if Ctrl-C comes again meanwhile; then they end after the write that each is at.
-
-    The caller closes the file, and whatever is opened next has its number.
-    """
-    interrupted = None
-    for helper in helpers:
-        while helper.is_alive():
-            try:
-                helper.join()
-            except KeyboardInterrupt as error:
-                work.stop()
-                interrupted = error
-    if interrupted is not None:
-        raise interrupted
+    share_out(write, _batches(parts, offset), threads if sink.takes_any_order else 1)
 
 
 def _batches(parts: Iterable[Part], offset: int) -> Iterator[Batch]:
@@ -187,55 +174,3 @@ def _batches(parts: Iterable[Part], offset: int) -> Iterator[Batch]:
             length += piece.length
     if batch:
         yield offset, length, batch
-
-
-class _Work:
-    """What the threads share: the batches that are left, and the first failure."""
-
-    def __init__(
-        self, batches: Iterator[Batch], sink: ByteSink, on_progress: Callable[[int], None] | None
-    ) -> None:
-        self._batches = batches
-        self._sink = sink
-        self._on_progress = on_progress
-        self._lock = threading.Lock()
-        self._failure: BaseException | None = None
-        self._stopped = False
-
-    def run(self) -> None:
-        buffer = bytearray()
-        try:
-            while True:
-                with self._lock:
-                    if self._stopped:
-                        return
-                    batch = next(self._batches, None)
-                if batch is None:
-                    return
-                offset, length, pieces = batch
-                if len(buffer) < length:
-                    buffer = bytearray(length)
-                view = memoryview(buffer)
-                start = 0
-                jobs = PageJobs()
-                for piece in pieces:
-                    end = start + piece[0]
-                    piece.fill(view[start:end], jobs)
-                    start = end
-                jobs.run()
-                self._sink.write_at(offset, view[:length])
-                if self._on_progress is not None:
-                    self._on_progress(length)
-        except BaseException as error:
-            # The thread that called raises it; the others stop.
-            with self._lock:
-                self._failure = self._failure or error
-            self.stop()
-
-    def stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-
-    def raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure

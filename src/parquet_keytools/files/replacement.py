@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TypeVar
 
 from pyarrow import fs as pafs
 
@@ -22,6 +19,7 @@ from parquet_keytools.keys.material_store import (
     serialise_key_materials,
     write_key_materials,
 )
+from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.local_files import FolderIdentity
 from parquet_keytools.storage.local_output import TargetExistsError
 from parquet_keytools.storage.locations import FileLocation, folder_path, key_material_location, real_location
@@ -36,7 +34,7 @@ from parquet_keytools.storage.outputs import (
 )
 from parquet_keytools.storage.sources import read_whole
 
-T = TypeVar("T")
+_FILES_AT_A_TIME = 16
 
 
 @dataclass(frozen=True)
@@ -137,46 +135,14 @@ def put_all_in_place(outputs: Iterable[tuple[PendingOutput, NewKeyMaterial]], *,
         path = PurePosixPath(pending.target.path)
         folders.setdefault(str(path.parent if pending.target.is_local else path), []).append((pending, new))
     if durable:
-        _for_each(lambda output: output[0].sync(), [output for group in folders.values() for output in group])
-    _for_each(partial(_put_in_folder, durable=durable), list(folders.values()))
+        every = [pending for group in folders.values() for pending, _ in group]
+        in_threads(lambda pending: pending.sync(), every, _FILES_AT_A_TIME)
+    in_threads(partial(_put_in_folder, durable=durable), list(folders.values()), _FILES_AT_A_TIME)
 
 
 def _put_in_folder(outputs: Sequence[tuple[PendingOutput, NewKeyMaterial]], *, durable: bool) -> None:
     with exclusive_folder(outputs[0][0].target):
         _place(outputs, durable=durable)
-
-
-_FILES_AT_A_TIME = 16
-
-
-def _for_each(step: Callable[[T], None], items: Sequence[T]) -> None:
-    """Do something with each of some items, many at a time; after an error no other one begins."""
-    left = iter(items)
-    lock = threading.Lock()
-    ended = threading.Event()
-
-    def work(_: int) -> None:
-        # Threads take items by themselves: to hand over each of them, and its result, takes longer than a step.
-        try:
-            while not ended.is_set():
-                with lock:
-                    item = next(left, None)
-                if item is None:
-                    return
-                step(item)
-        except BaseException:
-            ended.set()
-            raise
-
-    threads = min(_FILES_AT_A_TIME, len(items))
-    if not threads:
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for _ in pool.map(work, range(threads)):
-                pass
-        finally:
-            ended.set()
 
 
 def _place(

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -23,6 +22,7 @@ from pyarrow import fs as pafs
 from parquet_keytools.errors import ChangedMeanwhileError, KeytoolsError, OutputError
 from parquet_keytools.files.opened_file import WithTail
 from parquet_keytools.rotation.tail import CheckWritten, ReplacedTail, Tail, changed_while_rotated, check_unchanged
+from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.failures import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.s3_connection import CONCURRENT_PARTS, age_seconds, client_of, end_upload
@@ -202,8 +202,7 @@ def _copied_parts(found: S3Object, upload_id: str, bounds: list[int]) -> list[di
     count = len(bounds) - 1
     if count == 1:
         return [copy(1)]
-    with ThreadPoolExecutor(min(count, CONCURRENT_PARTS), thread_name_prefix="parquet-keytools-s3") as pool:
-        return list(pool.map(copy, range(1, count + 1)))
+    return in_threads(copy, range(1, count + 1), CONCURRENT_PARTS)
 
 
 def _part(number: int, answer: Mapping[str, Any]) -> dict[str, Any]:

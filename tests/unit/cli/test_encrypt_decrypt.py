@@ -350,21 +350,22 @@ def test_an_interruption_leaves_nothing_partial(
 def test_an_interruption_while_a_thread_starts_waits_for_what_it_began(
     run, config: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool of threads does not know of it: the report came first, and a file too many after it."""
+    """Nobody else knows of it: the report came first, and a file too many after it."""
     original, start = file_encryptor.encrypt_opened, threading.Thread.start
     has_begun, calls, started = threading.Event(), list[str](), list[threading.Thread]()
-    main = threading.main_thread()
+    main, done_files = threading.main_thread(), list[str]()
 
     def encrypt_file(source, sink, *arguments, **options):
         calls.append(source.path)
         if len(calls) > 1:
             has_begun.set()
             time.sleep(0.5)
-        return original(source, sink, *arguments, **options)
+        original(source, sink, *arguments, **options)
+        done_files.append(source.path)
 
     def start_and_interrupt(thread: threading.Thread) -> None:
-        is_of_pool = thread.name.startswith("ThreadPoolExecutor") and threading.current_thread() is main
-        is_first_of_others = is_of_pool and len(calls) == 1 and not started
+        is_of_main = thread.name == "parquet-keytools-1" and threading.current_thread() is main
+        is_first_of_others = is_of_main and len(done_files) == 1 and not started
         if is_first_of_others:
             started.append(thread)
         start(thread)

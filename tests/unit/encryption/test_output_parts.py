@@ -17,77 +17,35 @@ from parquet_keytools.encryption.output_parts import BytesPart, write_parts
 from parquet_keytools.encryption.protection import ColumnEncryption
 
 
-class SlowSink(MemorySink):
-    """A sink that takes a second for a thousand writes."""
+class ClosedSink(MemorySink):
+    """A sink that takes a second for a thousand writes, and notes those that come when it is closed."""
+
+    is_closed = is_written_closed = False
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         time.sleep(0.001)
+        self.is_written_closed |= self.is_closed
         super().write_at(offset, data)
 
 
-def test_no_thread_goes_on_where_another_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_goes_on_when_one_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would write on when the caller has closed the file, and another one may have its number."""
     monkeypatch.setattr(output_parts, "SEGMENT_LENGTH", 1)
-    start = threading.Thread.start
-
-    def start_one(thread: threading.Thread) -> None:
-        if thread.name == "parquet-keytools-2":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_one)
-    sink = SlowSink()
-    sink.reserve(1000)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        write_parts([BytesPart(1, lambda: b"x")] * 1000, sink, threads=3)
-    assert not [thread for thread in threading.enumerate() if thread.name == "parquet-keytools-1"]
-
-
-class HeldSink(MemorySink):
-    """A sink that holds the first write of another thread until it is released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_held, self.may_go_on = threading.Event(), threading.Event()
-        self.main_thread = threading.current_thread()
-
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        if threading.current_thread() is not self.main_thread and not self.is_held.is_set():
-            self.is_held.set()
-            assert self.may_go_on.wait(60)
-        super().write_at(offset, data)
-
-
-@pytest.mark.parametrize("interrupted", ["while it starts", "while it is waited for"])
-def test_no_thread_goes_on_after_ctrl_c(monkeypatch: pytest.MonkeyPatch, interrupted: str) -> None:
-    monkeypatch.setattr(output_parts, "SEGMENT_LENGTH", 1)
-    sink = HeldSink()
-    sink.reserve(1000)
-    start, join = threading.Thread.start, threading.Thread.join
-    joined: list[threading.Thread] = []
+    sink, start, started = ClosedSink(), threading.Thread.start, list[threading.Thread]()
 
     def start_and_interrupt(thread: threading.Thread) -> None:
         start(thread)
-        assert sink.is_held.wait(60)
-        if interrupted == "while it starts":
-            sink.may_go_on.set()
-            raise KeyboardInterrupt
-
-    def interrupt_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
-        joined.append(thread)
-        if len(joined) == 1 and interrupted == "while it is waited for":
-            raise KeyboardInterrupt
-        sink.may_go_on.set()
-        join(thread, timeout)
+        started.append(thread)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
-    monkeypatch.setattr(threading.Thread, "join", interrupt_and_join)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            write_parts([BytesPart(1, lambda: b"x")] * 1000, sink, threads=2)
-        assert not [thread for thread in threading.enumerate() if thread.name == "parquet-keytools-1"]
-    finally:
-        sink.may_go_on.set()
+    sink.reserve(1000)
+    with pytest.raises(KeyboardInterrupt):
+        write_parts([BytesPart(1, lambda: b"x")] * 1000, sink, threads=2)
+    sink.is_closed = True
+    for thread in started:
+        thread.join(60)
+    assert len(started) == 1 and not sink.is_written_closed
 
 
 @pytest.mark.parametrize("length", [1, 300, 3_000])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import OutputError, StorageFailedError
-from parquet_keytools.files import conversion, replacement
+from parquet_keytools.files import conversion
 from parquet_keytools.storage.local_output import LocalFile
 from parquet_keytools.storage.locations import FileLocation
 
@@ -118,31 +116,6 @@ def test_a_file_that_cannot_be_synced_keeps_all_from_appearing(
     with pytest.raises(StorageFailedError, match="part="):
         keytools.write_dataset(TABLE, folder, partitioning=["part"], existing_data_behavior="overwrite_or_ignore")
     assert {path: path.read_bytes() for path in files_of(folder)} == before
-
-
-def test_after_an_error_no_other_one_begins() -> None:
-    begun, failed = [], threading.Event()
-
-    def step(number: int) -> None:
-        begun.append(number)
-        if number == 0:
-            failed.set()
-            raise ValueError(number)
-        assert failed.wait(60)
-
-    with pytest.raises(ValueError, match="0"):
-        replacement._for_each(step, range(100_000))
-    assert len(begun) < 1000
-
-
-def test_after_an_interruption_no_other_one_begins() -> None:
-    def step(number: int) -> None:
-        if number == 1000:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        # As many as would never end.
-        replacement._for_each(step, range(2**62))
 
 
 def test_a_data_set_in_memory(tmp_path: Path) -> None:
