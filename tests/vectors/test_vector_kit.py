@@ -13,10 +13,10 @@ from vector_kit.vector import MASTER_KEYS, Vector
 from vector_kit.write_kit import all_vectors, data_keys, manifest, place_vector, write_kit
 
 from parquet_keytools import Keytools
+from parquet_keytools.conformance.expectations import Expectation
 from parquet_keytools.conformance.file_verifier import verify_source
-from parquet_keytools.conformance.opening import Expectation
+from parquet_keytools.conformance.findings import RULES, Severity
 from parquet_keytools.conformance.report import DataSetReport, FileReport, Outcome, RuleResult, Verdict
-from parquet_keytools.conformance.rules import RULES, Severity
 from parquet_keytools.conformance.verification import finder_of, verify_folder
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 from parquet_keytools.storage.locations import FileLocation

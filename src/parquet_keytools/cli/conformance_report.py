@@ -12,6 +12,7 @@ from itertools import cycle
 import typer
 
 from parquet_keytools.cli.output import answer, number_of, size_text
+from parquet_keytools.conformance.findings import Rule, Severity
 from parquet_keytools.conformance.inspection import (
     FOOTER,
     PLAINTEXT,
@@ -30,7 +31,6 @@ from parquet_keytools.conformance.report import (
     RuleResult,
     Verdict,
 )
-from parquet_keytools.conformance.rules import Rule, Severity
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.storage.printable import printable

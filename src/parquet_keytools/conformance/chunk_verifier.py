@@ -11,46 +11,21 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from parquet_keytools.conformance.chunk_ciphers import AUTHENTICITY_RULES, ChunkCiphers
-from parquet_keytools.conformance.chunk_entries import ChunkNumbers
-from parquet_keytools.conformance.chunk_modules import Page, PageWalk, Window
+from parquet_keytools.conformance.chunk_layout import ChunkNumbers, ChunkRegion, Window, ends_of_runs
+from parquet_keytools.conformance.chunk_modules import AUTHENTICITY_RULES, ChunkCiphers, Page, PageWalk
 from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.conformance.layout_rules import ChunkRegion
 from parquet_keytools.conformance.nonce_ledger import nonce_entry
+from parquet_keytools.conformance.page_headers import START_LENGTH, begins_as_compressed, can_be_told
 from parquet_keytools.conformance.report import Loss
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, ModuleCipher
+from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import PageHeader
-
-_SNAPPY = 1
-_MAGICS = {2: b"\x1f\x8b\x08", 6: b"\x28\xb5\x2f\xfd"}
-"""Codec of parquet.thrift (gzip, Zstandard) -> what its output begins with. Brotli and LZ4 have no such thing."""
-
-START_LENGTH = 5
-"""How many bytes are looked at, at most."""
-
-
-def can_be_told(codec: int) -> bool:
-    """Return whether pages of a codec begin in a way of their own."""
-    return codec == _SNAPPY or codec in _MAGICS
-
-
-def begins_as_compressed(codec: int, start: bytes, length: int) -> bool:
-    """Return whether a page that decompresses to `length` bytes may begin with these, at most `START_LENGTH`."""
-    if codec != _SNAPPY:
-        return start.startswith(_MAGICS[codec])
-    # Snappy begins with the length, seven bits in each byte.
-    value = 0
-    for position, byte in enumerate(start):
-        value |= (byte & 0x7F) << 7 * position
-        if byte < 0x80:
-            return value == length
-    return False
-
+from parquet_keytools.runtime.working_threads import in_threads
 
 _UNCOMPRESSED = 0
 _read_length = struct.Struct("<I").unpack_from
@@ -85,56 +60,39 @@ Task = tuple["ChunkVerifier", Page, memoryview, memoryview]
 """A page, all its bytes, and those of its module: without the levels that may lie before it."""
 
 
+@dataclass(slots=True, eq=False)
 class ChunkVerifier:
     """Verifies the pages of one chunk.
 
     Attributes:
         chunk: How it is decrypted.
+        numbers: What its metadata says.
+        num_rows: Of its row group.
         region: Where its pages lie.
+        book: Where findings go.
+        pages: Takes its data pages, where somebody compares an index with them.
         is_whole: Whether the walk reached the end of the chunk.
     """
 
-    __slots__ = (
-        "_book",
-        "_broken_pages",
-        "_content_can_be_told",
-        "_data_aad",
-        "_is_lost",
-        "_is_uncompressed",
-        "_lost_from",
-        "_lost_pages",
-        "_num_rows",
-        "_numbers",
-        "_pages",
-        "chunk",
-        "is_whole",
-        "region",
-    )
+    chunk: ChunkCiphers
+    numbers: ChunkNumbers
+    num_rows: int
+    region: ChunkRegion
+    book: RuleBook
+    pages: PageList | None
+    is_whole: bool = False
+    _broken_pages: list[Page] = field(default_factory=list)
+    _lost_pages: set[int] = field(default_factory=set)
+    _lost_from: int | None = None
+    _is_lost: bool = False
+    _is_uncompressed: bool = field(init=False)
+    _content_can_be_told: bool = field(init=False)
+    _data_aad: bytes = field(init=False)
 
-    def __init__(
-        self,
-        chunk: ChunkCiphers,
-        numbers: ChunkNumbers,
-        num_rows: int,
-        region: ChunkRegion,
-        book: RuleBook,
-        *,
-        keeps_pages: bool,
-    ) -> None:
-        self.chunk = chunk
-        self.region = region
-        self._pages = PageList() if keeps_pages else None
-        self.is_whole = False
-        self._numbers = numbers
-        self._num_rows = num_rows
-        self._book = book
-        self._broken_pages: list[Page] = []
-        self._lost_pages: set[int] = set()
-        self._lost_from: int | None = None
-        self._is_lost = False
-        self._is_uncompressed = numbers.codec == _UNCOMPRESSED
-        self._content_can_be_told = can_be_told(numbers.codec)
-        self._data_aad = b"" if chunk.ciphers.cipher is None else chunk.aad(ModuleType.DATA_PAGE)
+    def __post_init__(self) -> None:
+        self._is_uncompressed = self.numbers.codec == _UNCOMPRESSED
+        self._content_can_be_told = can_be_told(self.numbers.codec)
+        self._data_aad = b"" if self.chunk.ciphers.cipher is None else self.chunk.aad(ModuleType.DATA_PAGE)
 
     @property
     def end(self) -> int:
@@ -144,9 +102,9 @@ class ChunkVerifier:
 
     def walk(self, window: Window) -> Iterator[Task]:
         """Yield all pages, and check the chunk's own numbers at the end."""
-        chunk, pages, view = self.chunk, self._pages, window.view
+        chunk, pages, view = self.chunk, self.pages, window.view
         walk = PageWalk(
-            window, chunk, self._numbers.dictionary_page_offset, self.region.offset, self.end, self._book
+            window, chunk, self.numbers.dictionary_page_offset, self.region.offset, self.end, self.book
         )
         is_encrypted, is_ctr = chunk.ciphers.cipher is not None, chunk.ciphers.is_ctr
         first_data_page: int | None = None
@@ -196,7 +154,7 @@ class ChunkVerifier:
     @property
     def whole_pages(self) -> PageList | None:
         """Its data pages; None where they were not all walked, or are not kept."""
-        return self._pages if self.is_whole else None
+        return self.pages if self.is_whole else None
 
     @property
     def _kinds(self) -> tuple[tuple[ModuleType, str], ...]:
@@ -204,21 +162,21 @@ class ChunkVerifier:
         return _WITHOUT_TAG if self.chunk.ciphers.is_ctr else _WITH_TAG
 
     def _check_numbers(self, values: int, first_data_page: int | None) -> None:
-        book, chunk, held = self._book, self.chunk, self.chunk.ciphers.held
+        book, chunk, held = self.book, self.chunk, self.chunk.ciphers.held
         # Messages, and places, are made where they are needed: chunks are many.
-        num_values, is_flat = self._numbers.num_values, chunk.ciphers.column.is_flat
+        num_values, is_flat = self.numbers.num_values, chunk.ciphers.column.is_flat
         held.add("value-count")
         if values != num_values:
             message = f"the pages have {values} values, the metadata says {num_values}."
             book.broken("value-count", message, chunk.place(ModuleType.COLUMN_META_DATA))
-        if is_flat and num_values != self._num_rows:
-            message = f"it has {num_values} values, and the row group {self._num_rows} rows."
+        if is_flat and num_values != self.num_rows:
+            message = f"it has {num_values} values, and the row group {self.num_rows} rows."
             book.broken("value-count", message, chunk.place(ModuleType.COLUMN_META_DATA))
-        if values != num_values or (is_flat and num_values != self._num_rows):
+        if values != num_values or (is_flat and num_values != self.num_rows):
             # Which values belong to which rows cannot be told any more.
             self._is_lost = True
         if chunk.ciphers.cipher is not None and first_data_page is not None:
-            stated = self._numbers.data_page_offset
+            stated = self.numbers.data_page_offset
             if stated == first_data_page:
                 held.add("data-page-offset")
             else:
@@ -255,7 +213,7 @@ class ChunkVerifier:
         if holds:
             self.chunk.ciphers.held.add(rule_id)
         else:
-            self._book.broken(rule_id, message, self.chunk.page_place(page.ordinal))
+            self.book.broken(rule_id, message, self.chunk.page_place(page.ordinal))
         return holds
 
     def _aad(self, page: Page) -> bytes:
@@ -270,7 +228,7 @@ class ChunkVerifier:
         levels_before = len(stored) - size
         if levels_before:
             message = f"{levels_before} bytes of levels are in plaintext before the module."
-            self._book.broken("page-v2-whole", message, self.chunk.page_place(page.ordinal), page.offset)
+            self.book.broken("page-v2-whole", message, self.chunk.page_place(page.ordinal), page.offset)
         elif facts.page_type == PageHeader.DATA_PAGE_V2:
             self.chunk.ciphers.held.add("page-v2-whole")
         (length,) = _read_length(module)
@@ -300,7 +258,7 @@ class ChunkVerifier:
         return self._check_content(page, self._begins_well(page, out[skipped : skipped + START_LENGTH]))
 
     def _break(self, page: Page, rule_id: str, message: str) -> None:
-        self._book.broken(rule_id, message, self.chunk.page_place(page.ordinal), page.offset)
+        self.book.broken(rule_id, message, self.chunk.page_place(page.ordinal), page.offset)
         self._broken_pages.append(page)
 
     def _check_algorithm(self, cipher: ModuleCipher, page: Page, module: memoryview, scratch: memoryview) -> bool:
@@ -314,7 +272,7 @@ class ChunkVerifier:
             self.chunk.ciphers.held.add("algorithm-of-pages")
             return True
         message = "the page authenticates with AES-GCM, and the file states AES_GCM_CTR_V1."
-        self._book.broken("algorithm-of-pages", message, self.chunk.page_place(page.ordinal), page.offset)
+        self.book.broken("algorithm-of-pages", message, self.chunk.page_place(page.ordinal), page.offset)
         return False
 
     @staticmethod
@@ -334,7 +292,7 @@ class ChunkVerifier:
         length = facts.uncompressed_length - facts.levels_length
         if not self._content_can_be_told or not facts.is_compressed or length <= 0:
             return None
-        return begins_as_compressed(self._numbers.codec, bytes(start), length)
+        return begins_as_compressed(self.numbers.codec, bytes(start), length)
 
     def _check_content(self, page: Page, begins_well: bool | None) -> bool:
         if begins_well:
@@ -368,3 +326,65 @@ def _crc_of_ends(module: memoryview) -> bytes:
     return _pack_crc(
         zlib.crc32(module[max(_END_LENGTH, len(module) - _END_LENGTH) :], zlib.crc32(module[:_END_LENGTH]))
     )
+
+
+# --- Pages of many chunks, by several threads ---
+
+
+_STEP = 4 * 1024 * 1024
+"""How much is read at once."""
+
+_SMALL_PAGE = 32 * 1024
+"""Up to how many bytes the thread that walks authenticates a page itself: to hand it over would take longer."""
+
+_BATCH_BYTES = 32 * 1024 * 1024
+"""How much is walked before it is authenticated: large enough that threads seldom wait for each other."""
+
+
+def authenticate_pages(source: ByteSource, verifiers: Sequence[ChunkVerifier], threads: int) -> None:
+    """Walk chunks one after another, and authenticate their pages.
+
+    To walk is Python's work and to authenticate is the cipher's, which lets go of the interpreter. Threads that do
+    both at once wait for each other more than they work: so one thread walks, and then all authenticate, each into
+    memory that it uses again and again. Small pages, for which the cipher takes no longer than Python, are
+    authenticated on the way.
+    """
+    scratches = [bytearray(_SMALL_PAGE) for _ in range(threads)]
+    for batch in _batches(source, verifiers):
+        longest = max(len(stored) for _, _, stored, _ in batch)
+        for position, scratch in enumerate(scratches):
+            if len(scratch) < longest:
+                scratches[position] = bytearray(longest)
+        shares = [(batch[position::threads], scratch) for position, scratch in enumerate(scratches)]
+        in_threads(_authenticate, shares, threads)
+
+
+def _authenticate(share: tuple[list[Task], bytearray]) -> None:
+    tasks, scratch = share
+    view = memoryview(scratch)
+    for verifier, page, stored, module in tasks:
+        verifier.check_page(page, stored, module, view)
+
+
+def _batches(source: ByteSource, verifiers: Sequence[ChunkVerifier]) -> Iterator[list[Task]]:
+    """Authenticate small pages, and yield others, those of about `_BATCH_BYTES` of the file together."""
+    scratch = memoryview(bytearray(_SMALL_PAGE))
+    window = Window(source, _STEP)
+    ends = ends_of_runs([(verifier.region.offset, verifier.end) for verifier in verifiers])
+    batch: list[Task] = []
+    size = 0
+    for verifier, window.end in zip(verifiers, ends, strict=True):
+        for task in verifier.walk(window):
+            _, page, stored, module = task
+            # One page keeps all that was read with it: small ones count, too.
+            size += page.offset - page.header_offset + len(stored)
+            if len(stored) <= _SMALL_PAGE:
+                verifier.check_page(page, stored, module, scratch)
+            else:
+                batch.append(task)
+            if size >= _BATCH_BYTES:
+                if batch:
+                    yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch

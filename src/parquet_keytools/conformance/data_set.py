@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from parquet_keytools.conformance.file_verifier import FileFacts
-from parquet_keytools.conformance.findings import RuleBook, RuleResult
+from parquet_keytools.conformance.findings import RuleBook, RuleResult, Scope
 from parquet_keytools.conformance.nonce_ledger import SharedNonces
-from parquet_keytools.conformance.rules import Scope
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 from parquet_keytools.encryption.protection import FooterMode
 

@@ -6,29 +6,33 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
-from parquet_keytools.conformance.chunk_ciphers import ChunkCiphers, ColumnCiphers
-from parquet_keytools.conformance.chunk_entries import ChunkNumbers
-from parquet_keytools.conformance.chunk_verifier import ChunkVerifier
-from parquet_keytools.conformance.configuration_rules import check_table_of_columns, check_table_of_footer
-from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
-from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, MaterialFinder, check_deks, fingerprint
-from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.conformance.footer_rules import Column, OpenFooter, check_footer
-from parquet_keytools.conformance.index_rules import IndexVerifier, IndexWindows
-from parquet_keytools.conformance.layout_rules import (
+from parquet_keytools.conformance.chunk_layout import (
+    ChunkKey,
+    ChunkNumbers,
     ChunkRegion,
+    Column,
+    OpenFooter,
     check_gaps,
     check_layout,
     check_row_groups,
     chunk_regions,
-    is_in_file,
 )
-from parquet_keytools.conformance.metadata_rules import MetadataReader, check_left_metadata
+from parquet_keytools.conformance.chunk_modules import ChunkCiphers, ColumnCiphers
+from parquet_keytools.conformance.chunk_verifier import ChunkVerifier, PageList, authenticate_pages
+from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
+from parquet_keytools.conformance.expectations import Expectation, check_table_of_columns, check_table_of_footer
+from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, MaterialFinder, check_deks, fingerprint
+from parquet_keytools.conformance.findings import FILE_SCOPES, RuleBook, Scope
+from parquet_keytools.conformance.footer_rules import check_footer
+from parquet_keytools.conformance.index_rules import IndexVerifier, IndexWindows
+from parquet_keytools.conformance.metadata_rules import (
+    FooterOpener,
+    MetadataReader,
+    OpenedEnvelope,
+    check_left_metadata,
+)
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
-from parquet_keytools.conformance.opening import Expectation, FooterOpener, OpenedEnvelope
-from parquet_keytools.conformance.page_batches import authenticate_pages
 from parquet_keytools.conformance.report import Damage, FileReport, Loss, ModuleTally
-from parquet_keytools.conformance.rules import FILE_SCOPES, Scope
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aad_prefix import without_delimiter
 from parquet_keytools.encryption.envelope import Envelope
@@ -37,9 +41,7 @@ from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, 
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import RegionKind
-
-ChunkKey = tuple[int, int]
-"""Row group ordinal and column ordinal."""
+from parquet_keytools.format.structs import FileMetaData
 
 _FILE_IS_LOST = Damage(file_is_lost=True)
 
@@ -94,6 +96,11 @@ class _FileVerifier:
         self._ledger = NonceLedger()
         self._footer_counts: Counter[str] = Counter()
         self._ciphers: dict[int, ColumnCiphers] = {}
+        self._metadata: dict[ChunkKey, ChunkNumbers] = {}
+        self._walkable: dict[ChunkKey, ChunkCiphers] = {}
+        self._regions: list[ChunkRegion] = []
+        self._unusable: frozenset[ChunkRegion] = frozenset()
+        self._verifiers: dict[ChunkKey, ChunkVerifier] = {}
         self._losses: list[Loss] = []
         self._damaged_indexes: list[ChunkKey] = []
         self._facts = FileFacts()
@@ -150,14 +157,11 @@ class _FileVerifier:
 
     def _unencrypted(self, envelope: Envelope) -> Damage | None:
         self._facts = replace(self._facts, mode=envelope.mode)
-        metadata = plaintext_metadata(envelope, self._book)
-        footer = None if metadata is None else check_footer(envelope, metadata, self._book)
+        footer = self._footer(envelope, plaintext_metadata(envelope, self._book))
         if not self._expectation.allow_plaintext and not self._book.is_broken("algorithm-stated"):
             self._book.broken("encrypted", "the file is a plaintext Parquet file.")
         if footer is None:
-            self._nothing_behind("the footer cannot be read")
             return _FILE_IS_LOST
-        self._facts = replace(self._facts, column_paths=tuple(column.path for column in footer.columns))
         if not self._expectation.allow_plaintext:
             return None
         # Readers may take plaintext files, and what is expected of this one is still not there.
@@ -178,16 +182,23 @@ class _FileVerifier:
         if opened.cipher is not None:
             outcome = "authentic" if opened.is_authentic else "broken"
             self._footer_counts[outcome] += 1
-        table = self._expectation.table
-        shown_keys = table.settings.plaintext_footer_keys if table is not None else ()
-        footer = check_footer(envelope, opened.metadata, self._book, shown_keys)
+        footer = self._footer(envelope, opened.metadata)
         if footer is None:
-            self._nothing_behind("the footer cannot be read")
             return _FILE_IS_LOST
         self._columns(envelope, footer, opened)
         check_table_of_columns(self._expectation, envelope, footer, self._keys, self._book)
         # What a footer says that is not authentic is of no use to readers.
         return self._damage(len(footer.row_groups)) if opened.is_authentic else _FILE_IS_LOST
+
+    def _footer(self, envelope: Envelope, metadata: FileMetaData | None) -> OpenFooter | None:
+        table = self._expectation.table
+        shown_keys = table.settings.plaintext_footer_keys if table is not None else ()
+        footer = None if metadata is None else check_footer(envelope, metadata, self._book, shown_keys)
+        if footer is None:
+            self._nothing_behind("the footer cannot be read")
+        else:
+            self._facts = replace(self._facts, column_paths=tuple(column.path for column in footer.columns))
+        return footer
 
     def _nothing_behind(self, reason: str) -> None:
         for scope in (Scope.FOOTER, Scope.COLUMN):
@@ -198,33 +209,37 @@ class _FileVerifier:
     # --- Columns -------------------------------------------------------------------------------------------
 
     def _columns(self, envelope: Envelope, footer: OpenFooter, opened: OpenedEnvelope | None) -> None:
-        self._facts = replace(self._facts, column_paths=tuple(column.path for column in footer.columns))
         is_ctr = envelope.algorithm is Algorithm.AES_GCM_CTR_V1
         self._ciphers = self._column_ciphers(footer, opened, is_ctr=is_ctr)
         reader = MetadataReader(envelope, footer, self._book)
-        metadata: dict[ChunkKey, ChunkNumbers] = {}
-        walkable: dict[ChunkKey, ChunkCiphers] = {}
-        regions: list[ChunkRegion] = []
         for row_group_ordinal, chunks in enumerate(footer.chunks):
             for ordinal, ciphers in self._ciphers.items():
                 chunk = ChunkCiphers(ciphers, row_group_ordinal)
                 is_plaintext = ciphers.column.encryption is ColumnEncryption.PLAINTEXT
                 is_readable = is_plaintext or ciphers.cipher is not None
-                numbers = reader.read(chunk, is_readable=is_readable)
+                numbers = reader.read(chunk)
                 key = (row_group_ordinal, ordinal)
                 if numbers is None:
                     if is_readable:
                         self._lose_chunk(chunk)
                     continue
-                metadata[key] = numbers
+                self._metadata[key] = numbers
                 if is_readable:
-                    walkable[key] = chunk
-                if is_in_file(chunks[ordinal], *key, self._book):
-                    regions += chunk_regions(chunks[ordinal], numbers, *key)
-        unusable = check_layout(regions, envelope.footer_offset, self._book)
+                    self._walkable[key] = chunk
+                self._regions += chunk_regions(chunks[ordinal], numbers, *key, self._book)
+        self._unusable = check_layout(self._regions, envelope.footer_offset, self._book)
         if envelope.mode is not FooterMode.UNENCRYPTED:
-            check_row_groups(footer, metadata, regions, self._book)
-        self._walk(envelope, footer, metadata, walkable, regions, unusable)
+            check_row_groups(footer, self._metadata, self._regions, self._book)
+        self._walk(footer)
+        lengths = self._check_indexes(envelope.footer_offset, footer)
+        is_complete = len(self._metadata) == len(footer.row_groups) * len(footer.columns)
+        if is_complete and not self._unusable and None not in lengths.values():
+            ranges = [(region.offset, lengths.get(region, region.length) or 0) for region in self._regions]
+            gaps = check_gaps(ranges, envelope.footer_offset, self._book)
+            check_left_metadata(self._source, gaps, footer.columns, self._book)
+        else:
+            for rule_id in ("layout-gap", "metadata-leaked"):
+                self._book.not_checked(rule_id, "not all parts of the file are known")
 
     def _column_ciphers(
         self, footer: OpenFooter, opened: OpenedEnvelope | None, *, is_ctr: bool
@@ -264,37 +279,22 @@ class _FileVerifier:
 
     # --- Modules -------------------------------------------------------------------------------------------
 
-    def _walk(
-        self,
-        envelope: Envelope,
-        footer: OpenFooter,
-        metadata: dict[ChunkKey, ChunkNumbers],
-        walkable: dict[ChunkKey, ChunkCiphers],
-        regions: list[ChunkRegion],
-        unusable: frozenset[ChunkRegion],
-    ) -> None:
-        verifiers: dict[ChunkKey, ChunkVerifier] = {}
-        elsewhere = walkable.keys() - {(region.row_group_ordinal, region.column_ordinal) for region in regions}
-        for key in sorted(elsewhere):
+    def _walk(self, footer: OpenFooter) -> None:
+        """Verify the pages of the chunks whose keys are available."""
+        walkable, verifiers = self._walkable, self._verifiers
+        for key in sorted(walkable.keys() - {region.chunk_key for region in self._regions}):
             self._lose_chunk(walkable[key])
-        indexed = {
-            (region.row_group_ordinal, region.column_ordinal)
-            for region in regions
-            if region.kind in (RegionKind.COLUMN_INDEX, RegionKind.OFFSET_INDEX)
-        }
-        for region in regions:
-            key = (region.row_group_ordinal, region.column_ordinal)
+        index_kinds = (RegionKind.COLUMN_INDEX, RegionKind.OFFSET_INDEX)
+        indexed = {region.chunk_key for region in self._regions if region.kind in index_kinds}
+        for region in self._regions:
+            key = region.chunk_key
             if region.kind is not RegionKind.PAGES or key not in walkable:
                 continue
-            if not unusable or region not in unusable:
-                verifiers[key] = ChunkVerifier(
-                    walkable[key],
-                    metadata[key],
-                    footer.row_groups[region.row_group_ordinal].num_rows,
-                    region,
-                    self._book,
-                    keeps_pages=key in indexed,
-                )
+            if not self._unusable or region not in self._unusable:
+                pages = PageList() if key in indexed else None
+                num_rows = footer.row_groups[region.row_group_ordinal].num_rows
+                verifier = ChunkVerifier(walkable[key], self._metadata[key], num_rows, region, self._book, pages)
+                verifiers[key] = verifier
             else:
                 name = walkable[key].ciphers.name
                 self._book.scope_not_checked(Scope.COLUMN, f"{name!r}: a chunk is not where it can be read")
@@ -303,43 +303,26 @@ class _FileVerifier:
         self._losses += [loss for verifier in verifiers.values() if (loss := verifier.finish()) is not None]
         if any(not verifier.is_whole for verifier in verifiers.values()):
             self._book.scope_not_checked(Scope.COLUMN, "the pages of a chunk could not all be walked")
-        lengths = self._check_indexes(envelope, footer, walkable, verifiers, regions, unusable)
-        is_complete = len(metadata) == len(footer.row_groups) * len(footer.columns)
-        if is_complete and not unusable and None not in lengths.values():
-            ranges = [(region.offset, lengths.get(region, region.length) or 0) for region in regions]
-            gaps = check_gaps(ranges, envelope.footer_offset, self._book)
-            check_left_metadata(self._source, gaps, footer.columns, self._book)
-        else:
-            for rule_id in ("layout-gap", "metadata-leaked"):
-                self._book.not_checked(rule_id, "not all parts of the file are known")
 
-    def _check_indexes(
-        self,
-        envelope: Envelope,
-        footer: OpenFooter,
-        walkable: dict[ChunkKey, ChunkCiphers],
-        verifiers: dict[ChunkKey, ChunkVerifier],
-        regions: list[ChunkRegion],
-        unusable: frozenset[ChunkRegion],
-    ) -> dict[ChunkRegion, int | None]:
+    def _check_indexes(self, footer_offset: int, footer: OpenFooter) -> dict[ChunkRegion, int | None]:
         """Check page indexes and Bloom filters; returns the lengths of those whose length is not stated."""
         lengths: dict[ChunkRegion, int | None] = {}
-        starts = sorted({region.offset for region in regions if region.length != 0} | {envelope.footer_offset})
+        starts = sorted({region.offset for region in self._regions if region.length != 0} | {footer_offset})
         # What may not be looked into may lie outside of the file.
-        windows = IndexWindows(self._source, [region for region in regions if region not in unusable])
-        for region in regions:
-            key = (region.row_group_ordinal, region.column_ordinal)
+        windows = IndexWindows(self._source, [region for region in self._regions if region not in self._unusable])
+        for region in self._regions:
+            key = region.chunk_key
             if region.kind is RegionKind.PAGES:
                 continue
-            if key not in walkable or region in unusable:
+            if key not in self._walkable or region in self._unusable:
                 if region.length is None:
                     lengths[region] = None
-                if key in walkable:
+                if key in self._walkable:
                     self._damaged_indexes.append(key)
                 continue
             limit = starts[bisect_right(starts, region.offset)]
-            pages = verifiers[key].whole_pages if key in verifiers else None
-            indexes = IndexVerifier(self._source, walkable[key], limit, self._book)
+            pages = self._verifiers[key].whole_pages if key in self._verifiers else None
+            indexes = IndexVerifier(self._source, self._walkable[key], limit, self._book)
             if region.kind is RegionKind.BLOOM_FILTER:
                 length = indexes.check_bloom_filter(region)
                 lengths[region] = length if region.length is None else region.length

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from parquet_keytools.conformance.chunk_entries import ChunkEntry
+from parquet_keytools.conformance.chunk_layout import ChunkEntry, Column, OpenFooter, chunk_place
 from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePlace, ModuleType
+from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePlace
 from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.plaintext_footer import VisibleKeyValues
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
@@ -27,48 +27,6 @@ _MOST_NAMED = 5
 _REPETITION_FIELD_ID = 3
 _REPEATED = (WireType.I32, 2)
 """Of `repetition_type` in SchemaElement."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A leaf column of a file that is verified.
-
-    Attributes:
-        is_flat: Whether it has one value, or null, for each row: neither it nor a group around it repeats.
-    """
-
-    path: tuple[str, ...]
-    ordinal: int
-    encryption: ColumnEncryption
-    key_metadata: bytes | None
-    is_flat: bool = False
-    type: int | None = None
-
-    @property
-    def name(self) -> str:
-        """The dotted path."""
-        return ".".join(self.path)
-
-
-@dataclass(frozen=True)
-class OpenFooter:
-    """A footer that was opened, and its parts.
-
-    Attributes:
-        chunks: `chunks[row group ordinal][column ordinal]`.
-        unusable: (row group ordinal, column ordinal) of chunks that cannot be looked into.
-    """
-
-    metadata: FileMetaData
-    row_groups: Sequence[RowGroup]
-    chunks: Sequence[Sequence[ChunkEntry]]
-    columns: Sequence[Column]
-    unusable: frozenset[tuple[int, int]]
-
-
-def chunk_place(row_group_ordinal: int, column_ordinal: int) -> ModulePlace:
-    """Return the place that stands for a chunk: that of its metadata."""
-    return ModulePlace(ModuleType.COLUMN_META_DATA, row_group_ordinal, column_ordinal)
 
 
 def check_footer(

@@ -6,11 +6,10 @@ import struct
 from collections.abc import Sequence
 from itertools import pairwise
 
-from parquet_keytools.conformance.chunk_ciphers import ChunkCiphers, check_module, check_padding
-from parquet_keytools.conformance.chunk_modules import Window, ends_of_runs
+from parquet_keytools.conformance.chunk_layout import ChunkRegion, Window, ends_of_runs
+from parquet_keytools.conformance.chunk_modules import ChunkCiphers, check_module, check_padding
 from parquet_keytools.conformance.chunk_verifier import PageList
 from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.conformance.layout_rules import ChunkRegion
 from parquet_keytools.conformance.nonce_ledger import nonce_entry
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH

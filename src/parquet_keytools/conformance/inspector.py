@@ -9,10 +9,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from parquet_keytools.conformance.chunk_entries import ChunkNumbers
+from parquet_keytools.conformance.chunk_layout import (
+    ChunkNumbers,
+    ChunkRegion,
+    Column,
+    OpenFooter,
+    check_layout,
+    chunk_place,
+    chunk_regions,
+)
 from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
-from parquet_keytools.conformance.findings import Finding, RuleBook
-from parquet_keytools.conformance.footer_rules import Column, OpenFooter, check_footer, chunk_place
+from parquet_keytools.conformance.findings import FILE_SCOPES, Finding, RuleBook, Severity
+from parquet_keytools.conformance.footer_rules import check_footer
 from parquet_keytools.conformance.inspection import (
     FOOTER,
     InspectedChunk,
@@ -23,8 +31,6 @@ from parquet_keytools.conformance.inspection import (
     KeyDescription,
     describe_key,
 )
-from parquet_keytools.conformance.layout_rules import ChunkRegion, check_layout, chunk_regions, is_in_file
-from parquet_keytools.conformance.rules import FILE_SCOPES, Severity
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix, without_delimiter
 from parquet_keytools.encryption.envelope import Envelope
@@ -48,8 +54,8 @@ _REGION_TYPES = {
     RegionKind.OFFSET_INDEX: ModuleType.OFFSET_INDEX,
 }
 
-_Found = tuple[int, Column, int, int | None, list[ChunkRegion]]
-"""A chunk: row group ordinal, column, number of values, offset of the dictionary page, and what it consists of."""
+_Found = tuple[int, Column, ChunkNumbers, list[ChunkRegion]]
+"""A chunk: row group ordinal, column, what its metadata says, and what it consists of."""
 
 _BLOOM_FILTER = (ModuleType.BLOOM_FILTER_HEADER, ModuleType.BLOOM_FILTER_BITSET)
 
@@ -217,36 +223,25 @@ class _Inspector:
                 metadata = None if place in footer.unusable else self._metadata(row_group_ordinal, column, footer)
                 if metadata is None:
                     continue
-                chunk = chunks[column.ordinal]
                 try:
-                    if is_in_file(chunk, *place, self._book):
-                        numbers = ChunkNumbers.of(metadata)
-                        regions = chunk_regions(chunk, numbers, *place)
-                        found.append(
-                            (
-                                row_group_ordinal,
-                                column,
-                                numbers.num_values,
-                                numbers.dictionary_page_offset,
-                                regions,
-                            )
-                        )
-                    else:
-                        found.append((row_group_ordinal, column, metadata.num_values, None, []))
+                    numbers = ChunkNumbers.of(metadata)
+                    regions = chunk_regions(chunks[column.ordinal], numbers, *place, self._book)
+                    found.append((row_group_ordinal, column, numbers, regions))
                 except ParquetFormatError as error:
                     self._book.broken("metadata-path", str(error), chunk_place(*place))
         every = [region for *_, regions in found for region in regions]
         unusable = check_layout(every, envelope.footer_offset, self._book)
         starts = sorted({region.offset for region in every if region.length != 0} | {envelope.footer_offset})
         titles = [column.key_title(footer_key) for column in columns]
-        for row_group_ordinal, column, num_values, dictionary_page_offset, regions in found:
+        for row_group_ordinal, column, numbers, regions in found:
             kept = [region for region in regions if region not in unusable] if unusable else regions
-            modules, is_whole = self._modules(row_group_ordinal, column, dictionary_page_offset, kept, starts)
+            offset = numbers.dictionary_page_offset
+            modules, is_whole = self._modules(row_group_ordinal, column, offset, kept, starts)
             size = sum(region.length or 0 for region in kept)
             if any(region.length is None for region in kept):
                 size += sum(module.length for module in modules if module.module_type in _BLOOM_FILTER)
             self._add(titles[column.ordinal], size)
-            yield InspectedChunk(row_group_ordinal, column.ordinal, num_values, modules, is_whole)
+            yield InspectedChunk(row_group_ordinal, column.ordinal, numbers.num_values, modules, is_whole)
 
     def _metadata(self, row_group_ordinal: int, column: Column, footer: OpenFooter) -> ColumnMetaData | None:
         stored = footer.chunks[row_group_ordinal][column.ordinal]

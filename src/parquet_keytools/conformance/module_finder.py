@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from parquet_keytools.conformance.chunk_ciphers import ChunkCiphers, ColumnCiphers, check_module
-from parquet_keytools.conformance.chunk_modules import PageWalk, Window
+from parquet_keytools.conformance.chunk_layout import ChunkRegion, Column, OpenFooter, Window, chunk_place
+from parquet_keytools.conformance.chunk_modules import ChunkCiphers, ColumnCiphers, PageWalk, check_module
+from parquet_keytools.conformance.expectations import Expectation
 from parquet_keytools.conformance.file_keys import FileKeys, MaterialFinder
 from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.conformance.footer_rules import Column, OpenFooter, chunk_place
 from parquet_keytools.conformance.index_rules import IndexVerifier
 from parquet_keytools.conformance.inspection import InspectedModule
-from parquet_keytools.conformance.layout_rules import ChunkRegion
+from parquet_keytools.conformance.metadata_rules import FooterOpener, OpenedEnvelope
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
-from parquet_keytools.conformance.opening import Expectation, FooterOpener, OpenedEnvelope
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
 from parquet_keytools.encryption.envelope import Envelope

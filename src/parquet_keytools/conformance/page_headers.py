@@ -1,7 +1,8 @@
 """What the headers of pages say, read by expressions of the verifier's own where they are as writers write them.
 
 A wide file has a header or two in each of thousands of small chunks. An expression takes a tenth of the time of
-the general reader, which reads all other headers and says what is wrong with them.
+the general reader, which reads all other headers and says what is wrong with them. And how pages begin behind
+their headers, and levels.
 """
 
 from __future__ import annotations
@@ -207,3 +208,32 @@ def _inner_facts(header: PageHeader, page_type: int) -> tuple[int, int, bool]:
     levels = [fields[field_id][1] for field_id in _LEVELS_LENGTH_FIELD_IDS]
     is_compressed = fields.get(_IS_COMPRESSED_FIELD_ID, (WireType.TRUE, None))[0] is WireType.TRUE
     return num_values, sum(levels), is_compressed
+
+
+# --- How pages begin ---
+
+
+_SNAPPY = 1
+_MAGICS = {2: b"\x1f\x8b\x08", 6: b"\x28\xb5\x2f\xfd"}
+"""Codec of parquet.thrift (gzip, Zstandard) -> what its output begins with. Brotli and LZ4 have no such thing."""
+
+START_LENGTH = 5
+"""How many bytes are looked at, at most."""
+
+
+def can_be_told(codec: int) -> bool:
+    """Return whether pages of a codec begin in a way of their own."""
+    return codec == _SNAPPY or codec in _MAGICS
+
+
+def begins_as_compressed(codec: int, start: bytes, length: int) -> bool:
+    """Return whether a page that decompresses to `length` bytes may begin with these, at most `START_LENGTH`."""
+    if codec != _SNAPPY:
+        return start.startswith(_MAGICS[codec])
+    # Snappy begins with the length, seven bits in each byte.
+    value = 0
+    for position, byte in enumerate(start):
+        value |= (byte & 0x7F) << 7 * position
+        if byte < 0x80:
+            return value == length
+    return False

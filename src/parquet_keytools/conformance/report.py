@@ -9,8 +9,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from parquet_keytools.conformance.findings import Finding, Outcome, RuleResult
-from parquet_keytools.conformance.rules import Severity
+from parquet_keytools.conformance.findings import Finding, Outcome, RuleResult, Severity
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 from parquet_keytools.runtime.presentation import Summarised
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from parquet_keytools.conformance.expectations import Expectation
 from parquet_keytools.conformance.file_verifier import verify_source
-from parquet_keytools.conformance.opening import Expectation
 from parquet_keytools.conformance.report import Loss
 from parquet_keytools.conformance.verification import RetrieverFinder, expected_prefix
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix

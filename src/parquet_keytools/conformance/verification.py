@@ -14,15 +14,14 @@ from typing import Any
 from parquet_keytools import audit
 from parquet_keytools.conformance.data_set import Member, Surroundings, check_data_set
 from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
+from parquet_keytools.conformance.expectations import Expectation, ExpectedTable
 from parquet_keytools.conformance.file_keys import MaterialFinder, fingerprint_key, use_fingerprint_key
 from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
-from parquet_keytools.conformance.findings import RuleBook
+from parquet_keytools.conformance.findings import FILE_SCOPES, RuleBook
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.nonce_ledger import SharedNonces
-from parquet_keytools.conformance.opening import Expectation, ExpectedTable
 from parquet_keytools.conformance.report import DataSetReport, FileReport
-from parquet_keytools.conformance.rules import FILE_SCOPES
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 from parquet_keytools.encryption.protection import FooterMode

@@ -35,10 +35,10 @@ from vector_kit.vector import (
 from vector_kit.write_kit import data_keys
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance import page_batches
+from parquet_keytools.conformance import chunk_verifier
+from parquet_keytools.conformance.expectations import Expectation
 from parquet_keytools.conformance.file_verifier import verify_source
 from parquet_keytools.conformance.inspector import inspect_source
-from parquet_keytools.conformance.opening import Expectation
 from parquet_keytools.conformance.report import FileReport, Loss, Outcome, Verdict
 from parquet_keytools.conformance.verification import finder_of
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
@@ -262,7 +262,7 @@ def test_a_large_page_among_small_ones_does_not_keep_what_was_read_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in (("_STEP", 16_384), ("_SMALL_PAGE", 512), ("_BATCH_BYTES", 32_768)):
-        monkeypatch.setattr(page_batches, name, value)
+        monkeypatch.setattr(chunk_verifier, name, value)
     table = pa.table({"small": list(range(1000)), "large": [b"x" * 1000, *[None] * 999]})
     sink = io.BytesIO()
     options: dict[str, Any] = {"compression": "none", "use_dictionary": False}

@@ -7,10 +7,9 @@ import tracemalloc
 
 import pytest
 
-from parquet_keytools.conformance.findings import RuleBook
+from parquet_keytools.conformance.findings import FILE_SCOPES, RuleBook, Scope
 from parquet_keytools.conformance.nonce_ledger import NonceLedger, SharedNonces, nonce_entry
 from parquet_keytools.conformance.report import Outcome
-from parquet_keytools.conformance.rules import FILE_SCOPES, Scope
 
 LIMIT = 2**32
 DEK, OTHER_DEK = b"dek" * 5 + b"1", b"dek" * 5 + b"2"

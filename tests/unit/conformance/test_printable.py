@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.conformance.rules import FILE_SCOPES
+from parquet_keytools.conformance.findings import FILE_SCOPES, RuleBook
 from parquet_keytools.storage.printable import printable
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parquet_keytools.conformance.rules import FILE_SCOPES, RULES, RULES_BY_ID, Scope
+from parquet_keytools.conformance.findings import FILE_SCOPES, RULES, RULES_BY_ID, Scope
 
 DOCS = Path(__file__).parents[3] / "docs"
 SOURCES = Path(__file__).parents[3] / "src" / "parquet_keytools" / "conformance"

@@ -19,8 +19,8 @@ from vector_kit.vector import FOOTER_KEY, SealedFile, recipe
 
 from parquet_keytools import Keytools
 from parquet_keytools.conformance import verification
+from parquet_keytools.conformance.findings import RULES
 from parquet_keytools.conformance.report import Damage, DataSetReport, FileReport, Loss, Outcome, Verdict
-from parquet_keytools.conformance.rules import RULES
 from parquet_keytools.conformance.verification import verify_file, verify_folder
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.errors import (

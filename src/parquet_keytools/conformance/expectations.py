@@ -1,22 +1,58 @@
-"""The rules about what a table of the configuration wants of a file."""
+"""What is expected of a file beyond the specification, and the rules about what a table wants of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from parquet_keytools.conformance.chunk_layout import OpenFooter
 from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, KeyUser, title_of
-from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.conformance.footer_rules import OpenFooter
-from parquet_keytools.conformance.opening import Expectation, ExpectedTable
-from parquet_keytools.conformance.rules import Scope
+from parquet_keytools.conformance.findings import RuleBook, Scope
+from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
 from parquet_keytools.encryption.envelope import Envelope
+from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, TableMismatch
 
 if TYPE_CHECKING:
+    # These take long to import, for a look at a file without a configuration.
     from parquet_keytools.config.key_policy import KeyReference
-    from parquet_keytools.files.table_check import SeenColumn
+    from parquet_keytools.config.table_settings import TableSettings
+    from parquet_keytools.files.table_check import SeenColumn, TableCheck
+
+
+@dataclass(frozen=True)
+class ExpectedTable:
+    """What a table wants of a file.
+
+    Attributes:
+        check: Compares keys, algorithm and plaintext columns, as readers do.
+        check_columns: Raises `ConfigurationError` where the patterns do not fit a file with these leaf paths.
+    """
+
+    check: TableCheck
+    settings: TableSettings
+    check_columns: Callable[[Sequence[tuple[str, ...]]], object]
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What is expected of one file.
+
+    Attributes:
+        aad_prefix: The AAD prefix that it must have; None takes what it stores.
+        table: What its table wants; None where there is none.
+        without_table: Why there is none, though there are tables; empty where there are none.
+        invocation_limit: How often one DEK may encrypt (spec 4.1.4); lower ones are for tests.
+    """
+
+    aad_prefix: ExpectedAadPrefix | None = None
+    allow_plaintext: bool = False
+    table: ExpectedTable | None = None
+    without_table: str = ""
+    invocation_limit: int = MAX_INVOCATIONS
+
 
 _RULE_OF = {
     "algorithm": "wanted-algorithm",
