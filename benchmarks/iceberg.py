@@ -28,7 +28,7 @@ from pyiceberg.types import LongType
 from parquet_keytools import strict_base64
 from parquet_keytools.iceberg import create_table
 from parquet_keytools.iceberg.ags1 import Ags1Writer
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.kms.aes_key_wrap import wrap_key
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.secret_bytes import SecretBytes

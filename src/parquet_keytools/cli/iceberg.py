@@ -25,8 +25,8 @@ from parquet_keytools.cli.output import (
 
 if TYPE_CHECKING:
     from parquet_keytools.iceberg.loading import LocatedTable
+    from parquet_keytools.iceberg.metadata import TableEncryption
     from parquet_keytools.iceberg.table_audit import ChainLink, KekReport, TableReport
-    from parquet_keytools.iceberg.table_metadata import TableEncryption
 
 app = typer.Typer(
     name="iceberg", help="Look at the keys of encrypted Iceberg tables, and rotate them.", no_args_is_help=True

@@ -13,13 +13,13 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from types import TracebackType
+from collections.abc import Callable
 from typing import Protocol, Self
 
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
 from parquet_keytools.errors import DecryptionError, FormatLimitError, NotEncryptedError
 from parquet_keytools.format.byte_ranges import Bytes, RangedFile
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 
 MAGIC = b"AGS1"
 BLOCK_LENGTH = 1 << 20
@@ -34,36 +34,20 @@ _PLAINTEXT_MAGICS = {b"Obj\x01": "Avro", b"PAR1": "Parquet", b"PFA1": "Puffin"}
 _pack_ordinal = struct.Struct("<I").pack
 
 
-class BinaryInput(Protocol):
-    """An open file to read from: one of Python, pyarrow, fsspec or PyIceberg."""
+class _Input(Protocol):
+    """An open file to read from: one of Python, pyarrow, fsspec or PyIceberg; no bytes at the end only."""
 
-    def seek(self, offset: int, whence: int = ..., /) -> int | None:
-        """Go to a position."""
-        ...
-
-    def tell(self) -> int:
-        """Return the position."""
-        ...
-
-    def read(self, size: int = ..., /) -> bytes:
-        """Read at most so many bytes; none at the end only."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
+    def seek(self, offset: int, whence: int = ..., /) -> int | None: ...
+    def tell(self) -> int: ...
+    def read(self, size: int = ..., /) -> bytes: ...
+    def close(self) -> None: ...
 
 
-class BinaryOutput(Protocol):
+class _Output(Protocol):
     """An open file to write to, from its beginning."""
 
-    def write(self, data: bytes, /) -> object:
-        """Write all of the bytes."""
-        ...
-
-    def close(self) -> None:
-        """Finish the file."""
-        ...
+    def write(self, data: bytes, /) -> object: ...
+    def close(self) -> None: ...
 
 
 def encrypted_length(plaintext_length: int) -> int:
@@ -79,22 +63,25 @@ class Ags1Writer:
 
     Attributes:
         encrypted_length: Bytes given to the file so far; all of them once it is closed.
+        closed: Whether nothing more is taken.
     """
 
-    def __init__(self, file: BinaryOutput, key_metadata: StandardKeyMetadata) -> None:
+    def __init__(
+        self,
+        file: _Output,
+        key_metadata: StandardKeyMetadata,
+        finished: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Begin a stream; `finished` is called with its length when it is closed, as a whole."""
         self._file = file
+        self._finished = finished
         self._cipher = AesGcm(key_metadata.encryption_key)
         self._aad_prefix = key_metadata.aad_prefix
         self._block = bytearray()
         self._ordinal = 0
-        self._closed = False
+        self.closed = False
         file.write(_HEADER)
         self.encrypted_length = HEADER_LENGTH
-
-    @property
-    def closed(self) -> bool:
-        """Whether the stream is finished."""
-        return self._closed
 
     def write(self, data: Bytes) -> int:
         """Take plaintext, and return its length.
@@ -103,7 +90,7 @@ class Ags1Writer:
             ValueError: The stream is closed.
             FormatLimitError: The stream has more blocks than AGS1 can count.
         """
-        if self._closed:
+        if self.closed:
             raise ValueError("the stream is closed")
         view = memoryview(data).cast("B")
         position = 0
@@ -125,24 +112,23 @@ class Ags1Writer:
 
     def close(self) -> None:
         """Write the last block, and close the file."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         try:
             self._write_block()
         finally:
             self._file.close()
+        self._finished(self.encrypted_length)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
-        elif not self._closed:
-            self._closed = True
+        elif not self.closed:
+            self.closed = True
             self._file.close()
 
     def _write_block(self) -> None:
@@ -169,7 +155,7 @@ class Ags1Reader(RangedFile):
         size_bytes: Bytes of the plaintext.
     """
 
-    def __init__(self, file: BinaryInput, key_metadata: StandardKeyMetadata, *, path: str) -> None:
+    def __init__(self, file: _Input, key_metadata: StandardKeyMetadata, *, path: str) -> None:
         """Open a stream; closing the reader closes the file.
 
         Raises:
@@ -199,7 +185,12 @@ class Ags1Reader(RangedFile):
             raise self._error(f"it has more blocks than AGS1 can count: {length} bytes")
         self.size_bytes = self._last * BLOCK_LENGTH + self._last_length
         if key_metadata.file_length is None:
-            self._check_end()
+            # Without a length, the stream is whole if its last block is: only that one is not full.
+            if self._last_length == BLOCK_LENGTH:
+                raise self._error(
+                    "its key metadata has no file_length, and its last block is full: blocks may have been cut off"
+                )
+            self._blocks(self._last, self._last)
 
     def _check_header(self, length: int) -> None:
         header = self._read_file(0, min(length, HEADER_LENGTH))
@@ -210,14 +201,6 @@ class Ags1Reader(RangedFile):
             )
         if header != _HEADER:
             raise self._error("it does not begin like an AGS1 stream with blocks of 1 MiB")
-
-    def _check_end(self) -> None:
-        """Find out without a length whether the stream is whole: only a last block is not full."""
-        if self._last_length == BLOCK_LENGTH:
-            raise self._error(
-                "its key metadata has no file_length, and its last block is full: blocks may have been cut off",
-            )
-        self._blocks(self._last, self._last)
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Return `length` plaintext bytes from `offset`; fewer where the stream ends before.
@@ -274,21 +257,17 @@ class Ags1Reader(RangedFile):
 
     def _read_file(self, offset: int, length: int) -> bytes:
         self._file.seek(offset)
-        data = self._file.read(length)
-        parts = [data]
-        missing = length - len(data)
-        while missing > 0 and data:
-            data = self._file.read(missing)
+        parts = []
+        while length > 0 and (data := self._file.read(length)):
             parts.append(data)
-            missing -= len(data)
-        if missing:
+            length -= len(data)
+        if length:
             raise self._error("it became shorter while it was read")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _error(self, reason: str) -> DecryptionError:
         error = DecryptionError(
-            f"{self.path}: {reason}.",
-            hint="Do not trust this file; restore it from a backup.",
+            f"{self.path}: {reason}.", hint="Do not trust this file; restore it from a backup."
         )
         error.path = self.path
         return error

@@ -30,7 +30,7 @@ from pyiceberg.typedef import IcebergBaseModel
 
 from parquet_keytools.errors import KeytoolsError, OutputError
 from parquet_keytools.iceberg.key_chain import as_json
-from parquet_keytools.iceberg.table_metadata import EncryptionKey, read_document
+from parquet_keytools.iceberg.metadata import EncryptionKey, read_document
 
 _KEYS, _KEY_ID = "encryption-keys", "key-id"
 _HASH = "metadata_hash"
@@ -108,13 +108,13 @@ def committing(catalog: Catalog, storage: FileIO, changes: KeyChanges) -> Catalo
         storage: Reads and writes metadata files.
         changes: What the commit changes of the keys.
     """
-    bases = (_RestCommit,) if isinstance(catalog, RestCatalog) else (_FileCommit,)
     copied = copy.copy(catalog)
+    if isinstance(copied, RestCatalog):
+        copied._session = _Session(copied._session, changes)  # type: ignore[assignment]
+        return copied
     # Its methods are looked up in the class: the copy gets a class that has ours before those of the catalog.
-    copied.__class__ = type(f"Encrypted{type(catalog).__name__}", (*bases, type(catalog)), {})
+    copied.__class__ = type(f"Encrypted{type(catalog).__name__}", (_FileCommit, type(catalog)), {})
     copied.__dict__["_keytools_commit"] = _Commit(storage, changes)
-    if isinstance(copied, _RestCommit):
-        copied.intercept()
     return copied
 
 
@@ -147,16 +147,13 @@ class _FileCommit(Catalog):
         if lost := _without_key(document, keys_before):
             raise OutputError(f"the commit would lose the keys of snapshots: {sorted(lost)}.")
         commit.written.append(metadata_path)
-        failure = ""
         try:
             with commit.storage.new_output(metadata_path).create() as stream:
                 stream.write(json.dumps(document).encode())
         except Exception as error:
-            failure = type(error).__name__
-            cause = error
-        if failure:
             self._remove_written()
-            raise OutputError(f"{metadata_path}: the metadata file could not be written ({failure}).") from cause
+            failure = f"the metadata file could not be written ({type(error).__name__})"
+            raise OutputError(f"{metadata_path}: {failure}.") from error
 
     # The name by which Glue's catalog calls it for managed storage.
     _write_metadata_no_exist_check = _write_metadata
@@ -240,18 +237,8 @@ def is_refusal(catalog: Catalog, error: Exception) -> bool:
     return hasattr(catalog, "engine") and not getattr(error, "connection_invalidated", False)
 
 
-class _RestCommit(RestCatalog):
-    """A catalog that gets updates over HTTP."""
-
-    _keytools_commit: _Commit
-
-    def intercept(self) -> None:
-        """Let requests of this copy pass through `_Session`."""
-        self._session = _Session(self._session, self._keytools_commit.changes)  # type: ignore[assignment]
-
-
 class _Session:
-    """The HTTP session of a catalog, which adds to a commit what PyIceberg's models cannot hold."""
+    """The HTTP session of a REST catalog, which adds to a commit what PyIceberg's models cannot hold."""
 
     def __init__(self, session: Any, changes: KeyChanges) -> None:
         self._session = session

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 from pyiceberg.exceptions import CommitFailedException, ValidationException
 from pyiceberg.table import DataScan, Table, TableProperties, Transaction
+from pyiceberg.table.locations import LocationProvider
 from pyiceberg.table.metadata import TableMetadata, TableMetadataV3
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.update import AddSnapshotUpdate, SetPropertiesUpdate, TableRequirement, TableUpdate
@@ -25,11 +25,10 @@ from parquet_keytools.errors import (
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing, is_refusal
 from parquet_keytools.iceberg.file_io import EncryptedFileIO
 from parquet_keytools.iceberg.key_chain import NewKeys, is_young, key_length_bits, master_key_of, rewrapped
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable
-from parquet_keytools.iceberg.snapshot_producers import EncryptedUpdateSnapshot, KeyedTransaction
+from parquet_keytools.iceberg.metadata import KEY_ID_PROPERTY, EncryptionKey, StandardKeyMetadata
+from parquet_keytools.iceberg.snapshot_producers import EncryptedUpdateSnapshot
 from parquet_keytools.iceberg.table_files import is_of_catalogs
-from parquet_keytools.iceberg.table_metadata import KEY_ID_PROPERTY, EncryptionKey
 from parquet_keytools.iceberg.written_files import StoredFileIO, WritingFileIO
 
 _log = logging.getLogger(__name__)
@@ -277,7 +276,7 @@ class WorkingTable(EncryptedTable):
 _ROTATION_ATTEMPTS = 10
 
 
-class EncryptedTransaction(KeyedTransaction):
+class EncryptedTransaction(Transaction):
     """Changes of an encrypted table that are committed as one."""
 
     _table: WorkingTable
@@ -290,6 +289,11 @@ class EncryptedTransaction(KeyedTransaction):
     def table_metadata(self) -> TableMetadata:
         """The metadata with the changes so far, for PyIceberg's writers: see `as_written`."""
         return as_written(super().table_metadata)
+
+    @property
+    def location_provider(self) -> LocationProvider:
+        """What names new files."""
+        return self._table.location_provider()
 
     def update_snapshot(
         self, snapshot_properties: dict[str, str] = EMPTY_DICT, branch: str | None = MAIN_BRANCH
@@ -313,12 +317,7 @@ class EncryptedTransaction(KeyedTransaction):
         refuse_encryption_properties(removals)
         return super().remove_properties(*removals)
 
-    def __exit__(
-        self,
-        exctype: type[BaseException] | None,
-        excinst: BaseException | None,
-        exctb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exctype: Any, excinst: Any, exctb: Any) -> None:
         if exctype is not None:
             self._remove_files()
         super().__exit__(exctype, excinst, exctb)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -19,9 +19,15 @@ from pyiceberg.typedef import EMPTY_DICT, Properties
 from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.iceberg.ags1 import Ags1Reader
 from parquet_keytools.iceberg.key_chain import IcebergKeys
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
 from parquet_keytools.iceberg.manifests import ListedFile, manifests_in, read_plaintext
+from parquet_keytools.iceberg.metadata import (
+    KEY_ID_PROPERTY,
+    StandardKeyMetadata,
+    TableEncryption,
+    parse_table_metadata,
+    read_metadata_file,
+)
 from parquet_keytools.iceberg.table_files import (
     MAPPING_PROPERTY,
     UncopiedInput,
@@ -32,12 +38,6 @@ from parquet_keytools.iceberg.table_files import (
     open_as_stored,
     open_data_file,
     read_stream,
-)
-from parquet_keytools.iceberg.table_metadata import (
-    KEY_ID_PROPERTY,
-    TableEncryption,
-    parse_table_metadata,
-    read_metadata_file,
 )
 from parquet_keytools.storage.sources import ArrowSource
 
@@ -87,7 +87,7 @@ class EncryptedFileIO(FileIO):
 
     def new_input(self, location: str) -> EncryptedInputFile:
         """Return a file to read; what it needs to be decrypted is looked for when it is opened."""
-        return EncryptedInputFile(location, self)
+        return EncryptedInputFile(location, self.stored_input, self.open_plaintext)
 
     def new_output(self, location: str) -> OutputFile:
         """Return a file to write, of a table that is not encrypted.
@@ -121,6 +121,10 @@ class EncryptedFileIO(FileIO):
     def storage(self, location: str) -> FileIO:
         """Return the FileIO that reads and writes the bytes of a location as they are."""
         return self._storage_of(self.mapped(location))
+
+    def stored_input(self, location: str) -> InputFile:
+        """Return a file to read, as it is stored."""
+        return self.storage(location).new_input(self.mapped(location))
 
     def _storage_of(self, mapped: str) -> FileIO:
         scheme = mapped.partition(":")[0] if ":" in mapped else ""
@@ -248,7 +252,7 @@ class EncryptedFileIO(FileIO):
         if snapshot is not None:
             check_place(location, table.encryption.metadata_location, self._mapping)
             name = f"manifest list {location} of snapshot {snapshot.snapshot_id}"
-            list_key = table.list_key(snapshot)
+            list_key = table.chain.manifest_list_key(snapshot)
             content = self._read_stream(location, list_key, None, name)
             manifests = manifests_in(content, name, snapshot.snapshot_id, authentic=list_key is not None)
             table.learn(location, manifests)
@@ -265,8 +269,7 @@ class EncryptedFileIO(FileIO):
     def _read_stream(
         self, location: str, key: StandardKeyMetadata | None, listed_length: int | None, name: str
     ) -> bytes:
-        stored = self.open_stored(location)
-        with stored:
+        with self.open_stored(location) as stored:
             if key is None:
                 self._refuse_plaintext(name)
                 return read_plaintext(stored)
@@ -310,23 +313,23 @@ class EncryptedFileIO(FileIO):
 class EncryptedInputFile(InputFile):
     """A file of a table, opened as plaintext; its length is that of the stored file."""
 
-    def __init__(self, location: str, file_io: EncryptedFileIO) -> None:
+    def __init__(
+        self, location: str, stored_input: Callable[[str], InputFile], open_plaintext: Callable[[str], Any]
+    ) -> None:
         super().__init__(location)
-        self._file_io = file_io
-
-    def _stored(self) -> InputFile:
-        return self._file_io.storage(self.location).new_input(self._file_io.mapped(self.location))
+        self._stored_input = stored_input
+        self._open_plaintext = open_plaintext
 
     def __len__(self) -> int:
-        return len(self._stored())
+        return len(self._stored_input(self.location))
 
     def exists(self) -> bool:
         """Return whether the file is there."""
-        return self._stored().exists()
+        return self._stored_input(self.location).exists()
 
     def open(self, seekable: bool = True) -> Any:
         """Open it; see `EncryptedFileIO.open_plaintext`."""
-        return self._file_io.open_plaintext(self.location)
+        return self._open_plaintext(self.location)
 
 
 def _check_properties(encryption: TableEncryption) -> None:

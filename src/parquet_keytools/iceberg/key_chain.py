@@ -29,11 +29,12 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.files.digested_columns import refuse_digests
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
-from parquet_keytools.iceberg.table_metadata import (
+from parquet_keytools.iceberg.metadata import (
     KEY_LENGTH_PROPERTY,
     TIMESTAMP_PROPERTY,
     EncryptionKey,
+    SnapshotKey,
+    StandardKeyMetadata,
     TableEncryption,
 )
 from parquet_keytools.keys.kek import KekCache
@@ -155,29 +156,27 @@ class KeyChain:
         entry = self._entry(key_id, f"the KEK {key_id!r}")
         if entry.encrypted_by_id in self.table.keys:
             raise self._error(f"the KEK {key_id!r} is encrypted by another entry, and not by a master key")
-        failure: KmsError | None = None
         try:
-            kek = self._keys.kek(entry.encrypted, entry.encrypted_by_id)
+            return self._keys.kek(entry.encrypted, entry.encrypted_by_id)
         except WrappedKeyInvalidError as error:
-            failure = error
-        if failure is not None:
-            failure.hint = (
+            error.hint = (
                 f"It is the KEK {key_id!r} of {self.table.metadata_location}: it was altered, or another master "
                 "key wrapped it."
             )
-            raise failure
-        return kek
+            raise
 
-    def manifest_list_key(self, key_id: str, snapshot_id: int) -> StandardKeyMetadata:
-        """Return the key metadata of the manifest list of a snapshot.
+    def manifest_list_key(self, snapshot: SnapshotKey) -> StandardKeyMetadata | None:
+        """Return the key metadata of the manifest list of a snapshot, or None where the list is plaintext.
 
         Raises:
             KeyMaterialError: An entry is missing, or is no such key metadata.
             DecryptionError: The entry is not authentic.
             KmsError: The KMS does not unwrap its KEK.
         """
-        what = f"the manifest list key {key_id!r} of snapshot {snapshot_id}"
-        entry = self._entry(key_id, what)
+        if snapshot.key_id is None:
+            return None
+        what = f"the manifest list key {snapshot.key_id!r} of snapshot {snapshot.snapshot_id}"
+        entry = self._entry(snapshot.key_id, what)
         kek_entry = self._entry(
             entry.encrypted_by_id, f"the KEK {entry.encrypted_by_id!r}, which has encrypted {what}"
         )

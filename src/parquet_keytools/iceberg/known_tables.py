@@ -16,9 +16,8 @@ from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.manifests import ListedFile, files_in
-from parquet_keytools.iceberg.table_metadata import SnapshotKey, TableEncryption
+from parquet_keytools.iceberg.metadata import SnapshotKey, TableEncryption
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.secret_bytes import SecretBytes
@@ -48,12 +47,6 @@ class KnownTable:
     def snapshot_of(self, manifest_list: str) -> SnapshotKey | None:
         """Return the snapshot that has a manifest list, or None."""
         return self._lists.get(manifest_list)
-
-    def list_key(self, snapshot: SnapshotKey) -> StandardKeyMetadata | None:
-        """Return the key of a manifest list, or None where it is plaintext."""
-        if snapshot.key_id is None:
-            return None
-        return self.chain.manifest_list_key(snapshot.key_id, snapshot.snapshot_id)
 
     def file_at(self, location: str) -> ListedFile | None:
         """Return the manifest or data file at a location, as far as it is known.

@@ -31,18 +31,18 @@ from parquet_keytools.iceberg.encrypted_table import (
 )
 from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, EncryptedFileIO
 from parquet_keytools.iceberg.key_chain import master_key_of
-from parquet_keytools.iceberg.table_files import (
-    MAPPING_PROPERTY,
-    mapped_location,
-    open_as_stored,
-    stored_location,
-)
-from parquet_keytools.iceberg.table_metadata import (
+from parquet_keytools.iceberg.metadata import (
     KEY_ID_PROPERTY,
     KEY_LENGTH_PROPERTY,
     TableEncryption,
     parse_table_metadata,
     read_metadata_file,
+)
+from parquet_keytools.iceberg.table_files import (
+    MAPPING_PROPERTY,
+    mapped_location,
+    open_as_stored,
+    stored_location,
 )
 from parquet_keytools.iceberg.written_files import StoredFileIO
 from parquet_keytools.runtime.home_folder import expanded
@@ -234,11 +234,7 @@ class LocatedTable:
 
 
 def _catalog_named(name: str, properties: Mapping[str, str]) -> Catalog:
-    """Return a catalog that PyIceberg knows by its name.
-
-    Raises:
-        ConfigurationError: There is no such catalog, or it cannot be used.
-    """
+    """Return a catalog that PyIceberg knows by its name."""
 
     def failed(error: Exception) -> ConfigurationError:
         if isinstance(error, ValueError):
@@ -252,13 +248,7 @@ def _catalog_named(name: str, properties: Mapping[str, str]) -> Catalog:
 
 
 def _table_named(catalog: Catalog, name: str, load: Callable[[Catalog, str], Loaded]) -> Loaded:
-    """Return a table of a catalog, by a function that loads it.
-
-    Raises:
-        ConfigurationError: The catalog has no such table, or does not say.
-        KeytoolsError: Another subclass says what is wrong with the configuration or the metadata file.
-        OSError: A file cannot be read.
-    """
+    """Return a table of a catalog, by a function that loads it."""
 
     def failed(error: Exception) -> ConfigurationError:
         if isinstance(error, (NoSuchTableError, NoSuchNamespaceError)):

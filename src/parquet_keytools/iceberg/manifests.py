@@ -26,7 +26,7 @@ from pyiceberg.typedef import Record
 from pyiceberg.types import FixedType, IcebergType, ListType, MapType, StructType
 
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.secret_bytes import SecretBytes
 
 _LIST_FIELDS = (500, 501, 519)

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import threading
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
@@ -42,8 +41,6 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
-from pyiceberg.table import Transaction
-from pyiceberg.table.locations import LocationProvider
 from pyiceberg.table.metadata import TableMetadataV3
 from pyiceberg.table.refs import SnapshotRefType
 from pyiceberg.table.snapshots import Operation, Snapshot
@@ -63,8 +60,10 @@ from pyiceberg.table.update.snapshot import (
 )
 
 from parquet_keytools.errors import FormatLimitError
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.written_files import WritingFileIO
+
+if TYPE_CHECKING:
+    from parquet_keytools.iceberg.encrypted_table import EncryptedTransaction
 
 VERSION: Literal[3] = 3
 
@@ -224,22 +223,10 @@ def read_first_row_ids(io: FileIO, manifest: ManifestFile) -> Iterator[tuple[str
             yield file.file_path, first_row_id
 
 
-class KeyedTransaction(Transaction, ABC):
-    """A transaction that takes the keys of the manifest lists that are written in it."""
-
-    def location_provider(self) -> LocationProvider:
-        """Return what names new files."""
-        return self._table.location_provider()
-
-    @abstractmethod
-    def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
-        """Take the key of the manifest list of a snapshot of this transaction."""
-
-
 class _EncryptedProducer(_SnapshotProducer[Any]):
     """What all producers of an encrypted table share; it stands behind PyIceberg's own class among the bases."""
 
-    _transaction: KeyedTransaction
+    _transaction: EncryptedTransaction
     _io: WritingFileIO
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -275,7 +262,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
     def new_manifest_writer(self, spec: PartitionSpec) -> ManifestWriter:
         """Return a writer of an encrypted manifest."""
         name = f"{self.commit_uuid}-m{next(self._manifest_num_counter)}.avro"
-        location = self._transaction.location_provider().new_metadata_location(name)
+        location = self._transaction.location_provider.new_metadata_location(name)
         self._written_manifests.append(location)
         return _ManifestWriterV3(
             spec, self.schema(), self._io, location, self._snapshot_id, self._compression, self._first_row_id
@@ -288,7 +275,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         manifests = self._manifests()
         first_row_id = metadata.next_row_id or 0
         name = f"snap-{self._snapshot_id}-0-{self.commit_uuid}.avro"
-        location = self._transaction.location_provider().new_metadata_location(name)
+        location = self._transaction.location_provider.new_metadata_location(name)
         self._written_manifest_lists.append(location)
         with _ManifestListWriterV3(
             self._io,

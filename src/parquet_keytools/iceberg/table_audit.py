@@ -17,9 +17,9 @@ import pyarrow as pa
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, KmsError, WrappedKeyInvalidError
 from parquet_keytools.iceberg.ags1 import MAGIC
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain, is_young, master_key_of
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.loading import LocatedTable
 from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in, read_plaintext
+from parquet_keytools.iceberg.metadata import SnapshotKey, StandardKeyMetadata, TableEncryption
 from parquet_keytools.iceberg.table_files import (
     check_length,
     check_place,
@@ -27,7 +27,6 @@ from parquet_keytools.iceberg.table_files import (
     misplaced_properties,
     read_stream,
 )
-from parquet_keytools.iceberg.table_metadata import SnapshotKey, TableEncryption
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.storage.walk import all_files
 
@@ -232,9 +231,7 @@ class TableAudit:
         encryption = self._report.encryption
         name = f"manifest list {snapshot.manifest_list} of snapshot {snapshot.snapshot_id}"
         try:
-            key = None
-            if snapshot.key_id is not None:
-                key = self._chain.manifest_list_key(snapshot.key_id, snapshot.snapshot_id)
+            key = self._chain.manifest_list_key(snapshot)
             self._note_key(link, key)
             check_place(snapshot.manifest_list, encryption.metadata_location, self._located.mapping)
             content = self._content(link, key, name)

@@ -30,7 +30,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail, naming_place
 from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.iceberg.ags1 import Ags1Reader
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import BufferSink

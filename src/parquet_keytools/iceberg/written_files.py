@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pyarrow as pa
 from pyiceberg.io import FileIO, InputFile, OutputFile, OutputStream
@@ -15,8 +14,8 @@ from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source
 from parquet_keytools.errors import NotEncryptedError, OutputError
 from parquet_keytools.iceberg.ags1 import Ags1Reader, Ags1Writer
-from parquet_keytools.iceberg.file_io import EncryptedFileIO
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.file_io import EncryptedFileIO, EncryptedInputFile
+from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.table_files import check_length, decrypt_data_file
 from parquet_keytools.storage.outputs import StreamSink
 from parquet_keytools.storage.sources import BufferSource
@@ -31,7 +30,7 @@ class StoredFileIO(FileIO):
 
     def new_input(self, location: str) -> InputFile:
         """Return a file to read."""
-        return self._reader.storage(location).new_input(self._reader.mapped(location))
+        return self._reader.stored_input(location)
 
     def new_output(self, location: str) -> OutputFile:
         """Return a file to write."""
@@ -60,10 +59,18 @@ class WritingFileIO(FileIO):
 
     def new_input(self, location: str) -> InputFile:
         """Return a file to read, decrypted."""
-        key_metadata = self._written.get(location)
-        if key_metadata is None:
+        if location not in self._written:
             return self.reader.new_input(location)
-        return _WrittenInput(location, self.storage.new_input(location), key_metadata)
+        return EncryptedInputFile(location, self.storage.new_input, self._open_written)
+
+    def _open_written(self, location: str) -> Any:
+        stored, key_metadata = self.storage.new_input(location).open(), self._written[location]
+        if location.endswith(".avro"):
+            return Ags1Reader(stored, key_metadata, path=location)
+        with stored:
+            source = BufferSource(location, stored.read())
+            check_length(source.size_bytes, key_metadata, None, f"data file {location}")
+            return pa.BufferReader(decrypt_data_file(source, key_metadata, f"data file {location}"))
 
     def new_output(self, location: str) -> OutputFile:
         """Return a file to write, which encrypts.
@@ -118,30 +125,6 @@ def _reading(reader: EncryptedFileIO) -> EncryptedFileIO:
     return reader
 
 
-class _WrittenInput(InputFile):
-    """A file that was written here, decrypted; its length is that of the stored file."""
-
-    def __init__(self, location: str, file: InputFile, key_metadata: StandardKeyMetadata) -> None:
-        super().__init__(location)
-        self._file = file
-        self._key_metadata = key_metadata
-
-    def __len__(self) -> int:
-        return len(self._file)
-
-    def exists(self) -> bool:
-        return self._file.exists()
-
-    def open(self, seekable: bool = True) -> Any:
-        stored = self._file.open()
-        if self.location.endswith(".avro"):
-            return Ags1Reader(stored, self._key_metadata, path=self.location)
-        with stored:
-            source = BufferSource(self.location, stored.read())
-            check_length(source.size_bytes, self._key_metadata, None, f"data file {self.location}")
-            return pa.BufferReader(decrypt_data_file(source, self._key_metadata, f"data file {self.location}"))
-
-
 class _EncryptedOutput(OutputFile):
     """A file that is written once, with a key of its own."""
 
@@ -175,36 +158,8 @@ class _EncryptedOutput(OutputFile):
             self._finished(self.location, replace(metadata, file_length=length))
 
         if self.location.endswith(".avro"):
-            return _Ags1Output(stream, metadata, finished)
+            return Ags1Writer(stream, metadata, finished)
         return _ParquetOutput(self.location, stream, metadata, finished)
-
-
-class _Ags1Output:
-    """An AGS1 stream that says how long it became."""
-
-    def __init__(
-        self, stream: OutputStream, metadata: StandardKeyMetadata, finished: Callable[[int], None]
-    ) -> None:
-        self._writer = Ags1Writer(stream, metadata)
-        self._finished = finished
-        self.write = self._writer.write
-        self.tell = self._writer.tell
-
-    def close(self) -> None:
-        if not self._writer.closed:
-            self._writer.close()
-            self._finished(self._writer.encrypted_length)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._writer.__exit__(kind, error, traceback)
 
 
 class _ParquetOutput(io.BytesIO):
@@ -239,9 +194,7 @@ class _ParquetOutput(io.BytesIO):
             self._stream.close()
         self._finished(sink.length)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
         elif not self.closed:

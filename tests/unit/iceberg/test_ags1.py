@@ -25,7 +25,7 @@ from iceberg_reader import KEYS, Warehouse, current_metadata, open_sealed, open_
 from parquet_keytools.errors import DecryptionError, KeytoolsError, NotEncryptedError
 from parquet_keytools.iceberg import ags1
 from parquet_keytools.iceberg.ags1 import BLOCK_LENGTH, Ags1Reader, Ags1Writer, encrypted_length
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.secret_bytes import SecretBytes
 
 METADATA = StandardKeyMetadata(SecretBytes(bytes(range(16))), bytes(range(50, 66)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from iceberg_reader import key_metadata
 
 from parquet_keytools.errors import KeyMaterialError
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
+from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY, PREFIX = bytes(range(16)), bytes(range(100, 116))

@@ -22,8 +22,7 @@ from parquet_keytools.iceberg.key_chain import (
     key_length_bits,
     rewrapped,
 )
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
-from parquet_keytools.iceberg.table_metadata import EncryptionKey, TableEncryption
+from parquet_keytools.iceberg.metadata import EncryptionKey, StandardKeyMetadata, TableEncryption
 
 NOW = 1_800_000_000.0
 NOW_MS = int(NOW * 1000)

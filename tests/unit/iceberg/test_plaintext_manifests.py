@@ -13,10 +13,10 @@ from iceberg_case import Lake, rows
 
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import DecryptionError, NotEncryptedError, ParquetFormatError
-from parquet_keytools.iceberg import EncryptedFileIO, table_metadata
+from parquet_keytools.iceberg import EncryptedFileIO, metadata
 from parquet_keytools.iceberg.ags1 import Ags1Writer
-from parquet_keytools.iceberg.key_metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.loading import located_table
+from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.table_audit import TableAudit, TableReport
 from parquet_keytools.kms.aes_key_wrap import wrap_key
 
@@ -128,13 +128,13 @@ def test_a_metadata_file_is_not_decompressed_without_end(lake: Lake, monkeypatch
     lake.create()
     content = json.dumps(lake.metadata()).encode() + b" " * 100_000
     compressed = gzip.compress(content)
-    monkeypatch.setattr(table_metadata, "MAX_METADATA_BYTES", len(content))
-    assert table_metadata.parse_table_metadata(compressed, "here").is_encrypted
-    monkeypatch.setattr(table_metadata, "MAX_METADATA_BYTES", len(content) - 1)
+    monkeypatch.setattr(metadata, "MAX_METADATA_BYTES", len(content))
+    assert metadata.parse_table_metadata(compressed, "here").is_encrypted
+    monkeypatch.setattr(metadata, "MAX_METADATA_BYTES", len(content) - 1)
     with pytest.raises(ParquetFormatError, match=r"longer than .* once it is decompressed"):
-        table_metadata.parse_table_metadata(compressed, "here")
+        metadata.parse_table_metadata(compressed, "here")
     with pytest.raises(ParquetFormatError, match="gzip does not decompress it"):
-        table_metadata.parse_table_metadata(compressed[:30] + b"\xff" * 40, "here")
+        metadata.parse_table_metadata(compressed[:30] + b"\xff" * 40, "here")
 
 
 def test_whatever_a_metadata_file_claims_the_report_goes_on(lake: Lake) -> None:

@@ -41,8 +41,8 @@ from parquet_keytools.iceberg import create_table, load_table
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, merged
 from parquet_keytools.iceberg.key_chain import as_json
 from parquet_keytools.iceberg.loading import located_table
+from parquet_keytools.iceberg.metadata import EncryptionKey
 from parquet_keytools.iceberg.table_audit import TableAudit
-from parquet_keytools.iceberg.table_metadata import EncryptionKey
 
 
 @pytest.fixture
