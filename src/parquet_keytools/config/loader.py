@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import os
 import stat
+import types
+import typing
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from parquet_keytools.config.document import (
     DocumentSource,
     Mistake,
+    YamlPath,
     configuration_error,
     did_you_mean,
     expand,
     one_of,
     redacted,
 )
-from parquet_keytools.config.field_types import mistakes_of
 from parquet_keytools.config.key_policy import check_key_names
 from parquet_keytools.config.settings import Configuration, ConfigurationWarning
+from parquet_keytools.config.table_settings import BROKEN_RULES
 from parquet_keytools.config.yaml_document import MOST_BYTES, UnreadableYamlError, YamlDocument, read_yaml
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
@@ -233,3 +237,150 @@ def _kms_settings(document: Any) -> tuple[KmsSettings | None, list[Mistake]]:
         return settings.model_validate(document), []
     except ValidationError as error:
         return broken, list(mistakes_of(error, settings, document, ("kms",)))
+
+
+# --- what pydantic found wrong ---
+
+
+_EXPECTED = {
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "tuple_type": "a list, such as [a, b]",
+    "list_type": "a list, such as [a, b]",
+    "dict_type": "a mapping, such as `name: value`",
+    "model_type": "a mapping, such as `name: value`",
+    "model_attributes_type": "a mapping, such as `name: value`",
+}
+_OF_OURS = ("identifier", "data_key", "template")
+_SHORTEST_SECRET = 4
+_NOTHING = object()
+
+
+def mistakes_of(
+    error: ValidationError, model: type[BaseModel], document: Any, path: YamlPath = ()
+) -> Iterator[Mistake]:
+    """Yield the mistakes that a validation found.
+
+    Args:
+        error: What pydantic raised; nothing of the values in it goes into a mistake.
+        model: What `document` was validated against.
+        document: Environment variables expanded.
+        path: Where `document` stands in the whole.
+    """
+    for details in error.errors(include_url=False):
+        if details["type"] == "too_short" and details["input"]:
+            # pydantic counts valid items only; what is wrong with the others it reports, too.
+            continue
+        place = _place(details, document)
+        if details["type"] == BROKEN_RULES:
+            for mistake in details["ctx"]["mistakes"]:
+                yield Mistake((*path, *place, *mistake.path), mistake.message, mistake.hint)
+        else:
+            yield Mistake((*path, *place), *_message(details, model, place))
+
+
+def _place(details: ErrorDetails, document: Any) -> YamlPath:
+    """Return that part of pydantic's location that is in the document: it names variants of unions, too."""
+    place: YamlPath = ()
+    for position, step in enumerate(details["loc"]):
+        inner: Any = _NOTHING
+        if isinstance(document, Mapping):
+            inner = document.get(step, _NOTHING)
+        elif isinstance(document, list) and isinstance(step, int) and step < len(document):
+            inner = document[step]
+        is_missing = details["type"] == "missing" and position == len(details["loc"]) - 1
+        if inner is not _NOTHING or is_missing:
+            document = inner
+            place = (*place, step)
+    return place
+
+
+def _message(details: ErrorDetails, model: type[BaseModel], place: YamlPath) -> tuple[str, str]:
+    """Return message and hint."""
+    kind, given, facts = details["type"], details["input"], details.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = _fields_at(model, place[:-1])
+        return "this field is not known.", did_you_mean(str(place[-1]), known) or one_of(known)
+    if kind == "missing":
+        return "this field is required.", ""
+    if kind == "literal_error":
+        close = did_you_mean(given, _quoted(facts["expected"])) if isinstance(given, str) else ""
+        expected = facts["expected"]
+        but = "" if type(given) in (str, int) and isinstance(given, str) == ("'" in expected) else _but(given)
+        return f"this has to be {expected}{but}.", close
+    if kind in _EXPECTED:
+        return f"this has to be {_EXPECTED[kind]}{_but(given, kind)}.", _hint(kind, given)
+    if kind in ("string_too_short", "too_short"):
+        return "this must not be empty.", ""
+    if kind == "greater_than_equal":
+        return f"this has to be at least {facts['ge']:g}.", ""
+    if kind in _OF_OURS or not _quotes(details["msg"], given):
+        message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        return message if message.endswith(".") else f"{message}.", ""
+    return "this value is not valid.", ""
+
+
+def _but(given: Any, kind: str = "") -> str:
+    if isinstance(given, bool):
+        return ", but YAML reads it as true or false"
+    if isinstance(given, int | float) and "number" in _EXPECTED.get(kind, ""):
+        return ""
+    kinds = {str: "a text", int: "a number", float: "a number", list: "a list", dict: "a mapping"}
+    return f", but it is {kinds.get(type(given), 'empty' if given is None else 'something else')}"
+
+
+def _hint(kind: str, given: Any) -> str:
+    if given is None:
+        return "Fill it in, or leave it out."
+    if kind == "string_type" and isinstance(given, bool):
+        return "Put it in quotes: without them, yes, no, on and off mean true and false."
+    if kind == "string_type" and isinstance(given, int | float):
+        return "Put it in quotes."
+    if kind in ("bool_type", "int_type", "float_type") and isinstance(given, str):
+        return "Write it without quotes; environment variables stand for texts only."
+    return ""
+
+
+def _quoted(expected: str) -> list[str]:
+    """Return the names in pydantic's list of what it expected: `'a', 'b' or 'c'`."""
+    return expected.split("'")[1::2]
+
+
+def _quotes(message: str, given: Any) -> bool:
+    """Return whether a message repeats a text of what was given; that may be a secret."""
+    if isinstance(given, str):
+        return len(given) >= _SHORTEST_SECRET and given in message
+    if isinstance(given, Mapping):
+        return any(_quotes(message, item) for item in given.values())
+    return isinstance(given, list | tuple) and any(_quotes(message, item) for item in given)
+
+
+def _fields_at(model: type[BaseModel], place: YamlPath) -> list[str]:
+    """Return the names of the fields that a mapping at a place in a document may have."""
+    annotation: Any = model
+    for step in place:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            field = annotation.model_fields.get(str(step))
+            annotation = field.annotation if field else None
+        else:
+            # The values of a mapping or a list.
+            annotation = (typing.get_args(annotation) or (None,))[-1]
+        annotation = _model_in(annotation)
+    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return list(annotation.model_fields) if is_model else []
+
+
+def _model_in(annotation: Any) -> Any:
+    """Return the model among the variants of a union; other annotations as they are."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for variant in typing.get_args(annotation):
+            if isinstance(variant, type) and issubclass(variant, BaseModel):
+                return variant
+    return annotation

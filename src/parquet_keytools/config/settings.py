@@ -22,16 +22,17 @@ from parquet_keytools.config.document import (
     one_of,
     yaml_path_text,
 )
-from parquet_keytools.config.field_types import (
+from parquet_keytools.config.table_settings import (
     DataKey,
     DeniedColumns,
     KeyName,
     Seconds,
+    TableSettings,
     Text,
     Version,
     broken_rules,
+    prefixes_that_begin_another,
 )
-from parquet_keytools.config.table_settings import TableSettings, prefixes_that_begin_another
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsSettings
 from parquet_keytools.kms.registry import client_class, known_names
