@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.chunk_pages import ChunkPages, output_lengths, source_offsets
-from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, check_length_field
+from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher
 from parquet_keytools.encryption.output_parts import BytesPart, PagesPart, Part
 from parquet_keytools.encryption.page_walk import walk_chunk
 from parquet_keytools.errors import ParquetFormatError
@@ -282,13 +282,7 @@ class ChunkRewrite:
                 raise place.error(f"{len(stored)} bytes are too few for a module.")
             (length,) = struct.unpack_from("<I", stored)
             length += LENGTH_LENGTH
-            if length > len(stored):
-                raise place.error(f"a module of {length} bytes does not fit where it lies.")
             header, _ = BloomFilterHeader.read(self.reader.cipher.decrypt(stored[:length], place))
-            if region.limit - region.offset >= length + LENGTH_LENGTH + max(header.num_bytes, 0):
-                bitset = memoryview(source.read_at(region.offset + length, LENGTH_LENGTH))
-                bitset_place = self.reader.place(ModuleType.BLOOM_FILTER_BITSET)
-                check_length_field(bitset, header.num_bytes + GCM_FRAMING, bitset_place)
         if header.num_bytes < 0:
             raise ParquetFormatError(f"a Bloom filter has {header.num_bytes} bytes.", path=source.path)
         return length, header.num_bytes

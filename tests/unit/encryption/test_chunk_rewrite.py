@@ -12,14 +12,23 @@ import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySource, NamedKeys, decrypted, encrypted
 
+from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite, PagesMemory
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_rewriter import in_order
 from parquet_keytools.encryption.footer import open_footer, read_envelope
+from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.protection import ColumnEncryption
-from parquet_keytools.errors import DecryptionError, ParquetFormatError
-from parquet_keytools.format.file_layout import RegionKind
-from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData, FileMetaData
+from parquet_keytools.errors import DecryptionError, FormatLimitError, ParquetFormatError
+from parquet_keytools.format.file_layout import ChunkPlaces, Region, RegionKind
+from parquet_keytools.format.structs import (
+    BloomFilterHeader,
+    ColumnChunk,
+    ColumnMetaData,
+    FileMetaData,
+    OffsetIndex,
+    PageHeader,
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +52,16 @@ def columns_of(footer: FileMetaData) -> list[ColumnMetaData]:
     ]
 
 
+def body(data: bytes) -> bytes:
+    return data[: -8 - int.from_bytes(data[-8:-4], "little")]
+
+
 def with_footer(data: bytes, change: Callable[[ColumnMetaData], object]) -> bytes:
     footer = footer_of(data)
     for column in columns_of(footer):
         change(column)
     serialised = footer.serialise()
-    body = data[: -8 - int.from_bytes(data[-8:-4], "little")]
-    return body + serialised + len(serialised).to_bytes(4, "little") + b"PAR1"
+    return body(data) + serialised + len(serialised).to_bytes(4, "little") + b"PAR1"
 
 
 def without_length(column: ColumnMetaData) -> None:
@@ -59,6 +71,7 @@ def without_length(column: ColumnMetaData) -> None:
 PLACES = (
     "data_page_offset",
     "dictionary_page_offset",
+    "index_page_offset",
     "total_compressed_size",
     "bloom_filter_offset",
     "bloom_filter_length",
@@ -185,13 +198,194 @@ def with_bloom_header(data: bytes, num_bytes: int) -> bytes:
     return data[:offset] + serialised + data[offset + length :]
 
 
-@pytest.mark.parametrize("has_length", [True, False])
-@pytest.mark.parametrize(("num_bytes", "reason"), [(-100, "has -100 bytes"), (8_000, "and its place")])
+@pytest.mark.parametrize(
+    ("num_bytes", "reason", "has_length"),
+    [
+        (-100, "has -100 bytes", True),
+        (-100, "has -100 bytes", False),
+        (8_000, "and its place", True),
+        (8_000, "and its place", False),
+        # Without a length nobody can tell.
+        (64, "and its place", True),
+    ],
+)
 def test_a_bloom_filter_that_says_another_length_is_refused(
-    file: bytes, has_length: bool, num_bytes: int, reason: str
+    file: bytes, num_bytes: int, reason: str, has_length: bool
 ) -> None:
     """Else what lies behind it, which may be of another column, would become its own."""
     source = with_bloom_header(file if has_length else with_footer(file, without_length), num_bytes)
     with pytest.raises(ParquetFormatError, match=reason) as caught:
         encrypted(source, FileEncryption(NamedKeys().new(b"kf"), b"kf"))
     assert caught.value.path == "memory.parquet"
+
+
+# --- What an encrypted chunk says besides its pages ---
+
+
+@pytest.fixture(scope="module")
+def indexed() -> bytes:
+    """Chunks with a dictionary and without, of several pages each, with page index and Bloom filters."""
+    stream = io.BytesIO()
+    table = pa.table({"a": [f"text {i % 9}" for i in range(200)], "b": list(range(200))})
+    pq.write_table(
+        table,
+        stream,
+        use_dictionary=["a"],
+        data_page_size=100,
+        write_batch_size=20,
+        write_page_index=True,
+        bloom_filter_options={"a": {"ndv": 9}, "b": {"ndv": 20}},
+    )
+    return stream.getvalue()
+
+
+def readers(stored: bytes, keys: NamedKeys) -> list[tuple[ColumnChunk, ColumnMetaData, ChunkCipher]]:
+    footer = open_footer(read_envelope(MemorySource(stored)), keys, None)
+    found = []
+    for ordinal, (column, chunk) in enumerate(zip(footer.columns, footer.chunks[0], strict=True)):
+        cipher = footer.cipher_of(column, None)
+        assert cipher is not None and chunk.meta_data is not None
+        found.append((chunk, chunk.meta_data, ChunkCipher(cipher, footer.algorithm, 0, ordinal)))
+    return found
+
+
+def test_an_encrypted_index_names_the_encrypted_pages(indexed: bytes) -> None:
+    """Readers that look for a value find it by these: they begin to read in the middle of a chunk."""
+    keys = NamedKeys()
+    stored = encrypted(indexed, FileEncryption(keys.new(b"kf"), b"kf"))
+    for chunk, metadata, reader in readers(stored, keys):
+        assert chunk.offset_index_offset and chunk.offset_index_length
+        module = stored[chunk.offset_index_offset :][: chunk.offset_index_length]
+        index, _ = OffsetIndex.read(reader.decrypt(module, ModuleType.OFFSET_INDEX))
+        at = metadata.data_page_offset
+        assert len(index.page_locations) > 3
+        for ordinal, location in enumerate(index.page_locations):
+            length = 4 + int.from_bytes(stored[at : at + 4], "little")
+            header, _ = PageHeader.read(
+                reader.cipher.decrypt(stored[at : at + length], reader.header_place(ordinal))
+            )
+            assert (location.offset, location.compressed_page_size) == (at, length + header.compressed_page_size)
+            at += location.compressed_page_size
+        assert chunk.column_index_offset and chunk.column_index_length
+        module = stored[chunk.column_index_offset :][: chunk.column_index_length]
+        assert reader.decrypt(module, ModuleType.COLUMN_INDEX)
+
+
+def test_every_module_is_counted(indexed: bytes) -> None:
+    """A key may encrypt so many and no more: pages, indexes, Bloom filters and the footer."""
+    keys = NamedKeys()
+    stored = encrypted(indexed, FileEncryption(keys.new(b"kf"), b"kf"))
+    modules, offset = 1, 4
+    footer_offset = read_envelope(MemorySource(stored)).footer_offset
+    while offset < footer_offset:
+        offset += 4 + int.from_bytes(stored[offset : offset + 4], "little")
+        modules += 1
+    assert encrypted(indexed, FileEncryption(keys.new(b"kf"), b"kf", invocation_limit=modules))
+    with pytest.raises(FormatLimitError, match=f"would encrypt {modules} modules"):
+        encrypted(indexed, FileEncryption(keys.new(b"kf"), b"kf", invocation_limit=modules - 1))
+
+
+def test_an_index_that_names_no_page_is_refused(indexed: bytes) -> None:
+    footer = footer_of(indexed)
+    offset = footer.row_groups[0].columns[0].offset_index_offset
+    assert offset is not None
+    index, length = OffsetIndex.read(indexed[offset:])
+    index.page_locations[1].offset += 1
+    assert len(index.serialise()) == length
+    source = indexed[:offset] + index.serialise() + indexed[offset + length :]
+    with pytest.raises(
+        ParquetFormatError, match=f"offset index at byte {offset}: .* no page begins there"
+    ) as caught:
+        encrypted(source, FileEncryption(NamedKeys().new(b"kf")))
+    assert caught.value.path == "memory.parquet"
+
+
+@pytest.mark.parametrize("kind", [RegionKind.COLUMN_INDEX, RegionKind.BLOOM_FILTER])
+@pytest.mark.parametrize("length", [0, 3, 27])
+def test_a_place_that_no_module_fits_into(indexed: bytes, kind: RegionKind, length: int) -> None:
+    keys = NamedKeys()
+    stored = encrypted(indexed, FileEncryption(keys.new(b"kf"), b"kf"))
+    chunk, metadata, reader = readers(stored, keys)[0]
+    offset = {
+        RegionKind.COLUMN_INDEX: chunk.column_index_offset,
+        RegionKind.BLOOM_FILTER: metadata.bloom_filter_offset,
+    }[kind]
+    assert offset is not None
+    region = Region(kind, 0, 0, offset, length, offset + length, offset + length)
+    rewrite = ChunkRewrite(chunk, metadata, reader, None)
+    rewrite.places = ChunkPlaces.of(metadata)
+    with pytest.raises(DecryptionError, match=r"too (short|few)|its length field says"):
+        rewrite.lay_out(MemorySource(stored), region, 4, PagesMemory())
+
+
+@pytest.mark.parametrize("new_length", [0, 27, 1 << 31])
+@pytest.mark.parametrize("is_bitset", [False, True])
+def test_a_bloom_filter_with_another_length_field_is_refused(
+    indexed: bytes, is_bitset: bool, new_length: int
+) -> None:
+    keys = NamedKeys()
+    stored = bytearray(encrypted(indexed, FileEncryption(keys.new(b"kf"), b"kf")))
+    _, metadata, _ = readers(stored, keys)[0]
+    offset = metadata.bloom_filter_offset
+    assert offset is not None
+    if is_bitset:
+        offset += 4 + int.from_bytes(stored[offset : offset + 4], "little")
+    stored[offset : offset + 4] = new_length.to_bytes(4, "little")
+    with pytest.raises(DecryptionError) as caught:
+        decrypted(bytes(stored), keys)
+    assert caught.value.module_type == ("bloom filter bitset" if is_bitset else "bloom filter header")
+
+
+# --- What odd writers say ---
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"dictionary_page_offset": 0, "index_page_offset": 0},
+        {"dictionary_page_offset": 0},
+        {},
+    ],
+)
+def test_a_page_offset_of_zero_is_none(indexed: bytes, places: dict[str, int]) -> None:
+    """Readers of an encrypted chunk take the type of its first page from there; copies stay as they are."""
+
+    def change(column: ColumnMetaData) -> None:
+        if column.path_in_schema == ["b"]:
+            for name, value in places.items():
+                setattr(column, name, value)
+
+    keys, source = NamedKeys(), with_footer(indexed, change)
+    stored = encrypted(source, FileEncryption(keys.new(b"kf"), b"kf"))
+    assert readers(stored, keys)[1][1].dictionary_page_offset is None
+    plaintext = {("b",): ColumnEncryption.PLAINTEXT}
+    copied = encrypted(source, FileEncryption(keys.new(b"kf"), b"kf", plaintext))
+    column = columns_of(open_footer(read_envelope(MemorySource(copied)), keys, None).metadata)[1]
+    assert column.dictionary_page_offset == places.get("dictionary_page_offset")
+    assert column.index_page_offset == places.get("index_page_offset")
+
+
+def test_copies_lie_where_their_writer_says(indexed: bytes) -> None:
+    """As far behind as the chunk before them grew: also the end of a chunk, where early writers see it."""
+    footer = footer_of(indexed)
+    first, second = footer.row_groups[0].columns
+    assert first.meta_data is not None and second.meta_data is not None
+    start = second.meta_data.data_page_offset
+    places = (
+        ("file_offset", start),
+        ("file_offset", start + second.meta_data.total_compressed_size),
+        ("file_offset", start + 1),
+        ("file_offset", 0),
+    )
+    keys = NamedKeys()
+    encryption = FileEncryption(keys.new(b"kf"), b"kf", {("b",): ColumnEncryption.PLAINTEXT})
+    for name, value in places:
+        second.file_offset = value
+        serialised = footer.serialise()
+        source = body(indexed) + serialised + len(serialised).to_bytes(4, "little") + b"PAR1"
+        chunk = open_footer(read_envelope(MemorySource(encrypted(source, encryption))), keys, None).chunks[0][1]
+        assert chunk.meta_data is not None
+        moved = chunk.meta_data.data_page_offset - start
+        assert moved > 0
+        # Where no page begins nothing is said.
+        assert getattr(chunk, name) == (value + moved if value not in (0, start + 1) else 0)
