@@ -34,7 +34,8 @@ from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.report import FileReport, Outcome, Verdict
 from parquet_keytools.conformance.verification import finder_of
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, read_struct, write_struct
+from parquet_keytools.format.thrift_compact import read_struct
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_struct
 from parquet_keytools.storage.locations import FileLocation
 
 MUTANTS = how_many(2000, 100_000)

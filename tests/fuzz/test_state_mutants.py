@@ -28,7 +28,7 @@ from parquet_keytools.errors import KeytoolsError, MasterKeyDisabledError, Outpu
 from parquet_keytools.files import file_opening
 from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, write_struct
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_struct
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import data_set_run, inventory

@@ -23,9 +23,10 @@ from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format import thrift_skim
 from parquet_keytools.format.footer_outline import read_footer_outline
 from parquet_keytools.format.structs import FileMetaData
-from parquet_keytools.format.thrift_compact import MAX_DEPTH, Struct, WireType, read_struct, write_struct
+from parquet_keytools.format.thrift_compact import MAX_DEPTH, read_struct
 from parquet_keytools.format.thrift_outline import read_outline
 from parquet_keytools.format.thrift_skim import skim_struct
+from parquet_keytools.format.thrift_values import Struct, WireType, write_struct
 
 _LONG = b"k" * 300
 

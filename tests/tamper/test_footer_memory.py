@@ -21,7 +21,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.format.file_layout import UNAUTHENTICATED_BASE, UNAUTHENTICATED_FACTOR
 from parquet_keytools.format.structs import ColumnChunk, FileMetaData, SchemaElement
-from parquet_keytools.format.thrift_compact import Struct, WireType, write_struct
+from parquet_keytools.format.thrift_values import Struct, WireType, write_struct
 from parquet_keytools.storage.sources import BufferSource
 
 _COUNT = 70_000

@@ -21,7 +21,7 @@ from parquet_keytools import Keytools
 from parquet_keytools.conformance.report import Outcome
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.format.structs import PageHeader
-from parquet_keytools.format.thrift_compact import Struct, WireType
+from parquet_keytools.format.thrift_values import Struct, WireType
 
 KINDS: dict[str, dict[str, Any]] = {
     "AES-GCM": {},

@@ -18,7 +18,8 @@ from parquet_keytools.format.structs import (
     KeyValue,
     PageHeader,
 )
-from parquet_keytools.format.thrift_compact import Struct, WireType, read_struct, write_struct
+from parquet_keytools.format.thrift_compact import read_struct
+from parquet_keytools.format.thrift_values import Struct, WireType, write_struct
 from vector_kit.good_files import external_recipe, kms_recipe
 from vector_kit.plain_file import PlainPage, plain_bytes, summary_bytes, take_apart
 from vector_kit.sealed_file import (

@@ -17,7 +17,7 @@ from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
 from parquet_keytools.format.partial_footers import hidden_chunk_fields, shown_metadata, wrongly_shown
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData, RowGroup, SchemaElement
-from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.format.thrift_values import WireType
 
 _SIGNATURE_LENGTH = 28
 """Of nonce and tag; the cipher's own source file would take long to import, for a look at a footer."""

@@ -17,7 +17,8 @@ from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import BloomFilterHeader, OffsetIndex
-from parquet_keytools.format.thrift_compact import ThriftList, WireType, read_struct
+from parquet_keytools.format.thrift_compact import read_struct
+from parquet_keytools.format.thrift_values import ThriftList, WireType
 
 _COLUMN_INDEX_LISTS = (1, 2, 3, 5)
 _REQUIRED_LISTS = (1, 2, 3)

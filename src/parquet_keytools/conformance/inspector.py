@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,7 +35,7 @@ from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix, without_de
 from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.byte_ranges import ByteSource, check_range
+from parquet_keytools.format.byte_ranges import ByteSource, FileSource
 from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
@@ -275,33 +274,12 @@ class _Inspector:
         return tuple(modules), is_whole
 
 
-class LocalSource:
-    """A `ByteSource` over an open file, read without any other library: to show a footer must take no time."""
-
-    def __init__(self, path: str, file_descriptor: int) -> None:
-        self.path = path
-        self._file_descriptor = file_descriptor
-        self.size_bytes = os.fstat(file_descriptor).st_size
-
-    def read_at(self, offset: int, length: int) -> bytes:
-        """Return exactly `length` bytes from `offset`."""
-        check_range(self, offset, length)
-        parts: list[bytes] = []
-        while length:
-            part = os.pread(self._file_descriptor, length, offset)
-            if not part:
-                raise ParquetFormatError("the file ends early; it changed while it was read", path=self.path)
-            parts.append(part)
-            offset, length = offset + len(part), length - len(part)
-        return b"".join(parts)
-
-
 @contextlib.contextmanager
-def open_local(path: str) -> Iterator[LocalSource]:
-    """Open a file for reading.
+def open_local(path: str) -> Iterator[FileSource]:
+    """Open a file for reading, without any other library: to show a footer must take no time.
 
     Raises:
         OSError: It cannot be read, or is a folder.
     """
     with expanded(path).open("rb") as file:
-        yield LocalSource(path, file.fileno())
+        yield FileSource.of(path, file.fileno())

@@ -139,7 +139,7 @@ class FooterOpener:
         if len(signature) != _SIGNATURE_LENGTH:
             return False
         end = envelope.footer_offset + len(envelope.body)
-        self._ledger.add(key, signature[:NONCE_LENGTH], end, signature[-4:])
+        self._ledger.of(key).add(nonce_entry(signature[:NONCE_LENGTH], end, signature[-4:]))
         is_valid = self._authenticates(cipher)
         if is_valid and envelope.supply_aad_prefix:
             self._book.holds("prefix-expected")
@@ -171,7 +171,7 @@ class FooterOpener:
             body = body[: stored + LENGTH_LENGTH]
         if len(body) < GCM_FRAMING or stored != len(body) - LENGTH_LENGTH:
             return None
-        self._ledger.add(key, body[4:16], offset, bytes(body[-4:]))
+        self._ledger.of(key).add(nonce_entry(body[4:16], offset, body[-4:]))
         out = bytearray(len(body) - GCM_FRAMING)
         try:
             cipher.gcm.decrypt_into(body[4:16], body[16:], cipher.file_aad + bytes([ModuleType.FOOTER]), out)

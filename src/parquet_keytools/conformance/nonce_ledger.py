@@ -95,26 +95,6 @@ class NonceLedger:
             found = self._nonces[fingerprint] = DekNonces()
         return found
 
-    def add(
-        self,
-        fingerprint: bytes,
-        nonce: bytes | memoryview,
-        offset: int,
-        check: bytes | memoryview,
-        *,
-        is_page: bool = False,
-    ) -> None:
-        """Add the nonce of a module.
-
-        Args:
-            fingerprint: Of its DEK.
-            nonce: As in `nonce_entry`.
-            offset: As there.
-            check: As there.
-            is_page: Whether it is a page.
-        """
-        self.of(fingerprint).add(nonce_entry(nonce, offset, check), int(is_page))
-
     def check(self, book: RuleBook, invocation_limit: int) -> None:
         """Check both rules about nonces."""
         for fingerprint in self.fingerprints:

@@ -23,6 +23,7 @@ from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.nonce_ledger import SharedNonces
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
+from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError, WorkerProcessEndedError
@@ -248,28 +249,28 @@ def _surroundings(folder: FileLocation, left_out: Sequence[LeftOut]) -> Surround
 
 def _listed_files(folder: FileLocation, summary: FileLocation) -> Iterator[str]:
     """Yield the files that a summary file lists, as far as it can be read; nothing of it is authenticated."""
-    try:
-        with open_source(summary) as source:
-            book = RuleBook(FILE_SCOPES)
-            envelope = check_envelope(source, book)
-            metadata = None if envelope is None else plaintext_metadata(envelope, book)
-            if metadata is None:
-                return
-            paths = {row_group.columns[0].file_path for row_group in metadata.row_groups if row_group.columns}
-    except (OSError, KeytoolsError):
+    envelope = _visible_of(summary)
+    metadata = None if envelope is None else plaintext_metadata(envelope, RuleBook(FILE_SCOPES))
+    if metadata is None:
         return
+    paths = {row_group.columns[0].file_path for row_group in metadata.row_groups if row_group.columns}
     within = PurePosixPath(_name_in(folder, summary)).parent
     yield from (str(within / path) for path in paths if path)
 
 
-def _is_encrypted(location: FileLocation) -> bool:
-    """Return whether a file has an encrypted footer, and so shows nothing."""
+def _visible_of(location: FileLocation) -> Envelope | None:
+    """Return what is visible of a file without a key; None where nothing is."""
     try:
         with open_source(location) as source:
-            envelope = check_envelope(source, RuleBook(FILE_SCOPES))
-            return envelope is not None and envelope.mode is FooterMode.ENCRYPTED_FOOTER
+            return check_envelope(source, RuleBook(FILE_SCOPES))
     except (OSError, KeytoolsError):
-        return False
+        return None
+
+
+def _is_encrypted(location: FileLocation) -> bool:
+    """Return whether a file has an encrypted footer, and so shows nothing."""
+    envelope = _visible_of(location)
+    return envelope is not None and envelope.mode is FooterMode.ENCRYPTED_FOOTER
 
 
 def _may_be_plaintext(location: FileLocation) -> bool:

@@ -18,7 +18,7 @@ from parquet_keytools.format.structs import (
     RowGroup,
     kept_by_path,
 )
-from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.format.thrift_values import WireType
 
 
 class FooterMode(Enum):

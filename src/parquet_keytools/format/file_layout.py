@@ -18,8 +18,7 @@ from parquet_keytools.format.structs import (
     FileMetaData,
     SchemaElement,
 )
-from parquet_keytools.format.thrift_compact import Struct, WireType
-from parquet_keytools.format.thrift_values import IntegerFields
+from parquet_keytools.format.thrift_values import IntegerFields, Struct, WireType
 
 MAGIC = b"PAR1"
 MAGIC_ENCRYPTED_FOOTER = b"PARE"

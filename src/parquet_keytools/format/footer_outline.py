@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.thrift_compact import INTEGER_BITS, LAST_WIRE_TYPE, WIRE_TYPES, ThriftReader
+from parquet_keytools.format.thrift_compact import LAST_WIRE_TYPE, WIRE_TYPES, ThriftReader
 from parquet_keytools.format.thrift_grammar import CRYPTO_GROUP, usual
 from parquet_keytools.format.thrift_outline import Outliner, UnreadStruct, outlined
 from parquet_keytools.format.thrift_skim import MAX_FIELD_ID, Skimmer, Spans, skimmer_of
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, varint
+from parquet_keytools.format.thrift_values import INTEGER_BITS, Struct, ThriftList, WireType, varint
 
 _LEVELS = 4
 """Footer, row groups in their list, and column chunks in theirs."""

@@ -13,7 +13,7 @@ from typing import Any
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData, KeyValue, RowGroup, SchemaElement
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType
 
 ARROW_SCHEMA_KEY = "ARROW:schema"
 """Key under which Arrow keeps its own schema; readers apply it to columns by their position."""

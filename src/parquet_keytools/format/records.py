@@ -12,15 +12,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.thrift_compact import (
-    Struct,
-    ThriftList,
-    WireType,
-    read_struct,
-    write_struct,
-)
+from parquet_keytools.format.thrift_compact import read_struct
 from parquet_keytools.format.thrift_outline import read_outline
 from parquet_keytools.format.thrift_skim import check_value_count
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_struct
 
 T = TypeVar("T")
 

@@ -24,10 +24,10 @@ from parquet_keytools.format.records import (
     list_of,
     nested,
 )
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, ThriftReader, WireType, read_struct
+from parquet_keytools.format.thrift_compact import ThriftReader, read_struct
 from parquet_keytools.format.thrift_grammar import COLUMN_GROUPS
 from parquet_keytools.format.thrift_skim import check_value_count, column_at, skim_struct
-from parquet_keytools.format.thrift_values import write_value
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_value
 
 # --- Encryption (spec 5.2, 5.4) ----------------------------------------------------------------------------
 

@@ -19,23 +19,7 @@ from parquet_keytools.format.thrift_values import (
     ThriftList,
     ThriftMap,
     WireType,
-    write_struct,
 )
-
-__all__ = [
-    "FIXED_LENGTH",
-    "INTEGER_BITS",
-    "LAST_WIRE_TYPE",
-    "MAX_DEPTH",
-    "WIRE_TYPES",
-    "Struct",
-    "ThriftList",
-    "ThriftMap",
-    "ThriftReader",
-    "WireType",
-    "read_struct",
-    "write_struct",
-]
 
 MAX_DEPTH = 64
 """How deep structs, lists and maps may nest; Parquet's own nest less than ten deep."""

@@ -10,16 +10,9 @@ import re
 from collections.abc import Collection
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.thrift_compact import (
-    FIXED_LENGTH,
-    INTEGER_BITS,
-    LAST_WIRE_TYPE,
-    MAX_DEPTH,
-    WIRE_TYPES,
-    ThriftReader,
-    WireType,
-)
+from parquet_keytools.format.thrift_compact import LAST_WIRE_TYPE, MAX_DEPTH, WIRE_TYPES, ThriftReader
 from parquet_keytools.format.thrift_grammar import Match, usual
+from parquet_keytools.format.thrift_values import FIXED_LENGTH, INTEGER_BITS, WireType
 
 Span = tuple[WireType, int, int, re.Match[bytes] | None]
 """The type of a field, where its value begins and ends, and what matched it if it is column metadata."""

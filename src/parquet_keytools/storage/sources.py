@@ -11,55 +11,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from parquet_keytools.errors import FileChangedError, ParquetFormatError
-from parquet_keytools.format.byte_ranges import Bytes, ByteSource, check_range
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.byte_ranges import Bytes, ByteSource, FileSource, check_range, shortened
 from parquet_keytools.runtime.presentation import waiting_for
 from parquet_keytools.storage.locations import FileLocation
-
-
-@dataclass(frozen=True)
-class FileSource:
-    """An open local file.
-
-    It is read and never mapped: a file that another process truncates would end this process with SIGBUS.
-    """
-
-    path: str
-    file_descriptor: int
-    size_bytes: int
-
-    @classmethod
-    def of(cls, path: str, file_descriptor: int) -> FileSource:
-        """Return a source for an open file as long as it is now."""
-        return cls(path, file_descriptor, os.fstat(file_descriptor).st_size)
-
-    def read_at(self, offset: int, length: int) -> bytes:
-        """Read one range.
-
-        Raises:
-            FileChangedError: The file became shorter.
-            OSError: It cannot be read.
-        """
-        check_range(self, offset, length)
-        data = os.pread(self.file_descriptor, length, offset)
-        if len(data) == length:
-            return data
-        # The operating system reads no more than about 2 GiB at a time.
-        parts = [data]
-        while data and (length := length - len(data)):
-            offset += len(data)
-            data = os.pread(self.file_descriptor, length, offset)
-            parts.append(data)
-        if not data:
-            raise shortened(self.path)
-        return b"".join(parts)
-
-
-def shortened(path: str) -> FileChangedError:
-    """Return the error for a file that became shorter while it was read."""
-    return FileChangedError(
-        "the file ends early: it became shorter while it was read.", path=path, hint="Try again."
-    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.format.structs import SchemaElement
-from parquet_keytools.format.thrift_compact import Struct, WireType
+from parquet_keytools.format.thrift_values import Struct, WireType
 
 _TYPE_LENGTH, _REPETITION, _CONVERTED_TYPE, _SCALE, _PRECISION, _LOGICAL_TYPE = 2, 3, 6, 7, 8, 10
 """Field ids of SchemaElement."""

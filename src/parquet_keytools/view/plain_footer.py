@@ -15,7 +15,7 @@ from parquet_keytools.format.file_layout import MAGIC, TAIL_LENGTH, with_trailer
 from parquet_keytools.format.pages import generated_chunk, null_page
 from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY, selected_footer, selected_sorting_columns
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, RowGroup, SchemaElement
-from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.format.thrift_values import WireType
 from parquet_keytools.view.digest_chunk import StandIn
 from parquet_keytools.view.digest_kinds import (
     digest_arrow_schema,

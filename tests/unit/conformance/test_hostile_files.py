@@ -52,7 +52,8 @@ from parquet_keytools.format.structs import (
     RowGroup,
     SchemaElement,
 )
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType, read_struct, write_struct
+from parquet_keytools.format.thrift_compact import read_struct
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_struct
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import BufferSource
 

@@ -19,7 +19,7 @@ def ledger(nonces: dict[bytes, list[bytes]], check: bytes = b"tag.") -> NonceLed
     made = NonceLedger()
     for dek, found in nonces.items():
         for offset, nonce in enumerate(found):
-            made.add(dek, nonce, offset, check, is_page=True)
+            made.of(dek).add(nonce_entry(nonce, offset, check), 1)
     return made
 
 

@@ -44,7 +44,7 @@ from parquet_keytools.format.structs import (
     RowGroup,
     SchemaElement,
 )
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType
 from parquet_keytools.secret_bytes import SecretBytes
 
 

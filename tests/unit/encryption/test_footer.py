@@ -29,7 +29,7 @@ from parquet_keytools.format.structs import (
     FileCryptoMetaData,
     FileMetaData,
 )
-from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.format.thrift_values import WireType
 from parquet_keytools.secret_bytes import SecretBytes
 
 

@@ -23,7 +23,7 @@ from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.errors import FooterSignatureError, UnsupportedByArrowError, VisibleMetadataError
 from parquet_keytools.format.schema_key_values import schema_alone, spark_schema_alone
 from parquet_keytools.format.structs import FileMetaData
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType
 
 CANARY = b"CANARY-4711"
 _TEXT = (WireType.BINARY, CANARY)

@@ -23,7 +23,7 @@ from parquet_keytools.format.structs import (
     kept_by_path,
     path_bytes,
 )
-from parquet_keytools.format.thrift_compact import Struct, WireType
+from parquet_keytools.format.thrift_values import Struct, WireType
 
 
 def _file(footer: bytes, *, body: bytes = b"", head: bytes = b"PAR1", tail: bytes = b"PAR1") -> bytes:

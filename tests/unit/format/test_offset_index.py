@@ -7,7 +7,7 @@ import pytest
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.pages import move_pages
 from parquet_keytools.format.structs import OffsetIndex, PageLocation
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType
 
 _MOVES = {100 * page: (1_000_000_000 * page + 7, 132 + page) for page in range(1, 40)}
 

@@ -18,7 +18,7 @@ from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryptio
 from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.structs import FileMetaData
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, ThriftMap, WireType
+from parquet_keytools.format.thrift_values import Struct, ThriftList, ThriftMap, WireType
 
 _TABLE = pa.table({"a": [i % 7 for i in range(100)], "b": [[1], None] * 50, "c": [{"d": "x"}] * 100})
 _BOOL = (WireType.TRUE, WireType.FALSE)

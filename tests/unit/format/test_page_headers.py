@@ -14,8 +14,10 @@ from parquet_keytools.format.pages import (
     with_sizes,
 )
 from parquet_keytools.format.structs import DataPageHeader, DataPageHeaderV2, DictionaryPageHeader, PageHeader
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
 from parquet_keytools.format.thrift_values import (
+    Struct,
+    ThriftList,
+    WireType,
     varint,
 )
 

@@ -8,15 +8,9 @@ import pytest
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.structs import FileCryptoMetaData
-from parquet_keytools.format.thrift_compact import (
-    Struct,
-    ThriftList,
-    ThriftMap,
-    WireType,
-    read_struct,
-    write_struct,
-)
+from parquet_keytools.format.thrift_compact import read_struct
 from parquet_keytools.format.thrift_skim import check_value_count
+from parquet_keytools.format.thrift_values import Struct, ThriftList, ThriftMap, WireType, write_struct
 
 
 @pytest.mark.parametrize(

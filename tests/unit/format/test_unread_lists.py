@@ -17,8 +17,8 @@ from parquet_keytools.format import thrift_skim
 from parquet_keytools.format.file_layout import leaf_columns
 from parquet_keytools.format.footer_outline import UnreadChunks, UnreadList
 from parquet_keytools.format.structs import FileMetaData
-from parquet_keytools.format.thrift_compact import read_struct, write_struct
-from parquet_keytools.format.thrift_values import ThriftList, WireType, write_value
+from parquet_keytools.format.thrift_compact import read_struct
+from parquet_keytools.format.thrift_values import ThriftList, WireType, write_struct, write_value
 
 LONG = b"k" * 300
 

@@ -25,7 +25,7 @@ from parquet_keytools.format.structs import (
     FileCryptoMetaData,
     FileMetaData,
 )
-from parquet_keytools.format.thrift_compact import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType
 from parquet_keytools.rotation import rewrapping
 from parquet_keytools.rotation.report import Outcome
 from parquet_keytools.rotation.tail import check_new_tail, footer_of, new_tail, read_tail

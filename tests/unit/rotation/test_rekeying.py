@@ -14,11 +14,11 @@ from rotation_case import TABLE, Case, external_entries, materials, names, read_
 
 from parquet_keytools import KeytoolsError
 from parquet_keytools.errors import KeyMaterialError, OutputError
+from parquet_keytools.format.byte_ranges import shortened
 from parquet_keytools.rotation import rekeying, tail
 from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import whole_output
-from parquet_keytools.storage.sources import shortened
 
 KINDS: dict[str, dict[str, Any]] = {
     "encrypted footer": {},

@@ -38,7 +38,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.format.structs import SchemaElement
-from parquet_keytools.format.thrift_compact import WireType
+from parquet_keytools.format.thrift_values import WireType
 from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.secret_bytes import SecretBytes
