@@ -26,10 +26,11 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 from generated_files import PAGE_BYTES, write_generated
 
-from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
+from parquet_keytools.encryption.envelope import KeyRetriever
+from parquet_keytools.encryption.file_decryptor import decrypt_columns
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_source, rekey_source
-from parquet_keytools.encryption.footer import KeyRetriever, open_footer, read_envelope
+from parquet_keytools.encryption.file_encryptor import encrypt_opened, encrypt_source
+from parquet_keytools.encryption.footer import read_footer
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
@@ -58,8 +59,14 @@ class OneKey:
 
 def decrypt_source(source: ByteSource, sink: ByteSink, keys: KeyRetriever, *, threads: int = 2) -> None:
     """Decrypt a file, by the functions that `Keytools.decrypt_file` calls."""
-    footer = open_footer(read_envelope(source), keys, None)
-    decrypt_columns(source, sink, footer, column_deks(footer, keys), threads=threads)
+    decrypt_columns(source, sink, read_footer(source, keys), {}, threads=threads)
+
+
+def rekey_source(
+    source: ByteSource, sink: ByteSink, keys: KeyRetriever, encryption: FileEncryption, *, threads: int = 2
+) -> None:
+    """Rekey a file, by the functions that `Keytools.rekey_file` calls."""
+    encrypt_opened(source, sink, read_footer(source, keys), {}, encryption, threads=threads)
 
 
 def rewritten(source: Path, target: Path, work: Callable[[ByteSource, ByteSink], None]) -> None:

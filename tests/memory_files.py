@@ -6,13 +6,20 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
+from parquet_keytools.encryption.aad_prefix import AadPrefix
+from parquet_keytools.encryption.envelope import KeyRetriever
+from parquet_keytools.encryption.file_decryptor import Deks, column_deks, decrypt_columns
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_source
-from parquet_keytools.encryption.footer import open_footer, read_envelope
-from parquet_keytools.encryption.key_retriever import KeyRetriever
+from parquet_keytools.encryption.file_encryptor import encrypt_opened, encrypt_source
+from parquet_keytools.encryption.footer import Footer, read_footer
 from parquet_keytools.encryption.protection import FooterMode
-from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, NotEncryptedError, ParquetFormatError
+from parquet_keytools.errors import (
+    KeyNotAvailableError,
+    KeytoolsError,
+    NotEncryptedError,
+    ParquetFormatError,
+)
+from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.secret_bytes import SecretBytes
 
 
@@ -91,19 +98,38 @@ def encrypted(data: bytes, encryption: FileEncryption) -> bytes:
 
 
 def decrypt_source(
-    source: MemorySource,
-    sink: MemorySink,
+    source: ByteSource,
+    sink: ByteSink,
     keys: KeyRetriever,
-    aad_prefix: bytes | None = None,
+    aad_prefix: AadPrefix = None,
     *,
     threads: int = 2,
 ) -> None:
     """Decrypt an encrypted file as a whole, by the functions that `Keytools.decrypt_file` calls."""
-    envelope = read_envelope(source)
-    if envelope.mode is FooterMode.UNENCRYPTED:
+    footer, deks = opened(source, keys, aad_prefix)
+    decrypt_columns(source, sink, footer, deks, threads=threads)
+
+
+def rekey_source(
+    source: ByteSource,
+    sink: ByteSink,
+    keys: KeyRetriever,
+    encryption: FileEncryption,
+    aad_prefix: AadPrefix = None,
+    *,
+    threads: int = 2,
+) -> None:
+    """Encrypt an encrypted file with other keys, by the functions that `Keytools.rekey_file` calls."""
+    footer, deks = opened(source, keys, aad_prefix)
+    encrypt_opened(source, sink, footer, deks, encryption, threads=threads)
+
+
+def opened(source: ByteSource, keys: KeyRetriever, aad_prefix: AadPrefix) -> tuple[Footer, Deks]:
+    """Open an encrypted file; return its footer, and the DEKs of the columns that have one of their own."""
+    footer = read_footer(source, keys, aad_prefix)
+    if footer.mode is FooterMode.UNENCRYPTED:
         raise NotEncryptedError(f"{source.path} is not encrypted.")
-    footer = open_footer(envelope, keys, aad_prefix)
-    decrypt_columns(source, sink, footer, column_deks(footer, keys), threads=threads)
+    return footer, column_deks(footer, keys)
 
 
 def decrypted(data: bytes, keys: NamedKeys, aad_prefix: bytes | None = None) -> bytes:

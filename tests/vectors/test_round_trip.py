@@ -9,12 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted
+from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted, rekey_source
 from soak import SOAK
 
 from parquet_keytools.encryption.chunk_pages import source_offsets
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
-from parquet_keytools.encryption.file_encryptor import rekey_source
 from parquet_keytools.encryption.footer import Footer, read_footer
 from parquet_keytools.encryption.page_walk import walk_chunk
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption

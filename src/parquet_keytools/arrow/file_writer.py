@@ -16,7 +16,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools import audit
 from parquet_keytools.arrow.encryption_properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
-from parquet_keytools.encryption.streamed_file import StreamedFile
+from parquet_keytools.encryption.file_encryptor import StreamedFile
 from parquet_keytools.errors import OutputError
 from parquet_keytools.files.conversion import new_file_encryption
 from parquet_keytools.files.key_service import TablePolicy

@@ -11,7 +11,7 @@ from parquet_keytools.conformance.chunk_layout import ChunkEntry, Column, OpenFo
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePlace
 from parquet_keytools.encryption.envelope import Envelope
-from parquet_keytools.encryption.plaintext_footer import VisibleKeyValues
+from parquet_keytools.encryption.file_encryption import VisibleKeyValues
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn, leaf_columns

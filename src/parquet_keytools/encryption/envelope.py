@@ -1,16 +1,17 @@
-"""The envelope of a file: what it says before any key is used (spec 5.2, 5.4, 5.5)."""
+"""The envelope of a file: what it says before any key is used (spec 5.2, 5.4, 5.5); and what finds its keys."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
 from parquet_keytools.encryption.protection import Algorithm, FooterMode
-from parquet_keytools.errors import DraftFormatError, ParquetFormatError
+from parquet_keytools.errors import DraftFormatError, KeytoolsError, ParquetFormatError
 from parquet_keytools.format.file_layout import FooterBytes, refuse_draft_crypto_metadata, refuse_draft_footer
 from parquet_keytools.format.structs import Aes, EncryptionAlgorithm, FileCryptoMetaData, FileMetaData
+from parquet_keytools.secret_bytes import SecretBytes
 
 
 class UnknownAlgorithmError(ParquetFormatError):
@@ -118,3 +119,31 @@ def naming_file(path: str) -> Iterator[None]:
         raise DraftFormatError(str(error), path=path) from None
     except ParquetFormatError as error:
         raise ParquetFormatError(str(error), path=path) from None
+
+
+class KeyRetriever(Protocol):
+    """Finds the DEK that key metadata stands for (spec 4.3)."""
+
+    def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
+        """Return the DEK of the footer.
+
+        Args:
+            key_metadata: As the file carries it, or None where it carries none.
+
+        Raises:
+            KeytoolsError: The key is unavailable; the error says why.
+        """
+        ...
+
+    def column_deks(
+        self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
+    ) -> list[SecretBytes | KeytoolsError]:
+        """Return the DEKs of columns, asked for together so that a KMS can be asked once.
+
+        Args:
+            columns: For each column its path in the schema and its key metadata, None where there is none.
+
+        Returns:
+            In the same order the DEK, or the error that says why it is unavailable.
+        """
+        ...

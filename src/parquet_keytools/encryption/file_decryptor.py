@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite
+from parquet_keytools.encryption.envelope import KeyRetriever
 from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, new_row_group, rewrite_file, set_columns
 from parquet_keytools.encryption.footer import Footer
-from parquet_keytools.encryption.key_retriever import KeyRetriever
 from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
@@ -69,33 +69,20 @@ def decrypt_columns(
         raise ParquetFormatError(str(error), path=source.path) from None
     check_stated_algorithm(source, footer, deks)
     with paused_for(source.size_bytes):
-        _decrypt(source, sink, footer, deks, selection, threads, on_progress)
-
-
-def _decrypt(
-    source: ByteSource,
-    sink: ByteSink,
-    footer: Footer,
-    deks: Deks,
-    selection: Selection,
-    threads: int,
-    on_progress: Callable[[int], None] | None,
-) -> None:
-    row_groups = open_chunks(
-        footer, deks, lambda *_: None, selection.row_group_ordinals, selection.column_ordinals
-    )
-
-    rewrite_file(
-        source,
-        sink,
-        row_groups,
-        footer_offset=footer.envelope.footer_offset,
-        created_by=footer.metadata.created_by,
-        magic=MAGIC,
-        make_footer=lambda: _plaintext_footer(footer, selection, row_groups),
-        threads=threads,
-        on_progress=on_progress,
-    )
+        row_groups = open_chunks(
+            footer, deks, lambda *_: None, selection.row_group_ordinals, selection.column_ordinals
+        )
+        rewrite_file(
+            source,
+            sink,
+            row_groups,
+            footer_offset=footer.envelope.footer_offset,
+            created_by=footer.metadata.created_by,
+            magic=MAGIC,
+            make_footer=lambda: _plaintext_footer(footer, selection, row_groups),
+            threads=threads,
+            on_progress=on_progress,
+        )
 
 
 def decrypted_footer(

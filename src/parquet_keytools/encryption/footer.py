@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from parquet_keytools.encryption.aad import FOOTER_PLACE, ModulePlace, ModuleType
 from parquet_keytools.encryption.aad_prefix import AadPrefix, aad_prefixes
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH
-from parquet_keytools.encryption.envelope import Envelope, naming_file
-from parquet_keytools.encryption.key_retriever import KeyRetriever
+from parquet_keytools.encryption.envelope import Envelope, KeyRetriever, naming_file
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import (
     Algorithm,
@@ -384,11 +383,7 @@ def read_footer(source: ByteSource, retriever: KeyRetriever | None, aad_prefix: 
     Raises:
         KeytoolsError: As `read_envelope`, `FooterEnvelope.open`, and what the retriever raises.
     """
-    return open_footer(read_envelope(source), retriever, aad_prefix)
-
-
-def open_footer(envelope: FooterEnvelope, retriever: KeyRetriever | None, aad_prefix: AadPrefix = None) -> Footer:
-    """Authenticate a footer that was read, as `read_footer` does."""
+    envelope = read_envelope(source)
     if envelope.mode is FooterMode.UNENCRYPTED or retriever is None:
         return envelope.open(None, aad_prefix)
     # What is wrong with the AAD is found before a KMS is asked.

@@ -28,8 +28,7 @@ from parquet_keytools.encryption.aad_prefix import (
     expected_aad_prefix,
     without_delimiter,
 )
-from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
-from parquet_keytools.encryption.plaintext_footer import VisibleKeyValues
+from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice, VisibleKeyValues
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.digested_columns import with_digests

@@ -9,11 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted
+from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted, rekey_source
 
 from parquet_keytools.encryption import output_parts
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import rekey_source
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.pages import padded_crc

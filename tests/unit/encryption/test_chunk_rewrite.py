@@ -16,7 +16,7 @@ from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite, PagesMemory
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_rewriter import in_order
-from parquet_keytools.encryption.footer import open_footer, read_envelope
+from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import DecryptionError, FormatLimitError, ParquetFormatError
@@ -131,7 +131,7 @@ def test_only_chunks_with_a_dictionary_page_say_that_they_have_one() -> None:
     pq.write_table(pa.table({"a": ["x"] * 100, "b": list(range(100))}), stream, use_dictionary=["a"])
     keys = NamedKeys()
     stored = encrypted(stream.getvalue(), FileEncryption(keys.new(b"kf"), b"kf"))
-    columns = columns_of(open_footer(read_envelope(MemorySource(stored)), keys, None).metadata)
+    columns = columns_of(read_footer(MemorySource(stored), keys).metadata)
     assert [column.dictionary_page_offset is None for column in columns] == [False, True]
     assert places(columns_of(footer_of(decrypted(stored, keys)))) == places(
         columns_of(footer_of(stream.getvalue()))
@@ -145,7 +145,7 @@ def test_the_page_that_is_damaged_is_named() -> None:
     pq.write_table(table, stream, use_dictionary=False, data_page_size=1_000, write_batch_size=100)
     keys = NamedKeys()
     stored = encrypted(stream.getvalue(), FileEncryption(keys.new(b"kf"), b"kf"))
-    columns = columns_of(open_footer(read_envelope(MemorySource(stored)), keys, None).metadata)
+    columns = columns_of(read_footer(MemorySource(stored), keys).metadata)
     for ordinal, column in enumerate(columns):
         damaged = bytearray(stored)
         damaged[column.data_page_offset + column.total_compressed_size - 1] ^= 1
@@ -181,8 +181,7 @@ def test_an_encrypted_bloom_filter_says_how_long_it_is(file: bytes) -> None:
     keys = NamedKeys()
     source = with_footer(file, without_length)
     encryption = FileEncryption(keys.new(b"kf"), b"kf", {("a",): ColumnEncryption.PLAINTEXT})
-    envelope = read_envelope(MemorySource(encrypted(source, encryption)))
-    written = columns_of(open_footer(envelope, keys, None).metadata)
+    written = columns_of(read_footer(MemorySource(encrypted(source, encryption)), keys).metadata)
     lengths = [(column.path_in_schema[0], column.bloom_filter_length) for column in written]
     assert ("a", None) in lengths and all(length for name, length in lengths if name == "b")
 
@@ -240,7 +239,7 @@ def indexed() -> bytes:
 
 
 def readers(stored: bytes, keys: NamedKeys) -> list[tuple[ColumnChunk, ColumnMetaData, ChunkCipher]]:
-    footer = open_footer(read_envelope(MemorySource(stored)), keys, None)
+    footer = read_footer(MemorySource(stored), keys)
     found = []
     for ordinal, (column, chunk) in enumerate(zip(footer.columns, footer.chunks[0], strict=True)):
         cipher = footer.cipher_of(column, None)
@@ -360,7 +359,7 @@ def test_a_page_offset_of_zero_is_none(indexed: bytes, places: dict[str, int]) -
     assert readers(stored, keys)[1][1].dictionary_page_offset is None
     plaintext = {("b",): ColumnEncryption.PLAINTEXT}
     copied = encrypted(source, FileEncryption(keys.new(b"kf"), b"kf", plaintext))
-    column = columns_of(open_footer(read_envelope(MemorySource(copied)), keys, None).metadata)[1]
+    column = columns_of(read_footer(MemorySource(copied), keys).metadata)[1]
     assert column.dictionary_page_offset == places.get("dictionary_page_offset")
     assert column.index_page_offset == places.get("index_page_offset")
 
@@ -383,7 +382,7 @@ def test_copies_lie_where_their_writer_says(indexed: bytes) -> None:
         second.file_offset = value
         serialised = footer.serialise()
         source = body(indexed) + serialised + len(serialised).to_bytes(4, "little") + b"PAR1"
-        chunk = open_footer(read_envelope(MemorySource(encrypted(source, encryption))), keys, None).chunks[0][1]
+        chunk = read_footer(MemorySource(encrypted(source, encryption)), keys).chunks[0][1]
         assert chunk.meta_data is not None
         moved = chunk.meta_data.data_page_offset - start
         assert moved > 0

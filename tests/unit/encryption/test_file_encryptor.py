@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 import pytest
-from memory_files import MemorySink, MemorySource, NamedKeys, decrypt_source, decrypted, encrypted
+from memory_files import MemorySink, MemorySource, NamedKeys, decrypt_source, decrypted, encrypted, rekey_source
 from soak import SOAK
 
 from parquet_keytools.encryption import file_encryptor
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 from parquet_keytools.encryption.file_decryptor import decrypt_columns
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_source, rekey_source
+from parquet_keytools.encryption.file_encryptor import encrypt_source
 from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher, ModuleCipher
 from parquet_keytools.encryption.page_walk import walk_chunk

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySink, MemorySource
 
-from parquet_keytools.encryption import streamed_file
+from parquet_keytools.encryption import file_encryptor
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.streamed_file import StreamedFile
+from parquet_keytools.encryption.file_encryptor import StreamedFile
 from parquet_keytools.errors import FormatLimitError, ParquetFormatError
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -59,7 +59,7 @@ def test_another_schema_is_refused(file: StreamedFile, sink: MemorySink) -> None
 def test_no_more_row_groups_than_there_are_ordinals(
     file: StreamedFile, sink: MemorySink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed_file, "MAX_COUNT", 5)
+    monkeypatch.setattr(file_encryptor, "MAX_COUNT", 5)
     file.append(plain("a", "b"))
     written = bytes(sink.data)
     with pytest.raises(FormatLimitError, match=r"part\.parquet: more than 5 row groups .* Write larger"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from parquet_keytools.encryption.read_ahead import ReadAhead
+from parquet_keytools.encryption.file_rewriter import ReadAhead
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import Region, RegionKind
 
