@@ -43,7 +43,7 @@ def test_many_deks_take_little_memory() -> None:
     tracemalloc.start()
     made = NonceLedger()
     for number in range(10_000):
-        made.add(number.to_bytes(16, "big"), b"n" * 12, number, b"tag.")
+        made.of(number.to_bytes(16, "big")).add(nonce_entry(b"n" * 12, number, b"tag."))
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(made.fingerprints) == 10_000
