@@ -93,7 +93,7 @@ OUTSIDE: dict[str, list[str]] = {
     "grpc": ["kms/gcp/*.py"],
     "hvac": ["kms/vault/*.py"],
     "mfusepy": ["serve/fuse_mount.py"],
-    "polars": ["arrow/polars_scan.py", "facade/views.py"],
+    "polars": ["arrow/reading.py", "facade/views.py"],
     "opentelemetry": ["telemetry.py"],
     "requests": ["kms/vault/*.py"],
     "urllib3": ["kms/vault/*.py"],

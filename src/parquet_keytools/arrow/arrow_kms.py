@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import pyarrow.parquet.encryption as pe
 
-from parquet_keytools.arrow.scan_start import called_by_arrow, is_thread_of_arrow
+from parquet_keytools.arrow.callbacks import called_by_arrow, is_thread_of_arrow
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, value_or_raise
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KmsClient

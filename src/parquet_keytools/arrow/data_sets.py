@@ -14,23 +14,20 @@ import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
 from parquet_keytools import audit
-from parquet_keytools.arrow.decryption_properties import (
-    FOREVER,
-    Filters,
-    arrow_read_limits,
-    columns_mentioned,
-    make_decryption_properties,
-    refuse_denied_filter,
-)
-from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
-from parquet_keytools.arrow.encryption_properties import has_arrow_encryption
+from parquet_keytools.arrow.callbacks import DelegatingHandler
+from parquet_keytools.arrow.encryption_properties import FOREVER, has_arrow_encryption
 from parquet_keytools.arrow.lazy_dataset import DataSetHandler, LazyDataset, Reopen, needs_properties
 from parquet_keytools.arrow.read_options import (
+    Filters,
     ReadOptions,
+    arrow_read_limits,
+    columns_mentioned,
     has_stand_ins,
     hides_denied,
     hint_for_denied,
+    make_decryption_properties,
     nulls_denied,
+    refuse_denied_filter,
     schema_for_all,
     shows_stand_ins,
 )
@@ -78,11 +75,6 @@ class ReadRequest:
         # A name may have dots of its own.
         wanted = {name for name in names if name in roots or any(root.startswith(f"{name}.") for root in roots)}
         return [column for column in columns if column.path[0] in wanted]
-
-    @property
-    def decrypted_columns(self) -> Sequence[str] | None:
-        """What has to be decrypted of a file: a filter may look at columns that are not read."""
-        return self.columns if self.filters is None else None
 
 
 def _dataset_files(folder: FileLocation) -> list[FileLocation]:
@@ -137,15 +129,7 @@ class DataSetFiles:
         options: ReadOptions,
         paths: Sequence[str] | None = None,
     ) -> None:
-        """List the files.
-
-        Args:
-            keys: Of the configuration.
-            folder: Where they lie.
-            request: What will be read.
-            options: How pyarrow shall read them.
-            paths: The files, where that is known.
-        """
+        """List the files, unless `paths` has them."""
         self._keys = keys
         self._folder = folder
         self._request = request
@@ -277,17 +261,7 @@ def open_dataset(
     paths: Sequence[str] | None,
     reopen: Reopen,
 ) -> ds.Dataset:
-    """Return a data set of encrypted files; see `Keytools.dataset`.
-
-    Args:
-        keys: Of the configuration.
-        folder: The folder, or one file.
-        request: What will be read.
-        options: How pyarrow shall read them.
-        partitioning: As `pyarrow.dataset.dataset` takes it.
-        schema: Of the data set; None for that of its first file.
-        paths: The files; None for all that are there.
-        reopen: Makes the data set again in another process.
+    """Return a data set of encrypted files; see `Keytools.dataset`, and `DataSetFiles.dataset`.
 
     Raises:
         ColumnAccessDeniedError: A column of the data set cannot be read.

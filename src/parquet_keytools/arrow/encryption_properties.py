@@ -6,7 +6,6 @@ import functools
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
 from parquet_keytools import audit
-from parquet_keytools.arrow.delegating_filesystem import MaterialFolder
+from parquet_keytools.arrow.callbacks import MaterialFolder
 from parquet_keytools.config.key_policy import ChosenKey, ColumnPath
 from parquet_keytools.errors import OutputError, UnsupportedByArrowError
 from parquet_keytools.files.key_service import KeyService, TablePolicy
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 ARROW_KEK_LENGTH_BITS = 128
 """Arrow's KEKs have this length, whatever the length of the DEKs."""
 
-_FOREVER = timedelta(days=36_500)
+FOREVER = timedelta(days=36_500)
 
 _NAMING_OPTIONS = ("flavor", "use_compliant_nested_type", "version", "store_schema")
 """Options of a Parquet writer that can change the names of leaf columns."""
@@ -115,19 +114,6 @@ def _name_limits(policy: TablePolicy) -> list[str]:
     return limits
 
 
-@dataclass(frozen=True)
-class ArrowEncryption:
-    """Encryption properties for one file.
-
-    Attributes:
-        properties: To be given to pyarrow for one file; two files would share DEKs and file unique.
-        key_materials: External key material to be written beside the file; None where it is internal.
-    """
-
-    properties: pq.FileEncryptionProperties
-    key_materials: dict[str, KeyMaterial] | None
-
-
 class ArrowEncryptor:
     """Makes encryption properties with pyarrow's CryptoFactory; its KEKs serve many files.
 
@@ -139,12 +125,6 @@ class ArrowEncryptor:
     """
 
     def __init__(self, keys: KeyService, clock: Clock) -> None:
-        """Make one.
-
-        Args:
-            keys: Of the configuration.
-            clock: Seconds for the expiry of KEKs.
-        """
         self.keys = keys
         self._clock = clock
         self._lock = ForkSafeLock()
@@ -161,13 +141,19 @@ class ArrowEncryptor:
                 hint="Use Keytools.write_table, which replaces both safely, or remove the file first.",
             )
         with audit.about(location):
-            encryption = self.encryption(policy, location.name)
-        if encryption.key_materials is not None:
-            write_key_materials(location, encryption.key_materials)
-        return encryption.properties
+            properties, key_materials = self.encryption(policy, location.name)
+        if key_materials is not None:
+            write_key_materials(location, key_materials)
+        return properties
 
-    def encryption(self, policy: TablePolicy, file_name: str) -> ArrowEncryption:
+    def encryption(
+        self, policy: TablePolicy, file_name: str
+    ) -> tuple[pq.FileEncryptionProperties, dict[str, KeyMaterial] | None]:
         """Make encryption properties for one file; wraps keys, on this thread.
+
+        Returns:
+            What is given to pyarrow for one file; two files would share DEKs and file unique. And external key
+            material to be written beside the file; None where it is internal.
 
         Raises:
             UnsupportedByArrowError: pyarrow cannot do what the table asks for.
@@ -175,9 +161,9 @@ class ArrowEncryptor:
         """
         _, properties, folder = self._make(policy, file_name)
         if policy.table.key_material == "internal":
-            return ArrowEncryption(properties, None)
+            return properties, None
         (content,) = folder.contents.values()
-        return ArrowEncryption(properties, parse_key_materials(content, file_name))
+        return properties, parse_key_materials(content, file_name)
 
     def primed_factory(self, policy: TablePolicy) -> pe.CryptoFactory:
         """Return a CryptoFactory that has all KEKs of a table, and so will not call the KMS while it writes.
@@ -255,7 +241,7 @@ def encryption_configuration(policy: TablePolicy) -> pe.EncryptionConfiguration:
         encryption_algorithm=table.algorithm,
         plaintext_footer=table.plaintext_footer,
         double_wrapping=table.double_wrapping,
-        cache_lifetime=_FOREVER,
+        cache_lifetime=FOREVER,
         internal_key_material=table.key_material == "internal",
         data_key_length_bits=table.data_key_length_bits,
     )

@@ -7,8 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -102,7 +101,9 @@ class EncryptedParquetWriter:
         make = ModuleEncryptedFile if reasons else _ByArrow
         try:
             with audit.about(target), failing_as_output(target):
-                self._file: _File = make(encryptor, policy, self._pending, schema, options)
+                self._file: _ByArrow | ModuleEncryptedFile = make(
+                    encryptor, policy, self._pending, schema, options
+                )
         except BaseException:
             self._discard()
             raise
@@ -188,9 +189,7 @@ class EncryptedParquetWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -200,24 +199,6 @@ class EncryptedParquetWriter:
 def because(reasons: Sequence[str]) -> str:
     """Return why pyarrow did not encrypt, for the log."""
     return f", because pyarrow does not support this: {'; '.join(reasons)}" if reasons else ""
-
-
-class _File(Protocol):
-    """A file that is being written in one of the two ways."""
-
-    schema: pa.Schema
-
-    def write(self, table: pa.Table, row_group_size: int | None) -> None: ...
-
-    def add_key_value_metadata(self, entries: Mapping[Any, Any]) -> None: ...
-
-    def finish(self) -> NewKeyMaterial:
-        """Write the footer, and close the pending output; returns what `put_in_place` takes."""
-        ...
-
-    def abandon(self) -> None:
-        """Close the pending output."""
-        ...
 
 
 class _ByArrow:
@@ -231,13 +212,11 @@ class _ByArrow:
         schema: pa.Schema,
         options: Mapping[str, Any],
     ) -> None:
-        encryption = encryptor.encryption(policy, pending.target.name)
-        self._new = NewKeyMaterial(pending.target, encryption.key_materials)
+        properties, key_materials = encryptor.encryption(policy, pending.target.name)
+        self._new = NewKeyMaterial(pending.target, key_materials)
         self._stream = pending.open_stream()
         try:
-            self._writer = pq.ParquetWriter(
-                self._stream, schema, encryption_properties=encryption.properties, **options
-            )
+            self._writer = pq.ParquetWriter(self._stream, schema, encryption_properties=properties, **options)
         except BaseException:
             self._stream.close()
             raise

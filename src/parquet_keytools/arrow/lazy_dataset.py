@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow import fs as pafs
 
-from parquet_keytools.arrow.decryption_properties import columns_mentioned
-from parquet_keytools.arrow.scan_start import called_by_arrow
+from parquet_keytools.arrow.callbacks import called_by_arrow
+from parquet_keytools.arrow.read_options import columns_mentioned
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
 from parquet_keytools.files.conversion import check_modules
 from parquet_keytools.files.files_ahead import FilesAhead

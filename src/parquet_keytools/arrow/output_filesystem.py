@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
+from parquet_keytools.arrow.callbacks import DelegatingHandler
 from parquet_keytools.errors import OutputError
 from parquet_keytools.files.conversion import encrypt_pending
 from parquet_keytools.files.key_service import KeyService

@@ -1,34 +1,35 @@
-"""Reading encrypted files and folders with pyarrow."""
+"""Reading encrypted files and folders with pyarrow, and with lazy frames of Polars over them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.data_sets import DataSetFiles, ReadRequest
-from parquet_keytools.arrow.decryption_properties import (
-    arrow_read_limits,
-    make_decryption_properties,
-    pandas_index,
-    refuse_denied_filter,
-)
 from parquet_keytools.arrow.read_options import (
     ReadOptions,
+    arrow_read_limits,
+    columns_mentioned,
     has_stand_ins,
     hides_denied,
     hint_for_denied,
+    make_decryption_properties,
     nulls_denied,
+    pandas_index,
+    refuse_denied_filter,
     schema_for_all,
     shows_stand_ins,
-    with_extensions,
 )
 from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
 from parquet_keytools.config.document import did_you_mean, one_of
+from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError
 from parquet_keytools.files.conversion import check_modules, decrypted_metadata
 from parquet_keytools.files.digested_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService
@@ -39,17 +40,14 @@ from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_file import PlainFile
 from parquet_keytools.view.plain_files import PlainInput
 
+if TYPE_CHECKING:
+    import polars as pl
+
 _log = logging.getLogger(__name__)
 
 
 def read_table(keys: KeyService, location: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:
     """Read a file, or a folder as a data set; see `Keytools.read_table`.
-
-    Args:
-        keys: Of the configuration.
-        location: The file or folder.
-        request: What is read.
-        options: Of pyarrow.
 
     Raises:
         ColumnAccessDeniedError: A column that is asked for, or that a filter looks at, cannot be read.
@@ -113,7 +111,6 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
     properties = None
     if opened.is_encrypted and not limits and not is_view:
         properties = make_decryption_properties(opened, columns or [])
-    decrypted_columns = columns if request.filters is None else None
     handler = VerifiedHandler(
         opened.location.filesystem,
         {opened.location.path: opened},
@@ -131,14 +128,15 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
     except OSError:
         # pyarrow does not say which module failed. Going over them again does, if one is damaged.
         if properties is not None:
-            check_modules(opened, decrypted_columns)
+            check_modules(opened, columns if request.filters is None else None)
         raise
     return table.cast(schema_for_all(table.schema, opened)) if nulls_denied(keys) else table
 
 
 def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:
     partitioning, schema = options.table.get("partitioning", "hive"), options.table.get("schema")
-    of_files = with_extensions(options)
+    # The default of `pyarrow.parquet.read_table`, which data sets do not have.
+    of_files = replace(options, format={"arrow_extensions_enabled": True, **options.format})
     # What is not asked for is not read: other columns may be refused.
     files = DataSetFiles(keys, folder, request, of_files)
     dataset = files.dataset(partitioning, schema, knows_denied=hides_denied(keys))
@@ -163,3 +161,79 @@ def _without_denied(opened: OpenedFile, columns: Sequence[str] | None) -> list[s
         columns = list(dict.fromkeys(column.path[0] for column in opened.footer.columns))
     denied = opened.denied_top_level
     return [name for name in columns if not any(column.path[0] in denied for column in opened.columns_named(name))]
+
+
+_BATCHES_AHEAD_OF_A_THREAD = 2
+_BATCHES_AHEAD = 16
+"""What Arrow reads ahead by default."""
+
+
+class OpenColumns(Protocol):
+    """Opens a data set."""
+
+    def __call__(self, *, columns: Sequence[str] | None) -> ds.Dataset:
+        """Open it for these columns only; None for all."""
+        ...
+
+
+@dataclass(frozen=True)
+class PolarsSource:
+    """What Polars takes for a pyarrow data set: it is opened when it is scanned, for the columns of the query.
+
+    So only their keys are fetched, and columns that nobody asks for may be refused.
+
+    Attributes:
+        schema: Of the whole data set.
+        open_columns: Opens it.
+    """
+
+    schema: pa.Schema
+    open_columns: OpenColumns
+
+    def to_batches(
+        self, columns: Sequence[str] | None = None, filter: Any = None, **options: Any
+    ) -> Iterator[pa.RecordBatch]:
+        """Scan; see `pyarrow.dataset.Dataset.to_batches`.
+
+        By default Arrow decodes two million rows ahead, however few threads there are: memory that is new for each
+        of them costs more than what the threads wait for.
+        """
+        options.setdefault("batch_readahead", min(_BATCHES_AHEAD, _BATCHES_AHEAD_OF_A_THREAD * pa.cpu_count()))
+        names = list(self.schema.names if columns is None else columns)
+        wanted = dict.fromkeys(names)
+        if filter is not None:
+            wanted |= dict.fromkeys(columns_mentioned(filter, self.schema.names))
+        dataset = self.open_columns(columns=list(wanted))
+        batches: Iterator[pa.RecordBatch] = dataset.to_batches(columns=names, filter=filter, **options)
+        return batches
+
+
+def scan_polars(open_columns: OpenColumns, open_file: Callable[[str], PlainInput]) -> pl.LazyFrame:
+    """Return a lazy frame; see `Keytools.scan_polars`.
+
+    Args:
+        open_columns: Opens the data set.
+        open_file: Opens the view of one of its files.
+
+    Raises:
+        ConfigurationError: Polars is not installed.
+    """
+    try:
+        import polars as pl
+    except ModuleNotFoundError as error:
+        if error.name != "polars":
+            raise
+        raise ConfigurationError("Polars is not installed.", hint="pip install polars") from None
+    return pl.scan_pyarrow_dataset(PolarsSource(_schema(open_columns, open_file), open_columns))
+
+
+def _schema(open_columns: OpenColumns, open_file: Callable[[str], PlainInput]) -> pa.Schema:
+    """Return the schema of all columns, also of those that cannot be read."""
+    try:
+        return open_columns(columns=None).schema
+    except ColumnAccessDeniedError:
+        dataset = open_columns(columns=[])
+        with open_file(next(dataset.get_fragments()).path) as file:
+            whole = pq.read_schema(file)
+        found = [whole.field(name) for name in whole.names if name not in dataset.schema.names]
+        return pa.schema([*dataset.schema, *found])

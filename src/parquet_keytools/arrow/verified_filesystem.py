@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.arrow.decryption_properties import arrow_read_limits
-from parquet_keytools.arrow.delegating_filesystem import DelegatingHandler
-from parquet_keytools.arrow.read_options import has_stand_ins
-from parquet_keytools.arrow.scan_start import called_by_arrow, is_thread_of_arrow, wait_for_start
+from parquet_keytools.arrow.callbacks import DelegatingHandler, called_by_arrow, is_thread_of_arrow, wait_for_start
+from parquet_keytools.arrow.read_options import arrow_read_limits, has_stand_ins
 from parquet_keytools.encryption.aad import FOOTER_PLACE
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import ColumnAccessDeniedError, ParquetFormatError
+from parquet_keytools.files.files_ahead import FilesAhead
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
@@ -47,21 +46,13 @@ _GAP = 1 << 20
 _CHUNK_LENGTH = 64
 
 
-class FilesByPath(Protocol):
-    """Files that were opened, or are when they are asked for; a dict is one."""
-
-    def __contains__(self, path: object) -> bool: ...
-
-    def __getitem__(self, path: str) -> OpenedFile: ...
-
-
 @called_by_arrow
 class VerifiedHandler(DelegatingHandler):
     """Serves files whose footers were verified.
 
     Arrow accepts a plaintext file in place of an encrypted one: a file that is not the one that was verified is
     refused here. A file that Arrow cannot decrypt is decrypted as it is read; of a file with columns that cannot
-    be read Arrow does not see that these are encrypted.
+    be read Arrow does not see that these are encrypted. A path that is not among the files is refused.
 
     Attributes:
         denied_columns: What the configuration says of columns that cannot be read. If they are null, or digests of
@@ -71,17 +62,10 @@ class VerifiedHandler(DelegatingHandler):
     def __init__(
         self,
         filesystem: pafs.FileSystem,
-        files: FilesByPath,
+        files: Mapping[str, OpenedFile] | FilesAhead,
         *,
         denied_columns: str = "error",
     ) -> None:
-        """Make one.
-
-        Args:
-            filesystem: Where the files lie.
-            files: The files; a path that is not among them is refused.
-            denied_columns: See the attribute.
-        """
         super().__init__(filesystem)
         self._files = files
         self.denied_columns = denied_columns
@@ -96,7 +80,7 @@ class VerifiedHandler(DelegatingHandler):
         ]
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        """Open one of the files; an error may come from reading it, see `scan_start`."""
+        """Open one of the files; an error may come from reading it, see `callbacks`."""
         if is_thread_of_arrow(inspect.currentframe()):
             return pa.PythonFile(self._open(path), mode="r")
         try:
@@ -177,16 +161,11 @@ class _SourceFile(RangedFile):
     """A file that has the bytes of a source. Arrow locks it: a position belongs to one read at a time.
 
     Attributes:
-        waits: Whether it was opened on a thread of Python: see `scan_start`.
+        waits: Whether it was opened on a thread of Python: see `callbacks`.
     """
 
     def __init__(self, source: ByteSource, file: pa.NativeFile | None) -> None:
-        """Make one.
-
-        Args:
-            source: Its bytes.
-            file: What the source reads from, to be closed together with this one.
-        """
+        """Make one; it closes `file`, from which the source reads."""
         super().__init__()
         self.waits = False
         self._source = source

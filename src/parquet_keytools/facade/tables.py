@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from parquet_keytools import audit
 from parquet_keytools.arrow import writing
-from parquet_keytools.arrow.decryption_properties import Filters, make_decryption_properties
 from parquet_keytools.arrow.encryption_properties import ArrowEncryptor
 from parquet_keytools.arrow.file_writer import EncryptedParquetWriter, WriteResult
+from parquet_keytools.arrow.read_options import Filters, make_decryption_properties
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.facade import Configured

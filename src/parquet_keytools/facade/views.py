@@ -177,7 +177,7 @@ class Views(Tables):
             NotEncryptedError: The first file is not encrypted.
             KeytoolsError: Another subclass says what is wrong with the first file or its keys.
         """
-        from parquet_keytools.arrow.polars_scan import scan_polars
+        from parquet_keytools.arrow.reading import scan_polars
 
         location = FileLocation.resolve(path, filesystem)
         return scan_polars(

@@ -13,13 +13,13 @@ import pytest
 from faults import FaultyKms
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow import decryption_properties
+from parquet_keytools.arrow import read_options
 from parquet_keytools.errors import ColumnAccessDeniedError
 
 MASTER_KEYS = {"kf": b"0123456789012345", "ka": b"1234567890123450", "kb": b"1234567890123451"}
 TABLE = pa.table({"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]})
 CHANGED = (
-    f"pyarrow {pa.__version__} is not as arrow/decryption_properties.py expects it. Reading stays safe: it is "
+    f"pyarrow {pa.__version__} is not as arrow/read_options.py expects it. Reading stays safe: it is "
     "refused without names of columns. See _RefusalBeforeArrow: "
 )
 
@@ -45,7 +45,7 @@ def test_read_table_is_a_function_of_python_with_the_arguments_that_are_looked_u
     assert inspect.isfunction(inspect.unwrap(pq.read_table)), (
         CHANGED + "read_table is no function of Python any more."
     )
-    gone = set(decryption_properties._LOOKED_AT) - inspect.signature(pq.read_table).parameters.keys()
+    gone = set(read_options._LOOKED_AT) - inspect.signature(pq.read_table).parameters.keys()
     assert not gone, f"{CHANGED}read_table has no arguments {gone} any more."
 
 
@@ -81,9 +81,9 @@ def test_a_read_table_that_is_not_known_reads_nothing_unasked(
     keytools, path = refused
     read_table = pq.read_table
     if change == "renamed arguments":
-        monkeypatch.setattr(decryption_properties, "_LOOKED_AT", ("columns", "filter_expression"))
+        monkeypatch.setattr(read_options, "_LOOKED_AT", ("columns", "filter_expression"))
     else:
-        monkeypatch.setattr(decryption_properties.pq, "read_table", len)
+        monkeypatch.setattr(read_options.pq, "read_table", len)
     with pytest.raises(ColumnAccessDeniedError, match="Name the columns that you need"):
         read_table(path, columns=["a"], decryption_properties=keytools.decryption_properties(path))
     named = keytools.decryption_properties(path, columns=["a"])
@@ -98,13 +98,13 @@ def test_threads_of_arrow_are_told_from_those_of_python(
     # The threads that `threading` lists would not do: logging adds those of Arrow on which it was called.
     caller = threading.get_ident()
     asked: set[tuple[bool, bool]] = set()
-    check: Any = decryption_properties._RefusalBeforeArrow.check
+    check: Any = read_options._RefusalBeforeArrow.check
 
     def recording(self: Any, wrapped_key: str, master_key_id: str, is_thread_of_arrow: bool) -> None:
         asked.add((threading.get_ident() == caller, is_thread_of_arrow))
         check(self, wrapped_key, master_key_id, is_thread_of_arrow)
 
-    monkeypatch.setattr(decryption_properties._RefusalBeforeArrow, "check", recording)
+    monkeypatch.setattr(read_options._RefusalBeforeArrow, "check", recording)
     pq.read_table(path, columns=["a", "c"], decryption_properties=keytools.decryption_properties(path))
     assert (True, False) in asked
     assert asked <= {(True, False), (False, True)}, f"{CHANGED}its threads are not told from ours: {asked}"

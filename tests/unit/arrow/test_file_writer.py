@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow.tabular import row_groups_of
+from parquet_keytools.arrow.writing import row_groups_of
 from parquet_keytools.errors import ConfigurationError, VisibleMetadataError
 
 ROWS = 300

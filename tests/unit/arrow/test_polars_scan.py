@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools
-from parquet_keytools.arrow.polars_scan import PolarsSource
+from parquet_keytools.arrow.reading import PolarsSource
 from parquet_keytools.errors import DecryptionError, NotEncryptedError
 
 TABLE = pa.table({"id": range(10), "name": [f"n{row}" for row in range(10)]})

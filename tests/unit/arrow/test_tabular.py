@@ -14,7 +14,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow.tabular import as_stream
+from parquet_keytools.arrow.writing import as_stream
 
 TABLE = pa.table({"a": range(50), "b": [f"text {number % 5}" for number in range(50)]})
 SOURCES: dict[str, Callable[[], Any]] = {
