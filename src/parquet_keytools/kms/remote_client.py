@@ -23,10 +23,15 @@ from parquet_keytools.errors import (
     KmsUnavailableError,
     value_or_raise,
 )
-from parquet_keytools.kms.call_limits import CallRate, CircuitBreaker, RetryBudget
+from parquet_keytools.kms.call_traffic import (
+    CallRate,
+    CircuitBreaker,
+    ConcurrentCalls,
+    RetryBudget,
+    current_task,
+)
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.kms.concurrent_calls import ConcurrentCalls, current_task
-from parquet_keytools.kms.requests import CallFacts
+from parquet_keytools.kms.requests import CallFacts, outcome_name
 from parquet_keytools.kms.settings import RemoteKmsSettings
 from parquet_keytools.runtime.fork_safety import PerProcess, SharedWork
 from parquet_keytools.runtime.presentation import waiting_for
@@ -77,27 +82,22 @@ class RemoteKmsClient(KmsClient):
             # It has the slot, the deadline and the retries of the attempt that it is a part of.
             return self._guard(operation, master_key_id, send, max(left, 0.0))
         facts = self._call_facts(operation, master_key_id)
-        call = RemoteCall(
-            facts,
-            self.limits,
-            traffic,
-            lambda error: self._translated(error, operation, master_key_id),
-            self._server(),
-        )
-        about: dict[str, str] = {"backend": self.backend, "operation": operation}
-        key = {"master_key_id": master_key_id} if self.telemetry_key_ids and master_key_id is not None else {}
         server = self._server()
+        call = RemoteCall(
+            facts, self.limits, traffic, lambda error: self._translated(error, operation, master_key_id), server
+        )
+        about = call.about
+        key = {"master_key_id": master_key_id} if self.telemetry_key_ids and master_key_id is not None else {}
         what = f"the KMS ({self.backend})" + (f" at {server}" if server else "")
         with telemetry.Span("kms.call", about | key) as span, waiting_for(what):
             outcome = call.run(send, span)
-            is_error = isinstance(outcome, KmsError)
-            about["outcome"] = type(outcome).__name__ if is_error else "ok"
+            about = about | {"outcome": outcome_name(outcome)}
             span.note(tries=call.tries)
-            if is_error:
+            if isinstance(outcome, KmsError):
                 span.failed(about["outcome"])
             telemetry.count("kms.calls", 1, about)
             telemetry.measure("kms.call.duration", self._time.clock() - call.started, about)
-        return value_or_raise(outcome.at(self._server()) if isinstance(outcome, KmsUnavailableError) else outcome)
+        return value_or_raise(outcome.at(server) if isinstance(outcome, KmsUnavailableError) else outcome)
 
     def _server(self) -> str:
         """Return where the KMS is, for people who look for why it cannot be reached; a backend may know."""
@@ -187,10 +187,11 @@ class RemoteCall:
         limits: RemoteKmsSettings,
         traffic: Traffic,
         translate: Callable[[Exception], KmsError],
-        address: str = "",
+        address: str,
     ) -> None:
         self.tries = 0
         self.started = traffic.time.clock()
+        self.about = {"backend": facts.backend, "operation": facts.operation}
         self._facts = facts
         self._limits = limits
         self._traffic = traffic
@@ -214,16 +215,16 @@ class RemoteCall:
                 break
             if not self._wait(outcome, pause):
                 if self._task is not None:
-                    self._task.progress.give_up(outcome, self.started)
+                    self._task.give_up(outcome, self.started)
                 break
             kind = type(outcome).__name__
             span.event("retry", error=kind)
-            telemetry.count("kms.retries", 1, {**self._about(), "error": kind})
+            telemetry.count("kms.retries", 1, self.about | {"error": kind})
         return outcome.after(self.tries, self._time.clock() - self.started)
 
     def _refusal(self) -> KmsError | None:
         """Return why the KMS is not even asked."""
-        failure = self._task.progress.failure if self._task is not None else None
+        failure = self._task.failure if self._task is not None else None
         if failure is not None:
             detail = f"not tried, for calls before it failed for {self._limits.timeout_seconds:g} seconds"
             kind = KmsThrottledError if isinstance(failure, KmsThrottledError) else KmsUnavailableError
@@ -289,7 +290,7 @@ class RemoteCall:
             self._time.sleep(max(min(self._time.uniform(0.5, 1) * _LOOK_AGAIN_SECONDS, self._seconds_left()), 0))
             wait = self._traffic.rate.reserve(self._turn_within_seconds())
         self._time.sleep(wait)
-        telemetry.measure("kms.throttle.wait", self._time.clock() - started, self._about())
+        telemetry.measure("kms.throttle.wait", self._time.clock() - started, self.about)
         return self._seconds_left() > 0 and not self._is_cancelled()
 
     def _turn_within_seconds(self) -> float:
@@ -350,7 +351,7 @@ class RemoteCall:
         self._traffic.retries.answered()
         self._close_breaker()
         if self._task is not None:
-            self._task.progress.answered(self._time.clock())
+            self._task.answered(self._time.clock())
 
     def _note_failure(self, failure: KmsError) -> None:
         if isinstance(failure, KmsUnavailableError):
@@ -383,6 +384,3 @@ class RemoteCall:
     def _close_breaker(self) -> None:
         if self._traffic.breaker.answered():
             _log.warning("%s: the KMS answers again", self._facts.backend)
-
-    def _about(self) -> dict[str, str]:
-        return {"backend": self._facts.backend, "operation": self._facts.operation}

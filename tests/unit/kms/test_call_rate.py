@@ -11,8 +11,8 @@ from faults import TurnedClock
 from virtual_time import VirtualTime
 
 from parquet_keytools.errors import KmsThrottledError
-from parquet_keytools.kms import call_limits
-from parquet_keytools.kms.call_limits import CallRate
+from parquet_keytools.kms import call_traffic
+from parquet_keytools.kms.call_traffic import CallRate
 from parquet_keytools.kms.client import WrapRequest
 from parquet_keytools.kms.remote_client import Time
 from parquet_keytools.secret_bytes import SecretBytes
@@ -34,7 +34,7 @@ def places(rate: CallRate, number: int, within_seconds: float = 1000) -> list[fl
 
 def test_what_happened_in_the_last_second() -> None:
     """Of the second before, as much counts as is not yet a second ago."""
-    counter = call_limits._Counter(100.0)
+    counter = call_traffic._Counter(100.0)
     for now in (100.0, 100.1, 100.5):
         counter.add(now)
     assert counter.per_second(100.5) == pytest.approx(3 / 0.5)
@@ -47,7 +47,7 @@ def test_what_happened_in_the_last_second() -> None:
     assert counter.per_second(104.0) == counter.per_second(104.9) == 0
     counter.add(105.5)
     assert counter.per_second(105.5) == 1
-    assert call_limits._Counter(100.0).per_second(100.0) == 0
+    assert call_traffic._Counter(100.0).per_second(100.0) == 0
 
 
 def test_no_limit(clock: TurnedClock) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from parquet_keytools.kms.concurrent_calls import ConcurrentCalls, current_task
+from parquet_keytools.kms.call_traffic import ConcurrentCalls, current_task
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_ctrl_c_does_not_wait_for_calls_that_have_begun() -> None:
     """Nor does the end of the process, beyond the calls that are under way just then."""
     program = """
 import os, threading, time
-from parquet_keytools.kms.concurrent_calls import ConcurrentCalls
+from parquet_keytools.kms.call_traffic import ConcurrentCalls
 calls = ConcurrentCalls(4)
 all_are_there = threading.Barrier(5)
 def work(number):

@@ -1,7 +1,7 @@
 import pytest
 from faults import TurnedClock
 
-from parquet_keytools.kms.call_limits import RetryBudget
+from parquet_keytools.kms.call_traffic import RetryBudget
 
 
 @pytest.fixture

@@ -1,10 +1,161 @@
-"""What a KMS is spared: more calls than it takes, all but a probe while it is down, and too many retries."""
+"""What calls to a KMS share: their threads, and what spares it too many of them: a rate, a breaker, a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
 
+from parquet_keytools.errors import KmsError
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class ConcurrentCalls:
+    """Calls a function for many items in as many threads as there are, and in that of the caller.
+
+    Threads take one item after the other of every caller in turn, so a small task does not wait for the end of
+    a large one. As the caller works too, nobody waits for a thread, and a task within a task locks nothing up.
+    """
+
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads = max_threads
+        self._pool = ThreadPoolExecutor(max_threads, thread_name_prefix="parquet-keytools-kms")
+
+    def map(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
+        """Return the results of a function, in the order of the items.
+
+        What interrupts the caller, or is raised by the function, ends the task: what has not begun does not
+        begin, and nobody waits for what has.
+        """
+        task = Task(function, items, current_task())
+        token = _current_task.set(task)
+        try:
+            for _ in range(min(len(items) - 1, self._max_threads)):
+                # Each thread needs a context of its own; it carries the trace and the file the calls are about.
+                self._help_later(task, contextvars.copy_context())
+            while task.do_one():
+                pass
+            return task.results()
+        except BaseException:
+            task.cancel()
+            raise
+        finally:
+            _current_task.reset(token)
+
+    def close(self) -> None:
+        """Let the threads end when they have done what there is to do."""
+        self._pool.shutdown(wait=False)
+
+    def _help_later(self, task: Task[S, T], context: contextvars.Context) -> bool:
+        """Queue help for a task. Returns whether that is possible: not after `close`, nor as the process ends."""
+        try:
+            self._pool.submit(self._help, task, context)
+        except RuntimeError:
+            return False
+        return True
+
+    def _help(self, task: Task[S, T], context: contextvars.Context) -> None:
+        """Do one item of a task, and queue for the next; others may be in the queue."""
+        # What an item raises is raised where its caller waits.
+        with contextlib.suppress(BaseException):
+            while context.run(task.do_one) and not self._help_later(task, context):
+                pass
+
+
+class Task(Generic[S, T]):
+    """One function to be called for many items, and whether the KMS answers the calls for them."""
+
+    def __init__(self, function: Callable[[S], T], items: Sequence[S], outer: Task[Any, Any] | None) -> None:
+        self._function = function
+        self._items = items
+        self._results: list[T | None] = [None] * len(items)
+        self._outer = outer
+        self._state = threading.Condition()
+        self._begun = 0
+        self._under_way = 0
+        self._cancelled = False
+        self._error: BaseException | None = None
+        self._root: Task[Any, Any] = self if outer is None else outer._root
+        self._failure: KmsError | None = None
+        self._last_answer: float | None = None
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._cancelled or (self._outer is not None and self._outer.is_cancelled)
+
+    @property
+    def failure(self) -> KmsError | None:
+        """Why the rest of the calls shall fail at once, those of tasks around it and within it included.
+
+        One ended with this, after all the time that a call has, while no other one was answered.
+        """
+        return self._root._failure
+
+    def answered(self, now: float) -> None:
+        """Note that the KMS answered a call."""
+        self._root._last_answer, self._root._failure = now, None
+
+    def give_up(self, failure: KmsError, started: float) -> None:
+        """Note that a call used up its time."""
+        if self._root._last_answer is None or self._root._last_answer < started:
+            self._root._failure = failure
+
+    def do_one(self) -> bool:
+        """Call the function for the next item. Returns whether there was one."""
+        with self._state:
+            if self.is_cancelled or self._begun == len(self._items):
+                return False
+            position = self._begun
+            self._begun += 1
+            self._under_way += 1
+        try:
+            self._results[position] = self._function(self._items[position])
+        except BaseException as error:
+            with self._state:
+                self._error = self._error or error
+                self._cancelled = True
+            raise
+        finally:
+            with self._state:
+                self._under_way -= 1
+                self._state.notify_all()
+        return True
+
+    def results(self) -> list[T]:
+        """Wait until all that has begun has ended, and return the results."""
+        with self._state:
+            self._state.wait_for(lambda: self._under_way == 0 or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            if self._begun < len(self._items):
+                raise InterruptedError("the calls were given up")
+        return self._results  # type: ignore[return-value]  # each of them was done
+
+    def cancel(self) -> None:
+        """Begin nothing more."""
+        with self._state:
+            self._cancelled = True
+
+
+_current_task: contextvars.ContextVar[Task[Any, Any] | None] = contextvars.ContextVar(
+    "parquet_keytools_task", default=None
+)
+
+
+def current_task() -> Task[Any, Any] | None:
+    """Return the task that the caller does an item of."""
+    return _current_task.get()
+
+
+# --- the rate of calls ---
+
 
 _CUT = 0.85
 """What is left, when the KMS throttles, of the rate at which it answered."""
@@ -24,15 +175,10 @@ _OUTGROWN = 1.2
 _UNLIMITED_AFTER_SECONDS = 5.0
 _UNNEEDED = 4.0
 _LEAST_CALLS_PER_SECOND = 1.0
-_WINDOW_SECONDS = 1.0
 
 
 class CallRate:
-    """Spaces calls out. All threads share it, so a throttled KMS is asked less by all of them.
-
-    Args:
-        max_calls_per_second: Never more than these; None for no limit other than what the KMS itself sets.
-    """
+    """Spaces calls out. All threads share it, so a throttled KMS is asked less by all of them."""
 
     def __init__(self, max_calls_per_second: float | None, clock: Callable[[], float]) -> None:
         self._most = max_calls_per_second
@@ -132,14 +278,14 @@ class _Counter:
         passed = now - self._start
         if self._before is None:
             return self._here / max(passed, 0.1)
-        return self._before * (1 - passed / _WINDOW_SECONDS) + self._here
+        return self._before * (1 - passed) + self._here
 
     def _turn(self, now: float) -> None:
         passed = now - self._start
-        if passed >= _WINDOW_SECONDS:
-            self._before = self._here if passed < 2 * _WINDOW_SECONDS else 0
+        if passed >= 1:
+            self._before = self._here if passed < 2 else 0
             self._here = 0
-            self._start = now - passed % _WINDOW_SECONDS
+            self._start = now - passed % 1
 
 
 # --- while the KMS fails ---
@@ -154,10 +300,6 @@ class CircuitBreaker:
 
     A KMS that is restarted is down for some seconds, and callers shall go on then; so what counts is for how
     long it has been failing, not how often.
-
-    Args:
-        open_after_seconds: How long a KMS may be failing before calls are refused.
-        probe_every_seconds: How often a call is let through while it is open.
     """
 
     def __init__(self, open_after_seconds: float, probe_every_seconds: float, clock: Callable[[], float]) -> None:
@@ -224,14 +366,10 @@ class CircuitBreaker:
 
 
 class RetryBudget:
-    """A bucket of retries: each answer of the KMS puts one in, and time does so slowly.
+    """A bucket for a burst of retries: each answer of the KMS puts one in, and time does so slowly.
 
     So there are about as many retries as answers: a KMS that answers nothing gets little beyond the calls
     that begin, and one that is back soon gets all that waited. An empty bucket delays and never gives up.
-
-    Args:
-        burst: How many retries may be made at once.
-        per_second: How many come back each second, whatever happens.
     """
 
     def __init__(self, burst: float, per_second: float, clock: Callable[[], float]) -> None:
