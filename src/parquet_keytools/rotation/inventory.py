@@ -32,6 +32,7 @@ from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key
 from parquet_keytools.rotation.batch import BatchFile, read_batch, step
 from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES, data_set_files
 from parquet_keytools.rotation.held_keys import AadPrefixOf, HeldKey, HeldKeys, Unwrapped, own_key_columns
+from parquet_keytools.rotation.kept_keys import SUFFIX
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.rotation_plan import MasterKeyVersions, SameMasterKey, is_same_version
 from parquet_keytools.runtime.presentation import Summarised
@@ -188,8 +189,8 @@ class Inventory:
         seen: set[int] = set()
         yield self._use(keys, keys.envelope.key_metadata, None, seen, is_footer=True)
         for column in _shown_columns(keys):
-            # What is not valid in a footer that is not authentic is not shown.
-            with contextlib.suppress(*([KeyMaterialError] if keys.footer is None else [])):
+            # What is not valid is why the file has failed, and ends nothing else.
+            with contextlib.suppress(KeyMaterialError):
                 yield self._use(keys, column.key_metadata, ".".join(column.path), seen, is_footer=False)
         for held in keys.external.held if keys.external is not None else ():
             # Of columns that cannot be seen, or left over from a writer that was cut off.
@@ -249,6 +250,7 @@ def _shown_columns(keys: HeldKeys) -> list[FooterColumn]:
     return [] if footer is None else own_key_columns(footer)
 
 
+_MAGIC = (MAGIC, MAGIC_ENCRYPTED_FOOTER)
 _HINT = "Run the command on it, move it away, or ignore skipped files."
 
 
@@ -277,16 +279,17 @@ def why_unknown(entry: LeftOut) -> IncompleteDataSetError | None:
 def _holds_nothing(path: str) -> bool:
     """Return whether a local file surely is none of Parquet, also where it may not be opened."""
     found = os.stat(path)  # noqa: PTH116 - one call for each of many
-    if stat.S_ISREG(found.st_mode):
-        return found.st_size < MAGIC_LENGTH + TRAILER_LENGTH
-    # A folder comes only where it cannot be listed.
-    return not stat.S_ISDIR(found.st_mode)
+    # A folder comes only where it cannot be listed. Pipes and devices have no length.
+    return found.st_size < MAGIC_LENGTH + TRAILER_LENGTH and not stat.S_ISDIR(found.st_mode)
 
 
 def _is_encrypted(location: FileLocation) -> bool:
     with open_source(location) as source:
         if source.size_bytes < MAGIC_LENGTH + TRAILER_LENGTH:
             return False
-        # A file that is not complete has no footer, and nobody can read it. Where the two differ, some read it.
-        ends = {bytes(source.read_at(at, MAGIC_LENGTH)) for at in (0, source.size_bytes - MAGIC_LENGTH)}
-        return ends <= {MAGIC, MAGIC_ENCRYPTED_FOOTER} and read_envelope(source).mode is not FooterMode.UNENCRYPTED
+        # A file that is not complete has no footer, and nobody can read it. Some readers look at its end alone; of
+        # the tail of a file that is kept, the file itself says what it needs.
+        start, end = (bytes(source.read_at(at, MAGIC_LENGTH)) for at in (0, source.size_bytes - MAGIC_LENGTH))
+        if end not in _MAGIC or (start not in _MAGIC and location.name.endswith(SUFFIX)):
+            return False
+        return read_envelope(source).mode is not FooterMode.UNENCRYPTED

@@ -18,7 +18,8 @@ from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.pages import padded_crc
 from parquet_keytools.format.structs import FileMetaData, PageHeader
 
-TABLE = pa.table({"a": [f"text {i % 40}" for i in range(300)], "b": list(range(300))})
+# The pages of one column have about one length, those of the other one become longer and longer.
+TABLE = pa.table({"a": [f"text {i % 40}" for i in range(300)], "b": [str(3**i) for i in range(300)]})
 every_algorithm = pytest.mark.parametrize("algorithm", Algorithm, ids=str)
 every_piece = pytest.mark.parametrize("piece_length", [1, 900, 1 << 20])
 
@@ -26,7 +27,13 @@ every_piece = pytest.mark.parametrize("piece_length", [1, 900, 1 << 20])
 def written(**options: Any) -> bytes:
     """Return a file with a dictionary page and several data pages in each chunk."""
     stream = io.BytesIO()
-    pq.write_table(TABLE, stream, data_page_size=150, write_batch_size=25, row_group_size=200, **options)
+    sizes = {
+        "row_group_size": 200,
+        "write_batch_size": 25,
+        "data_page_size": 150,
+        "dictionary_pagesize_limit": 300,
+    }
+    pq.write_table(TABLE, stream, **sizes, **options)
     return stream.getvalue()
 
 

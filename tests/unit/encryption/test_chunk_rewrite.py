@@ -364,6 +364,47 @@ def test_a_page_offset_of_zero_is_none(indexed: bytes, places: dict[str, int]) -
     assert column.index_page_offset == places.get("index_page_offset")
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_places_that_name_no_page(indexed: bytes, copied: bool) -> None:
+    """They name none afterwards, but the data pages always begin somewhere."""
+    footer = footer_of(indexed)
+    (column, *_) = columns_of(footer)
+    start, end = column.dictionary_page_offset, column.data_page_offset
+    assert start is not None and start + 1 < end
+    keys = NamedKeys()
+    plaintext = {("a",): ColumnEncryption.PLAINTEXT} if copied else {}
+    encryption = FileEncryption(keys.new(b"kf"), b"kf", plaintext, unlisted_columns=ColumnEncryption.FOOTER_KEY)
+
+    def now(data_page_offset: int, dictionary_page_offset: int | None, index_page_offset: int | None) -> list[Any]:
+        column.data_page_offset, column.dictionary_page_offset = data_page_offset, dictionary_page_offset
+        column.index_page_offset = index_page_offset
+        serialised = footer.serialise()
+        source = body(indexed) + serialised + len(serialised).to_bytes(4, "little") + b"PAR1"
+        stored = read_footer(MemorySource(encrypted(source, encryption)), keys)
+        metadata = stored.chunks[0][0].meta_data
+        assert metadata is not None
+        return places([metadata])[0][:3]
+
+    data_page, dictionary_page, none = now(end, start, None)
+    assert dictionary_page == start and data_page > start and none is None
+    assert now(end, start, end) == [data_page, start, data_page]
+    assert now(end, start, end + 1) == [data_page, start, None]
+    assert now(start + 1, start, None) == [start if copied else data_page, start, None]
+    assert now(0, start, None) == [0, start, None]
+    assert now(start, start + 1, None) == [start, None, None] if copied else [data_page, start, None]
+
+
+def test_a_chunk_without_pages_names_no_index_page() -> None:
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"a": pa.array([], pa.int64())}), stream)
+    keys = NamedKeys()
+    stored = encrypted(stream.getvalue(), FileEncryption(keys.new(b"kf"), b"kf"))
+    metadata = read_footer(MemorySource(stored), keys).metadata
+    assert all(column.index_page_offset is None for column in columns_of(metadata))
+    back = footer_of(decrypted(stored, keys)).row_groups[0]
+    assert back.columns == footer_of(stream.getvalue()).row_groups[0].columns
+
+
 def test_copies_lie_where_their_writer_says(indexed: bytes) -> None:
     """As far behind as the chunk before them grew: also the end of a chunk, where early writers see it."""
     footer = footer_of(indexed)

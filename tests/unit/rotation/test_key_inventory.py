@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from memory_files import MemorySource, encrypted
 from rotation_case import (
     MASTER_KEYS,
     TABLE,
@@ -19,9 +23,14 @@ from rotation_case import (
 )
 
 from parquet_keytools import Keytools, KeytoolsError, parse_configuration
+from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
+from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import ConfigurationError, KmsAccessDeniedError
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.rotation.inventory import FileKeyUses
+from parquet_keytools.rotation.inventory import FileKeyUses, why_unknown
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.walk import LeftOut, LeftOutReason
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
 every_footer = pytest.mark.parametrize("plaintext_footer", [True, False])
@@ -144,6 +153,7 @@ def test_files_of_all_kinds(tmp_path: Path) -> None:
     found = {Path(file.path).stem: file for file in tools.key_inventory(case.folder)}
     assert [(use.data_key, use.master_key_id) for use in found["data_key"].uses] == [("dk", None), (None, "ka")]
     assert [(use.column, use.master_key_id) for use in found["uniform"].uses] == [(None, "kf")]
+    assert found["bad"].is_encrypted and found["bad"].is_unseen and not found["pyarrow"].is_unseen
     assert not found["plaintext"].is_encrypted and found["plaintext"].depends_on("kf") is False
     assert type(found["bad"].unknown).__name__ == "ParquetFormatError" and found["bad"].depends_on("kf") is None
     assert len(found["pyarrow"].uses) == 5
@@ -152,7 +162,7 @@ def test_files_of_all_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["_x.parquet", "_metadata", "_KEY_MATERIAL_FOR_z.parquet.json"])
-@pytest.mark.parametrize("start", [b"PARE", b"PAR1"])
+@pytest.mark.parametrize("start", [b"PARE", b"PAR1", b"what"])
 def test_what_no_data_set_has_may_need_keys(tmp_path: Path, name: str, start: bytes) -> None:
     """Arrow reads such a file where it is named, also where its first bytes are wrong."""
     case = Case.make(tmp_path, "keystore")
@@ -160,9 +170,104 @@ def test_what_no_data_set_has_may_need_keys(tmp_path: Path, name: str, start: by
     (case.folder / name).write_bytes(start + content[4:])
     (case.folder / "_KEY_MATERIAL_FOR_y.parquet.json").write_text("{}")
     (case.folder / "_half").write_bytes(content[:-4])
-    inventory = [file for file in case.tools().key_inventory(case.folder) if file.unknown is not None]
-    assert [Path(file.path).name for file in inventory] == [name]
-    assert inventory[0].depends_on("new") is None
+    (case.folder / "_no_parquet").write_bytes(b"what" * 9)
+    inventory = {Path(file.path).name: file for file in case.tools().key_inventory(case.folder)}
+    assert inventory.keys() == {"x.parquet", name}
+    assert inventory["x.parquet"].unknown is None and inventory[name].depends_on("new") is None
+    assert inventory[name].is_encrypted and inventory[name].is_passed_over
+    assert len(list(case.tools().key_inventory(case.folder, ignore_passed_over=True))) == 1
+
+
+def test_what_is_passed_over_in_a_store(tmp_path: Path) -> None:
+    """Of which nobody can tell by a look at this machine's disk."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    case, memory = Case.make(tmp_path, "keystore"), MemoryFileSystem()
+    content = case.write().read_bytes()
+    root = f"/{tmp_path.name}"
+    for name, data in {"x.parquet": content, "_x.parquet": content, "_SUCCESS": b"", "_note": b"text" * 9}.items():
+        memory.pipe_file(f"{root}/{name}", data)
+    found = [Path(file.path).name for file in case.tools().key_inventory(root, filesystem=memory)]
+    assert sorted(found) == ["_x.parquet", "x.parquet"]
+    # Removed since it was listed: it is not a link to nowhere, as there are none.
+    gone = FileLocation.resolve(f"{root}/_x.parquet", memory)
+    memory.rm(f"{root}/_x.parquet")
+    assert why_unknown(LeftOut(gone, LeftOutReason.PASSED_OVER)) is None
+    memory.rm(root, recursive=True)
+
+
+def test_what_is_passed_over_and_is_no_file(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "keystore")
+    case.write()
+    os.mkfifo(case.folder / "_pipe.parquet")
+    (case.folder / "_nowhere.parquet").symlink_to("nowhere")
+    (case.folder / ".#lock").symlink_to("somebody@machine:1")
+    (case.folder / "_itself").symlink_to("_itself")
+    unknown = {Path(file.path).name: str(file.unknown) for file in case.tools().key_inventory(case.folder)}
+    assert unknown.keys() == {"x.parquet", "_nowhere.parquet", "_itself"}
+    assert "it is a dangling link" in unknown["_nowhere.parquet"]
+    assert "cannot be read: Too many levels of symbolic links" in unknown["_itself"]
+    # A folder that cannot be listed may hold anything.
+    folder = LeftOut(FileLocation.resolve(case.folder), LeftOutReason.PASSED_OVER)
+    assert "cannot be read" in str(why_unknown(folder))
+
+
+def test_a_folder_where_nothing_can_be_looked_into(tmp_path: Path) -> None:
+    """It is not as good as one in which nothing needs a key."""
+    case = Case.make(tmp_path, "keystore")
+    case.write().rename(case.folder / "_x.parquet")
+    (case.folder / "y.parquet").symlink_to("nowhere")
+    found = list(case.tools().files_using("kf", case.folder))
+    assert {Path(file.path).name for file in found} == {"_x.parquet", "y.parquet"}
+    assert all(file.is_encrypted and file.unknown is not None for file in found)
+    assert {file.is_unseen for file in found} == {file.is_passed_over for file in found} == {True, False}
+
+
+def test_the_key_of_a_column_is_proven(tmp_path: Path) -> None:
+    """The KMS unwraps an entry of another file, and it opens nothing here: the column needs a key that is lost."""
+    case = Case.make(tmp_path, "keystore", key_material="external")
+    path, other = case.write(), case.write("y.parquet")
+    texts, others = (json.loads(key_material_file(file).read_text()) for file in (path, other))
+    key_material_file(path).write_text(json.dumps({**texts, "columnKey0": others["columnKey0"]}))
+    found = {Path(file.path).name: file for file in case.tools().key_inventory(case.folder)}
+    assert isinstance(found["x.parquet"].unknown, KeytoolsError) and found["y.parquet"].unknown is None
+    assert found["x.parquet"].depends_on("new") is None and found["y.parquet"].depends_on("new") is False
+
+
+def test_a_prefix_that_is_not_stored(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "keystore", aad_prefix="here", store_aad_prefix=False)
+    path = case.write()
+    assert only(case.tools(), path).unknown is None
+    (file,) = case.tools().key_inventory(path, aad_prefix="there")
+    assert isinstance(file.unknown, KeytoolsError) and file.depends_on("kf") and file.depends_on("new") is None
+
+
+@pytest.mark.parametrize("of", ["a column", "a column that is not authentic", "the footer"])
+def test_key_metadata_that_nobody_understands(tmp_path: Path, of: str) -> None:
+    """It does not end the inventory; the file needs a key that cannot be told."""
+    case = Case.make(tmp_path, "in_memory")
+    document: dict[str, Any] = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
+        "data_keys": {"dk": base64.b64encode(bytes(16)).decode()},
+        "tables": {"t": {"footer_key": "dk", "column_keys": {"ka": ["a"]}, "plaintext_footer": True}},
+    }
+    tools = Keytools(parse_configuration(document), kms=case.kms)
+    path = case.folder / "x.parquet"
+    tools.write_table(TABLE, path)
+    plain, odd = io.BytesIO(), b'{"keyMaterialType":"PKMT1"}'
+    pq.write_table(TABLE, plain)
+    dek = SecretBytes(bytes(15) + b"1" if "not" in of else bytes(16))
+    key_metadata = odd if of == "the footer" else read_envelope(MemorySource(path.read_bytes())).key_metadata
+    encryption = FileEncryption(
+        dek, key_metadata, {("a",): ColumnKey(SecretBytes.random(128), odd)}, plaintext_footer=True
+    )
+    (case.folder / "odd.parquet").write_bytes(encrypted(plain.getvalue(), encryption))
+    found = {Path(file.path).stem: file for file in tools.key_inventory(case.folder)}
+    assert found["x"].unknown is None and found["x"].depends_on("ka") and found["x"].depends_on("new") is False
+    assert isinstance(found["odd"].unknown, KeytoolsError) and found["odd"].is_encrypted
+    assert found["odd"].depends_on("ka") is None
+    assert found["odd"].summary()["keys"] == ([] if of == "the footer" else ["dk"])
 
 
 def test_entries_that_nothing_refers_to(tmp_path: Path) -> None:
