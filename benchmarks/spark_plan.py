@@ -17,16 +17,17 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from parquet_keytools.spark.pipelines.job import MOST_PIECES_A_GROUP
-from parquet_keytools.spark.pipelines.planned_files import (
+from parquet_keytools.spark.pipelines.file_tables import (
     cut,
     cut_by_group,
+    file_row,
     number_of_pieces,
     plan_data_set,
     rows_of,
+    task_result,
 )
-from parquet_keytools.spark.pipelines.planned_files import unpacked as unpacked_table
-from parquet_keytools.spark.pipelines.report import file_row, task_result
+from parquet_keytools.spark.pipelines.file_tables import unpacked as unpacked_table
+from parquet_keytools.spark.pipelines.job import MOST_PIECES_A_GROUP
 from parquet_keytools.storage.locations import FileLocation
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from parquet_keytools.spark.frames import KeyRequest
-from parquet_keytools.spark.pipelines.report import TaskResult
+from parquet_keytools.spark.pipelines.file_tables import TaskResult
+from parquet_keytools.spark.transport import KeyRequest
 
 
 def key_request_bytes(request: KeyRequest) -> bytes:

@@ -19,8 +19,8 @@ from spark_jvm import JAVA_OPTIONS
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.spark import configure, pipelines
 from parquet_keytools.spark.pipelines import encryption, rotation, worker_keys
+from parquet_keytools.spark.pipelines.file_tables import TaskResult
 from parquet_keytools.spark.pipelines.job import Job, Work
-from parquet_keytools.spark.pipelines.report import TaskResult
 
 # On a busy machine, the executors of a new session come further apart.
 worker_keys._SETTLED_SECONDS = 3.0

@@ -34,7 +34,7 @@ from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.rotation.journal import FORMER_JOURNAL_NAME
 from parquet_keytools.rotation.kept_keys import keep, new_rotation_id
 from parquet_keytools.rotation.tail import footer_of, read_tail
-from parquet_keytools.spark.pipelines import inventory, rotation
+from parquet_keytools.spark.pipelines import inspection, rotation
 from parquet_keytools.storage.locations import FileLocation
 
 ROLES = ("kf", "ka", "kb", "new")
@@ -247,8 +247,8 @@ class Place(ExitStack):
                 assert "Nothing here needs" not in err, err
         else:
             spark: Any = FakeSpark([2], spark_master="local[2]")
-            rows = inventory.keys(spark, self.folder, self.config).rows()
-            files = [(row["path"], row["outcome"] != inventory.LISTED) for row in rows]
+            rows = inspection.keys(spark, self.folder, self.config).rows()
+            files = [(row["path"], row["outcome"] != inspection.LISTED) for row in rows]
         return {Path(path).stem for path, unknown in files if unknown}
 
 

@@ -584,11 +584,11 @@ def test_the_limits_of_the_kms_hold_for_all_tasks_together(
 
 
 def test_two_attempts_of_one_task_both_end_well(flights: pa.Table, tmp_path: Path) -> None:
-    from parquet_keytools.spark.carried_configuration import carried
     from parquet_keytools.spark.pipelines import encryption
+    from parquet_keytools.spark.pipelines.file_tables import cut, node_location, plan_data_set
     from parquet_keytools.spark.pipelines.finished_files import RecordFolder
-    from parquet_keytools.spark.pipelines.planned_files import cut, node_location, plan_data_set
     from parquet_keytools.spark.pipelines.worker_keys import CarriedKeys
+    from parquet_keytools.spark.transport import carried
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, PASSPHRASE)

@@ -483,7 +483,7 @@ def test_elsewhere_a_writer_on_another_machine_may_need_it_yet(tmp_path: Path, s
 
 
 def test_in_spark_no_task_has_it_re_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from parquet_keytools.spark.pipelines import inventory, rotation
+    from parquet_keytools.spark.pipelines import inspection, rotation
 
     keys = {name: base64.b64encode(name.encode().ljust(32)).decode() for name in MASTER_KEYS}
     kms = InMemoryKms({name: base64.b64decode(key) for name, key in keys.items()})
@@ -511,7 +511,7 @@ def test_in_spark_no_task_has_it_re_wrapped(tmp_path: Path, monkeypatch: pytest.
     entries = external_entries(path)
     entries["columnKey0"]["masterKeyID"] = "kb"
     key_material_file(path).write_text(json.dumps({name: json.dumps(entry) for name, entry in entries.items()}))
-    assert inventory.keys(spark, case.folder, config).outcomes == {"not all keys can be seen": 1}
+    assert inspection.keys(spark, case.folder, config).outcomes == {"not all keys can be seen": 1}
     assert rotation.rotate(spark, case.folder, config, only_master_keys=["kf"]).outcomes == {"failed": 1}
 
 

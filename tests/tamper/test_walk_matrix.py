@@ -23,7 +23,7 @@ from parquet_keytools import Keytools
 from parquet_keytools.cli import app
 from parquet_keytools.errors import IncompleteDataSetError, KeytoolsError
 from parquet_keytools.spark import pipelines
-from parquet_keytools.spark.pipelines.planned_files import plan_data_set, rows_of
+from parquet_keytools.spark.pipelines.file_tables import plan_data_set, rows_of
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import escaped_path
 

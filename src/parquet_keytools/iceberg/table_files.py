@@ -36,6 +36,7 @@ from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import BufferSink
 from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_file import PlainFile
+from parquet_keytools.view.plain_files import PlainInput
 
 MAPPING_PROPERTY = "keytools.location-mapping"
 
@@ -275,19 +276,10 @@ def _open_footer(source: ByteSource, key: StandardKeyMetadata, name: str) -> tup
     return footer, envelope
 
 
-class UncopiedInput(RangedFile):
+class UncopiedInput(PlainInput):
     """A plaintext view for Arrow alone, which takes any buffer for the bytes that it reads.
 
     The stored file is closed when nobody has the view any more.
     """
-
-    def __init__(self, file: PlainFile) -> None:
-        super().__init__()
-        self._file = file
-        self.size_bytes = file.size_bytes
-
-    def read_at(self, offset: int, length: int) -> bytes:
-        """Return a range of the view."""
-        return self._file.read_at(offset, length) if length else b""
 
     read = RangedFile.read_uncopied  # type: ignore[assignment]

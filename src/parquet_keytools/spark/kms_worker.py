@@ -1,6 +1,6 @@
 """The process beside a JVM of Spark that asks the KMS: `python -m parquet_keytools.spark.kms_worker`.
 
-It takes requests on stdin and answers on stdout (`frames`), and ends with the end of stdin. What it says to
+It takes requests on stdin and answers on stdout (`transport`), and ends with the end of stdin. What it says to
 people goes to stderr, which the JVM logs.
 """
 
@@ -28,12 +28,8 @@ from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.spark.carried_configuration import (
-    kms_for_spark,
-    received_configuration,
-    refuse_generated_keys,
-)
-from parquet_keytools.spark.frames import (
+from parquet_keytools.spark.table_options import TableRequests
+from parquet_keytools.spark.transport import (
     PREAMBLE,
     Frame,
     KeyRequest,
@@ -41,10 +37,12 @@ from parquet_keytools.spark.frames import (
     Operation,
     Status,
     frame_bytes,
+    kms_for_spark,
     read_frame,
     read_key_request,
+    received_configuration,
+    refuse_generated_keys,
 )
-from parquet_keytools.spark.table_options import TableRequests
 
 THREADS = 4
 """So many calls to the KMS at a time; what comes meanwhile waits, and goes together in the next one."""

@@ -14,7 +14,7 @@ from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.digested_columns import refuse_digests
 from parquet_keytools.spark.bridge_jar import cached_jar
-from parquet_keytools.spark.carried_configuration import (
+from parquet_keytools.spark.transport import (
     carried,
     carried_file,
     configuration_identity,
@@ -135,17 +135,12 @@ def configure_session(
     settings = session_settings(
         configuration,
         file_on_nodes=file_on_nodes,
-        python=python or _setting_of(spark, "spark.pyspark.python"),
+        python=python or spark.conf.get("spark.pyspark.python", None),
         jar=jar,
         timeout_seconds=timeout_seconds,
     )
     _configure_running(spark, settings)
     return spark
-
-
-def _setting_of(spark: SparkSession, name: str) -> str | None:
-    found: str | None = spark.conf.get(name, None)
-    return found
 
 
 def _check_what_it_makes(builder: SparkSession.Builder, settings: dict[str, str]) -> None:
@@ -241,22 +236,16 @@ def _add_to_running_jvm(jvm: Any, jar: str) -> None:
     from py4j.protocol import Py4JError
 
     loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
-    try:
+    with suppress(Py4JError):
         loader.loadClass(_FACTORY)
         return
-    except Py4JError:
-        pass
-    try:
+    with suppress(Py4JError):
         loader.addURL(jvm.java.io.File(jar).toURI().toURL())
         loader.loadClass(_FACTORY)
-    except Py4JError:
-        unwilling = True
-    else:
-        unwilling = False
-    if unwilling:
-        raise ConfigurationError(
-            "the driver's JVM is already running and cannot load a jar.", hint=f"Start it with --jars {jar}"
-        )
+        return
+    raise ConfigurationError(
+        "the driver's JVM is already running and cannot load a jar.", hint=f"Start it with --jars {jar}"
+    )
 
 
 def session_settings(
@@ -282,7 +271,7 @@ def session_settings(
         "parquet.encryption.kms.instance.id": kms.instance_id,
         # Else parquet-java looks for one in the files.
         "parquet.encryption.kms.instance.url": "DEFAULT",
-        "parquet.encryption.cache.lifetime.seconds": _whole_seconds(reading.cache_lifetime_seconds),
+        "parquet.encryption.cache.lifetime.seconds": str(int(reading.cache_lifetime_seconds)),
         "parquet.encryption.key.access.token": cache_name(text, "reading", reading.cache_lifetime_seconds),
         "parquet.keytools.configuration": base64.b64encode(text.encode()).decode(),
         _IDENTITY: configuration_identity(configuration),
@@ -318,10 +307,6 @@ def cache_name(*parts: object) -> str:
     It is no secret. KEKs, and KMS clients, that must not be mixed up have to differ in it.
     """
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-def _whole_seconds(seconds: float) -> str:
-    return str(int(seconds))
 
 
 def table_aad_prefix(configuration: Configuration, table_name: str | None) -> str | None:

@@ -14,7 +14,6 @@ from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError
 from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, refuse_values_of_folders
 from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
-from parquet_keytools.spark.carried_configuration import carried, configuration_identity
 from parquet_keytools.spark.session import (
     AAD_PREFIX,
     FACTORY_OPTIONS,
@@ -23,6 +22,7 @@ from parquet_keytools.spark.session import (
     refuse_digests_in_spark,
     table_aad_prefix,
 )
+from parquet_keytools.spark.transport import carried, configuration_identity
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType

@@ -148,9 +148,9 @@ class ChunkView:
             start += len(page)
         if position >= end:
             return
-        last = self._cache.get((self._number, self._start_of(end - 1)))
+        last_start = self._start_of(end - 1)
+        last = self._cache.get((self._number, last_start))
         if last is not None:
-            last_start = self._start_of(end - 1)
             _copy(last, last_start, offset, out)
             end = stop = last_start
         while start < end:
@@ -187,15 +187,13 @@ class ChunkView:
         out: memoryview,
     ) -> None:
         length = facts.page_length - self._reader.page_framing
-        plaintext = out[len(out) - length :]
-        crc = None
+        room = len(out) - length
+        plaintext = out[room:]
         if facts.crc is not None:
             # It is that of the page as it is stored: all there is to detect damage with AES-CTR.
             check_crc(module, facts.crc, path, offset)
         decrypt_page(self._reader, module, ordinal, plaintext)
-        if facts.crc is not None:
-            crc = zlib.crc32(plaintext)
-        room = len(out) - length
+        crc = None if facts.crc is None else zlib.crc32(plaintext)
         out[:room] = padded_header(with_sizes(facts, length, crc), room)
 
     # --- Where pages begin ---------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.format.structs import SchemaElement
 from parquet_keytools.format.thrift_values import Struct, WireType
 
-_TYPE_LENGTH, _REPETITION, _CONVERTED_TYPE, _SCALE, _PRECISION, _LOGICAL_TYPE = 2, 3, 6, 7, 8, 10
+_TYPE_LENGTH, REPETITION_FIELD_ID, _CONVERTED_TYPE, _SCALE, _PRECISION, _LOGICAL_TYPE = 2, 3, 6, 7, 8, 10
 """Field ids of SchemaElement."""
 
 _BOOLEAN, INT32, INT64, INT96, _FLOAT, _DOUBLE, _BYTE_ARRAY, _FIXED = range(8)
@@ -96,7 +96,7 @@ def leaf_chains(schema: Sequence[SchemaElement]) -> list[list[SchemaElement]]:
 
 def repetition(element: SchemaElement) -> int:
     """Return 0 for required, 1 for optional, 2 for repeated."""
-    return _number(element.struct, _REPETITION) or 0
+    return _number(element.struct, REPETITION_FIELD_ID) or 0
 
 
 def highest_levels(chain: Sequence[SchemaElement]) -> tuple[int, int]:

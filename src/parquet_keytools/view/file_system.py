@@ -31,18 +31,11 @@ from parquet_keytools.view.plain_files import PlainFiles, PlainInput
 _TYPES = {pafs.FileType.Directory: "directory", pafs.FileType.File: "file"}
 
 
-class MakesFileSystems(Protocol):
+class _MakesFileSystems(Protocol):
     """`Keytools`, as far as file systems know it."""
 
-    def filesystem(self, table_name: str | None = None, filesystem: Any = None) -> KeytoolsFileSystem:
-        """Return a file system."""
-        ...
-
-    def view(
-        self, path: PathLike | FileLocation, *, table_name: str | None = None, filesystem: Any = None
-    ) -> KeytoolsFileSystem:
-        """Return a file system whose root is a folder, or a file."""
-        ...
+    def filesystem(self, table_name: str | None = None, filesystem: Any = None) -> KeytoolsFileSystem: ...
+    def view(self, path: FileLocation, *, table_name: str | None = None) -> KeytoolsFileSystem: ...
 
 
 class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
@@ -63,7 +56,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def __init__(
         self,
-        keytools: MakesFileSystems,
+        keytools: _MakesFileSystems,
         keys: KeyService,
         table_name: str | None = None,
         filesystem: Any = None,
@@ -196,9 +189,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """Return what is in a folder, by name; see `infos_in` for names that are not UTF-8."""
         location = self._location(path)
         found = self._found(location)
-        infos = [found]
-        if found.type == pafs.FileType.Directory:
-            infos = infos_in(location)
+        infos = infos_in(location) if found.type == pafs.FileType.Directory else [found]
         entries = sorted(map(self._as_dict, infos), key=lambda entry: str(entry["name"]))
         return entries if detail else [entry["name"] for entry in entries]
 
@@ -319,7 +310,7 @@ _restored_lock = ForkSafeLock()
 
 def _restored(
     pickled_as: str,
-    keytools: MakesFileSystems,
+    keytools: _MakesFileSystems,
     table_name: str | None,
     filesystem: Any,
     root: FileLocation | None,

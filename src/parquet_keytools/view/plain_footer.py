@@ -18,6 +18,7 @@ from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, RowGrou
 from parquet_keytools.format.thrift_values import WireType
 from parquet_keytools.view.digest_chunk import StandIn
 from parquet_keytools.view.digest_kinds import (
+    REPETITION_FIELD_ID,
     digest_arrow_schema,
     digest_kind,
     digest_schema,
@@ -26,7 +27,6 @@ from parquet_keytools.view.digest_kinds import (
     repetition,
 )
 
-_REPETITION_FIELD_ID = 3
 _REQUIRED, _OPTIONAL = 0, 1
 
 _REFUSED_PAGE = b"\xff" * 8
@@ -252,10 +252,11 @@ class _TailBuilder:
     def schema(self) -> list[SchemaElement]:
         """Return the schema in which columns that are made null may be null."""
         schema = list(self.selection.metadata.schema)
-        for position in _top_level_positions(schema):
-            if schema[position].name in self._denied and repetition(schema[position]) == _REQUIRED:
-                schema[position] = schema[position].shallow_copy()
-                schema[position].struct.set_entry(_REPETITION_FIELD_ID, (WireType.I32, _OPTIONAL))
+        top_level = {id(chain[0]) for chain in leaf_chains(schema)}
+        for position, element in enumerate(schema):
+            if id(element) in top_level and element.name in self._denied and repetition(element) == _REQUIRED:
+                schema[position] = element.shallow_copy()
+                schema[position].struct.set_entry(REPETITION_FIELD_ID, (WireType.I32, _OPTIONAL))
         return schema
 
 
@@ -263,18 +264,6 @@ def _shorter(length: int, modules: int) -> int:
     if length < modules * GCM_FRAMING:
         raise ParquetFormatError(f"{length} bytes are too few for what is encrypted there.")
     return length - modules * GCM_FRAMING
-
-
-def _top_level_positions(schema: Sequence[SchemaElement]) -> list[int]:
-    """Return where in a flattened schema the children of the root are."""
-    positions = []
-    waiting = 0
-    for position, element in enumerate(schema[1:], 1):
-        if waiting == 0:
-            positions.append(position)
-            waiting = 1
-        waiting += (element.num_children or 0) - 1
-    return positions
 
 
 def _levels(

@@ -7,7 +7,7 @@ import pytest
 
 from parquet_keytools import load_configuration, parse_configuration
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.spark.carried_configuration import (
+from parquet_keytools.spark.transport import (
     carried,
     carried_file,
     configuration_identity,

@@ -22,17 +22,18 @@ from parquet_keytools import SecretBytes, load_configuration
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsUnavailableError
 from parquet_keytools.kms.client import UnwrapRequest, WrapRequest
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.spark.carried_configuration import carried, carried_file
-from parquet_keytools.spark.frames import (
+from parquet_keytools.spark.kms_worker import MOST_TOGETHER, THREADS, KmsWorker, WaitingRequests
+from parquet_keytools.spark.transport import (
     PREAMBLE,
     Frame,
     KeyRequest,
     Operation,
     Status,
+    carried,
+    carried_file,
     frame_bytes,
     read_frame,
 )
-from parquet_keytools.spark.kms_worker import MOST_TOGETHER, THREADS, KmsWorker, WaitingRequests
 
 MASTER_KEYS = {"footer": os.urandom(16), "pii": os.urandom(16), "arn:aws:kms:1,2;3": os.urandom(16)}
 KEY = bytes(range(16))

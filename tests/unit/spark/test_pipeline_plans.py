@@ -22,9 +22,8 @@ from parquet_keytools.kms.keystore import KeystoreSettings
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.spark import pipelines
 from parquet_keytools.spark.pipelines import encryption, rotation, worker_keys
-from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, state_of
-from parquet_keytools.spark.pipelines.job import Job
-from parquet_keytools.spark.pipelines.planned_files import (
+from parquet_keytools.spark.pipelines.file_tables import (
+    TaskResult,
     cut,
     cut_by_group,
     node_location,
@@ -34,7 +33,8 @@ from parquet_keytools.spark.pipelines.planned_files import (
     plan_data_set,
     unpacked,
 )
-from parquet_keytools.spark.pipelines.report import TaskResult
+from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, state_of
+from parquet_keytools.spark.pipelines.job import Job
 from parquet_keytools.spark.pipelines.worker_keys import (
     first_pause_seconds,
     most_tasks_of,

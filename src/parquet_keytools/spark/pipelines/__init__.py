@@ -4,9 +4,8 @@ Each takes a session and returns a report, whose `files` is a DataFrame with a r
 """
 
 from parquet_keytools.spark.pipelines.encryption import encrypt
-from parquet_keytools.spark.pipelines.inventory import keys
-from parquet_keytools.spark.pipelines.report import PipelineReport
+from parquet_keytools.spark.pipelines.file_tables import PipelineReport
+from parquet_keytools.spark.pipelines.inspection import VerificationReport, keys, verify
 from parquet_keytools.spark.pipelines.rotation import rekey, rotate
-from parquet_keytools.spark.pipelines.verification import VerificationReport, verify
 
 __all__ = ["PipelineReport", "VerificationReport", "encrypt", "keys", "rekey", "rotate", "verify"]

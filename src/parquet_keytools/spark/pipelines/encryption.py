@@ -19,28 +19,26 @@ from parquet_keytools.errors import ConfigurationError, KeytoolsError, OutputErr
 from parquet_keytools.files import conversion
 from parquet_keytools.files.file_plan import check_target_file, check_target_folder
 from parquet_keytools.files.table_check import TableCheck
-from parquet_keytools.spark.carried_configuration import configuration_identity
-from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, parameters_hash, state_of
-from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles, timed_row
-from parquet_keytools.spark.pipelines.planned_files import (
+from parquet_keytools.spark.pipelines.file_tables import (
+    FAILED,
+    LEFT_OUT,
+    PipelineReport,
     PlannedFiles,
+    TaskResult,
     cut,
     file_at,
+    file_row,
     is_object_store,
     node_location,
     place_of,
     plan_data_set,
     rows_of,
-)
-from parquet_keytools.spark.pipelines.report import (
-    FAILED,
-    LEFT_OUT,
-    PipelineReport,
-    TaskResult,
-    file_row,
     task_result,
 )
+from parquet_keytools.spark.pipelines.finished_files import FinishedFiles, RecordFolder, parameters_hash, state_of
+from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles, timed_row
 from parquet_keytools.spark.pipelines.worker_keys import JobKeyService, WorkerKeys
+from parquet_keytools.spark.transport import configuration_identity
 from parquet_keytools.storage.locations import FileLocation, PathLike
 from parquet_keytools.storage.outputs import whole_output, write_whole
 from parquet_keytools.storage.sources import open_source

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.spark.pipelines.planned_files import is_object_store, packed, unpacked
+from parquet_keytools.spark.pipelines.file_tables import is_object_store, packed, unpacked
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import write_whole
 from parquet_keytools.storage.sources import read_whole

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
@@ -20,21 +19,23 @@ from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, SparkJobFailedError, without_frames
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.rotation.held_keys import read_file_keys
-from parquet_keytools.rotation.rewrapper import WrappedKey
-from parquet_keytools.spark.carried_configuration import carried, carried_file, refuse_generated_keys
-from parquet_keytools.spark.pipelines.planned_files import (
+from parquet_keytools.spark.pipelines.file_tables import (
+    FAILED,
+    PipelineReport,
     PlannedFiles,
+    TaskResult,
     concatenated,
     cut,
     cut_by_group,
     file_at,
+    file_row,
     node_location,
     number_of_pieces,
     packed,
     rows_of,
+    task_result,
     unpacked,
 )
-from parquet_keytools.spark.pipelines.report import FAILED, PipelineReport, TaskResult, file_row, task_result
 from parquet_keytools.spark.pipelines.worker_keys import (
     CarriedKeys,
     WorkerKeys,
@@ -43,6 +44,7 @@ from parquet_keytools.spark.pipelines.worker_keys import (
     task_slots,
     worker_keys,
 )
+from parquet_keytools.spark.transport import carried, carried_file, refuse_generated_keys
 from parquet_keytools.storage.locations import FileLocation, PathLike
 
 if TYPE_CHECKING:
@@ -190,9 +192,7 @@ class Job:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give back the driver's connections, and count what it asked the KMS for."""
         for service in {id(service): service for service in (self.keys, self.new_keys)}.values():
             if service.kms is not None:
@@ -365,17 +365,12 @@ def _group_piece(place: str, position: int, attempt: int, piece: bytes) -> TaskR
         group, is_encrypted = 0, False
         try:
             keys = read_file_keys(file_at(root, file["path"]))
-            held = keys.footer_key
-            if held is not None:
-                group = _group(held.wrapped_key)
+            if (held := keys.footer_key) is not None:
+                text = f"{held.wrapped_key.master_key_id}\n{held.wrapped_key.wrapped_key}".encode()
+                group = int.from_bytes(hashlib.sha256(text).digest()[:8], "big", signed=True)
             is_encrypted = keys.is_encrypted
         except (KeytoolsError, OSError):
             # Whoever works on it says what is wrong with it.
             pass
         rows.append({**file, "group": group, "is_encrypted": is_encrypted})
     return TaskResult(packed(pa.Table.from_pylist(rows, _GROUPED)))
-
-
-def _group(key: WrappedKey) -> int:
-    text = f"{key.master_key_id}\n{key.wrapped_key}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big", signed=True)

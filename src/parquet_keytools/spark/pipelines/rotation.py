@@ -41,9 +41,17 @@ from parquet_keytools.rotation.rotation_plan import (
     RotationPlan,
     TableMembership,
 )
+from parquet_keytools.spark.pipelines.file_tables import (
+    FAILED,
+    PipelineReport,
+    TaskResult,
+    file_at,
+    file_row,
+    node_location,
+    place_of,
+    plan_data_set,
+)
 from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
-from parquet_keytools.spark.pipelines.planned_files import file_at, node_location, place_of, plan_data_set
-from parquet_keytools.spark.pipelines.report import FAILED, PipelineReport, TaskResult, file_row
 from parquet_keytools.spark.pipelines.worker_keys import WorkerKeys
 from parquet_keytools.storage.locations import FileLocation, PathLike
 

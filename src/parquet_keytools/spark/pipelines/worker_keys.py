@@ -22,7 +22,7 @@ from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KmsClient, KmsSettings
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
-from parquet_keytools.spark.carried_configuration import received_configuration
+from parquet_keytools.spark.transport import received_configuration
 from parquet_keytools.storage.locations import FileLocation
 
 _MOST_CLIENTS = 4

@@ -1,4 +1,4 @@
-"""Files of a data set verified rule by rule, and all of them as one data set."""
+"""Data sets looked into, and not changed: which master keys files depend on, and whether they follow the rules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,30 +20,129 @@ from parquet_keytools.conformance.file_keys import use_fingerprint_key
 from parquet_keytools.conformance.file_verifier import FileFacts
 from parquet_keytools.conformance.nonce_ledger import Invocations, NonceLedger, SharedNonces
 from parquet_keytools.conformance.report import FileReport, RuleResult, Verdict, verdict_of
-from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
-from parquet_keytools.spark.pipelines.planned_files import (
+from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES
+from parquet_keytools.rotation.inventory import FileKeyUses, Inventory, uses_of_left_out
+from parquet_keytools.rotation.request import prefix_of
+from parquet_keytools.spark.pipelines.file_tables import (
+    FAILED,
+    PipelineReport,
+    TaskResult,
     file_at,
+    file_row,
+    frame_of,
     left_out_of,
     node_location,
     packed,
     place_of,
     plan_data_set,
     rows_of,
+    task_result,
     unpacked,
 )
-from parquet_keytools.spark.pipelines.report import (
-    RULE_ROWS,
-    PipelineReport,
-    TaskResult,
-    file_row,
-    frame_of,
-    task_result,
-)
+from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
 from parquet_keytools.spark.pipelines.worker_keys import WorkerKeys
 from parquet_keytools.storage.locations import FileLocation, PathLike
+from parquet_keytools.storage.walk import LeftOut
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+RULE_ROWS = pa.schema(
+    [
+        ("file", pa.string()),
+        ("rule", pa.string()),
+        ("severity", pa.string()),
+        ("outcome", pa.string()),
+        ("message", pa.string()),
+        ("place", pa.string()),
+        ("offset", pa.int64()),
+    ]
+)
+"""A row for each rule and file, or for each finding; those of the data set as a whole have its path."""
+
+LISTED = "listed"
+NOT_ENCRYPTED = "not encrypted"
+INCOMPLETE = "not all keys can be seen"
+
+
+def keys(
+    spark: SparkSession,
+    path: PathLike,
+    configuration: Configuration | PathLike,
+    *,
+    table_name: str | None = None,
+    aad_prefix: str | None = None,
+    file_on_nodes: str | None = None,
+    max_tasks: int | None = None,
+    ignore_passed_over: bool = False,
+) -> PipelineReport:
+    """List which master keys, and versions of them, each file of a data set depends on; nothing is changed.
+
+    Args:
+        spark: A session.
+        path: A path or URI that every node understands.
+        configuration: The configuration, or its YAML file.
+        table_name: Table of the files, for an AAD prefix that they do not store.
+        aad_prefix: The AAD prefix that they must have.
+        file_on_nodes: See `encrypt`.
+        max_tasks: How many tasks there may be.
+        ignore_passed_over: Whether encrypted files are left out that readers of data sets pass over for their
+            names. Else they count as failed: which keys they need is unknown.
+
+    Raises:
+        ConfigurationError: The configuration is wrong here, or on an executor.
+        FileNotFoundError: There is no such file or folder.
+        SparkJobFailedError: Spark gave the job up.
+    """
+    place = place_of(path)
+    with Job(spark, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+        left_out: list[LeftOut] = []
+        plan = plan_data_set(node_location(place), on_left_out=None if ignore_passed_over else left_out.append)
+        with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
+            passed_over = [_row_of_uses(file, 0) for file in uses_of_left_out(pool, left_out)]
+        pieces = job.pieces(job.grouped(place, plan.table))
+        task = InventoryTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix)
+        job.work_on_files(f"list the keys of {place}", task, pieces)
+        job.add_unseen(plan)
+        job.add_rows(passed_over)
+    return job.report()
+
+
+@dataclass(frozen=True)
+class InventoryTask(PipelineTask):
+    """Lists the keys of files."""
+
+    def row(self, worker: WorkerKeys, location: FileLocation, file: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the row of a file, with its keys."""
+        if "inventory" not in worker.remembered:
+            # It remembers the footer keys of all tasks in this process.
+            worker.remembered["inventory"] = Inventory(
+                worker.keys, prefix_of(worker.keys, self.table_name, self.aad_prefix)
+            )
+        inventory: Inventory = worker.remembered["inventory"]
+        (uses,) = inventory.list(location)
+        return _row_of_uses(uses, file["size_bytes"])
+
+
+def _row_of_uses(file: FileKeyUses, size_bytes: int) -> dict[str, Any]:
+    outcome = LISTED if file.is_encrypted else NOT_ENCRYPTED
+    if file.unknown is not None:
+        outcome = INCOMPLETE if file.uses else FAILED
+    uses = [
+        {
+            "master_key": use.master_key_id,
+            "version": use.version,
+            "number": 1,
+            "column": use.column,
+            "is_footer": use.is_footer,
+            "wrapping": use.wrapping,
+            "kek_id": use.kek_id,
+            "data_key": use.data_key,
+        }
+        for use in file.uses
+    ]
+    return file_row(file.path, outcome, keys=uses, size_bytes=size_bytes, error=file.unknown)
+
 
 Fingerprints = dict[bytes, Invocations]
 Nonces = dict[bytes, list[tuple[bytes, bytes]]]
@@ -160,7 +260,7 @@ def verify(
             for other in data_set.files:
                 rules.append(_packed_rules(other.path, other.rules))
                 verdicts[other.verdict] += 1
-            job.add_rows([_row(other, 0) for other in data_set.files])
+            job.add_rows([_row_of_verdict(other, 0) for other in data_set.files])
             verdicts[verdict_of(data_set.rules, with_keys=True)] += 1
         job.add_unseen(plan, Verdict.INCOMPLETE.value)
         verdicts[Verdict.INCOMPLETE] += len(plan.unseen)
@@ -228,7 +328,7 @@ class VerificationTask(PipelineTask):
         for file in piece.files:
             started = time.monotonic()
             report, facts = self._verified(worker, root, file["path"])
-            rows.append(_row(report, file["size_bytes"]) | {"seconds": time.monotonic() - started})
+            rows.append(_row_of_verdict(report, file["size_bytes"]) | {"seconds": time.monotonic() - started})
             rules += _rule_rows(report.path, report.rules)
             fingerprints: Fingerprints = {}
             if (ledger := facts.nonces) is not None:
@@ -264,7 +364,7 @@ class NoncesTask(VerificationTask):
         return TaskResult(other=found)
 
 
-def _row(report: FileReport, size_bytes: int) -> dict[str, Any]:
+def _row_of_verdict(report: FileReport, size_bytes: int) -> dict[str, Any]:
     detail = "; ".join(f"{user}: {reason}" for user, reason in report.denied.items())
     return file_row(report.path, report.verdict.value, detail=detail, size_bytes=size_bytes)
 
