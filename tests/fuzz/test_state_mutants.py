@@ -33,7 +33,7 @@ from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import data_set_run, inventory
 from parquet_keytools.rotation.journal import FORMER_JOURNAL_NAME, journal_folder
-from parquet_keytools.rotation.kept_keys import SUFFIX
+from parquet_keytools.rotation.replaced_keys import SUFFIX
 from parquet_keytools.rotation.report import FileRotation, Outcome
 from parquet_keytools.rotation.tail import footer_of, read_tail
 from parquet_keytools.secret_bytes import SecretBytes

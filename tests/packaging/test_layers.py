@@ -107,7 +107,7 @@ OUTSIDE: dict[str, list[str]] = {
         "files/*.py",
         "iceberg/*.py",
         "keys/material_store.py",
-        "rotation/kept_keys.py",
+        "rotation/replaced_keys.py",
         "spark/pipelines/*.py",
         "rotation/s3_*.py",
         "storage/*.py",

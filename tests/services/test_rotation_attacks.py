@@ -32,7 +32,7 @@ from parquet_keytools.errors import KmsError
 from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.rotation.journal import FORMER_JOURNAL_NAME
-from parquet_keytools.rotation.kept_keys import keep, new_rotation_id
+from parquet_keytools.rotation.replaced_keys import keep, new_rotation_id
 from parquet_keytools.rotation.tail import footer_of, read_tail
 from parquet_keytools.spark.pipelines import inspection, rotation
 from parquet_keytools.storage.locations import FileLocation

@@ -25,12 +25,12 @@ from soak import SOAK
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import ChangedMeanwhileError
-from parquet_keytools.rotation import s3_replacement, tail_replacement
+from parquet_keytools.rotation import replaced_keys, s3_replacement
 from parquet_keytools.rotation.data_set_run import ATTEMPTS
+from parquet_keytools.rotation.replaced_keys import why_unconditional
 from parquet_keytools.rotation.report import FileRotation, Outcome
 from parquet_keytools.rotation.s3_replacement import LEAST_PART_BYTES, S3Object, read_object
 from parquet_keytools.rotation.tail import Tail, file_state
-from parquet_keytools.rotation.tail_replacement import why_unconditional
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.s3_connection import client_of
 
@@ -614,14 +614,14 @@ def test_rights_that_only_arrow_has(monkeypatch: pytest.MonkeyPatch) -> None:
     def whole(*_: Any, **__: Any) -> Any:
         raise RuntimeError("written whole")
 
-    monkeypatch.setattr(tail_replacement, "replacement", whole)
+    monkeypatch.setattr(replaced_keys, "replacement", whole)
     place: dict[str, Any] = {"endpoint_override": "127.0.0.1:1", "scheme": "http", "region": "us-east-1"}
     for options in ({"anonymous": True}, {"role_arn": "arn:aws:iam::111122223333:role/r"}):
         location = FileLocation(pafs.S3FileSystem(**options, **place), f"{BUCKET}/x")
         reason = why_unconditional(location)
         assert reason is not None and "no role that Arrow assumes" in reason
         with pytest.raises(RuntimeError, match="written whole"):
-            tail_replacement.replace_tail(location, Tail(8, 4, b"PAR1", ()), b"", lambda _: None)
+            replaced_keys.replace_tail(location, Tail(8, 4, b"PAR1", ()), b"", lambda _: None)
 
 
 def test_file_systems_share_a_client_where_they_have_the_same_rights(store: S3Store) -> None:

@@ -36,7 +36,7 @@ from parquet_keytools.rotation.journal import (
     JournalUnsafeError,
     journal_folder,
 )
-from parquet_keytools.rotation.kept_keys import SUFFIX, keep, new_rotation_id
+from parquet_keytools.rotation.replaced_keys import SUFFIX, keep, new_rotation_id
 from parquet_keytools.rotation.report import FileRotation, Outcome
 from parquet_keytools.rotation.tail import footer_of, new_tail, read_tail
 from parquet_keytools.storage.locations import FileLocation

@@ -32,7 +32,7 @@ from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key
 from parquet_keytools.rotation.batch import BatchFile, read_batch, step
 from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES, data_set_files
 from parquet_keytools.rotation.held_keys import AadPrefixOf, HeldKey, HeldKeys, Unwrapped, own_key_columns
-from parquet_keytools.rotation.kept_keys import SUFFIX
+from parquet_keytools.rotation.replaced_keys import SUFFIX
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.rotation_plan import MasterKeyVersions, SameMasterKey, is_same_version
 from parquet_keytools.runtime.presentation import Summarised

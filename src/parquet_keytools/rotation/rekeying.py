@@ -29,10 +29,9 @@ from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_mate
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import KmsKeys
-from parquet_keytools.rotation.data_set_run import OnFile, RunOptions, change_data_set
+from parquet_keytools.rotation.data_set_run import EachFile, OnFile, RunOptions, change_data_set
 from parquet_keytools.rotation.journal import Journal, kms_digest, refuse_inside
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
-from parquet_keytools.rotation.several_files import SeveralAtATime
 from parquet_keytools.rotation.tail import REFUSED_HINT, check_unchanged, proving, read_tail
 from parquet_keytools.runtime.worker_processes import StaysInParent, check_number_of_processes
 from parquet_keytools.secret_bytes import SecretBytes
@@ -156,7 +155,7 @@ def rekey_data_set(
     rekeying = _Rekeying(keys, new_keys, request, journal, raises_not_encrypted=not is_folder)
     options = RunOptions(keep_results=request.keep_results, on_file=request.on_file, raises_failures=not is_folder)
     processes = request.processes if path.is_for_all_processes else 1
-    change_data_set(path, SeveralAtATime(rekeying.rekey, processes), report, options, journal)
+    change_data_set(path, EachFile(rekeying.rekey, processes), report, options, journal)
     return report
 
 

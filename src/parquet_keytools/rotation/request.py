@@ -28,7 +28,7 @@ from parquet_keytools.rotation.journal import (
     kms_digest,
     refuse_inside,
 )
-from parquet_keytools.rotation.kept_keys import new_rotation_id
+from parquet_keytools.rotation.replaced_keys import new_rotation_id
 from parquet_keytools.rotation.report import RotationReport
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.rewrapping import MasterKeyRotation

@@ -27,7 +27,7 @@ from parquet_keytools.files.opened_file import WithTail
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.keys.key_material import KeyReference, parse_key_metadata
-from parquet_keytools.rotation.data_set_run import OneByOne, RunOptions, change_data_set, data_set_files
+from parquet_keytools.rotation.data_set_run import EachFile, RunOptions, change_data_set, data_set_files
 from parquet_keytools.rotation.held_keys import (
     AadPrefixOf,
     HeldKey,
@@ -37,11 +37,18 @@ from parquet_keytools.rotation.held_keys import (
     read_file_keys,
     require_footer_key,
 )
-from parquet_keytools.rotation.kept_keys import KeptFile, KeptKeys, kept_files_in, read_kept, remove_kept
+from parquet_keytools.rotation.replaced_keys import (
+    KeptFile,
+    KeptKeys,
+    kept_files_in,
+    read_kept,
+    remove_kept,
+    replace_external_material,
+    replace_tail,
+)
 from parquet_keytools.rotation.report import FileRotation, KmsCalls, RotationOutcome, RotationReport
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.tail import ReplacedTail, check_read_back, check_unchanged
-from parquet_keytools.rotation.tail_replacement import replace_external_material, replace_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
@@ -188,7 +195,7 @@ def restore_data_set(path: FileLocation, check: RestoredCheck) -> RotationReport
             )
         return _restore(location, kept, check, locked_folder)
 
-    change_data_set(path, OneByOne(restore), report, RunOptions())
+    change_data_set(path, EachFile(restore), report, RunOptions())
     report.kms_calls = check.calls
     return report
 

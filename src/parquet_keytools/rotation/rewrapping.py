@@ -20,12 +20,18 @@ from parquet_keytools.rotation.batch import BatchFile, NewMaterial, new_material
 from parquet_keytools.rotation.data_set_run import FileChange, FileOutcome
 from parquet_keytools.rotation.held_keys import HeldKey
 from parquet_keytools.rotation.journal import Journal
-from parquet_keytools.rotation.kept_keys import Kind, keep, may_be_in_place, remove_kept
+from parquet_keytools.rotation.replaced_keys import (
+    Kind,
+    keep,
+    may_be_in_place,
+    remove_kept,
+    replace_external_material,
+    replace_tail,
+)
 from parquet_keytools.rotation.report import FileRotation, KeyChange, RotationOutcome
 from parquet_keytools.rotation.rewrapper import Rewrapped, RewrapTask, WrappedKey
 from parquet_keytools.rotation.rotation_plan import RotationContext
 from parquet_keytools.rotation.tail import ReplacedTail, check_new_tail, check_unchanged, new_tail
-from parquet_keytools.rotation.tail_replacement import replace_external_material, replace_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.failures import storage_failure
 from parquet_keytools.storage.locations import FileLocation

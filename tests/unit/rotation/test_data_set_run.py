@@ -14,9 +14,9 @@ import pytest
 from parquet_keytools.errors import KmsUnavailableError, StorageFailedError
 from parquet_keytools.rotation import data_set_run
 from parquet_keytools.rotation.data_set_run import (
+    EachFile,
     FileChange,
     FileOutcome,
-    OneByOne,
     RunOptions,
     change_data_set,
 )
@@ -152,7 +152,7 @@ def test_what_the_next_file_would_meet_too_ends_a_run_over_one_after_the_other(
             raise error
         return FileRotation(str(location), Outcome.RESTORED)
 
-    one_by_one = OneByOne(change)
+    one_by_one = EachFile(change)
     report = run(folder, one_by_one)
     assert begun == NAMES[:2] and report.counts == {Outcome.RESTORED: 1, Outcome.FAILED: 1}
     assert report.stopped_by is not None and not report.succeeded

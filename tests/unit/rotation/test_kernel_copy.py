@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from parquet_keytools.errors import ChangedMeanwhileError
-from parquet_keytools.rotation.tail_replacement import COPIED, COPIED_IN_KERNEL, REFLINKED, copy_beginning
+from parquet_keytools.rotation.replaced_keys import COPIED, COPIED_IN_KERNEL, REFLINKED, copy_beginning
 
 CONTENT = os.urandom(300_000)
 LENGTH = 250_001

@@ -24,7 +24,7 @@ from rotation_case import tree_digest
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import StorageFailedError, WorkerProcessEndedError
-from parquet_keytools.rotation import several_files
+from parquet_keytools.rotation import data_set_run
 from parquet_keytools.rotation.journal import Journal
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome
 from parquet_keytools.runtime import worker_processes
@@ -118,13 +118,13 @@ def test_large_files_stay_here(tools: Keytools, folder: Path, monkeypatch: pytes
     names = [f"{number:0200}" for number in range(40_000)]
     tools.write_table(pa.table({"id": range(len(names)), "name": names}), large, compression="none")
     here = list[FileLocation]()
-    original = several_files.changed_file
+    original = data_set_run.changed_file
 
     def changed(change: Any, location: FileLocation, locked_folder: str | None) -> Any:
         here.append(location)
         return original(change, location, locked_folder)
 
-    monkeypatch.setattr(several_files, "changed_file", changed)
+    monkeypatch.setattr(data_set_run, "changed_file", changed)
     assert tools.rekey_in_place(folder, processes=2).counts == Counter({RotationOutcome.REKEYED: FILES})
     assert [location.path for location in here] == [str(large)]
 

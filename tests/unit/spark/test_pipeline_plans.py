@@ -237,7 +237,7 @@ def test_attempts_of_one_task_do_not_take_each_others_old_keys(
     encrypted: tuple[Keytools, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from parquet_keytools.rotation import rewrapping
-    from parquet_keytools.rotation.kept_keys import keep
+    from parquet_keytools.rotation.replaced_keys import keep
     from parquet_keytools.rotation.request import RotationRequest, rotation_context
 
     keytools, folder = encrypted

@@ -23,8 +23,8 @@ from parquet_keytools.kms.client import KmsClient, RewrapRequest
 from parquet_keytools.rotation.batch import KmsInstance
 from parquet_keytools.rotation.data_set_run import RunOptions
 from parquet_keytools.rotation.held_keys import HeldKeys, read_file_keys
-from parquet_keytools.rotation.kept_keys import new_rotation_id
 from parquet_keytools.rotation.rekeying import RekeyRequest, rekey_data_set
+from parquet_keytools.rotation.replaced_keys import new_rotation_id
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome
 from parquet_keytools.rotation.request import (
     RotationRequest,

@@ -14,8 +14,8 @@ from rotation_case import MASTER_KEYS, TABLE, Case, key_material_file, names, re
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import KeytoolsError, MasterKeyDisabledError, OutputError
-from parquet_keytools.rotation import data_set_run, kept_keys, restoring, rewrapping
-from parquet_keytools.rotation.kept_keys import (
+from parquet_keytools.rotation import data_set_run, replaced_keys, restoring, rewrapping
+from parquet_keytools.rotation.replaced_keys import (
     SUFFIX,
     keep,
     kept_files_in,
@@ -439,9 +439,9 @@ def test_what_is_in_place_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(kept_keys, "open_source", fail)
+            patch.setattr(replaced_keys, "open_source", fail)
             assert may_be_in_place(file, 4, b"tail")
-            assert not kept_keys.KeptFile(file, "tail").looks_kept()
+            assert not replaced_keys.KeptFile(file, "tail").looks_kept()
 
 
 def test_what_is_kept_is_a_file(tmp_path: Path) -> None:
