@@ -464,11 +464,15 @@ def test_calls_that_began_before_outlast_the_breaker() -> None:
 
 
 @pytest.mark.parametrize("part_that_fails", [1.0, 0.9, 0.5])
-def test_a_broken_kms_gets_no_more_than_twice_its_load(part_that_fails: float) -> None:
-    """60 callers that call every 10 seconds, whatever becomes of it, for two minutes."""
+def test_a_broken_kms_gets_little_more_than_twice_its_load(part_that_fails: float) -> None:
+    """60 callers that call every 10 seconds, whatever becomes of it, for two minutes.
+
+    Each answer allows one retry, two for each call at a time are there at first, and two come every second.
+    """
     clock = VirtualTime()
     start = clock()
     tries = [0]
+    answers = [0]
     random = Time().uniform
     lock = threading.Lock()
 
@@ -491,7 +495,8 @@ def test_a_broken_kms_gets_no_more_than_twice_its_load(part_that_fails: float) -
             clock.sleep(max(0, began + 10 - clock()))
 
     clock.run([work] * 60)
-    assert tries[0] < 2.1 * calls[0]
+    assert tries[0] - calls[0] <= answers[0] + 2 * 16 + 2 * (clock() - start)
+    assert calls[0] >= 60 * 11
 
 
 # --- many ---
