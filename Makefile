@@ -97,7 +97,8 @@ soak: mutants mutation ## Hours: all mutants, crash points and races in place of
 		tests/tamper/test_write_crashes.py tests/tamper/test_two_users.py \
 		tests/tamper/test_rotation_concurrency.py tests/tamper/test_iceberg_crashes.py \
 		tests/tamper/test_iceberg_users.py tests/services/test_s3_rotation.py tests/interop/test_view_matrix.py \
-		tests/vectors/test_public_views.py tests/vectors/test_round_trip.py tests/unit/iceberg tests/unit/serve \
+		tests/vectors/test_public_views.py tests/vectors/test_round_trip.py tests/vectors/test_page_ordinals.py \
+		tests/unit/iceberg tests/unit/serve \
 		tests/services/test_spark_pipelines.py tests/tamper/test_footer_memory.py \
 		tests/tamper/test_negative_numbers.py tests/unit/encryption tests/unit/kms/test_keystore.py tests/unit/config tests/unit/keys \
 		tests/unit/spark/test_frames.py tests/unit/test_strict_base64.py

@@ -27,6 +27,9 @@ remembered_scrypt.install()
 # In the background of a script, Ctrl-C is ignored, and so it would be by all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# For each client, boto3 and requests would read the certificates of the machine's own proxy; all servers are here.
+for _name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+    os.environ.pop(_name, None)
 # A busy machine is no failure, and a change meets the examples that the one before it met; a soak draws others.
 settings.register_profile(
     "tests", deadline=None, derandomize=not SOAK, suppress_health_check=[HealthCheck.too_slow]

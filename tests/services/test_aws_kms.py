@@ -39,6 +39,7 @@ from aws_fake import (
     serve,
     slow,
 )
+from moto_server import moto_server
 from pydantic import ValidationError
 
 from parquet_keytools import Keytools
@@ -170,13 +171,8 @@ class TestAwsKmsOverFakeByAlias(TestAwsKmsOverFake):
 
 @pytest.fixture(scope="module")
 def moto_url() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with moto_server() as url:
+        yield url
 
 
 def moto_client(url: str, service: str = "kms") -> Any:

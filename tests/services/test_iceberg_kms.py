@@ -12,7 +12,7 @@ import boto3
 import pytest
 from gcp_fake import KEY_RING, fake_gcp_kms
 from iceberg_case import Lake, rows
-from moto.server import ThreadedMotoServer
+from moto_server import moto_server
 from openbao import OpenBao
 
 from parquet_keytools.kms.gcp.connection import open_client
@@ -73,11 +73,7 @@ def test_openbao(tmp_path: Path, openbao: OpenBao, monkeypatch: pytest.MonkeyPat
 def test_aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x", "DEFAULT_REGION": "eu-west-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        url = f"http://{host}:{port}"
+    with moto_server() as url:
         client = boto3.client("kms", endpoint_url=url)
         arn = client.create_key()["KeyMetadata"]["Arn"]
         text = configuration("aws.yaml").replace("region: eu-west-1", f'region: eu-west-1, endpoint_url: "{url}"')
@@ -93,8 +89,6 @@ def test_aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             lambda blob: client.decrypt(CiphertextBlob=blob, **how)["Plaintext"],
             lambda kek: client.encrypt(Plaintext=kek, **how)["CiphertextBlob"],
         )
-    finally:
-        server.stop()
 
 
 def test_google(tmp_path: Path) -> None:

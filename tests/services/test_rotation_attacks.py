@@ -22,6 +22,7 @@ import pytest
 from aws_fake import REGION, FakeKms, serve
 from fake_spark import FakeSpark
 from gcp_fake import FakeGcpKms, State, fake_gcp_kms
+from moto_server import moto_server
 from openbao import OpenBao
 from rotation_case import COLUMNS, TABLE, external_entries, key_material_file, tree_digest
 from typer.testing import CliRunner
@@ -73,13 +74,8 @@ def aws() -> Iterator[tuple[FakeKms, str]]:
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with moto_server() as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

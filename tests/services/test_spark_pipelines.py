@@ -629,15 +629,13 @@ def test_two_attempts_of_one_task_both_end_well(flights: pa.Table, tmp_path: Pat
 
 @IN_ONE_JVM
 def test_an_object_store(place: Place, flights: pa.Table, tmp_path: Path) -> None:
-    from moto.server import ThreadedMotoServer
+    from moto_server import moto_server
     from pyarrow import fs
 
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        query = f"?scheme=http&endpoint_override={host}:{port}"
-        store = fs.S3FileSystem(endpoint_override=f"{host}:{port}", scheme="http", allow_bucket_creation=True)
+    with moto_server() as url:
+        address = url.removeprefix("http://")
+        query = f"?scheme=http&endpoint_override={address}"
+        store = fs.S3FileSystem(endpoint_override=address, scheme="http", allow_bucket_creation=True)
         store.create_dir("lake")
         write_plain(flights.slice(0, 6 * ROWS_OF_A_FILE), tmp_path / "source")
         fs.copy_files(str(tmp_path / "source"), "lake/plain", destination_filesystem=store)
@@ -661,5 +659,3 @@ def test_an_object_store(place: Place, flights: pa.Table, tmp_path: Path) -> Non
         assert len(found) == number + 1 and "lake/encrypted/_SUCCESS" in found
         table = place.keytools.read_table("lake/encrypted", table_name="flights", filesystem=store)
         assert table.num_rows == 6 * ROWS_OF_A_FILE
-    finally:
-        server.stop()
