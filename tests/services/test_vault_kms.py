@@ -65,7 +65,7 @@ def vault_kms(server: OpenBao, folder: Path = Path(), **settings: Any) -> VaultK
 def requests_seen(kms: VaultKms) -> list[tuple[str, str]]:
     """Return a list that fills with method and path of every request that a client sends."""
     seen: list[tuple[str, str]] = []
-    session = kms._link.get().connections
+    session = kms._session.get().connections
     send = session.request
 
     def counting(method: str, url: str, **arguments: Any) -> Any:
@@ -475,7 +475,7 @@ def test_a_revoked_token_of_a_login_is_replaced_once_for_all_threads(
     with vault_kms(openbao, **approle(openbao.write_policy(rules(ALL, name)))) as kms:
         kms.wrap(KEY, name)
         seen = requests_seen(kms)
-        held = kms._link.get().session._held
+        held = kms._session.get()._held
         assert held is not None
         openbao.revoke_token(held.value.get_secret_value())
         threads = [threading.Thread(target=kms.wrap, args=(KEY, name)) for _ in range(16)]
@@ -533,7 +533,7 @@ def test_closing_revokes_what_a_login_gave(openbao: OpenBao, approle: Callable[.
     name = openbao.create_key()
     kms = vault_kms(openbao, **approle(openbao.write_policy(rules(ALL, name))))
     kms.wrap(KEY, name)
-    held = kms._link.get().session._held
+    held = kms._session.get()._held
     assert held is not None
     token = held.value.get_secret_value()
     assert openbao.token_is_valid(token)
@@ -929,7 +929,7 @@ def test_nothing_shows_tokens_and_keys(
     with vault_kms(openbao, **login) as kms:
         wrapped = kms.wrap(key, name)
         assert kms.unwrap(wrapped, name) == key
-        session = kms._link.get().session
+        session = kms._session.get()
         assert session._held is not None
         token = session._held.value.get_secret_value()
         with pytest.raises(KmsError):

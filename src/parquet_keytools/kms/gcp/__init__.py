@@ -32,7 +32,6 @@ from parquet_keytools.errors import (
 from parquet_keytools.kms.gcp.connection import (
     KEY_RING,
     NAME,
-    CredentialsFileError,
     GcpConnection,
     GcpSettings,
     TokenSource,
@@ -246,19 +245,12 @@ class GcpKms(RemoteKmsClient):
     def _load_credentials(self) -> Any:
         settings = self.settings
         file = settings.credentials_file
-        try:
-            return load_credentials(
-                self._folder / expanded(file) if file is not None else None,
-                settings.impersonate_service_account,
-                settings.impersonation_delegates,
-                settings.quota_project,
-            )
-        except CredentialsFileError as error:
-            hint = (
-                "For other kinds of credentials set GOOGLE_APPLICATION_CREDENTIALS in place of credentials_file."
-            )
-            detail = f"cannot use credentials_file: {error}"
-            raise self._kms_error(KmsConfigurationError, "connect", None, detail, hint) from None
+        return load_credentials(
+            self._folder / expanded(file) if file is not None else None,
+            settings.impersonate_service_account,
+            settings.impersonation_delegates,
+            settings.quota_project,
+        )
 
     # --- requests and answers ---
 

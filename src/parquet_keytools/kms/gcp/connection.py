@@ -26,6 +26,8 @@ from google.oauth2 import credentials as user_credentials
 from google.oauth2 import service_account
 from pydantic import Field, model_validator
 
+from parquet_keytools.errors import KmsConfigurationError
+from parquet_keytools.kms.requests import CallFacts
 from parquet_keytools.kms.settings import RemoteKmsSettings, bytes_of_context
 from parquet_keytools.kms.transport import SdkLogs, is_loopback
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
@@ -127,10 +129,6 @@ _KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
-class CredentialsFileError(Exception):
-    """A credentials file cannot be used. Its text quotes nothing of the file."""
-
-
 def load_credentials(
     file: Path | None, impersonate: str | None, delegates: Sequence[str], quota_project: str | None
 ) -> Any:
@@ -143,7 +141,7 @@ def load_credentials(
         quota_project: Project whose quota is used, where it is not that of the credentials.
 
     Raises:
-        CredentialsFileError: The file is not there, or not of these kinds.
+        KmsConfigurationError: The file is not there, or not of these kinds. The text quotes nothing of it.
         google.auth.exceptions.GoogleAuthError: There are no application default credentials.
     """
     # To find the project, some kinds of credentials are used at once.
@@ -174,7 +172,9 @@ def _from_file(file: Path) -> Any:
     except Exception as error:  # a key that cannot be parsed; the exception may quote it
         failure = type(error).__name__
     kinds = ", ".join(sorted(_KINDS))
-    raise CredentialsFileError(failure or f"its type is none of {kinds}")
+    detail = f"cannot use credentials_file: {failure or f'its type is none of {kinds}'}"
+    hint = "For other kinds of credentials set GOOGLE_APPLICATION_CREDENTIALS in place of credentials_file."
+    raise CallFacts("gcp", "connect").error(KmsConfigurationError, detail, hint)
 
 
 class TokenSource:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import requests
-from pydantic import SecretStr
 
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
@@ -33,7 +32,7 @@ from parquet_keytools.kms.vault.errors import (
     connection_error,
     refusal_error,
 )
-from parquet_keytools.kms.vault.session import VaultSession, token_source
+from parquet_keytools.kms.vault.session import VaultSession
 from parquet_keytools.kms.vault.transit import (
     TransitEngine,
     TransitKey,
@@ -79,7 +78,7 @@ class VaultKms(RemoteKmsClient):
         self._key_facts: dict[str, tuple[float, TransitKey | None]] = {}
         self._batch_size = settings.batch_size
         make_session = session or partial(open_session, settings, folder)
-        self._link = PerProcess(lambda: _Link(settings, folder, make_session(), self._time.clock))
+        self._session = PerProcess(lambda: VaultSession(settings, folder, make_session(), self._time.clock))
 
     @classmethod
     def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
@@ -97,17 +96,17 @@ class VaultKms(RemoteKmsClient):
 
     def close(self) -> None:
         """Revoke the token if a login gave it to us, and give back connections and threads."""
-        link = self._link.take()
-        if link is not None:
+        session = self._session.take()
+        if session is not None:
             # It would end by itself: that the server is away must not keep anyone from closing.
             with contextlib.suppress(Exception):
-                link.session.revoke(self._time.clock() + min(_CLOSING_SECONDS, self.limits.call_timeout_seconds))
-            link.connections.close()
+                session.revoke(self._time.clock() + min(_CLOSING_SECONDS, self.limits.call_timeout_seconds))
+            session.connections.close()
         super().close()
 
     def _principal(self) -> str:
         """Return who the server takes us for; before the first call, how we shall log in."""
-        return self._link.get().session.principal
+        return self._session.get().principal
 
     # --- hooks ---
 
@@ -300,30 +299,15 @@ class VaultKms(RemoteKmsClient):
 
     def _one_try(self, ask: Callable[[VaultConnection], T], seconds: float) -> T:
         """Ask once; a second time with another token where the first one is no longer good."""
-        link = self._link.get()
+        session = self._session.get()
         deadline = self._time.clock() + seconds
-        held = link.session.token(deadline)
+        held = session.token(deadline)
         try:
-            return ask(link.connect(held.value, deadline))
+            return ask(session.connect(held.value, deadline))
         except VaultRefusal as refusal:
             if refusal.status not in (401, 403):
                 raise
-            fresh = link.session.replace(held, deadline)
+            fresh = session.replace(held, deadline)
             if fresh is None:
                 raise
-        return ask(link.connect(fresh.value, deadline))
-
-
-class _Link:
-    """Connections and token of one process."""
-
-    def __init__(
-        self, settings: VaultSettings, folder: Path, connections: requests.Session, clock: Callable[[], float]
-    ) -> None:
-        self.connections = connections
-        self._settings = settings
-        self._clock = clock
-        self.session = VaultSession(token_source(settings, folder), self.connect, clock)
-
-    def connect(self, token: SecretStr | None, deadline: float) -> VaultConnection:
-        return VaultConnection(self.connections, self._settings, token, deadline, self._clock)
+        return ask(session.connect(fresh.value, deadline))

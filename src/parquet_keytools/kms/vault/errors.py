@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import requests
@@ -91,10 +91,6 @@ class VaultRefusal(Exception):  # noqa: N818 - not an error of ours: it becomes 
     retry_after_seconds: float = 0.0
     login: str = ""
     host: str = ""
-
-    def at_login(self, method: str) -> VaultRefusal:
-        """Return this refusal as one of a login."""
-        return replace(self, login=method)
 
     @property
     def is_final(self) -> bool:

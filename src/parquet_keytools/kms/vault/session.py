@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import requests
 from hvac.api.auth_methods import JWT, AppRole, Kubernetes, Token
 from pydantic import SecretStr
 
@@ -32,21 +34,8 @@ from parquet_keytools.runtime.home_folder import expanded
 _MAX_SECRET_BYTES = 64 * 1024
 
 
-class GivenToken:
-    """A token that someone else got and keeps: in the configuration, or in a file that is read again."""
-
-    def __init__(self, token: SecretStr | Path) -> None:
-        self._token = token
-
-    def read(self) -> SecretStr:
-        """Return the token as it is now.
-
-        Raises:
-            KmsConfigurationError: There is none, or it is no token.
-        """
-        if isinstance(self._token, Path):
-            return read_secret(self._token)
-        return _checked(self._token, "the token")
+GivenToken = Callable[[], SecretStr]
+"""Returns a token that someone else got and keeps, as it is now: in the configuration, or in a file."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +61,9 @@ def token_source(settings: VaultSettings, folder: Path) -> GivenToken | Login:
     if settings.jwt is not None:
         return _jwt(settings.jwt, folder)
     if settings.token_file is not None:
-        return GivenToken(folder / expanded(settings.token_file))
+        return partial(read_secret, folder / expanded(settings.token_file))
     assert settings.token is not None
-    return GivenToken(settings.token)
+    return partial(_checked, settings.token, "the token")
 
 
 def _approle(settings: AppRoleSettings, folder: Path) -> Login:
@@ -148,10 +137,6 @@ def _checked(secret: SecretStr, what: str) -> SecretStr:
     return secret
 
 
-Connect = Callable[[SecretStr | None, float], VaultConnection]
-"""Makes a connection that sends a token, and has until a time on the clock."""
-
-
 # --- the token of a process, kept working ---
 
 
@@ -198,11 +183,14 @@ class HeldToken:
 
 
 class VaultSession:
-    """The token of one process, for all its threads."""
+    """The connections and the token of one process, for all its threads."""
 
-    def __init__(self, source: GivenToken | Login, connect: Connect, clock: Callable[[], float]) -> None:
-        self._source = source
-        self._connect = connect
+    def __init__(
+        self, settings: VaultSettings, folder: Path, connections: requests.Session, clock: Callable[[], float]
+    ) -> None:
+        self.connections = connections
+        self._settings = settings
+        self._source = token_source(settings, folder)
         self._clock = clock
         self._lock = ForkSafeLock()
         self._held: HeldToken | None = None
@@ -213,6 +201,10 @@ class VaultSession:
         if self._held is not None:
             return self._held.principal
         return self._source.name if isinstance(self._source, Login) else "token"
+
+    def connect(self, token: SecretStr | None, deadline: float) -> VaultConnection:
+        """Return a connection that sends a token, and has until a time on the clock."""
+        return VaultConnection(self.connections, self._settings, token, deadline, self._clock)
 
     def token(self, deadline: float) -> HeldToken:
         """Return a token that should work.
@@ -242,7 +234,7 @@ class VaultSession:
         if held.may_look_itself_up:
             if self._looked_up(held.value, deadline) is not None:
                 return None
-        elif self._clock() - held.got_at < _LEAST_SECONDS_BETWEEN_LOGINS or isinstance(self._source, GivenToken):
+        elif self._clock() - held.got_at < _LEAST_SECONDS_BETWEEN_LOGINS or not isinstance(self._source, Login):
             return self._from_file(held, deadline)
         return self._another(held, deadline)
 
@@ -254,7 +246,7 @@ class VaultSession:
 
     def _of(self, value: SecretStr, deadline: float) -> Any:
         """Return hvac's methods on a token itself."""
-        return Token(self._connect(value, deadline))
+        return Token(self.connect(value, deadline))
 
     def _hold(self, held: HeldToken) -> HeldToken:
         self._held = held
@@ -285,7 +277,7 @@ class VaultSession:
             return None
         seconds = _seconds(auth.get("lease_duration"))
         # Near its maximal life the server renews a token for what is left of that.
-        enough = isinstance(self._source, GivenToken) or seconds > (held.lifetime_seconds or 0) / 2
+        enough = not isinstance(self._source, Login) or seconds > (held.lifetime_seconds or 0) / 2
         if not seconds or not enough:
             return None
         return replace(held.lives_for(seconds, asked_at), renewable=auth.get("renewable") is True)
@@ -305,9 +297,9 @@ class VaultSession:
     def _logged_in(self, login: Login, deadline: float) -> HeldToken:
         asked_at = self._clock()
         try:
-            auth = _part(login.ask(self._connect(None, deadline)), "auth")
+            auth = _part(login.ask(self.connect(None, deadline)), "auth")
         except VaultRefusal as refusal:
-            raise refusal.at_login(login.method) from None
+            raise replace(refusal, login=login.method) from None
         token = auth.get("client_token")
         if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
             raise VaultRefusal(200, Reason.NOT_JSON)
@@ -320,7 +312,7 @@ class VaultSession:
 
     def _given(self, given: GivenToken, previous: HeldToken | None, deadline: float) -> HeldToken:
         asked_at = self._clock()
-        value = given.read()
+        value = given()
         known = self._looked_up(value, deadline)
         if known is None and previous is not None and previous.value == value and previous.may_look_itself_up:
             raise VaultRefusal(403, Reason.TOKEN_DEAD)
@@ -350,10 +342,10 @@ class VaultSession:
 
     def _from_file(self, held: HeldToken, deadline: float) -> HeldToken | None:
         """Return the token that a file has by now, or None where it is the same or there is no file."""
-        if not isinstance(self._source, GivenToken):
+        if isinstance(self._source, Login):
             return None
-        if self._source.read() == held.value:
-            raise VaultRefusal(403, self._connect(held.value, deadline).reason_of_refusals())
+        if self._source() == held.value:
+            raise VaultRefusal(403, self.connect(held.value, deadline).reason_of_refusals())
         with self._lock.held_within(deadline - self._clock()):
             return self._hold(self._given(self._source, held, deadline))
 
