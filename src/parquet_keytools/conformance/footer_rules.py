@@ -11,11 +11,11 @@ from parquet_keytools.conformance.chunk_layout import ChunkEntry, Column, OpenFo
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePlace
 from parquet_keytools.encryption.envelope import Envelope
-from parquet_keytools.encryption.file_encryption import VisibleKeyValues
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
 from parquet_keytools.format.partial_footers import hidden_chunk_fields, shown_metadata, wrongly_shown
+from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift_values import WireType
 

@@ -20,7 +20,7 @@ from parquet_keytools.format.partial_footers import (
     shown_metadata,
     shown_row_group,
 )
-from parquet_keytools.format.schema_key_values import SCHEMA_KEYS
+from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.format.structs import (
     Aes,
     ColumnChunk,
@@ -52,39 +52,6 @@ _INDEXES = (
 
 _MOST_NAMED = 20
 """How many hidden things a message names."""
-
-
-@dataclass(frozen=True)
-class VisibleKeyValues:
-    """Which key-value metadata of the file a plaintext footer shows, beside what says the schema only.
-
-    Attributes:
-        kept: Keys whose values are shown as they are.
-        refuses: Whether a file is refused that has more than may be shown; else the rest is dropped.
-    """
-
-    kept: frozenset[str] = frozenset()
-    refuses: bool = False
-
-    def shown(self, entry: KeyValue) -> KeyValue | None:
-        """Return what may be shown of an entry; None for nothing."""
-        key, value = entry.key, entry.value
-        if key in self.kept:
-            return entry
-        cleaner = SCHEMA_KEYS.get(key)
-        if cleaner is None or value is None:
-            return None
-        cleaned = cleaner(value)
-        if cleaned is None:
-            return None
-        shown = KeyValue()
-        shown.key, shown.value = key, cleaned
-        return shown
-
-    def hides(self, entry: KeyValue) -> bool:
-        """Return whether an entry has anything that may not be shown."""
-        shown = self.shown(entry)
-        return shown is None or shown.value != entry.value
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from parquet_keytools.encryption.aad_prefix import (
     expected_aad_prefix,
     without_delimiter,
 )
-from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice, VisibleKeyValues
+from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.digested_columns import with_digests
@@ -36,6 +36,7 @@ from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.file_opening import WantedColumns, open_files
 from parquet_keytools.files.opened_file import OpenedFile, read_again_if_changed
 from parquet_keytools.files.table_check import TableCheck
+from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import DataKeys, DekToWrap, KeyUnwrapper, KeyWrapper, KmsKeys, Wrapping

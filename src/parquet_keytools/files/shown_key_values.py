@@ -12,10 +12,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from parquet_keytools.encryption.file_encryption import VisibleKeyValues
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY
-from parquet_keytools.format.schema_key_values import SPARK_SCHEMA_KEY, schema_alone
+from parquet_keytools.format.schema_key_values import SPARK_SCHEMA_KEY, VisibleKeyValues, schema_alone
 from parquet_keytools.format.structs import KeyValue
 
 _PANDAS_FIELDS = ("index_columns", "column_indexes", "columns", "creator", "pandas_version")

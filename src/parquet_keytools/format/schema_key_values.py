@@ -12,9 +12,11 @@ import json
 import re
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY
+from parquet_keytools.format.structs import KeyValue
 
 SPARK_SCHEMA_KEY = "org.apache.spark.sql.parquet.row.metadata"
 """Key under which Spark keeps its own schema."""
@@ -77,6 +79,39 @@ SCHEMA_KEYS: Mapping[str, Cleaner] = {
 }
 """Key -> what makes of its value one that says the schema only. Not Avro's schema, which holds default values and
 the symbols of enums, nor Iceberg's, which holds default values: readers do without both."""
+
+
+@dataclass(frozen=True)
+class VisibleKeyValues:
+    """Which key-value metadata of the file a plaintext footer shows, beside what says the schema only.
+
+    Attributes:
+        kept: Keys whose values are shown as they are.
+        refuses: Whether a file is refused that has more than may be shown; else the rest is dropped.
+    """
+
+    kept: frozenset[str] = frozenset()
+    refuses: bool = False
+
+    def shown(self, entry: KeyValue) -> KeyValue | None:
+        """Return what may be shown of an entry; None for nothing."""
+        key, value = entry.key, entry.value
+        if key in self.kept:
+            return entry
+        cleaner = SCHEMA_KEYS.get(key)
+        if cleaner is None or value is None:
+            return None
+        cleaned = cleaner(value)
+        if cleaned is None:
+            return None
+        shown = KeyValue()
+        shown.key, shown.value = key, cleaned
+        return shown
+
+    def hides(self, entry: KeyValue) -> bool:
+        """Return whether an entry has anything that may not be shown."""
+        shown = self.shown(entry)
+        return shown is None or shown.value != entry.value
 
 
 def _spark_type_alone(of: Any) -> Any:
