@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from parquet_keytools.cli.failures import CommandGroup
+from parquet_keytools.cli import CommandGroup
 from parquet_keytools.cli.file_work import convert_files
 from parquet_keytools.errors import NotEncryptedError
 from parquet_keytools.files.conversion import FileResult

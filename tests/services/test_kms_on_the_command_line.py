@@ -17,8 +17,7 @@ import pytest
 from gcp_fake import KEY_RING, FakeGcpKms
 from typer.testing import CliRunner
 
-from parquet_keytools import Keytools
-from parquet_keytools.cli import app, failures
+from parquet_keytools import Keytools, cli
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.runtime import presentation
 from parquet_keytools.secret_bytes import SecretBytes
@@ -56,7 +55,7 @@ def folder_of(tmp_path: Path, kind: str) -> Path:
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
 COMMANDS = {
@@ -84,7 +83,7 @@ def test_every_command_says_what_it_waits_for(
     monkeypatch.setattr(presentation, "SAID_AFTER_SECONDS", 0.05)
     monkeypatch.setattr(presentation, "_LOOK_SECONDS", 0.02)
     said = threading.Event()
-    saying = failures.saying_what_is_waited_for
+    saying = cli.saying_what_is_waited_for
 
     def saying_so(say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
         def say_so(line: str) -> None:
@@ -93,7 +92,7 @@ def test_every_command_says_what_it_waits_for(
 
         return saying(say_so)
 
-    monkeypatch.setattr(failures, "saying_what_is_waited_for", saying_so)
+    monkeypatch.setattr(cli, "saying_what_is_waited_for", saying_so)
 
     def hang_up() -> None:
         """Let everybody wait until what is waited for was said."""

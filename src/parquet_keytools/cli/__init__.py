@@ -3,16 +3,109 @@
 # Nothing slow is imported here: `--help` has to answer at once.
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TextIO
 
 import typer
+from typer.core import TyperGroup
 
 from parquet_keytools import __version__
 from parquet_keytools.cli import check, convert, demo, iceberg, keys, keystore, rotate, serve, spark
-from parquet_keytools.cli.failures import CommandGroup
+from parquet_keytools.cli.output import ExitStatus, error_text, say, status_of
+from parquet_keytools.runtime.presentation import saying_what_is_waited_for
+
+
+class CommandGroup(TyperGroup):
+    """All commands. Errors go to stderr, without a traceback unless `--debug` asks for it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return self._invoke(ctx)
+        except BrokenPipeError:
+            _drop_output()
+            raise typer.Exit(ExitStatus.NOBODY_READS) from None
+
+    def _invoke(self, ctx: Any) -> Any:
+        try:
+            with _warnings_on_stderr(), _interrupted_by_sigterm(), saying_what_is_waited_for(say):
+                result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except TerminatedError:
+            say("Terminated.")
+            raise typer.Exit(ExitStatus.TERMINATED) from None
+        except (KeyboardInterrupt, typer.Abort):
+            say("Interrupted.")
+            raise typer.Exit(ExitStatus.INTERRUPTED) from None
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            from parquet_keytools.errors import KeytoolsError
+
+            if not isinstance(error, KeytoolsError | OSError | UnicodeEncodeError):
+                raise
+            if ctx.params.get("debug"):
+                typer.echo(traceback.format_exc(), err=True, nl=False)
+            else:
+                say(f"Error: {error_text(error)}")
+            raise typer.Exit(status_of(error)) from None
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM came: as with Ctrl-C, what is half done is removed, and what was done is reported."""
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    def raise_terminated(*_: object) -> None:
+        raise TerminatedError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, raise_terminated)
+    try:
+        yield
+    finally:
+        # None is a handler that is not of Python.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if former is None else former)
+
+
+@contextlib.contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """Print each warning as one line, without the place in the program that Python would show."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        say(f"Warning: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def _drop_output() -> None:
+    """Keep Python from writing what is left to a pipe that nobody reads, when it exits."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
 
 _EPILOG = (
     "Exit status: 0 done; 1 the check failed, or some files failed; 2 wrong usage or configuration; "

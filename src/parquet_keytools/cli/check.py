@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parquet_keytools.cli.failures import ExitStatus, status_of
 from parquet_keytools.cli.options import (
     CONFIG_VARIABLE,
     AadPrefixOption,
@@ -28,7 +27,7 @@ from parquet_keytools.cli.options import (
     location_of,
     locations_of,
 )
-from parquet_keytools.cli.output import answer, file_counter, print_json, print_table
+from parquet_keytools.cli.output import ExitStatus, answer, file_counter, print_json, print_table, status_of
 from parquet_keytools.runtime.home_folder import expanded
 
 if TYPE_CHECKING:

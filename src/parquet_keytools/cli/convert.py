@@ -233,7 +233,6 @@ def _in_place(keytools: Keytools, source: str, options: dict[str, Any], *, as_js
         rekeyed_document,
         rekeyed_summary,
         say_failures,
-        say_left_behind,
         say_stopped,
         saying_what_was_done,
     )
@@ -260,8 +259,7 @@ def _in_place(keytools: Keytools, source: str, options: dict[str, Any], *, as_js
                     **options,
                 )
         document.end(rekeyed_summary(report))
-    say_failures([(file.path, file.error) for file in report.failures if file.error is not None])
-    say_left_behind(report.left_behind)
+    say_failures(report)
     seconds = time.monotonic() - started
     answer(f"{files_text(report.counts)}; {size_text(report.bytes_written)} written in {seconds:.1f} s.")
     say_stopped(report)

@@ -16,9 +16,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 import typer
 
-from parquet_keytools.cli.failures import ExitStatus, error_text, status_of
 from parquet_keytools.cli.options import location_of, locations_of
-from parquet_keytools.cli.output import ByteProgress, answer, number_of, print_json, progress_bar, say, size_text
+from parquet_keytools.cli.output import (
+    ByteProgress,
+    ExitStatus,
+    answer,
+    error_fields,
+    error_text,
+    failure_text,
+    number_of,
+    print_json,
+    progress_bar,
+    say,
+    say_first,
+    size_text,
+    status_of_all,
+)
 from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.configuration_check import with_short_timeout
 from parquet_keytools.errors import (
@@ -39,7 +52,6 @@ from parquet_keytools.storage.printable import printable
 if TYPE_CHECKING:
     from parquet_keytools.conformance.salvage import SalvageResult
 
-_MOST_LEFT_OUT_SHOWN = 20
 _SMALL_BYTES = 4 << 20
 """Larger files are written by several threads each."""
 
@@ -162,10 +174,7 @@ def convert_files(
         print_json(_document(work))
     _tell(work, participle, time.monotonic() - started)
     if work.failures or plan.unseen:
-        kms_failed = not plan.unseen and all(
-            status_of(failed.error) is ExitStatus.KMS_FAILED for failed in work.failures
-        )
-        raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)
+        raise typer.Exit(ExitStatus.NO if plan.unseen else status_of_all(failed.error for failed in work.failures))
 
 
 class _Work:
@@ -280,7 +289,7 @@ def _document(work: _Work) -> dict[str, Any]:
     document: dict[str, Any] = {
         "files": [asdict(result) for result in work.results],
         "failures": [
-            {"source": source, "target": target, "error": type(error).__name__, "message": error_text(error)}
+            {"source": source, "target": target, **error_fields(error)}
             for source, target, error in (
                 *((str(failed.file.source), str(failed.file.target), failed.error) for failed in work.failures),
                 *((unseen.path, None, unseen.error) for unseen in plan.unseen),
@@ -297,22 +306,17 @@ def _tell(work: _Work, participle: str, seconds: float) -> None:
     plan, results, failures = work.plan, work.results, work.failures
     # What may be data first: somebody may miss it.
     left_out = sorted(plan.left_out, key=lambda left: ".parquet" not in left.location.name.lower())
-    for left in left_out[:_MOST_LEFT_OUT_SHOWN]:
-        say(f"Left out: {left.path}: {left.reason}.")
-    if len(plan.left_out) > _MOST_LEFT_OUT_SHOWN:
-        say(f"Left out: {len(plan.left_out) - _MOST_LEFT_OUT_SHOWN} more; --json lists all.")
+    texts = [f"Left out: {left.path}: {left.reason}." for left in left_out]
+    say_first(texts, "Left out: {} more; --json lists all.")
     for failure in failures:
-        text = error_text(failure.error)
-        say(f"Failed: {text}" if str(failure.file.source) in text else f"Failed: {failure.file.source}: {text}")
+        say(f"Failed: {failure_text(str(failure.file.source), failure.error)}")
     if not_begun := work.not_begun:
         say(
             f"Stopped: {len(not_begun):,} of {number_of(len(plan.files), 'file')} not started, because they would "
             "fail too. Solve the problem, then repeat the command with --skip-existing."
         )
-    for unseen in plan.unseen[:_MOST_LEFT_OUT_SHOWN]:
-        say(f"Failed: could not be checked: {error_text(unseen.error)}")
-    if len(plan.unseen) > _MOST_LEFT_OUT_SHOWN:
-        say(f"Failed: {len(plan.unseen) - _MOST_LEFT_OUT_SHOWN} more could not be checked; --json lists all.")
+    texts = [f"Failed: could not be checked: {error_text(unseen.error)}" for unseen in plan.unseen]
+    say_first(texts, "Failed: {} more could not be checked; --json lists all.")
     written = [result for result in results if not result.skipped]
     if copied := sum(result.copied for result in written):
         say(f"Copied as they are: {number_of(copied, 'file')} in plaintext, as `plaintext_files: allow` says.")

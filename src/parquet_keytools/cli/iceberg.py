@@ -6,15 +6,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.failures import ExitStatus
 from parquet_keytools.cli.options import JsonOption, config_option, pairs_of
 from parquet_keytools.cli.output import (
     WIDTH_WITHOUT_TERMINAL,
+    ExitStatus,
     answer,
     number_of,
     print_json,
@@ -206,17 +207,7 @@ def table_document(report: TableReport) -> dict[str, Any]:
         "is_encrypted": encryption.is_encrypted,
         "master_key_id": encryption.master_key_id,
         "master_key_ids": report.master_key_ids,
-        "keks": [
-            {
-                "key_id": kek.key_id,
-                "master_key_id": kek.master_key_id,
-                "age_days": kek.age_days,
-                "is_due": kek.is_due,
-                "manifest_lists": kek.manifest_lists,
-                "problems": kek.problems,
-            }
-            for kek in report.keks
-        ],
+        "keks": list(map(asdict, report.keks)),
         "unneeded_keys": report.unneeded_keys,
         "snapshots": [
             {

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.failures import ExitStatus, error_text
 from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
@@ -21,7 +20,17 @@ from parquet_keytools.cli.options import (
     config_option,
     locations_of,
 )
-from parquet_keytools.cli.output import FilesDocument, answer, file_counter, number_of, print_table, say
+from parquet_keytools.cli.output import (
+    ExitStatus,
+    FilesDocument,
+    answer,
+    error_fields,
+    failure_text,
+    file_counter,
+    number_of,
+    print_table,
+    say,
+)
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
@@ -190,8 +199,7 @@ def key_uses_document(file: FileKeyUses) -> dict[str, Any]:
         "encrypted": file.is_encrypted,
         "keys": [asdict(use) for use in file.uses],
         "all_keys_seen": file.unknown is None,
-        "error": None if file.unknown is None else type(file.unknown).__name__,
-        "message": None if file.unknown is None else error_text(file.unknown),
+        **error_fields(file.unknown),
     }
 
 
@@ -252,7 +260,7 @@ class KeysTally:
         self._encrypted = self._plaintext = self._not_all_seen = self._not_looked_into = 0
         self._passed_over = 0
         self._passed_over_examples: list[str] = []
-        self._unseen: list[tuple[str, str]] = []
+        self._unseen: list[str] = []
 
     @property
     def nothing_is_used(self) -> bool:
@@ -289,7 +297,7 @@ class KeysTally:
         if file.unknown is not None and not file.is_passed_over:
             self._not_all_seen += 1
             if len(self._unseen) < _MOST_FILES_SHOWN:
-                self._unseen.append((file.path, error_text(file.unknown)))
+                self._unseen.append(failure_text(file.path, file.unknown))
 
     def document(self) -> dict[str, Any]:
         """Return the summary as a document of JSON."""
@@ -341,8 +349,8 @@ class KeysTally:
         ]
         if rows:
             print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)
-        for path, reason in self._unseen:
-            answer(f"Keys unknown: {reason}" if path in reason else f"Keys unknown: {path}: {reason}")
+        for text in self._unseen:
+            answer(f"Keys unknown: {text}")
         if self._not_all_seen > len(self._unseen):
             answer(f"Keys unknown: {self._not_all_seen - len(self._unseen):,} more; --json lists all.")
         for path in self._passed_over_examples:

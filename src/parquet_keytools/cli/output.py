@@ -1,4 +1,4 @@
-"""What commands print, and how far they are.
+"""What commands print, how far they are, and what an error means for whoever gave one: a text and an exit status.
 
 Standard output gets the answer to what was asked for: text for people, or with `--json` a document for programs.
 Standard error gets errors, warnings and progress, and with `--json` also the text for people.
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Self
 
 import typer
@@ -20,6 +21,8 @@ _STYLES = re.compile(r"(\x1b\[(?:0|1|3[1-7])m)")
 """What `typer.style` puts around text: bold, colours, and the end of them."""
 
 _json_wanted = ContextVar("json_wanted", default=False)
+
+MOST_SAID = 20
 
 WIDTH_WITHOUT_TERMINAL = 160
 """In columns; what is longer is broken, never cut."""
@@ -47,6 +50,19 @@ def answer_with_json(context: typer.Context, wanted: bool) -> bool:
     token = _json_wanted.set(wanted)
     context.call_on_close(lambda: _json_wanted.reset(token))
     return wanted
+
+
+def say_first(texts: Sequence[str], rest: str) -> None:
+    """Print the first of many texts, as `say` does, and then that there are more.
+
+    Args:
+        texts: All of them.
+        rest: What is said of the others, with `{}` for their number.
+    """
+    for text in texts[:MOST_SAID]:
+        say(text)
+    if len(texts) > MOST_SAID:
+        say(rest.format(len(texts) - MOST_SAID))
 
 
 def without_controls(text: str) -> str:
@@ -132,6 +148,71 @@ def size_text(size_bytes: float) -> str:
         size_bytes /= 1000
         units.pop(0)
     return f"{size_bytes:,.0f} bytes" if units[0] == "bytes" else f"{size_bytes:,.1f} {units[0]}"
+
+
+# --- how a command ends ---
+
+
+class ExitStatus(IntEnum):
+    """The exit statuses; those above 128 are what shells say of a process that a signal has ended."""
+
+    DONE = 0
+    NO = 1
+    WRONG_USAGE = 2
+    KMS_FAILED = 3
+    INTERRUPTED = 130
+    NOBODY_READS = 141
+    TERMINATED = 143
+
+
+def status_of(error: Exception) -> ExitStatus:
+    """Return the exit status of a command that ends with this error."""
+    from parquet_keytools import errors
+
+    match error:
+        case errors.KmsConfigurationError():
+            return ExitStatus.WRONG_USAGE
+        case errors.KmsError():
+            return ExitStatus.KMS_FAILED
+        case errors.DecryptionError() | errors.TableMismatchError() | errors.WorkerProcessEndedError():
+            return ExitStatus.NO
+        case errors.IncompleteDataSetError() | errors.NoParquetFilesError() | errors.ReusedKeysError():
+            return ExitStatus.NO
+        case errors.ColumnAccessDeniedError():
+            return max(map(status_of, error.causes), default=ExitStatus.NO)
+        case _:
+            return ExitStatus.WRONG_USAGE
+
+
+def error_text(error: Exception) -> str:
+    """Return the one text that says what happened."""
+    if isinstance(error, OSError) and error.strerror:
+        place = "" if error.filename is None else f"{error.filename}: "
+        return f"{place}{error.strerror.removesuffix('.')}."
+    if isinstance(error, UnicodeEncodeError):
+        # Bytes of an argument or a file name that are not UTF-8 are kept by Python as lone surrogates.
+        return f"{error.object.encode(errors='backslashreplace').decode()}: this name or text is not valid UTF-8."
+    return str(error) or type(error).__name__
+
+
+def status_of_all(errors: Iterable[Exception]) -> ExitStatus:
+    """Return the exit status where some files failed: that of the KMS if it alone is at fault."""
+    kms_failed = all(status_of(error) is ExitStatus.KMS_FAILED for error in errors)
+    return ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO
+
+
+def failure_text(path: str, error: Exception) -> str:
+    """Return what failed, and why."""
+    text = error_text(error)
+    return text if path in text else f"{path}: {text}"
+
+
+def error_fields(error: Exception | None) -> dict[str, str | None]:
+    """Return class and text of an error, if there is one."""
+    return {
+        "error": None if error is None else type(error).__name__,
+        "message": None if error is None else error_text(error),
+    }
 
 
 # --- how far it is ---

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.failures import ExitStatus
 from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
@@ -19,7 +18,16 @@ from parquet_keytools.cli.options import (
     location_of,
     locations_of,
 )
-from parquet_keytools.cli.output import FilesDocument, answer, file_counter, number_of, print_json, say
+from parquet_keytools.cli.output import (
+    MOST_SAID,
+    ExitStatus,
+    FilesDocument,
+    answer,
+    file_counter,
+    number_of,
+    print_json,
+    say,
+)
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
@@ -206,14 +214,12 @@ def _undo(
 
 
 def _drop_old(keytools: Keytools, location: FileLocation, *, as_json: bool) -> None:
-    from parquet_keytools.cli.rotation_report import MOST_FAILURES_SHOWN
-
     left: list[tuple[str, str]] = []
     dropped = keytools.drop_old_keys(location, on_left=lambda path, why: left.append((path, why)))
     if as_json:
         print_json({"dropped": dropped} | ({"left": [path for path, _ in left]} if left else {}))
     answer(f"Removed {number_of(dropped, 'file')} with old keys.")
-    for path, why in left[:MOST_FAILURES_SHOWN]:
+    for path, why in left[:MOST_SAID]:
         say(f"Not removed: {path}: {why}.")
     if left:
         say(f"{len(left)} not removed: check them, and remove them by hand.")

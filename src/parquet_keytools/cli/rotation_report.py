@@ -11,13 +11,23 @@ from typing import Any
 
 import typer
 
-from parquet_keytools.cli.failures import ExitStatus, error_text, status_of
-from parquet_keytools.cli.output import answer, number_of, print_table, say, size_text
+from parquet_keytools.cli.output import (
+    ExitStatus,
+    answer,
+    error_fields,
+    error_text,
+    failure_text,
+    number_of,
+    print_table,
+    say,
+    say_first,
+    size_text,
+    status_of_all,
+)
 from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.files.file_identities import REMEDY
 from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, RotationOutcome, RotationReport
 
-MOST_FAILURES_SHOWN = 20
 MOST_SHARED_SHOWN = 5
 
 
@@ -57,21 +67,11 @@ def rekeyed_summary(report: RotationReport) -> dict[str, Any]:
     }
 
 
-def error_fields(error: Exception | None) -> dict[str, str | None]:
-    """Return class and text of an error, if there is one."""
-    return {
-        "error": None if error is None else type(error).__name__,
-        "message": None if error is None else error_text(error),
-    }
-
-
-def say_failures(failures: list[tuple[str, Exception]]) -> None:
-    """Tell which files failed, and why."""
-    for path, error in failures[:MOST_FAILURES_SHOWN]:
-        text = error_text(error)
-        say(f"Failed: {text}" if path in text else f"Failed: {path}: {text}")
-    if len(failures) > MOST_FAILURES_SHOWN:
-        say(f"Failed: {len(failures) - MOST_FAILURES_SHOWN} more; --json lists all.")
+def say_failures(report: RotationReport) -> None:
+    """Tell which files failed, and what stays in a store because it could not be removed, or looked for."""
+    failures = [failure_text(file.path, file.error) for file in report.failures if file.error is not None]
+    say_first([f"Failed: {text}" for text in failures], "Failed: {} more; --json lists all.")
+    say_first([f"Left behind: {text}." for text in report.left_behind], "Left behind: more; --json lists it.")
 
 
 def say_stopped(report: RotationReport) -> None:
@@ -100,14 +100,6 @@ def saying_what_was_done(again: str) -> Iterator[Counter[RotationOutcome]]:
         raise
 
 
-def say_left_behind(left_behind: list[str]) -> None:
-    """Tell what stays in a store because it could not be removed, or looked for."""
-    for text in left_behind[:MOST_FAILURES_SHOWN]:
-        say(f"Left behind: {text}.")
-    if len(left_behind) > MOST_FAILURES_SHOWN:
-        say("Left behind: more; --json lists it.")
-
-
 def exit_with(report: RotationReport) -> None:
     """End the command as a rotation ended: with the KMS's status where it alone is at fault, or credentials.
 
@@ -120,8 +112,7 @@ def exit_with(report: RotationReport) -> None:
             errors.append(report.stopped_by)
         if errors and all(isinstance(error, KmsConfigurationError) for error in errors):
             raise typer.Exit(ExitStatus.WRONG_USAGE)
-        kms_failed = all(status_of(error) is ExitStatus.KMS_FAILED for error in errors)
-        raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)
+        raise typer.Exit(status_of_all(errors))
 
 
 class RotationTally:
@@ -166,8 +157,7 @@ class RotationTally:
         """Tell people the summary."""
         if self._changes:
             self._show_keys(report)
-        say_failures([(file.path, file.error) for file in report.failures if file.error is not None])
-        say_left_behind(report.left_behind)
+        say_failures(report)
         if report.shared_keys:
             shown = "; ".join(report.shared_keys[:MOST_SHARED_SHOWN])
             more = "; and more" if len(report.shared_keys) > MOST_SHARED_SHOWN else ""

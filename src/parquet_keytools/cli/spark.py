@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.failures import ExitStatus
 from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
@@ -25,7 +24,7 @@ from parquet_keytools.cli.options import (
     TargetArgument,
     pairs_of,
 )
-from parquet_keytools.cli.output import FilesDocument, answer, print_table, say
+from parquet_keytools.cli.output import ExitStatus, FilesDocument, answer, print_table, say
 from parquet_keytools.cli.rotate import (
     DryRunOption,
     FromOption,

@@ -13,7 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from parquet_keytools import __version__, errors
-from parquet_keytools.cli.failures import CommandGroup, ExitStatus, status_of
+from parquet_keytools.cli import CommandGroup
+from parquet_keytools.cli.output import ExitStatus, status_of
 
 PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
 KMS: dict[str, Any] = {"backend": "vault", "operation": "unwrap", "master_key_id": "pii"}
