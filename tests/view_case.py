@@ -17,7 +17,7 @@ from parquet_keytools.encryption.page_walk import walk_chunk
 from parquet_keytools.format.structs import BloomFilterHeader, OffsetIndex
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, open_plain_file
 
 KEYS = ("footer", "public", "secret")

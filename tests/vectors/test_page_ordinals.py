@@ -29,7 +29,7 @@ from parquet_keytools.files.conversion import FileResult
 from parquet_keytools.format.structs import ColumnMetaData, OffsetIndex
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, open_plain_file
 
 WRAPPED = MAX_ORDINAL + 2

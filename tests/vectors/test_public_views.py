@@ -18,7 +18,7 @@ from view_case import ViewCase, same_contents, whole
 
 from parquet_keytools.encryption.footer import read_footer
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, open_plain_file
 
 WAYS = list(

@@ -41,20 +41,12 @@ def called_by_arrow(cls: C) -> C:
 
 
 def is_thread_of_arrow(frame: FrameType | None) -> bool:
-    """Tell whether a call came from a thread of Arrow: one of Python has begun with code of Python.
-
-    Args:
-        frame: Of the function that Arrow called.
-    """
+    """Tell whether a thread of Arrow called the function of a frame: one of Python begins with code of Python."""
     return frame is not None and frame.f_back is None
 
 
 def wait_for_start(frame: FrameType | None) -> None:
-    """Wait, on a thread of Arrow, until no thread of Python is in code that Arrow called.
-
-    Args:
-        frame: Of the function that Arrow called.
-    """
+    """Wait, where Arrow called on a thread of its own, until no thread of Python is in code that Arrow called."""
     if is_thread_of_arrow(frame):
         while any(map(_is_inside, _stacks())):
             time.sleep(_LOOK_SECONDS)

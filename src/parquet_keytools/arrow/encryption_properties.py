@@ -43,9 +43,7 @@ _NAMING_OPTIONS = ("flavor", "use_compliant_nested_type", "version", "store_sche
 def arrow_leaf_paths(schema: pa.Schema, write_options: Mapping[str, Any] | None = None) -> list[ColumnPath]:
     """Return the paths of the leaf columns that pyarrow writes for a schema, in the order of their ordinals.
 
-    Args:
-        schema: Of the table.
-        write_options: What the table will be written with; some options change names.
+    Some options of the writer change names.
     """
     options = {name: value for name, value in (write_options or {}).items() if name in _NAMING_OPTIONS}
     sink = pa.BufferOutputStream()

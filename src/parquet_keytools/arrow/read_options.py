@@ -50,15 +50,7 @@ class ReadOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], *, method: str) -> ReadOptions:
-        """Take the options that a caller gave.
-
-        Args:
-            options: By name.
-            method: Which takes them: `read_table`, or `dataset`, which has no options of tables.
-
-        Raises:
-            TypeError: One is not known, or not taken.
-        """
+        """Take what a caller gave to `read_table`, or to `dataset`, which has no options of tables."""
         known = inspect.signature(pq.read_table).parameters.keys() - _OURS - _REFUSED.keys()
         if method != "read_table":
             known -= _OF_A_TABLE
@@ -80,11 +72,7 @@ class ReadOptions:
         return {**self.format, **self.table}
 
     def file_format(self, **decryption: Any) -> ds.ParquetFileFormat:
-        """Return a file format for data sets.
-
-        Args:
-            decryption: `decryption_config` or `decryption_properties`.
-        """
+        """Return a file format for data sets, with `decryption_config` or `decryption_properties`."""
         given = {name: value for name, value in self.format.items() if value is not None}
         if "read_dictionary" in given:
             given["dictionary_columns"] = given.pop("read_dictionary")
@@ -155,11 +143,7 @@ def arrow_read_limits(opened: OpenedFile) -> list[str]:
 def make_decryption_properties(
     opened: OpenedFile, columns: Sequence[str] | None = None
 ) -> pq.FileDecryptionProperties:
-    """Make decryption properties for one file.
-
-    Args:
-        opened: The file.
-        columns: The columns that will be read; None where that is not known yet.
+    """Make decryption properties for one file; `columns` will be read, or None where that is not known yet.
 
     Raises:
         UnsupportedByArrowError: pyarrow cannot decrypt the file by itself.
@@ -268,10 +252,7 @@ def _columns_read(opened: OpenedFile, arguments: Mapping[str, Any]) -> Sequence[
 
 
 def pandas_index(metadata: Mapping[bytes, bytes] | None) -> list[str]:
-    """Return the columns of the index of a DataFrame that was written.
-
-    Args:
-        metadata: Of its schema.
+    """Return the columns of the index of a DataFrame that was written, from the metadata of its schema.
 
     Raises:
         ValueError, TypeError, KeyError: What it says of pandas is not what pandas writes.
@@ -288,10 +269,7 @@ Filters = Any
 def refuse_denied_filter(opened: OpenedFile, filters: Filters, *, has_stand_ins: bool = False) -> None:
     """Raise `ColumnAccessDeniedError` if filters look at a column that cannot be read.
 
-    Args:
-        opened: The file.
-        filters: What looks at columns.
-        has_stand_ins: Whether something else is shown in place of refused columns; filters then look at that.
+    Where something else is shown in place of refused columns, filters look at that.
     """
     if filters is not None and opened.denied:
         names = columns_mentioned(filters, sorted(opened.denied_top_level))

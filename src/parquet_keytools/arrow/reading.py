@@ -36,7 +36,7 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, read_again_if_changed
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
-from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile
 from parquet_keytools.view.plain_files import PlainInput
 
@@ -209,15 +209,7 @@ class PolarsSource:
 
 
 def scan_polars(open_columns: OpenColumns, open_file: Callable[[str], PlainInput]) -> pl.LazyFrame:
-    """Return a lazy frame; see `Keytools.scan_polars`.
-
-    Args:
-        open_columns: Opens the data set.
-        open_file: Opens the view of one of its files.
-
-    Raises:
-        ConfigurationError: Polars is not installed.
-    """
+    """Return a lazy frame over a data set, and the view of one of its files; see `Keytools.scan_polars`."""
     try:
         import polars as pl
     except ModuleNotFoundError as error:

@@ -31,7 +31,7 @@ from parquet_keytools.format.partial_footers import selected_footer
 from parquet_keytools.runtime.process_end import share_with_arrow
 from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.sources import ArrowSource
-from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile
 
 PART_BYTES = 8 * 1024 * 1024

@@ -76,10 +76,8 @@ def as_stream(data: Any) -> pa.Table | pa.RecordBatchReader:
 def row_groups_of(source: pa.Table | pa.RecordBatchReader, row_group_rows: int | None) -> Iterator[pa.Table]:
     """Yield the data of a few row groups at a time: batches of a stream may be small.
 
-    Args:
-        source: A table, which comes as it is, or a stream.
-        row_group_rows: How many rows a row group has at most; None for as many as pyarrow's, or as `_STREAM_BYTES`
-            of data have.
+    A table comes as it is. A row group of a stream has as many rows as pyarrow's, or as `_STREAM_BYTES` of data
+    have, if nothing else is given.
     """
     if isinstance(source, pa.Table):
         yield source
@@ -104,11 +102,7 @@ def row_groups_of(source: pa.Table | pa.RecordBatchReader, row_group_rows: int |
 
 
 def as_dataset_source(data: Any) -> Any:
-    """Return data as `pyarrow.dataset.write_dataset` takes it; streams stay streams, single batches are collected.
-
-    Raises:
-        TypeError: It is nothing that Arrow takes.
-    """
+    """Return data as `pyarrow.dataset.write_dataset` takes it, or raise `TypeError`; streams stay streams."""
     if isinstance(data, (pa.Table, pa.RecordBatch, pa.RecordBatchReader)):
         return data
     # Not earlier: it imports pandas, where it is installed.

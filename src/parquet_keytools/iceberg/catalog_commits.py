@@ -53,11 +53,7 @@ class KeyChanges:
     removed: Sequence[str] = ()
 
     def apply(self, document: dict[str, Any]) -> None:
-        """Change a metadata file.
-
-        Raises:
-            CommitFailedException: An entry that is to be replaced, or the KEK of one, is not there any more.
-        """
+        """Change a metadata file; `CommitFailedException` where what is to be replaced, or a KEK, is gone."""
         entries = list(document.get(_KEYS) or [])
         for old, new in self.replaced:
             ((old_entry,), (new_entry,)) = as_json([old]), as_json([new])
@@ -101,13 +97,7 @@ class KeyChanges:
 
 
 def committing(catalog: Catalog, storage: FileIO, changes: KeyChanges) -> Catalog:
-    """Return a copy of a catalog for one commit, or for the creation of one table.
-
-    Args:
-        catalog: The catalog of the table.
-        storage: Reads and writes metadata files.
-        changes: What the commit changes of the keys.
-    """
+    """Return a copy of a catalog for one commit, or for the creation of one table."""
     copied = copy.copy(catalog)
     if isinstance(copied, RestCatalog):
         copied._session = _Session(copied._session, changes)  # type: ignore[assignment]
@@ -212,11 +202,7 @@ class _FileCommit(Catalog):
 
 
 def _refuse_hashed(parameters: Mapping[str, str] | None) -> None:
-    """Refuse a commit after which Iceberg's Java library would refuse the table.
-
-    Raises:
-        OutputError: The catalog has the hash of the metadata that Java keeps, of the form in which Java writes it.
-    """
+    """Refuse a commit to a table whose hash in the catalog only Java renews: it would refuse the table then."""
     if _HASH in (parameters or {}):
         raise OutputError(
             f"the catalog has a hash of the table's metadata, {_HASH}, which only Iceberg's Java library renews: "
@@ -277,12 +263,7 @@ def dumped(metadata: TableMetadata) -> dict[str, Any]:
 
 
 def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return a metadata file with what changed, and with all else as it was.
-
-    Args:
-        before: The file before, as it is.
-        after: The file that is wanted, as PyIceberg would write it.
-    """
+    """Return a metadata file with what changed, as PyIceberg would write it, and with all else as it was."""
     known = dumped(TableMetadataUtil.parse_obj(copy.deepcopy(before)))
     result: dict[str, Any] = _merged(before, known, after)
     return result

@@ -76,9 +76,7 @@ class IcebergKeys:
     def kek(self, wrapped_kek: bytes, master_key_id: str) -> SecretBytes:
         """Return a KEK.
 
-        Args:
-            wrapped_kek: The raw ciphertext of the KMS.
-            master_key_id: The master key, by its identifier in the KMS or its name in the configuration.
+        The master key has its identifier in the KMS, or its name in the configuration.
 
         Raises:
             KeyNotAvailableError: The configuration has no KMS.
@@ -264,11 +262,6 @@ class NewKeys:
         self, table: TableEncryption, chain: KeyChain, metadata: StandardKeyMetadata
     ) -> tuple[EncryptionKey, ...]:
         """Return what `encryption-keys` needs for a manifest list: the last entry is that of the list.
-
-        Args:
-            table: The current state of the table.
-            chain: Its keys.
-            metadata: The key metadata of the manifest list.
 
         Raises:
             NotEncryptedError: The table has no master key.

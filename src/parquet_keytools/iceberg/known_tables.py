@@ -21,7 +21,7 @@ from parquet_keytools.iceberg.metadata import SnapshotKey, TableEncryption
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.chunk_view import PageCache
 
 _KEPT_TABLES = 128
 """So many states of tables are kept for other FileIOs; one that a FileIO uses is kept by it as well."""
@@ -49,11 +49,7 @@ class KnownTable:
         return self._lists.get(manifest_list)
 
     def file_at(self, location: str) -> ListedFile | None:
-        """Return the manifest or data file at a location, as far as it is known.
-
-        Raises:
-            ParquetFormatError: A manifest that was read is none.
-        """
+        """Return the manifest or data file at a location, if it is known; errors as `files_in`."""
         found = self._files.get(location)
         if found is None and self._pending:
             with self._lock:

@@ -117,11 +117,7 @@ def load_table_to_write(
 ) -> EncryptedTable:
     """Load an encrypted table of a catalog that PyIceberg knows by its name.
 
-    Args:
-        catalog_name: The catalog.
-        table: Name of the table.
-        config: The configuration; by default the one that the catalog's properties name.
-        properties: Of the catalog, beside those that PyIceberg knows.
+    The configuration is by default the one that the properties of the catalog name.
 
     Raises:
         NotEncryptedError: The table is not encrypted.
@@ -281,14 +277,10 @@ def located_table(
     catalog_name: str | None = None,
     properties: Mapping[str, str] = EMPTY_DICT,
 ) -> LocatedTable:
-    """Find a table, and read its metadata file.
+    """Find a table, by the location of its metadata file or its name in a catalog, and read that file.
 
-    Args:
-        table: Location of the metadata file, or the name of the table in the catalog.
-        config: The configuration; by default the one that the properties name, of the catalog or given ones.
-            Without any, no key can be unwrapped.
-        catalog_name: A catalog that PyIceberg knows.
-        properties: For the catalog, and for its FileIO.
+    The configuration is by default the one that the properties name, of the catalog or given ones. Without any,
+    no key can be unwrapped.
 
     Raises:
         KeytoolsError: The configuration or the metadata file is wrong.

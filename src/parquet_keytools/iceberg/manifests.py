@@ -75,24 +75,14 @@ class ListedFile:
         return f"{self.kind} {self.location}"
 
     def key_metadata(self) -> StandardKeyMetadata | None:
-        """Return its key, or None where it is plaintext.
-
-        Raises:
-            KeyMaterialError: The key metadata is not valid.
-        """
+        """Return its key, or None where it is plaintext; errors as `StandardKeyMetadata.decode`."""
         return (
             None if self.encoded_key is None else StandardKeyMetadata.decode(self.encoded_key, f"the {self.name}")
         )
 
 
 def manifests_in(content: bytes, name: str, snapshot_id: int, *, authentic: bool) -> list[ListedFile]:
-    """Return the manifests in a manifest list.
-
-    Args:
-        content: Its plaintext.
-        name: What errors call it.
-        snapshot_id: The snapshot whose list it should be.
-        authentic: Whether it was encrypted; plaintext may be anybody's.
+    """Return the manifests in the plaintext of a manifest list; one that is not `authentic` may be anybody's.
 
     Raises:
         ParquetFormatError: It is no manifest list.
@@ -106,12 +96,7 @@ def manifests_in(content: bytes, name: str, snapshot_id: int, *, authentic: bool
 
 
 def files_in(content: bytes, name: str, *, authentic: bool) -> list[ListedFile]:
-    """Return the files in a manifest.
-
-    Args:
-        content: Its plaintext.
-        name: What errors call it.
-        authentic: Whether it was encrypted; plaintext may be anybody's.
+    """Return the files in the plaintext of a manifest; one that is not `authentic` may be anybody's.
 
     Raises:
         ParquetFormatError: It is no manifest.

@@ -132,11 +132,7 @@ class TableEncryption:
 
 
 def read_metadata_file(file: pa.NativeFile, location: str) -> bytes:
-    """Return the content of a metadata file as it is stored.
-
-    Raises:
-        ParquetFormatError: It is too long to be one.
-    """
+    """Return a metadata file as it is stored, unless it is too long to be one (`ParquetFormatError`)."""
     if file.size() > MAX_METADATA_BYTES:
         _refuse(location, f"it is longer than {MAX_METADATA_BYTES} bytes")
     return bytes(file.read())
@@ -162,11 +158,7 @@ def read_document(content: bytes, location: str) -> dict[str, Any]:
 
 
 def parse_table_metadata(content: bytes, location: str) -> TableEncryption:
-    """Return what a metadata file says of the encryption of its table.
-
-    Args:
-        content: The file, compressed with gzip or not.
-        location: Where it lies, for errors.
+    """Return what a metadata file, compressed with gzip or not, says of the encryption of its table.
 
     Raises:
         ParquetFormatError: It is no metadata file.
@@ -304,11 +296,7 @@ class StandardKeyMetadata:
 
     @classmethod
     def decode(cls, encoded: SecretBytes, what: str) -> StandardKeyMetadata:
-        """Return what the bytes say.
-
-        Args:
-            encoded: The bytes.
-            what: Whose key metadata it is, for the error.
+        """Return what the bytes say; the error says `what` they are of.
 
         Raises:
             KeyMaterialError: They are not key metadata of version 1, to the last byte. The error quotes none.

@@ -235,11 +235,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         self._file_row_ids: dict[str, int | None] | None = None
 
     def append_data_file(self, data_file: DataFile) -> Any:
-        """Take a data file that this table wrote.
-
-        Raises:
-            NotEncryptedError: Somebody else wrote it: it may be plaintext.
-        """
+        """Take a data file that this table wrote; one of somebody else may be plaintext, and is refused."""
         key_metadata = self._io.key_metadata(data_file.file_path)
         properties = pe.create_decryption_properties(
             footer_key=key_metadata.encryption_key.reveal(), aad_prefix=key_metadata.aad_prefix

@@ -144,12 +144,7 @@ class TableReport:
 
 
 class TableAudit:
-    """Walks down the key chain.
-
-    Args:
-        located: The table.
-        with_data: Whether every file is decrypted, or only manifest lists and manifests.
-    """
+    """Walks down the key chain; it decrypts every file `with_data`, else manifest lists and manifests alone."""
 
     def __init__(self, located: LocatedTable, *, with_data: bool) -> None:
         self._located = located

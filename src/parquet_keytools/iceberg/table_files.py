@@ -34,7 +34,7 @@ from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import BufferSink
-from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile
 from parquet_keytools.view.plain_files import PlainInput
 
@@ -124,12 +124,7 @@ def _store(location: str) -> str:
 
 
 def open_as_stored(file_io_of: Callable[[str], FileIO], location: str, mapping: str) -> pa.NativeFile:
-    """Open a file as it is stored.
-
-    Args:
-        file_io_of: The FileIO beneath, for a mapped location.
-        location: Where it lies.
-        mapping: The property `keytools.location-mapping`.
+    """Open a file as it is stored, with the FileIO beneath for its mapped location.
 
     Raises:
         ParquetFormatError: No file system opens such a location, or what lies there is no file.
@@ -173,11 +168,7 @@ def stored_location(file_io: FileIO, mapped: str) -> FileLocation | None:
 
 
 def check_length(length: int, key: StandardKeyMetadata, listed_length: int | None, name: str) -> None:
-    """Compare the length of a file with what the chain says, before a byte of it is decrypted.
-
-    Raises:
-        DecryptionError: It has another length.
-    """
+    """Refuse a file of another length than the chain says, before a byte of it is decrypted."""
     for source, expected in (("its key metadata", key.file_length), ("the manifest", listed_length)):
         if expected is not None and length != expected:
             raise DecryptionError(
@@ -187,13 +178,7 @@ def check_length(length: int, key: StandardKeyMetadata, listed_length: int | Non
 
 
 def read_stream(stored: pa.NativeFile, key: StandardKeyMetadata, listed_length: int | None, name: str) -> bytes:
-    """Return the plaintext of an AGS1 stream.
-
-    Args:
-        stored: The file; the reader closes it.
-        key: Its key metadata.
-        listed_length: Its bytes, as the file above it lists them.
-        name: What errors call it.
+    """Return the plaintext of an AGS1 stream, which is closed; errors call it by its name.
 
     Raises:
         DecryptionError: It has another length, or a block of it does not authenticate.
@@ -207,11 +192,7 @@ def read_stream(stored: pa.NativeFile, key: StandardKeyMetadata, listed_length: 
 def open_data_file(source: ByteSource, key: StandardKeyMetadata, name: str, cache: PageCache) -> PlainFile:
     """Open a Parquet file as plaintext: pages are decrypted when they are read.
 
-    Args:
-        source: The file; it stays open as long as the view is read.
-        key: Its key metadata in Iceberg.
-        name: What errors call it.
-        cache: Keeps pages that were decrypted.
+    The source stays open as long as the view is read.
 
     Raises:
         NotEncryptedError: It is plaintext.
@@ -229,11 +210,7 @@ def open_data_file(source: ByteSource, key: StandardKeyMetadata, name: str, cach
 
 
 def decrypt_data_file(source: ByteSource, key: StandardKeyMetadata, name: str) -> pa.Buffer:
-    """Return a Parquet file in plaintext, every module of it checked.
-
-    Raises:
-        KeytoolsError: As with `open_data_file`, or one of its modules does not authenticate.
-    """
+    """Return a Parquet file in plaintext, every module of it checked; errors as `open_data_file`."""
     footer, _ = _open_footer(source, key, name)
     sink = BufferSink()
     with naming_place(_named(name), footer.columns):

@@ -73,11 +73,7 @@ class WritingFileIO(FileIO):
             return pa.BufferReader(decrypt_data_file(source, key_metadata, f"data file {location}"))
 
     def new_output(self, location: str) -> OutputFile:
-        """Return a file to write, which encrypts.
-
-        Raises:
-            OutputError: The file is of no kind that can be encrypted.
-        """
+        """Return a file to write, which encrypts; a file of a kind that cannot be encrypted is refused."""
         if not location.endswith((".avro", ".parquet")):
             raise OutputError(
                 f"{location}: a file of this kind would be written in plaintext into an encrypted table.",
@@ -97,11 +93,7 @@ class WritingFileIO(FileIO):
         return _reading, (self.reader,)
 
     def key_metadata(self, location: str) -> StandardKeyMetadata:
-        """Return the key metadata of a file that was written here.
-
-        Raises:
-            NotEncryptedError: It was not.
-        """
+        """Return the key metadata of a file; one that was not written here is refused (`NotEncryptedError`)."""
         metadata = self._written.get(location)
         if metadata is None:
             raise NotEncryptedError(

@@ -108,11 +108,7 @@ class ViewConnection(BaseHTTPRequestHandler):
         super().finish()
 
     def route(self, request: ServedRequest) -> tuple[str, str, Callable[[], ServedAnswer]]:
-        """Return protocol, key, and what makes the answer.
-
-        Raises:
-            RefusedRequestError: The server is not called so, or the request has no secret.
-        """
+        """Return protocol, key, and what makes the answer; refuse other names of the server, and no secret."""
         if (request.header("host") or "").lower() not in self.hosts:
             raise RefusedRequestError(421, "InvalidRequest", "This server is not called so.")
         first, slash, key = request.path.removeprefix("/").partition("/")
@@ -322,12 +318,7 @@ def cut_off(connection: socket.socket) -> None:
 
 
 class HeadReader(io.RawIOBase):
-    """Reads what a client sends, up to a time and a size.
-
-    Args:
-        connection: To the client.
-        seconds: How long the first request may take.
-    """
+    """Reads what a client sends, up to a time and a size."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection

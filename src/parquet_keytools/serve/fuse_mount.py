@@ -29,12 +29,7 @@ _log = logging.getLogger("parquet_keytools.serve")
 
 
 class MountedTree:
-    """What the kernel asks of a mounted tree: nothing can be written.
-
-    Args:
-        tree: What is mounted.
-        on_mounted: Called as soon as the folder is there.
-    """
+    """What the kernel asks of a mounted tree, which cannot be written to; `on_mounted` is called first."""
 
     use_ns = True
 
@@ -76,9 +71,7 @@ class MountedTree:
     def open(self, path: str, handle: Any) -> int:
         """Open a file; what is read through the handle is of the file that is there now.
 
-        Args:
-            path: Its path.
-            handle: FUSE's: `flags` to read, `fh` and `direct_io` to set.
+        Of FUSE's handle, `flags` are read, and `fh` and `direct_io` are set.
         """
         if handle.flags & (os.O_WRONLY | os.O_RDWR):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -119,12 +112,7 @@ class _OpenedFile:
 
 
 def mount(tree: ServedTree, folder: Path, on_mounted: Callable[[], None]) -> None:
-    """Mount a tree, and return when it is unmounted: by `umount`, Ctrl-C or SIGTERM.
-
-    Args:
-        tree: What is mounted.
-        folder: An empty folder.
-        on_mounted: Called as soon as it is there.
+    """Mount a tree in an empty folder, and return when it is unmounted: by `umount`, Ctrl-C or SIGTERM.
 
     Raises:
         ConfigurationError: This machine cannot mount; the text says what is missing.

@@ -66,11 +66,7 @@ class ServedRequest:
     headers: Mapping[str, tuple[str, ...]]
 
     def header(self, name: str) -> str | None:
-        """Return a header that can be there once.
-
-        Raises:
-            RefusedRequestError: It is there twice: who is before us may have read the other one.
-        """
+        """Return a header, unless it is there twice: who is before us may have read the other one."""
         values = self.headers.get(name, ())
         if len(values) > 1:
             raise RefusedRequestError(400, "InvalidRequest", f"The header {name} is there {len(values)} times.")
@@ -121,11 +117,7 @@ class ServedAnswer:
 
 
 def decoded(text: str) -> str:
-    """Return text of an URL, decoded once.
-
-    Raises:
-        RefusedRequestError: It is not UTF-8.
-    """
+    """Return text of an URL, decoded once; what is not UTF-8 is refused."""
     try:
         return unquote_to_bytes(text).decode("utf-8")
     except UnicodeDecodeError:
@@ -246,12 +238,8 @@ def answer_file(
 ) -> ServedAnswer:
     """Return the answer to a GET or HEAD of a file.
 
-    Args:
-        tree: Where it is.
-        request: The request.
-        key: Of the file.
-        seen_before: Whether the connection read another version of this file before: then a range without a
-            condition is refused, for its sender would mix two files.
+    A connection that read another version of this file before is refused a range without a condition: it would
+    mix two files.
 
     Raises:
         RefusedRequestError: A condition of the request does not hold, or the file does not have the range.
@@ -287,10 +275,6 @@ def byte_range(text: str, size_bytes: int) -> tuple[int, int] | None:
     """Return first byte and length of a range; None for what is to be answered with the whole file.
 
     That is allowed for every `Range`, and done for several ranges and for what is no range (RFC 9110, 14.2).
-
-    Args:
-        text: The header.
-        size_bytes: Of the file.
 
     Raises:
         RefusedRequestError: The file has no byte of it.

@@ -65,11 +65,7 @@ class _Claim:
 
 
 def check_signature(request: ServedRequest, key_pair: KeyPair, now: datetime) -> None:
-    """Return if a request is signed with our key pair, and not too old.
-
-    Raises:
-        RefusedRequestError: It is not signed, or wrongly.
-    """
+    """Refuse a request that is not signed with our key pair, or is too old."""
     in_query = any(name.lower().startswith("x-amz-") for name, _ in request.query)
     if in_query and "authorization" in request.headers:
         raise _refused("InvalidArgument", "Only one kind of signature is allowed.", status=400)
@@ -188,12 +184,7 @@ def answer_s3(
 ) -> ServedAnswer:
     """Return the answer to a request of an S3 client, with a path of the form `/view/key`.
 
-    Args:
-        tree: What is served.
-        key_pair: What requests are signed with.
-        request: The request.
-        seen_before: Whether the connection read another version of a file before.
-        keep: Called as soon as the signature is found to be right.
+    As soon as the signature is found to be right, `keep` is called.
 
     Raises:
         RefusedRequestError: It is not signed, asks for what is not there, or its conditions do not hold.

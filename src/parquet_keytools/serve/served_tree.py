@@ -139,11 +139,7 @@ class ServedTree:
             yield FileReader(self, file, stream)
 
     def check_unchanged(self, file: ServedFile) -> None:
-        """Return if a file is still the one that was found; that needs no key.
-
-        Raises:
-            FileChangedError: It is gone or another one.
-        """
+        """Raise `FileChangedError` if a file is no longer the one that was found; that needs no key."""
         try:
             if self._version(file.key, self._path_of(file.key)) == file.version:
                 return
@@ -159,10 +155,7 @@ class ServedTree:
             return False
 
     def entries(self, folder: str) -> list[ServedEntry]:
-        """Return what a folder holds, sorted as S3 sorts keys.
-
-        Args:
-            folder: Its key; empty for the one that is served.
+        """Return what a folder holds, sorted as S3 sorts keys; the one that is served has an empty key.
 
         Raises:
             FileNotFoundError: There is no such folder.
@@ -236,13 +229,7 @@ class ServedTree:
 
 
 class FileReader:
-    """Reads one file for one answer.
-
-    Args:
-        tree: Where it is.
-        file: What it was when it was found.
-        stream: The opened file.
-    """
+    """Reads one file for one answer."""
 
     def __init__(self, tree: ServedTree, file: ServedFile, stream: Any) -> None:
         self._tree = tree
@@ -250,11 +237,7 @@ class FileReader:
         self._stream = stream
 
     def read(self, start: int, length: int) -> bytes:
-        """Return bytes of the file.
-
-        Args:
-            start: The first one.
-            length: How many; the file must have them.
+        """Return bytes of the file, which must have them.
 
         Raises:
             FileChangedError: The file is no longer the one that was found, or is shorter.

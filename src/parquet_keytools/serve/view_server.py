@@ -216,12 +216,7 @@ class ViewServer:
 
 
 def http_lines(url: str, key: str) -> dict[str, str]:
-    """Return a line for each engine that reads one file over HTTP.
-
-    Args:
-        url: Of the folder that is served, with its slash.
-        key: Of the file.
-    """
+    """Return a line for each engine that reads one file over HTTP; the URL of the folder ends with a slash."""
     file = url + quote(key)
     return {
         "DuckDB": f"select * from '{file}';",  # noqa: S608
@@ -231,13 +226,7 @@ def http_lines(url: str, key: str) -> dict[str, str]:
 
 
 def s3_lines(endpoint: str, key_pair: KeyPair, *, region: str = "us-east-1") -> dict[str, str]:
-    """Return lines for each engine that reads all files as S3.
-
-    Args:
-        endpoint: Scheme, host and port.
-        key_pair: The credentials.
-        region: Any will do.
-    """
+    """Return lines for each engine that reads all files as S3; any region will do."""
     scheme, _, host = endpoint.partition("://")
     key_id, secret = key_pair.access_key_id, key_pair.secret.reveal().decode()
     is_tls = scheme == "https"

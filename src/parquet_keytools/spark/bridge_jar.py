@@ -55,11 +55,7 @@ def build_jar(path: str | os.PathLike[str]) -> Path:
 
 
 def cached_jar() -> Path:
-    """Return the jar for this Spark; it is compiled once, and kept in the user's cache.
-
-    Raises:
-        ConfigurationError: As `build_jar`.
-    """
+    """Return the jar for this Spark, compiled once and kept in the user's cache; errors as `build_jar`."""
     folder = _cache_folder()
     jar = folder / f"parquet-keytools-spark-{_fingerprint(_spark_jars())}.jar"
     return jar if jar.is_file() else build_jar(jar)

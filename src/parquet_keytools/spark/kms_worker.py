@@ -128,10 +128,8 @@ class Statistics:
 class KmsWorker:
     """Answers requests with the KMS of one configuration.
 
-    Args:
-        requests: Where frames come from.
-        answers: Where frames go; nothing else may be written there.
-        kms: The client; that of the configuration in the first frame where it is not given.
+    Nothing else may be written to `answers`. The client is that of the configuration in the first frame, if none
+    is given.
     """
 
     def __init__(self, requests: BinaryIO, answers: BinaryIO, kms: KmsClient | None = None) -> None:

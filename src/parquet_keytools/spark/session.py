@@ -164,11 +164,7 @@ def _check_what_it_makes(builder: SparkSession.Builder, settings: dict[str, str]
 
 
 def _configure_running(spark: SparkSession, settings: dict[str, str]) -> None:
-    """Give settings to a session that runs; does nothing where they are there.
-
-    Raises:
-        ConfigurationError: It takes none of them, or has those of another configuration.
-    """
+    """Give settings to a running session that has none yet; refuse one that has others, or takes none."""
     jar = settings["spark.jars"]
     wanted = {name.removeprefix(_HADOOP): value for name, value in settings.items() if name.startswith(_HADOOP)}
     if not hasattr(spark, "_jsc"):
@@ -211,11 +207,7 @@ def _forget_missing_classes(hadoop: Any) -> None:
 
 
 def _check_connect_server(spark: SparkSession, identity_of_ours: str) -> None:
-    """Refuse a session of Spark Connect whose server was started without our settings.
-
-    Raises:
-        ConfigurationError: It was.
-    """
+    """Refuse a session of Spark Connect whose server was started without our settings."""
     # Another session: what this one was given, its server shows as if it had been started with it.
     other = spark.newSession()
     found = other.conf.get(f"{_HADOOP}{_IDENTITY}", None)
@@ -228,11 +220,7 @@ def _check_connect_server(spark: SparkSession, identity_of_ours: str) -> None:
 
 
 def _add_to_running_jvm(jvm: Any, jar: str) -> None:
-    """Give the jar to a JVM of the driver that runs already, by spark-submit or after an earlier session.
-
-    Raises:
-        ConfigurationError: Its class loader takes no jar.
-    """
+    """Give the jar to a JVM of the driver that runs already, by spark-submit or after an earlier session."""
     from py4j.protocol import Py4JError
 
     loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()

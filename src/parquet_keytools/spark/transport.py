@@ -71,9 +71,7 @@ def configuration_identity(configuration: Configuration) -> str:
 def received_configuration(text: str, files_folder: Path) -> Configuration:
     """Make the configuration again, where it arrived.
 
-    Args:
-        text: What `carried` or `carried_file` returned.
-        files_folder: Where Spark puts its files; relative paths start there.
+    The text is what `carried` or `carried_file` returned. Relative paths start where Spark puts its files.
 
     Raises:
         ConfigurationError: An environment variable is not set here, or a file is missing or has mistakes.
@@ -93,11 +91,7 @@ def received_configuration(text: str, files_folder: Path) -> Configuration:
 
 
 def kms_for_spark(configuration: Configuration) -> KmsSettings:
-    """Return the settings of the KMS that Spark's own reader and writer need.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """Return the settings of the KMS that Spark's own reader and writer need; refuse a configuration without."""
     if configuration.kms is None:
         raise ConfigurationError(
             "the configuration has no kms, and Spark does not support data keys.",
@@ -107,11 +101,7 @@ def kms_for_spark(configuration: Configuration) -> KmsSettings:
 
 
 def refuse_generated_keys(kms: KmsClient | None) -> None:
-    """Refuse a KMS client that another process cannot make again.
-
-    Raises:
-        ConfigurationError: It generated its master keys itself.
-    """
+    """Refuse a KMS client that another process cannot make again: it generated its master keys itself."""
     if getattr(kms, "has_generated_keys", False):
         raise ConfigurationError(
             "the in_memory KMS generates master keys, and every executor would have different ones.",
@@ -214,11 +204,7 @@ def frame_bytes(frame: Frame) -> bytes:
 
 
 def read_key_request(content: bytes) -> KeyRequest:
-    """Return what the content of a request to wrap or unwrap says.
-
-    Raises:
-        ValueError: It is no such content; the text of the error does not quote it.
-    """
+    """Return what a request to wrap or unwrap says, or raise `ValueError`, whose text does not quote it."""
     if len(content) < _NAME_LENGTH.size:
         raise ValueError("the request has no master key id")
     (length,) = _NAME_LENGTH.unpack_from(content)

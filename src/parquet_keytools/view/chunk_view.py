@@ -1,4 +1,4 @@
-"""The pages of one encrypted chunk, decrypted in place: each keeps its offset and its length (spec 5.1).
+"""The pages of one encrypted chunk, decrypted in place: each keeps offset and length (spec 5.1); and their cache.
 
 An encrypted page is a module for its header and one for its data. In the view the header takes the bytes of the
 first module and of the second one's framing: it is padded by a field that no reader knows.
@@ -6,11 +6,15 @@ first module and of the second one's framing: it is padded by a field that no re
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import struct
+import sys
 import zlib
 from array import array
 from bisect import bisect_right
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from parquet_keytools.encryption.aad import MAX_COUNT
@@ -23,7 +27,138 @@ from parquet_keytools.format.file_layout import Region
 from parquet_keytools.format.pages import PageHeaderFacts, padded_header, with_sizes
 from parquet_keytools.format.structs import OffsetIndex, PageHeader
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
-from parquet_keytools.view.page_cache import PageCache
+
+KEPT_BYTES = 128 * 1024 * 1024
+"""How much memory is kept for the next readers, in bytes."""
+
+_SMALLEST = 128 * 1024
+"""Below that, the allocator of C keeps memory itself."""
+
+
+class _Buffer(io.BytesIO):
+    def __del__(self) -> None:
+        """Close nothing: if parts of a view outlive a failed read, Python 3.13 says on stderr that it cannot."""
+
+
+def _references_to_content(buffer: _Buffer) -> int:
+    content = buffer.getvalue()
+    return sys.getrefcount(content)
+
+
+_NOT_SHARED = _references_to_content(_Buffer(bytes(2)))
+"""References to bytes that only their buffer has; in Python 3.14 local variables have none."""
+
+CACHE_BYTES = 64 * 1024 * 1024
+"""How much the pages in a cache may take, in bytes."""
+
+PageKey = tuple[int, int]
+"""A number of the file's own, and where the page begins."""
+
+
+class ReadBuffers:
+    """Makes bytes objects in place, for any number of threads, in memory that readers are done with.
+
+    The operating system hands out memory zeroed, page by page as it is touched first. That costs more than reading
+    and decrypting what goes there.
+
+    A buffer shares its memory with the bytes that came from it. If these are still in use when it is written to,
+    it takes other memory: what was given out never changes.
+    """
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self._kept_bytes = kept_bytes
+        self._kept: list[_Buffer] = []
+        self._lock = ForkSafeLock()
+
+    def filled(self, length: int, fill: Callable[[memoryview], None]) -> bytes:
+        """Return bytes of a length, each of which `fill` writes: what is there before is of another read."""
+        buffer = self._taken(length) if length >= _SMALLEST else _Buffer(bytes(length))
+        with buffer.getbuffer() as out:
+            fill(out)
+        data = buffer.getvalue()
+        if length >= _SMALLEST:
+            self._keep(buffer)
+        return data
+
+    def _taken(self, length: int) -> _Buffer:
+        with self._lock:
+            free = [
+                (abs(_length(buffer) - length), position)
+                for position, buffer in enumerate(self._kept)
+                if _references_to_content(buffer) == _NOT_SHARED
+            ]
+            if not free:
+                return _Buffer(bytes(length))
+            buffer = self._kept.pop(min(free)[1])
+        buffer.truncate(length)
+        if _length(buffer) < length:
+            buffer.seek(length - 1)
+            buffer.write(b"\0")
+        return buffer
+
+    def _keep(self, buffer: _Buffer) -> None:
+        with self._lock:
+            self._kept.append(buffer)
+            held = sum(map(_length, self._kept))
+            while held > self._kept_bytes:
+                held -= _length(self._kept.pop(0))
+
+
+def _length(buffer: _Buffer) -> int:
+    return buffer.seek(0, io.SEEK_END)
+
+
+class PageCache:
+    """Pages of any number of files, for readers that come back for the rest; bounded; for any number of threads.
+
+    Attributes:
+        held_bytes: How much it holds.
+        buffers: Memory for what is read of these files.
+    """
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self.held_bytes = 0
+        self.buffers = ReadBuffers()
+        self._max_bytes = max_bytes
+        self._pages: OrderedDict[PageKey, memoryview] = OrderedDict()
+        self._lock = ForkSafeLock()
+        self._forgotten: deque[int] = deque()
+
+    def get(self, key: PageKey) -> memoryview | None:
+        """Return a page with its header, if it is held."""
+        with self._lock:
+            page = self._pages.get(key)
+            if page is not None:
+                self._pages.move_to_end(key)
+            return page
+
+    def put(self, key: PageKey, page: memoryview) -> None:
+        """Keep a page, in place of those that nobody used for the longest time."""
+        with self._lock:
+            self._drop_forgotten()
+            if len(page) > self._max_bytes or key in self._pages:
+                return
+            self._pages[key] = page
+            self.held_bytes += len(page)
+            while self.held_bytes > self._max_bytes:
+                _, oldest = self._pages.popitem(last=False)
+                self.held_bytes -= len(oldest)
+
+    def forget(self, number: int) -> None:
+        """Drop the pages of a file; at once, unless another one is looked for or kept meanwhile.
+
+        The garbage collector may call this at any time, also in a thread that has the lock.
+        """
+        self._forgotten.append(number)
+        with contextlib.suppress(TimeoutError), self._lock.held_within(0):
+            self._drop_forgotten()
+
+    def _drop_forgotten(self) -> None:
+        while self._forgotten:
+            number = self._forgotten.popleft()
+            for key in [key for key in self._pages if key[0] == number]:
+                self.held_bytes -= len(self._pages.pop(key))
+
 
 _NEAR_BYTES = 64 * 1024
 """Pages that begin so close to the last known one are found by the headers in between, read at once."""
@@ -105,14 +240,8 @@ class ChunkView:
     ) -> None:
         """Make one; nothing is read yet.
 
-        Args:
-            number: Of the file, in the cache.
-            region: Where its pages lie.
-            reader: Decrypts them.
-            cache: Keeps pages of which a part was read.
-            expects_dictionary_page: Whether its metadata names a dictionary page.
-            offset_index: Returns its offset index, decrypted; None where it has none.
-            piece_length: About how many bytes are read at once, at most.
+        The cache keeps pages of which a part was read, under the number of the file. About `piece_length` bytes
+        are read at once, at most.
         """
         assert region.length is not None
         self._number = number
@@ -128,19 +257,14 @@ class ChunkView:
         self._lock = ForkSafeLock()
 
     def read_into(self, source: ByteSource, offset: int, out: memoryview) -> None:
-        """Put plaintext into `out`, from `offset` of the file on, when all pages that it is of are authentic.
-
-        Args:
-            source: The file.
-            offset: In the chunk.
-            out: As long as what is wanted, which ends in the chunk.
+        """Fill `out` from `offset` of the file on, within the chunk, when all pages that it is of are authentic.
 
         Raises:
             DecryptionError: A page does not authenticate.
             ParquetFormatError: A page is not what its header says.
         """
         end = offset + len(out)
-        start, stop = self._span(source, offset, end)
+        start, last_start, stop = self._span(source, offset, end)
         position = offset
         page = self._cache.get((self._number, start))
         if page is not None:
@@ -148,7 +272,6 @@ class ChunkView:
             start += len(page)
         if position >= end:
             return
-        last_start = self._start_of(end - 1)
         last = self._cache.get((self._number, last_start))
         if last is not None:
             _copy(last, last_start, offset, out)
@@ -233,10 +356,10 @@ class ChunkView:
                 raise ParquetFormatError(f"the offset index does not have the page at byte {end}.", path=path)
         return facts, length, ordinal
 
-    def _span(self, source: ByteSource, offset: int, end: int) -> tuple[int, int]:
-        """Return where the first page begins of which the range has a part, and where the last one ends.
+    def _span(self, source: ByteSource, offset: int, end: int) -> tuple[int, int, int]:
+        """Return where the first page begins of which the range has a part, where the last one begins and ends.
 
-        The latter is the end of the range, where it is not known yet.
+        The latter two are of known pages: that may be the last one known, and the end of the range.
         """
         if self._pages.frontier + _NEAR_BYTES < offset:
             self._take_offset_index()
@@ -246,13 +369,8 @@ class ChunkView:
         with self._lock:
             starts = self._pages.starts
             last = bisect_right(starts, end - 1)
-            return starts[bisect_right(starts, offset) - 1], starts[last] if last < len(starts) else end
-
-    def _start_of(self, offset: int) -> int:
-        """Return where the known page begins that `offset` is in."""
-        with self._lock:
-            starts = self._pages.starts
-            return starts[bisect_right(starts, offset) - 1]
+            stop = starts[last] if last < len(starts) else end
+            return starts[bisect_right(starts, offset) - 1], starts[last - 1], stop
 
     def _take_offset_index(self) -> None:
         """Learn where all pages are, if an offset index says so of each byte of the chunk."""

@@ -30,8 +30,8 @@ from parquet_keytools.format.structs import (
 )
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.digest_kinds import INT96, DigestKind, highest_levels, without_annotations
-from parquet_keytools.view.page_cache import PageCache
 
 DIGEST_LENGTH = 16
 """Length of a digest in bytes; as text it has twice as many digits."""
@@ -103,11 +103,7 @@ class StandIn:
         return sum(1 + level.bit_length() for level in highest_levels(self.chain) if level)
 
     def make(self, pages: memoryview, secret: SecretBytes) -> bytes:
-        """Return the stand-in.
-
-        Args:
-            pages: The pages of the chunk in plaintext.
-            secret: The key of the digests.
+        """Return the stand-in for the pages of the chunk in plaintext.
 
         Raises:
             ParquetFormatError: The pages are not what the footer says, or cannot be decoded. No value is in its
@@ -247,9 +243,7 @@ def _array(table: pa.Table) -> pa.Array:
 def _exact_text(microseconds: pa.Array, nanoseconds: pa.Array) -> pa.Array:
     """Return timestamps in nanoseconds, as decimal digits: they may have more than 64 bits.
 
-    Args:
-        microseconds: Rounded down.
-        nanoseconds: The last 64 bits.
+    The microseconds are rounded down, and the nanoseconds are the last 64 bits.
     """
     pairs = zip(microseconds.to_pylist(), nanoseconds.to_pylist(), strict=True)
     exact = [
@@ -316,14 +310,7 @@ class StandIns:
     def __init__(
         self, number: int, cache: PageCache, chunks: Sequence[StandIn], secret: SecretBytes | None
     ) -> None:
-        """Make one; no digest is made yet.
-
-        Args:
-            number: Of the file, in the cache.
-            cache: Keeps chunks that were made.
-            chunks: In the order of their offsets.
-            secret: The key of the digests.
-        """
+        """Make one of chunks in the order of their offsets; no digest is made yet."""
         self._number = number
         self._cache = cache
         self._chunks = chunks
@@ -333,13 +320,9 @@ class StandIns:
         self._last: tuple[int, memoryview] | None = None
 
     def read_into(self, pages_of: Callable[[Region], memoryview], path: str, offset: int, out: memoryview) -> None:
-        """Put digests into `out`, from `offset` of the view on.
+        """Put digests into `out`, from `offset` of the view on, within the chunks.
 
-        Args:
-            pages_of: Returns the pages of a chunk of the file in plaintext.
-            path: Of the file, for errors.
-            offset: In the view, not before the first chunk.
-            out: As long as what is wanted, which ends with the last chunk at most.
+        Of a chunk of the file, `pages_of` returns the pages in plaintext.
 
         Raises:
             DecryptionError: A page does not authenticate.

@@ -72,11 +72,7 @@ class DigestKind:
 
 
 def leaf_chains(schema: Sequence[SchemaElement]) -> list[list[SchemaElement]]:
-    """Return for each leaf the elements that lead to it: the top-level column first, the leaf last.
-
-    Args:
-        schema: As `format.file_layout.leaf_columns` takes it.
-    """
+    """Return for each leaf the elements that lead to it: the top-level column first, the leaf last."""
     chains: list[list[SchemaElement]] = []
     above: list[SchemaElement] = []
     waiting: list[int] = []
@@ -106,11 +102,7 @@ def highest_levels(chain: Sequence[SchemaElement]) -> tuple[int, int]:
 
 
 def digest_kind(leaf: SchemaElement) -> DigestKind:
-    """Return what the values of a leaf column are.
-
-    Raises:
-        ParquetFormatError: It is a decimal with a scale that none has.
-    """
+    """Return what the values of a leaf column are; a decimal with a scale that none has is refused."""
     physical, of = leaf.type or 0, leaf.struct
     logical, facts, unit = _logical_type(of)
     if physical == _BOOLEAN:
@@ -141,12 +133,7 @@ def digest_kind(leaf: SchemaElement) -> DigestKind:
 
 
 def digest_schema(schema: Sequence[SchemaElement], kinds: Mapping[int, DigestKind]) -> list[SchemaElement]:
-    """Return a schema in which columns hold digests.
-
-    Args:
-        schema: Of the file.
-        kinds: Leaf ordinal -> what it holds in the file, for these columns.
-    """
+    """Return a file's schema in which columns hold digests: those whose leaf ordinals have kinds."""
     changed: dict[int, SchemaElement] = {}
     for ordinal, chain in enumerate(leaf_chains(schema)):
         if ordinal not in kinds:
@@ -236,11 +223,6 @@ def digest_arrow_schema(value: str, leaves: Sequence[LeafColumn], kinds: Mapping
     """Return Arrow's schema with types of digests, or None where it does not fit the columns.
 
     Some readers compare it with the schema of the file.
-
-    Args:
-        value: The schema as an entry of the file.
-        leaves: The leaf columns of the file.
-        kinds: Leaf ordinal -> what it holds in the file, for columns that are shown as digests.
     """
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(value)))

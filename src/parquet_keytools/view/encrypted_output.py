@@ -49,13 +49,7 @@ class EncryptedOutput(io.RawIOBase):
     ) -> None:
         """Make one; nothing is written yet.
 
-        Args:
-            keys: Of the configuration.
-            table_name: The table of the file.
-            target: Where it will be.
-            room: Where its plaintext is collected.
-            overwrite: Whether it may replace a file.
-            commits_on_close: Whether it takes its place when it is closed; otherwise `commit` does that.
+        With `commits_on_close` it takes its place when it is closed; otherwise `commit` does that.
 
         Raises:
             ConfigurationError: Values of a column under a key stand in the names of its folders.
@@ -93,11 +87,7 @@ class EncryptedOutput(io.RawIOBase):
         return self._spool.size_bytes
 
     def write(self, data: Any) -> int:
-        """Take some bytes of the plain file.
-
-        Raises:
-            OutputError: They are not those of a Parquet file; nothing will be written.
-        """
+        """Take some bytes of the plain file; those of no Parquet file are refused, and nothing is written."""
         if self.closed:
             raise ValueError("write to closed file")
         refuse_in_child(self._owner, self._target)
@@ -190,11 +180,7 @@ class EncryptedOutput(io.RawIOBase):
 
 
 def refuse_partition_folders(keys: KeyService, table_name: str, path: str) -> None:
-    """Refuse a path in which values of a column under a key stand, before a folder or a file has that name.
-
-    Raises:
-        ConfigurationError: There is such a column.
-    """
+    """Refuse a path in which values of a column under a key stand, before a folder or a file has that name."""
     # Some engines escape names, as DuckDB does.
     names = {name for raw in _partition_names(PurePosixPath(path)) for name in (raw, unquote(raw))}
     if names:

@@ -29,10 +29,9 @@ from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
-from parquet_keytools.view.chunk_view import ChunkView, HeldSource
+from parquet_keytools.view.chunk_view import ChunkView, HeldSource, PageCache
 from parquet_keytools.view.digest_chunk import StandIn, StandIns
 from parquet_keytools.view.digest_kinds import digest_kind, leaf_chains
-from parquet_keytools.view.page_cache import PageCache
 from parquet_keytools.view.plain_footer import PlainTail, plain_tail
 
 _log = logging.getLogger(__name__)
@@ -58,15 +57,8 @@ def open_plain_file(
     """Open an encrypted file that is what its table says, to be read as plaintext.
 
     What cannot be read is as the configuration says under `denied_columns`. A column that cannot be read for any
-    other reason than that the KMS refuses its key is an error, unless reading it is one anyway.
-
-    Args:
-        keys: Of the configuration.
-        location: The file.
-        table_name: Its table; None where the configuration has only one.
-        aad_prefix: The AAD prefix that it must have; None for what the table says.
-        cache: Keeps pages that were decrypted.
-        identities: Compares it with other files of its folder; None with all that were opened before.
+    other reason than that the KMS refuses its key is an error, unless reading it is one anyway. With
+    `identities` it is compared with other files of its folder, else with all that were opened before.
 
     Raises:
         NotEncryptedError: It is not encrypted.

@@ -17,7 +17,7 @@ from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.process_end import share_with_arrow
 from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, open_plain_file
 
 _MOST_KEPT = 128
@@ -46,13 +46,7 @@ class PlainInput(RangedFile):
     def __init__(
         self, file: PlainFile, reopen: Callable[[], Any] | None = None, *, whole_row_groups: bool = False
     ) -> None:
-        """Make one.
-
-        Args:
-            file: The view.
-            reopen: Opens the file again in another process, with the keys of who unpickles.
-            whole_row_groups: See `PlainFile.read_at`.
-        """
+        """Make one; `reopen` opens it again in another process. For `whole_row_groups` see `PlainFile.read_at`."""
         super().__init__()
         self.name = file.path
         self.size = self.size_bytes = file.size_bytes
@@ -94,14 +88,7 @@ class PlainFiles:
         *,
         is_one_folder: bool = True,
     ) -> None:
-        """Make one.
-
-        Args:
-            keys: Of the configuration.
-            table_name: The table of all files; None where the configuration has only one.
-            aad_prefix: The AAD prefix that each file must have; None for what the table says.
-            is_one_folder: Whether all files are of one data set; else those are that lie in one folder.
-        """
+        """Make one; unless all files are of one data set, those are that lie in one folder."""
         self._keys = keys
         self._table_name = table_name
         self._aad_prefix = aad_prefix

@@ -26,7 +26,7 @@ from parquet_keytools.errors import (
     TableMismatchError,
 )
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.view.page_cache import PageCache
+from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, open_plain_file
 
 ROWS = 4_000

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from parquet_keytools.view.page_cache import ReadBuffers
+from parquet_keytools.view.chunk_view import ReadBuffers
 
 LARGE = 1_000_000
 

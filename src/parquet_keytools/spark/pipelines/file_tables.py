@@ -63,11 +63,7 @@ def place_of(path: str | os.PathLike[str]) -> str:
 
 
 def node_location(place: str) -> FileLocation:
-    """Return where a place is, with the credentials of this node.
-
-    Raises:
-        ConfigurationError: pyarrow knows no such URI.
-    """
+    """Return where a place is, with this node's credentials; refuse a URI that pyarrow does not know."""
     try:
         return FileLocation.resolve(place)
     except (ValueError, NotImplementedError):

@@ -279,10 +279,8 @@ class Job:
     def pieces(self, grouped: pa.Table, *, whole_files: bool = False) -> list[bytes]:
         """Return files, or some of them, cut into pieces by group.
 
-        Args:
-            grouped: The files, with their groups.
-            whole_files: Whether files are read as a whole. Then no task slot shall be idle, and a footer key is
-                unwrapped in each Python worker rather than by few tasks.
+        Of `whole_files`, which are read as a whole, a footer key is unwrapped in each Python worker rather than
+        by few tasks: no task slot shall be idle.
         """
         pieces = self.number_of_pieces(grouped.num_rows)
         return cut_by_group(grouped, pieces, pieces if whole_files else MOST_PIECES_A_GROUP)

@@ -116,11 +116,7 @@ class _Held:
 
 
 def worker_keys(carried: CarriedKeys, position: int = 0) -> WorkerKeys:
-    """Return the keys of a job; those of an earlier job are forgotten.
-
-    Raises:
-        ConfigurationError: What the configuration needs is not on this node.
-    """
+    """Return the keys of a job, or raise `ConfigurationError`; those of an earlier job are forgotten."""
     with _Held.lock:
         # The next tasks of the same job may be more, and each have a smaller share of the limits.
         if _Held.job != (carried.job_id, carried.tasks) or _Held.keys is None:
