@@ -15,7 +15,7 @@ from s3_store import BUCKET, S3Store, on_request, refusal
 from parquet_keytools.storage import s3_connection
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import write_whole
-from parquet_keytools.storage.temporary_names import DEAD_AFTER_SECONDS, parse_temporary_name, temporary_name
+from parquet_keytools.storage.temporary_files import DEAD_AFTER_SECONDS, parse_temporary_name, temporary_name
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def store(running: S3Store) -> Iterator[S3Store]:
 
 
 def dead_name(target: str) -> str:
-    program = f"from parquet_keytools.storage.temporary_names import temporary_name as n; print(n({target!r}))"
+    program = f"from parquet_keytools.storage.temporary_files import temporary_name as n; print(n({target!r}))"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
 
 
@@ -91,7 +91,7 @@ def test_what_may_not_be_listed_or_ended_is_named(
         def hook(operation: str, request: AWSPreparedRequest, refused: str = refused) -> Any:
             return refusal(request, 403, "AccessDenied") if operation == refused else None
 
-        monkeypatch.setattr("parquet_keytools.storage.leftovers.OccasionalScan.is_due", lambda *_: True)
+        monkeypatch.setattr("parquet_keytools.storage.temporary_files.OccasionalScan.is_due", lambda *_: True)
         with caplog.at_level(logging.WARNING), on_request(filesystem, hook):
             write_whole(FileLocation(filesystem, f"{BUCKET}/d/x"), b"whole")
         assert text in caplog.text

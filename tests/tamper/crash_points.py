@@ -117,13 +117,13 @@ class Points:
 
     def watch(self) -> None:
         """Put a wrapper around each call."""
-        from parquet_keytools.storage import leftovers, local_output
+        from parquet_keytools.storage import local_output, temporary_files
 
         for name in PATH_CALLS:
             setattr(
                 os, name, self._wrapped(name, getattr(os, name), 1 if name in ("rename", "replace", "link") else 0)
             )
-        for module in (local_output, leftovers):
+        for module in (local_output, temporary_files):
             for name in FOLDER_CALLS:
                 if hasattr(module, name):
                     setattr(module, name, self._wrapped(name, getattr(module, name), 2))

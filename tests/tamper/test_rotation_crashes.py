@@ -17,7 +17,7 @@ from rotation_case import TABLE, Case, key_material_file, materials, names, tree
 from soak import sample
 
 from parquet_keytools import Keytools
-from parquet_keytools.storage.leftovers import LOCK_NAME
+from parquet_keytools.storage.temporary_files import LOCK_NAME
 
 FILES = ("x.parquet", "p=1/y.parquet")
 

@@ -33,10 +33,9 @@ from parquet_keytools.arrow.read_options import (
 )
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
 from parquet_keytools.errors import FileChangedError
-from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.files_ahead import FilesAhead, OpenMany
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.files.opened_file import OpenedFile, read_again_if_changed
+from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, read_again_if_changed
 from parquet_keytools.files.table_check import refuse_values_of_folders
 from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.secret_bytes import SecretBytes

@@ -18,7 +18,7 @@ from parquet_keytools.arrow.callbacks import MaterialFolder
 from parquet_keytools.arrow.encryption_properties import FOREVER, NO_ARROW_ENCRYPTION, has_arrow_encryption
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import UnsupportedByArrowError
-from parquet_keytools.files.digested_columns import NEEDS_KEY
+from parquet_keytools.files.denied_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.keys.material_store import serialise_key_materials

@@ -31,7 +31,7 @@ from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
 from parquet_keytools.config.document import did_you_mean, one_of
 from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError
 from parquet_keytools.files.conversion import check_modules, decrypted_metadata
-from parquet_keytools.files.digested_columns import NEEDS_KEY
+from parquet_keytools.files.denied_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, read_again_if_changed
 from parquet_keytools.storage.locations import FileLocation

@@ -21,9 +21,9 @@ from parquet_keytools.arrow.read_options import arrow_read_limits, has_stand_ins
 from parquet_keytools.encryption.aad import FOOTER_PLACE
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import ColumnAccessDeniedError, ParquetFormatError
+from parquet_keytools.files.denied_columns import shown_key_values
 from parquet_keytools.files.files_ahead import FilesAhead
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
-from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, with_trailer
 from parquet_keytools.format.pages import ChunkTemplate

@@ -28,9 +28,9 @@ from parquet_keytools.arrow.file_writer import (
 from parquet_keytools.arrow.output_filesystem import PendingHandler
 from parquet_keytools.files.key_service import TablePolicy
 from parquet_keytools.storage.failures import failing_as_output
-from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import written_bytes
+from parquet_keytools.storage.temporary_files import without_leftovers
 from parquet_keytools.storage.walk import all_files
 
 if TYPE_CHECKING:

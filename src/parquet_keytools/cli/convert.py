@@ -85,7 +85,7 @@ def decrypt_command(
     The written files are not encrypted. All keys of a file are needed.
     """
     from parquet_keytools.cli.file_work import convert_files, open_keytools, parsed_mode, salvage_files
-    from parquet_keytools.files.file_identities import FileIdentities
+    from parquet_keytools.files.opened_file import FileIdentities
 
     options: dict[str, Any] = {"table_name": table, "aad_prefix": aad_prefix, "mode": parsed_mode(mode)}
     with open_keytools(config) as keytools:

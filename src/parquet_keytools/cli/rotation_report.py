@@ -25,7 +25,7 @@ from parquet_keytools.cli.output import (
     status_of_all,
 )
 from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.files.file_identities import REMEDY
+from parquet_keytools.files.opened_file import REMEDY
 from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, RotationOutcome, RotationReport
 
 MOST_SHARED_SHOWN = 5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient
 

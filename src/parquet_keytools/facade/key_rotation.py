@@ -11,7 +11,7 @@ from parquet_keytools.config.settings import HashKeySettings
 from parquet_keytools.errors import ConfigurationError, KmsResponseInvalidError
 from parquet_keytools.facade import Configured
 from parquet_keytools.files import conversion
-from parquet_keytools.files.digested_columns import SECRET_LENGTH_BITS, unwrapped_secret
+from parquet_keytools.files.denied_columns import SECRET_LENGTH_BITS, unwrapped_secret
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation import rekeying, restoring
 from parquet_keytools.rotation.data_set_run import OnFile

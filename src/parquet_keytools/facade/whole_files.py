@@ -11,7 +11,7 @@ from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.facade import Configured
 from parquet_keytools.files import conversion
-from parquet_keytools.files.file_identities import FileIdentities
+from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.storage.locations import FileLocation, PathLike
 
 

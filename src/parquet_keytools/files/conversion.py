@@ -14,12 +14,11 @@ import pyarrow as pa
 from parquet_keytools.encryption import file_decryptor, file_encryptor
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.errors import OutputError
-from parquet_keytools.files.file_identities import FileIdentities
+from parquet_keytools.files.denied_columns import shown_key_values
 from parquet_keytools.files.file_plan import encrypted_contents, is_there_already, plaintext_contents
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
-from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place
+from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_verified, naming_place
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
-from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.file_layout import MAGIC
 from parquet_keytools.storage.locations import FileLocation

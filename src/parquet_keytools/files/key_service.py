@@ -31,10 +31,9 @@ from parquet_keytools.encryption.aad_prefix import (
 from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.files.digested_columns import with_digests
-from parquet_keytools.files.file_identities import FileIdentities
+from parquet_keytools.files.denied_columns import with_digests
 from parquet_keytools.files.file_opening import WantedColumns, open_files
-from parquet_keytools.files.opened_file import OpenedFile, read_again_if_changed
+from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, read_again_if_changed
 from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.keys.kek import Clock

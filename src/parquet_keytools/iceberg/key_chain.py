@@ -27,7 +27,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
     value_or_raise,
 )
-from parquet_keytools.files.digested_columns import refuse_digests
+from parquet_keytools.files.denied_columns import refuse_digests
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.metadata import (
     KEY_LENGTH_PROPERTY,

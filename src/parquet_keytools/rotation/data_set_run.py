@@ -32,9 +32,9 @@ from parquet_keytools.rotation.report import FileRotation, RotationOutcome, Rota
 from parquet_keytools.rotation.tail import changed_while_rotated
 from parquet_keytools.runtime.worker_processes import FILES_PER_PROCESS, MOST_PROCESSES, WorkerProcesses
 from parquet_keytools.storage.failures import naming_left_behind, storage_failure, warn_left_behind
-from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation, folder_path, real_location
 from parquet_keytools.storage.locks import exclusive_folder
+from parquet_keytools.storage.temporary_files import without_leftovers
 from parquet_keytools.storage.walk import Entry, LeftOut, ParquetFile, Unseen, data_set
 
 CONCURRENT_FILES = 8

@@ -22,9 +22,8 @@ from parquet_keytools.errors import (
     StorageFailedError,
     value_or_raise,
 )
-from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService, NewFileKeys, new_reference_suffix
-from parquet_keytools.files.opened_file import OpenedFile, as_verified
+from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_verified
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, replacement
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata

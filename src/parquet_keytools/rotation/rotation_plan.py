@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from parquet_keytools.config.key_policy import ColumnPath
 from parquet_keytools.errors import ConfigurationError, KmsError, MasterKeyNotFoundError, TableMismatchError
-from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.file_opening import check_column_keys, check_footer_key
 from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import DataKeys

@@ -27,7 +27,7 @@ from parquet_keytools.storage.failures import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.s3_connection import CONCURRENT_PARTS, age_seconds, client_of, end_upload
 from parquet_keytools.storage.sources import open_source
-from parquet_keytools.storage.temporary_names import DEAD_AFTER_SECONDS
+from parquet_keytools.storage.temporary_files import DEAD_AFTER_SECONDS
 
 T = TypeVar("T")
 

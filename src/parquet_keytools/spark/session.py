@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.files.digested_columns import refuse_digests
+from parquet_keytools.files.denied_columns import refuse_digests
 from parquet_keytools.spark.bridge_jar import cached_jar
 from parquet_keytools.spark.transport import (
     carried,

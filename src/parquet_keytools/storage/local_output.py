@@ -15,7 +15,6 @@ from pathlib import PurePosixPath
 
 from parquet_keytools.errors import ChangedMeanwhileError, OutputError
 from parquet_keytools.storage.failures import failing_as_output
-from parquet_keytools.storage.leftovers import remove_leftovers
 from parquet_keytools.storage.local_files import (
     FolderIdentity,
     Identity,
@@ -31,7 +30,7 @@ from parquet_keytools.storage.local_files import (
     take_attributes,
 )
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.temporary_names import Swap, temporary_name
+from parquet_keytools.storage.temporary_files import Swap, remove_leftovers, temporary_name
 
 _DESCRIPTORS = "/proc/self/fd"
 _NO_DESCRIPTORS = not (hasattr(os, "O_TMPFILE") and os.path.isdir(_DESCRIPTORS))  # noqa: PTH112 - of this system

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from parquet_keytools.errors import OutputError
 from parquet_keytools.runtime.presentation import waiting_for
-from parquet_keytools.storage.leftovers import LOCK_NAME
 from parquet_keytools.storage.local_files import opened_folder
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.temporary_files import LOCK_NAME
 
 FOREIGN_LOCK_SECONDS = 60.0
 """How long a lock file is waited for that this user may not open: nobody can say whether its owner is alive."""

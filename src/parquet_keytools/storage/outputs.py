@@ -16,13 +16,12 @@ from parquet_keytools.errors import OutputError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource, FileSource
 from parquet_keytools.runtime.fork_safety import OwnerProcess
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
-from parquet_keytools.storage.leftovers import remove_object, remove_stored_leftovers
 from parquet_keytools.storage.local_files import FolderIdentity, opened_folder
 from parquet_keytools.storage.local_output import LocalFile, exists_already
 from parquet_keytools.storage.locations import FileLocation, fsspec_of
 from parquet_keytools.storage.printable import is_url
 from parquet_keytools.storage.sources import open_source
-from parquet_keytools.storage.temporary_names import temporary_name
+from parquet_keytools.storage.temporary_files import remove_object, remove_stored_leftovers, temporary_name
 
 
 class LocalSink:

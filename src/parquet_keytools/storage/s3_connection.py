@@ -20,7 +20,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.storage.failures import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.temporary_names import parse_temporary_name
+from parquet_keytools.storage.temporary_files import parse_temporary_name
 
 CONCURRENT_PARTS = 8
 """How many parts of an object are copied at a time."""

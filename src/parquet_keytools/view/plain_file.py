@@ -18,10 +18,15 @@ from functools import partial
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, ModuleCipher
 from parquet_keytools.errors import ColumnAccessDeniedError, ParquetFormatError
-from parquet_keytools.files.digested_columns import NEEDS_KEY
-from parquet_keytools.files.file_identities import FileIdentities
+from parquet_keytools.files.denied_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.files.opened_file import OpenedFile, as_verified, naming_place, read_again_if_changed
+from parquet_keytools.files.opened_file import (
+    FileIdentities,
+    OpenedFile,
+    as_verified,
+    naming_place,
+    read_again_if_changed,
+)
 from parquet_keytools.format.byte_ranges import ByteSource, check_range
 from parquet_keytools.format.collector import paused_collector
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH, Region, RegionKind, arranged, regions_of

@@ -10,8 +10,8 @@ from typing import Any
 
 from pyarrow import fs as pafs
 
-from parquet_keytools.files.file_identities import FileIdentities
 from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.format.byte_ranges import RangedFile
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.process_end import share_with_arrow

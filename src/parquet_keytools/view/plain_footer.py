@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.files.denied_columns import shown_key_values
 from parquet_keytools.files.opened_file import OpenedFile
-from parquet_keytools.files.shown_key_values import shown_key_values
 from parquet_keytools.format.file_layout import MAGIC, TAIL_LENGTH, with_trailer
 from parquet_keytools.format.pages import generated_chunk, null_page
 from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY, selected_footer, selected_sorting_columns

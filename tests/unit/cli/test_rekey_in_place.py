@@ -251,7 +251,7 @@ def test_mistakes_change_nothing(run, keystore_case, arguments: list[str], text:
 
 def dead_temporary_name(target: str) -> str:
     """Return a name as a process that is gone has made it."""
-    program = f"from parquet_keytools.storage.temporary_names import temporary_name as n; print(n({target!r}))"
+    program = f"from parquet_keytools.storage.temporary_files import temporary_name as n; print(n({target!r}))"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
 
 

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from parquet_keytools import Keytools
 from parquet_keytools.cli import app
 from parquet_keytools.errors import ReusedKeysError
-from parquet_keytools.files import file_identities
-from parquet_keytools.files.file_identities import FileIdentities
+from parquet_keytools.files import opened_file
+from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 
@@ -210,7 +210,7 @@ def test_a_hundred_thousand_files_take_little_memory_and_do_not_collide() -> Non
     identities = FileIdentities(refuses=True)
     dek = SecretBytes(bytes(16))
     filesystem = pafs.LocalFileSystem()
-    uniques = [os.urandom(8) for _ in range(file_identities.MOST_REMEMBERED)]
+    uniques = [os.urandom(8) for _ in range(opened_file.MOST_REMEMBERED)]
     paths = [f"/data/part-{number}.parquet" for number in range(len(uniques))]
     tracemalloc.start()
     try:

@@ -16,9 +16,9 @@ from parquet_keytools import KeytoolsError
 from parquet_keytools.errors import KeyMaterialError, OutputError
 from parquet_keytools.format.byte_ranges import shortened
 from parquet_keytools.rotation import rekeying, tail
-from parquet_keytools.storage.leftovers import without_leftovers
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import whole_output
+from parquet_keytools.storage.temporary_files import without_leftovers
 
 KINDS: dict[str, dict[str, Any]] = {
     "encrypted footer": {},

@@ -15,9 +15,9 @@ import pytest
 
 from parquet_keytools.errors import OutputError
 from parquet_keytools.storage import locks
-from parquet_keytools.storage.leftovers import LOCK_NAME
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.locks import exclusive_folder
+from parquet_keytools.storage.temporary_files import LOCK_NAME
 
 OTHER = 65534
 """A user who owns nothing here."""

@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 
 from parquet_keytools.errors import ChangedMeanwhileError, OutputError, StorageFailedError
-from parquet_keytools.storage import leftovers, local_output
-from parquet_keytools.storage.leftovers import without_leftovers
+from parquet_keytools.storage import local_output, temporary_files
 from parquet_keytools.storage.local_files import UnsupportedRenameError
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import PendingOutput, discarded_unless_done, pending_output, whole_output
-from parquet_keytools.storage.temporary_names import OccasionalScan, parse_temporary_name, temporary_name
+from parquet_keytools.storage.temporary_files import (
+    OccasionalScan,
+    parse_temporary_name,
+    temporary_name,
+    without_leftovers,
+)
 
 KINDS = ("unnamed", "named", "named, plain renames")
 
@@ -337,7 +341,7 @@ def test_long_names(tmp_path: Path, kind: str) -> None:
 @pytest.fixture
 def dead_name(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     def make(target: str) -> str:
-        program = f"from parquet_keytools.storage.temporary_names import temporary_name as n; print(n({target!r}))"
+        program = f"from parquet_keytools.storage.temporary_files import temporary_name as n; print(n({target!r}))"
         return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
 
     return make
@@ -375,7 +379,7 @@ def test_what_cannot_be_removed_is_no_failure(
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(1, "no")
 
-    monkeypatch.setattr(leftovers.os, "unlink", refused)
+    monkeypatch.setattr(temporary_files.os, "unlink", refused)
     assert list(without_leftovers([at(tmp_path / "x")]))
 
 

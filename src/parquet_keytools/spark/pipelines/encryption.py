@@ -42,7 +42,7 @@ from parquet_keytools.spark.transport import configuration_identity
 from parquet_keytools.storage.locations import FileLocation, PathLike
 from parquet_keytools.storage.outputs import whole_output, write_whole
 from parquet_keytools.storage.sources import open_source
-from parquet_keytools.storage.temporary_names import parse_temporary_name
+from parquet_keytools.storage.temporary_files import parse_temporary_name
 from parquet_keytools.storage.walk import LeftOutReason, all_files, file_or_folder
 
 if TYPE_CHECKING:

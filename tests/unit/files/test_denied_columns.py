@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from view_case import ViewCase, parquet_bytes, whole
 
-from parquet_keytools.files.shown_key_values import _geo, _pandas
+from parquet_keytools.files.denied_columns import _geo, _pandas
 
 LEAK = "4711.25"
 """Stands for values of the refused column, wherever writers put some."""
