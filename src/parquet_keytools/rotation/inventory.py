@@ -182,7 +182,7 @@ class Inventory:
         path, keys = str(work.location), work.keys
         failure = None if work.failure is None else without_frames(work.failure)
         if keys is None or not keys.is_encrypted:
-            return FileKeyUses(path, keys is None or failure is not None, (), failure)
+            return FileKeyUses(path, failure is not None, (), failure)
         return FileKeyUses(path, True, tuple(self._uses(keys)), failure)
 
     def _uses(self, keys: HeldKeys) -> Iterator[UsedKey]:

@@ -26,6 +26,7 @@ from parquet_keytools import Keytools, KeytoolsError, parse_configuration
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import ConfigurationError, KmsAccessDeniedError
+from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation.inventory import FileKeyUses, why_unknown
 from parquet_keytools.secret_bytes import SecretBytes
@@ -242,7 +243,7 @@ def test_a_prefix_that_is_not_stored(tmp_path: Path) -> None:
     assert isinstance(file.unknown, KeytoolsError) and file.depends_on("kf") and file.depends_on("new") is None
 
 
-@pytest.mark.parametrize("of", ["a column", "a column that is not authentic", "the footer"])
+@pytest.mark.parametrize("of", ["a column", "a column that is not authentic", "the footer", "a schema"])
 def test_key_metadata_that_nobody_understands(tmp_path: Path, of: str) -> None:
     """It does not end the inventory; the file needs a key that cannot be told."""
     case = Case.make(tmp_path, "in_memory")
@@ -262,12 +263,38 @@ def test_key_metadata_that_nobody_understands(tmp_path: Path, of: str) -> None:
     encryption = FileEncryption(
         dek, key_metadata, {("a",): ColumnKey(SecretBytes.random(128), odd)}, plaintext_footer=True
     )
-    (case.folder / "odd.parquet").write_bytes(encrypted(plain.getvalue(), encryption))
+    data = encrypted(plain.getvalue(), encryption)
+    if of == "a schema":
+        # Which columns there are does not show either, then.
+        start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+        footer, length = FileMetaData.read(data[start:])
+        footer.schema = footer.schema[:-1]
+        content = footer.serialise() + data[start + length : -8]
+        data = data[:start] + content + len(content).to_bytes(4, "little") + data[-4:]
+    (case.folder / "odd.parquet").write_bytes(data)
     found = {Path(file.path).stem: file for file in tools.key_inventory(case.folder)}
     assert found["x"].unknown is None and found["x"].depends_on("ka") and found["x"].depends_on("new") is False
     assert isinstance(found["odd"].unknown, KeytoolsError) and found["odd"].is_encrypted
     assert found["odd"].depends_on("ka") is None
     assert found["odd"].summary()["keys"] == ([] if of == "the footer" else ["dk"])
+
+
+def test_without_a_kms(tmp_path: Path) -> None:
+    """What a KMS wrapped is shown, and nothing of it is proven."""
+    case = Case.make(tmp_path, "in_memory")
+    path = case.write()
+    document: dict[str, Any] = {
+        "version": 1,
+        "data_keys": {"dk": base64.b64encode(bytes(16)).decode()},
+        "tables": {"t": {"footer_key": "dk", "column_keys": {}, "unlisted_columns": "footer_key"}},
+    }
+    tools = Keytools(parse_configuration(document))
+    tools.write_table(TABLE, case.folder / "own.parquet")
+    file = only(tools, path)
+    assert isinstance(file.unknown, KeytoolsError) and file.depends_on("kf")
+    assert [(use.master_key_id, use.version) for use in file.uses] == [("kf", None)]
+    own = only(tools, case.folder / "own.parquet")
+    assert own.unknown is None and {use.data_key for use in own.uses} == {"dk"}
 
 
 def test_entries_that_nothing_refers_to(tmp_path: Path) -> None:

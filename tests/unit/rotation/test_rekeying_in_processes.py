@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,10 +24,16 @@ from faults import let_workers_die_at_work
 from rotation_case import tree_digest
 
 from parquet_keytools import Keytools
-from parquet_keytools.errors import StorageFailedError, WorkerProcessEndedError
+from parquet_keytools.errors import (
+    KeytoolsError,
+    KmsUnavailableError,
+    StorageFailedError,
+    WorkerProcessEndedError,
+)
 from parquet_keytools.rotation import data_set_run
 from parquet_keytools.rotation.journal import Journal
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome
+from parquet_keytools.rotation.tail import changed_while_rotated
 from parquet_keytools.runtime import worker_processes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.locks import exclusive_folder
@@ -303,6 +310,116 @@ def test_warnings_are_shown_at_the_line_of_the_caller(
         assert tools.rekey_in_place(folder, processes=2).counts == Counter({RotationOutcome.REKEYED: FILES})
     assert {str(warning.message) for warning in caught} == {f"{number}.parquet is odd" for number in range(FILES)}
     assert {warning.filename for warning in caught} == {__file__}
+
+
+class ToldWorker(WarningWorker):
+    """Says of a file what a test tells it to say; of others nothing, so that this process does them."""
+
+    answers: ClassVar[dict[str, Any]] = {}
+    begun: ClassVar[list[str]] = []
+
+    def call(self, args: tuple[FileLocation], _: object) -> Any:
+        (location,) = args
+        self.begun.append(location.name)
+        answer = self.answers.get(location.name, worker_processes._NEVER_WORKED)
+        if isinstance(answer, WorkerProcessEndedError):
+            raise answer
+        return answer(location) if callable(answer) else answer
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What workers answer, by file; two files are done at a time."""
+    monkeypatch.setattr(worker_processes, "_Worker", ToldWorker)
+    monkeypatch.setattr(data_set_run, "FILES_AT_A_TIME", 1)
+    monkeypatch.setattr(ToldWorker, "answers", {})
+    monkeypatch.setattr(ToldWorker, "begun", [])
+    return ToldWorker.answers
+
+
+FIRST, SECOND = "0.parquet", "2.parquet"
+NO_KMS = KmsUnavailableError(backend="any", operation="unwrap")
+REFUSED = KeytoolsError("it is damaged")
+NO_ROOM = OSError(errno.ENOSPC, "no room")
+ENDED = WorkerProcessEndedError("its worker process ended before it reported.", has_begun=True)
+NOT_BEGUN = WorkerProcessEndedError("a worker process ended before this was begun.", has_begun=False)
+
+
+def failed(error: Any) -> Callable[[FileLocation], tuple[FileRotation, list[str]]]:
+    return lambda location: (FileRotation.failed(str(location), error), [])
+
+
+def done(location: FileLocation) -> tuple[FileRotation, list[str]]:
+    return FileRotation(str(location), RotationOutcome.REKEYED), []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "stopped_by", "said"),
+    [
+        (failed(NO_KMS), done, KmsUnavailableError, [FIRST, SECOND]),
+        (failed(NO_ROOM), done, StorageFailedError, [FIRST, SECOND]),
+        (ENDED, done, WorkerProcessEndedError, [FIRST, SECOND]),
+        (NOT_BEGUN, done, WorkerProcessEndedError, [SECOND]),
+        (failed(NO_KMS), failed(REFUSED), KmsUnavailableError, [FIRST, SECOND]),
+        (failed(NO_KMS), ENDED, KmsUnavailableError, [FIRST, SECOND]),
+        (failed(NO_KMS), NOT_BEGUN, KmsUnavailableError, [FIRST]),
+        # What fails for the same reason is left for the next run, and so is a large one.
+        (failed(NO_KMS), failed(NO_KMS), KmsUnavailableError, [FIRST]),
+        (failed(NO_ROOM), failed(NO_KMS), StorageFailedError, [FIRST]),
+        (failed(NO_KMS), lambda _: (None, []), KmsUnavailableError, [FIRST]),
+    ],
+)
+def test_what_is_at_an_end_gets_no_other_file(
+    tools: Keytools,
+    folder: Path,
+    told: dict[str, Any],
+    first: Any,
+    second: Any,
+    stopped_by: type[Exception],
+    said: list[str],
+) -> None:
+    """Those that were begun at the same time are finished, and said; nothing happens to all others."""
+    before = tree_digest(folder)
+    told.update({FIRST: first, SECOND: second})
+    report = tools.rekey_in_place(folder, processes=2)
+    assert type(report.stopped_by) is stopped_by
+    assert [Path(file.path).name for file in report.files] == said
+    assert sorted(ToldWorker.begun) == [FIRST, SECOND] and tree_digest(folder) == before
+    for file in report.failures:
+        assert not isinstance(file.error, WorkerProcessEndedError) or (
+            file.error.has_begun and "The file is whole, as it was or changed." in str(file.error)
+        )
+
+
+def test_what_fails_for_itself_ends_nothing(tools: Keytools, folder: Path, told: dict[str, Any]) -> None:
+    """A damaged file; one that is removed; one that others change all the time, until they are kept from it."""
+
+    def removed(location: FileLocation) -> Any:
+        Path(location.path).unlink()
+        return worker_processes._NEVER_WORKED
+
+    changing = f"{FILES - 1}.parquet"
+    told.update(
+        {FIRST: failed(REFUSED), SECOND: removed, changing: lambda location: (changed_while_rotated(location), [])}
+    )
+    report = tools.rekey_in_place(folder, processes=2)
+    assert report.stopped_by is None and ToldWorker.begun.count(changing) == 3
+    outcomes = {Path(file.path).name: file.outcome for file in report.files}
+    assert outcomes.pop(FIRST) is RotationOutcome.FAILED
+    assert outcomes.pop(SECOND) is RotationOutcome.NOTHING_TO_ROTATE
+    assert changing in outcomes and set(outcomes.values()) == {RotationOutcome.REKEYED}
+    assert len(outcomes) == FILES - 2
+
+
+def test_what_others_leave_behind_is_said_and_logged_once(
+    tools: Keytools, folder: Path, told: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their log has it, and comes out here."""
+    told[FIRST] = lambda location: (FileRotation(str(location), RotationOutcome.REKEYED), ["a temporary file"])
+    told[SECOND] = lambda location: (None, ["another one"])
+    report = tools.rekey_in_place(folder, processes=2)
+    assert report.succeeded and sorted(report.left_behind) == ["a temporary file", "another one"]
+    assert "temporary" not in caplog.text and "another" not in caplog.text
 
 
 def test_a_full_disk_ends_the_run(
