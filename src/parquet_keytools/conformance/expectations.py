@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,22 +18,7 @@ from parquet_keytools.errors import ConfigurationError, KeytoolsError, TableMism
 if TYPE_CHECKING:
     # These take long to import, for a look at a file without a configuration.
     from parquet_keytools.config.key_policy import KeyReference
-    from parquet_keytools.config.table_settings import TableSettings
     from parquet_keytools.files.table_check import SeenColumn, TableCheck
-
-
-@dataclass(frozen=True)
-class ExpectedTable:
-    """What a table wants of a file.
-
-    Attributes:
-        check: Compares keys, algorithm and plaintext columns, as readers do.
-        check_columns: Raises `ConfigurationError` where the patterns do not fit a file with these leaf paths.
-    """
-
-    check: TableCheck
-    settings: TableSettings
-    check_columns: Callable[[Sequence[tuple[str, ...]]], object]
 
 
 @dataclass(frozen=True)
@@ -42,14 +27,14 @@ class Expectation:
 
     Attributes:
         aad_prefix: The AAD prefix that it must have; None takes what it stores.
-        table: What its table wants; None where there is none.
+        table: Compares it with its table, as readers do; None where there is none.
         without_table: Why there is none, though there are tables; empty where there are none.
         invocation_limit: How often one DEK may encrypt (spec 4.1.4); lower ones are for tests.
     """
 
     aad_prefix: ExpectedAadPrefix | None = None
     allow_plaintext: bool = False
-    table: ExpectedTable | None = None
+    table: TableCheck | None = None
     without_table: str = ""
     invocation_limit: int = MAX_INVOCATIONS
 
@@ -78,7 +63,7 @@ def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: Fi
     may_be_stored = table.settings.store_aad_prefix
     book.check("wanted-prefix", may_be_stored or not is_stored, "the prefix is stored.")
     is_known, key = _key(FOOTER, envelope.key_metadata, keys, book)
-    found = table.check.footer_mismatches(envelope.algorithm, key)
+    found = table.footer_mismatches(envelope.algorithm, key)
     _note(found if is_known else [mismatch for mismatch in found if mismatch.what == "algorithm"], book)
     book.holds("wanted-algorithm", *(["wanted-keys"] if is_known else []))
 
@@ -91,7 +76,7 @@ def check_table_of_columns(
     if table is None:
         return
     try:
-        table.check_columns([column.path for column in footer.columns])
+        table.check_patterns([column.path for column in footer.columns])
         book.holds("wanted-columns")
     except ConfigurationError as error:
         # Readers take files of another schema, and compare the columns that are there: so the rest is done, too.
@@ -113,7 +98,7 @@ def check_table_of_columns(
             _check_length(column.path, key, table, keys, book)
         seen.append(SeenColumn(column.path, column.encryption, key))
     try:
-        _note(table.check.column_mismatches(footer_key, seen), book)
+        _note(table.column_mismatches(footer_key, seen), book)
     except ConfigurationError as error:
         for rule_id in ("wanted-keys", "wanted-encryption"):
             book.not_checked(rule_id, str(error))
@@ -142,7 +127,7 @@ def _note(mismatches: Sequence[TableMismatch], book: RuleBook) -> None:
 
 
 def _check_length(
-    user: KeyUser, key: KeyReference | None, table: ExpectedTable, keys: FileKeys, book: RuleBook
+    user: KeyUser, key: KeyReference | None, table: TableCheck, keys: FileKeys, book: RuleBook
 ) -> None:
     """Check the length of a DEK that a master key wraps; that of a data key is its owner's affair."""
     from parquet_keytools.config.key_policy import MasterKeyReference

@@ -133,7 +133,7 @@ class _FileVerifier:
             damage if has_all_keys else None,
             self._keys.denied_by_title(),
             frozenset() if self._expectation.aad_prefix is None else frozenset({"prefix-expected"}),
-            None if self._expectation.table is None else self._expectation.table.check.table_name,
+            None if self._expectation.table is None else self._expectation.table.table_name,
         )
         facts = replace(
             self._facts,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.records import Record
 from parquet_keytools.format.structs import PageHeader
+from parquet_keytools.format.thrift_outline import zigzag_int
 from parquet_keytools.format.thrift_values import WireType
 
 
@@ -124,15 +125,15 @@ def usual_header(data: bytes | memoryview) -> tuple[HeaderFacts, int] | None:
     uncompressed, length, crc, num_values, *levels = found.groups()
     levels_length, is_compressed = 0, True
     if levels:
-        levels_length = _number(levels[0]) + _number(levels[1])
+        levels_length = zigzag_int(levels[0]) + zigzag_int(levels[1])
         is_compressed = levels[2] != _IS_NOT_COMPRESSED
     facts = _facts(
         (
             page_type,
-            _number(length),
-            _number(uncompressed),
-            None if crc is None else _number(crc),
-            _number(num_values),
+            zigzag_int(length),
+            zigzag_int(uncompressed),
+            None if crc is None else zigzag_int(crc),
+            zigzag_int(num_values),
             levels_length,
             is_compressed,
         )
@@ -141,21 +142,6 @@ def usual_header(data: bytes | memoryview) -> tuple[HeaderFacts, int] | None:
 
 
 _NO_USUAL: tuple[int, _Match] = (-1, lambda _: None)
-
-
-def _number(data: bytes) -> int:
-    """Return a zigzag varint; most are of one byte or two."""
-    length = len(data)
-    if length == 1:
-        value = data[0]
-    elif length == 2:
-        value = data[0] & 0x7F | data[1] << 7
-    else:
-        value = shift = 0
-        for byte in data:
-            value |= (byte & 0x7F) << shift
-            shift += 7
-    return (value >> 1) ^ -(value & 1)
 
 
 # --- All headers ---

@@ -14,7 +14,7 @@ from typing import Any
 from parquet_keytools import audit
 from parquet_keytools.conformance.data_set import Member, Surroundings, check_data_set
 from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
-from parquet_keytools.conformance.expectations import Expectation, ExpectedTable
+from parquet_keytools.conformance.expectations import Expectation
 from parquet_keytools.conformance.file_keys import MaterialFinder, fingerprint_key, use_fingerprint_key
 from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
 from parquet_keytools.conformance.findings import FILE_SCOPES, RuleBook
@@ -351,21 +351,11 @@ def _expectation(
 ) -> Expectation:
     if keys is None:
         return Expectation(None if aad_prefix is None else ExpectedAadPrefix.of_text(aad_prefix))
-    table = _expected_table(keys, table_name)
     number = len(keys.configuration.tables)
+    table = None if table_name is None and number != 1 else keys.table_check(table_name)
     return Expectation(
         aad_prefix=expected_prefix(keys, source, location, table_name, aad_prefix),
         allow_plaintext=keys.configuration.reading.plaintext_files == "allow",
         table=table,
         without_table=f"there are {number} tables, and none was named" if table is None and number else "",
     )
-
-
-def _expected_table(keys: KeyService, table_name: str | None) -> ExpectedTable | None:
-    """Return what the table of a file wants; None where there is none, or none of several was named."""
-    if table_name is None and len(keys.configuration.tables) != 1:
-        return None
-    check = keys.table_check(table_name)
-    assert check is not None
-    settings = keys.configuration.tables[check.table_name]
-    return ExpectedTable(check, settings, partial(keys.policy, check.table_name))

@@ -86,6 +86,7 @@ class TableCheck:
 
     Attributes:
         table_name: Name of the table.
+        settings: Its settings.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class TableCheck:
         Raises:
             ConfigurationError: There is no such table, or it names a key that is not declared.
         """
-        self.table_name, table = configuration.select_table(table_name)
+        self.table_name, self.settings = configuration.select_table(table_name)
+        table = self.settings
         self._configuration = configuration
         self._ignores_case = ignores_case
         self._algorithm = Algorithm(table.algorithm)
@@ -125,6 +127,10 @@ class TableCheck:
         self._own = frozenset().union(*self._trusted.values())
         self._footer = self._wanted(ChosenKey("footer_key", table.footer_key))
         self._schemas: dict[tuple[ColumnPath, ...], list[_Wanted]] = {}
+
+    def check_patterns(self, leaf_paths: Sequence[ColumnPath]) -> None:
+        """Raise `ConfigurationError` where the patterns of the table do not fit a file with these columns."""
+        resolve_columns(self._configuration, self.table_name, leaf_paths)
 
     def names_key(self, path: ColumnPath, leaf_paths: Sequence[ColumnPath], key: KeyReference | None) -> bool:
         """Return whether a key is the very one that the table names for a column, and not one in its place."""

@@ -153,13 +153,6 @@ class UnreadStruct(Struct):
         else:
             self._changes[field_id] = entry
 
-    def set_entries(self, entries: Changes) -> None:
-        """Set or remove several fields, as `set_entry` does."""
-        if self._data is None:
-            super().set_entries(entries)
-        else:
-            self._changes = {**self._changes, **entries}
-
     def changed_bytes(self, changes: Changes) -> bytes:
         """Return the bytes that the struct would have with some entries set or removed; it is not changed."""
         data = self._data

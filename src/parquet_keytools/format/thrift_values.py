@@ -119,11 +119,6 @@ class Struct:
         if is_new and any(other > field_id for other in fields):
             self.fields = dict(sorted(fields.items()))
 
-    def set_entries(self, entries: Changes) -> None:
-        """Set or remove several fields, as `set_entry` does."""
-        for field_id, entry in entries.items():
-            self.set_entry(field_id, entry)
-
     def changed_bytes(self, changes: Changes) -> bytes:
         """Return the bytes that the struct would have with some entries set or removed; it is not changed.
 
@@ -131,7 +126,8 @@ class Struct:
             changes: The new entries. A struct may be given as its bytes.
         """
         changed = self.copy()
-        changed.set_entries(changes)
+        for field_id, entry in changes.items():
+            changed.set_entry(field_id, entry)
         return changed.as_bytes() or write_struct(changed)
 
     def lacks(self, field_ids: Collection[int]) -> bool:

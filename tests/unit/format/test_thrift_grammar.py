@@ -177,11 +177,13 @@ def test_changed_bytes_are_those_of_a_changed_struct(monkeypatch: pytest.MonkeyP
             written = write_struct(Struct(fields_in_some_order))
             for changes in CHANGES:
                 changed = Struct(dict(fields_in_some_order))
-                changed.set_entries(dict(sorted(changes.items())))
+                for field_id, entry in sorted(changes.items()):
+                    changed.set_entry(field_id, entry)
                 outline, _ = read_outline(written, 0, 0)
                 assert outline.changed_bytes(changes) == write_struct(changed)
                 assert outline.as_bytes() == written
-                outline.set_entries(changes)
+                for field_id, entry in changes.items():
+                    outline.set_entry(field_id, entry)
                 assert outline.as_bytes() == outline.changed_bytes({}) == write_struct(changed)
                 assert Struct(fields_in_some_order).changed_bytes(changes) == write_struct(changed)
 
