@@ -482,6 +482,8 @@ def test_a_broken_kms_gets_little_more_than_twice_its_load(part_that_fails: floa
             tries[0] += 1
         if random(0, 1) < part_that_fails:
             raise ConnectionResetError
+        with lock:
+            answers[0] += 1
 
     kms = client(clock, on_try, timeout_seconds=10, fail_fast_after_seconds=1e6, max_concurrent_calls=16)
     calls = [0]
