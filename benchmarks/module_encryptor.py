@@ -26,12 +26,11 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 from generated_files import PAGE_BYTES, write_generated
 
-from parquet_keytools.encryption.envelope import KeyRetriever
 from parquet_keytools.encryption.file_decryptor import decrypt_columns
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_opened, encrypt_source
 from parquet_keytools.encryption.footer import read_footer
-from parquet_keytools.encryption.protection import Algorithm
+from parquet_keytools.encryption.protection import Algorithm, KeyRetriever
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.secret_bytes import SecretBytes

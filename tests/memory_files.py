@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from parquet_keytools.encryption.aad_prefix import AadPrefix
-from parquet_keytools.encryption.envelope import KeyRetriever
 from parquet_keytools.encryption.file_decryptor import Deks, column_deks, decrypt_columns
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_opened, encrypt_source
 from parquet_keytools.encryption.footer import Footer, read_footer
-from parquet_keytools.encryption.protection import FooterMode
+from parquet_keytools.encryption.protection import FooterMode, KeyRetriever
 from parquet_keytools.errors import (
     KeyNotAvailableError,
     KeytoolsError,

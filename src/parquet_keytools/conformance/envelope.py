@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES
-from parquet_keytools.encryption.envelope import Envelope, UnknownAlgorithmError
-from parquet_keytools.encryption.protection import Algorithm, FooterMode
+from parquet_keytools.encryption.protection import Algorithm, Envelope, FooterMode, UnknownAlgorithmError
 from parquet_keytools.errors import DraftFormatError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import (

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from parquet_keytools.conformance.chunk_layout import Column
 from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.encryption.envelope import KeyRetriever
+from parquet_keytools.encryption.protection import KeyRetriever
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, WrappedKeyInvalidError
 from parquet_keytools.keys.key_material import (
     DataKeyId,

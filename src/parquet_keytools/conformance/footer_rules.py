@@ -10,8 +10,7 @@ from typing import NamedTuple
 from parquet_keytools.conformance.chunk_layout import ChunkEntry, Column, OpenFooter, chunk_place
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePlace
-from parquet_keytools.encryption.envelope import Envelope
-from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
+from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
 from parquet_keytools.format.partial_footers import hidden_chunk_fields, shown_metadata, wrongly_shown

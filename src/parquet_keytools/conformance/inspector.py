@@ -32,8 +32,7 @@ from parquet_keytools.conformance.inspection import (
 )
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix, without_delimiter
-from parquet_keytools.encryption.envelope import Envelope
-from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
+from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource, FileSource
 from parquet_keytools.format.collector import paused_for

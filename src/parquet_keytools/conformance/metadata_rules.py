@@ -16,9 +16,8 @@ from parquet_keytools.conformance.findings import RuleBook, Scope
 from parquet_keytools.conformance.nonce_ledger import NonceLedger, nonce_entry
 from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES, FOOTER_PLACE, ModuleType, module_behind
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, InvalidTag
-from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ModuleCipher
-from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
+from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.partial_footers import shown_metadata

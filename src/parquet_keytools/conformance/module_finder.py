@@ -13,9 +13,8 @@ from parquet_keytools.conformance.metadata_rules import FooterOpener, OpenedEnve
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
-from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
-from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, Envelope
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnMetaData

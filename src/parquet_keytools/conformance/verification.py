@@ -23,9 +23,8 @@ from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.nonce_ledger import SharedNonces
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
-from parquet_keytools.encryption.envelope import Envelope
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
-from parquet_keytools.encryption.protection import FooterMode
+from parquet_keytools.encryption.protection import Envelope, FooterMode
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError, WorkerProcessEndedError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.format.byte_ranges import ByteSource

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite
-from parquet_keytools.encryption.envelope import KeyRetriever
 from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, new_row_group, rewrite_file, set_columns
 from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher
-from parquet_keytools.encryption.protection import ColumnEncryption
+from parquet_keytools.encryption.protection import ColumnEncryption, KeyRetriever
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 from parquet_keytools.encryption.aad import MAX_COUNT
 from parquet_keytools.encryption.chunk_rewrite import INDEX_FIELD_IDS, ChunkRewrite, PagesMemory
-from parquet_keytools.encryption.envelope import naming_file
 from parquet_keytools.encryption.file_decryptor import Deks, open_chunks
 from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
 from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, in_order, new_row_group, rewrite_file
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope
 from parquet_keytools.encryption.output_parts import BytesPart, Part, write_parts
-from parquet_keytools.encryption.protection import FooterMode
+from parquet_keytools.encryption.protection import FooterMode, naming_file
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import AlreadyEncryptedError, FormatLimitError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource

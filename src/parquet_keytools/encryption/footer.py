@@ -21,15 +21,17 @@ from dataclasses import dataclass, field
 from parquet_keytools.encryption.aad import FOOTER_PLACE, ModulePlace, ModuleType
 from parquet_keytools.encryption.aad_prefix import AadPrefix, aad_prefixes
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH
-from parquet_keytools.encryption.envelope import Envelope, KeyRetriever, naming_file
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import (
     Algorithm,
     ColumnEncryption,
+    Envelope,
     FooterColumn,
     FooterMode,
+    KeyRetriever,
     columns_of,
     leaves_of,
+    naming_file,
 )
 from parquet_keytools.errors import (
     DecryptionError,

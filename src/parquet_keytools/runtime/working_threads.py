@@ -29,7 +29,7 @@ def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: 
     Raises:
         BaseException: What interrupted the calling thread, else the first error. No thread works then.
     """
-    _run(work, items, threads - 1, caller_works=True)
+    _raise(*_run(work, items, threads - 1, caller_works=True))
 
 
 def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
@@ -43,19 +43,41 @@ def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> 
         threads: How many threads work, at most.
 
     Raises:
-        BaseException: See `share_out`.
+        BaseException: What interrupted the calling thread, else the error for the first item that has one. No
+            thread works then.
     """
     results: dict[int, R] = {}
+    errors: dict[int, BaseException] = {}
 
     def work(taken: Iterator[tuple[int, T]]) -> None:
         for position, item in taken:
-            results[position] = function(item)
+            try:
+                results[position] = function(item)
+            except BaseException as error:
+                errors[position] = error
+                raise
 
-    _run(work, enumerate(items), min(threads, len(items)), caller_works=False)
+    interruption, _ = _run(work, enumerate(items), min(threads, len(items)), caller_works=False)
+    # All items before one that failed were taken before it, and their calls have ended.
+    _raise(interruption, errors.pop(min(errors)) if errors else None)
     return [results[position] for position in range(len(items))]
 
 
-def _run(work: Callable[[Iterator[T]], None], items: Iterable[T], helpers: int, *, caller_works: bool) -> None:
+def _raise(own: BaseException | None, failure: BaseException | None) -> None:
+    """Raise what was raised in the calling thread, or the failure of another one, if there is one."""
+    error = own if failure is None or not isinstance(own, Exception | None) else failure
+    if error is not None:
+        try:
+            raise error
+        finally:
+            # What it holds is not kept by a circle of references.
+            del error, own, failure
+
+
+def _run(
+    work: Callable[[Iterator[T]], None], items: Iterable[T], helpers: int, *, caller_works: bool
+) -> tuple[BaseException | None, BaseException | None]:
+    """Return what was raised in the calling thread, and the first failure of another one, when none works."""
     shared = _Shared(items)
     raised: BaseException | None = None
     has_ended = False
@@ -76,14 +98,7 @@ def _run(work: Callable[[Iterator[T]], None], items: Iterable[T], helpers: int, 
             has_ended = shared.wait(helpers)
         except BaseException as error:
             shared.is_stopped, raised = True, error
-    if shared.failure is not None and (raised is None or isinstance(raised, Exception)):
-        raised = shared.failure
-    if raised is not None:
-        try:
-            raise raised
-        finally:
-            # What it holds is not kept by a circle of references.
-            del raised, shared
+    return raised, shared.failure
 
 
 class _Shared(Iterator[T]):

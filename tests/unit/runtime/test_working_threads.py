@@ -72,6 +72,22 @@ def test_after_an_error_no_other_item_is_taken() -> None:
     assert len(begun) < 1000
 
 
+def test_the_error_is_that_of_the_first_item_that_fails() -> None:
+    """So it is the same one each time: others may fail sooner, and in any order."""
+    has_failed = threading.Event()
+
+    def step(number: int) -> None:
+        if number == 1:
+            assert has_failed.wait(_SECONDS)
+        if number == 2:
+            has_failed.set()
+        if number:
+            raise ValueError(number)
+
+    with pytest.raises(ValueError, match="1"):
+        in_threads(step, range(10), 4)
+
+
 def test_what_makes_the_items_may_fail() -> None:
     def items() -> Iterator[int]:
         yield 1
