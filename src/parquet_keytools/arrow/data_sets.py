@@ -112,13 +112,7 @@ def _not_reopened(paths: list[str], schema: pa.Schema) -> ds.Dataset:
 
 
 class DataSetFiles:
-    """The files of a folder on their way to be a data set.
-
-    Attributes:
-        paths: The files, in their order.
-        opened: The files, opened when they are asked for.
-        hidden: Names of top-level columns that are left out, once that is known.
-    """
+    """The files of a folder on their way to be a data set, whose hidden columns are known once there is one."""
 
     def __init__(
         self,

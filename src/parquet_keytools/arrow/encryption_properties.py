@@ -117,9 +117,6 @@ class ArrowEncryptor:
 
     A CryptoFactory belongs to this object, and so to one KMS client: its cache, which knows neither URL nor
     principal, cannot mix them up. It is replaced when its KEKs have been used for as long as they may be.
-
-    Attributes:
-        keys: Says what a table asks for; its KMS client wraps the KEKs.
     """
 
     def __init__(self, keys: KeyService, clock: Clock) -> None:

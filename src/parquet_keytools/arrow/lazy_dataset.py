@@ -131,10 +131,7 @@ Reopen = Callable[[list[str], pa.Schema], ds.Dataset]
 class DataSetHandler(VerifiedHandler):
     """Serves the files of a data set to Arrow, which decrypts all of them with one factory.
 
-    Attributes:
-        opened: The files.
-        reopen: Makes the data set again in another process.
-        with_properties: Paths of files that Arrow decrypts with properties of their own instead.
+    Those in `with_properties` it decrypts with properties of their own instead.
     """
 
     def __init__(

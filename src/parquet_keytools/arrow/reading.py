@@ -181,10 +181,6 @@ class PolarsSource:
     """What Polars takes for a pyarrow data set: it is opened when it is scanned, for the columns of the query.
 
     So only their keys are fetched, and columns that nobody asks for may be refused.
-
-    Attributes:
-        schema: Of the whole data set.
-        open_columns: Opens it.
     """
 
     schema: pa.Schema

@@ -59,11 +59,8 @@ def encrypted_length(plaintext_length: int) -> int:
 class Ags1Writer:
     """Encrypts a stream while it is written; it holds one block in memory.
 
-    Left by an exception, it does not finish the stream: what was written is no valid file of any length.
-
-    Attributes:
-        encrypted_length: Bytes given to the file so far; all of them once it is closed.
-        closed: Whether nothing more is taken.
+    Left by an exception, it does not finish the stream: what was written is no valid file of any length. The
+    file has got `encrypted_length` bytes so far.
     """
 
     def __init__(
@@ -149,10 +146,6 @@ class Ags1Reader(RangedFile):
     """Decrypts a stream by ranges: it reads and checks the blocks that a range touches, and gives out only these.
 
     Length and header are checked at once. Any number of threads may call `read_at`. It keeps one block in memory.
-
-    Attributes:
-        path: Name of the file, for errors.
-        size_bytes: Bytes of the plaintext.
     """
 
     def __init__(self, file: _Input, key_metadata: StandardKeyMetadata, *, path: str) -> None:

@@ -223,9 +223,7 @@ class EncryptedTable(Table):
 class WorkingTable(EncryptedTable):
     """A table within one transaction: it writes, and collects the keys of what it writes.
 
-    Attributes:
-        io: Encrypts what is written.
-        stored_metadata: The metadata as the catalog has it.
+    Its `stored_metadata` is the metadata as the catalog has it.
     """
 
     io: WritingFileIO

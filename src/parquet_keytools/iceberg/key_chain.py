@@ -53,11 +53,7 @@ _KEY_LENGTHS = {"16": 128, "24": 192, "32": 256}
 
 
 class IcebergKeys:
-    """Wraps and unwraps KEKs of tables with the KMS of a configuration; each is unwrapped once, and kept a while.
-
-    Attributes:
-        service: The configuration and its KMS.
-    """
+    """Wraps and unwraps KEKs of tables with the KMS of a configuration; each is unwrapped once, and kept."""
 
     def __init__(self, service: KeyService) -> None:
         """Make one; the KMS is called later.
@@ -134,11 +130,7 @@ def _outcome(kms: KmsClient, wrapped: bytes, master_key_id: str) -> SecretBytes 
 
 
 class KeyChain:
-    """The keys of one state of a table. It keeps none: how long KEKs are kept, the configuration says.
-
-    Attributes:
-        table: What the metadata file says.
-    """
+    """The keys of one state of a table. It keeps none: how long KEKs are kept, the configuration says."""
 
     def __init__(self, table: TableEncryption, keys: IcebergKeys) -> None:
         self.table = table

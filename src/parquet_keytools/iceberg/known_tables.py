@@ -28,12 +28,7 @@ _KEPT_TABLES = 128
 
 
 class KnownTable:
-    """One state of an encrypted table, and the files of it that were seen so far.
-
-    Attributes:
-        encryption: What the metadata file says.
-        chain: Its keys.
-    """
+    """One state of an encrypted table, and the files of it that were seen so far."""
 
     def __init__(self, encryption: TableEncryption, keys: IcebergKeys) -> None:
         self.encryption = encryption
@@ -95,12 +90,7 @@ class KnownTable:
 
 
 class KnownTables:
-    """The states of encrypted tables that were read with one configuration, the newest last.
-
-    Attributes:
-        keys: Unwraps their KEKs.
-        pages: Pages of data files that were decrypted last.
-    """
+    """The states of encrypted tables that were read with one configuration, the newest last, and their pages."""
 
     def __init__(self, keys: IcebergKeys) -> None:
         self.keys = keys

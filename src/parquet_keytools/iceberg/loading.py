@@ -191,14 +191,7 @@ def create_table(
 
 @dataclass(frozen=True)
 class LocatedTable:
-    """A table, and how its files are opened.
-
-    Attributes:
-        encryption: What its metadata file says.
-        service: The configuration and its KMS; an empty configuration where none was given.
-        file_io: Opens files as they are stored.
-        mapping: The property of this name.
-    """
+    """A table, and how its files are opened; without a configuration, its service has an empty one."""
 
     encryption: TableEncryption
     service: KeyService

@@ -59,14 +59,7 @@ class EncryptionKey:
 
 @dataclass(frozen=True)
 class SnapshotKey:
-    """A snapshot, its manifest list, and the entry with the key of the list.
-
-    Attributes:
-        snapshot_id: Its id.
-        manifest_list: Location of the list.
-        key_id: Of the entry; None where the list is plaintext.
-        timestamp_ms: When it was made.
-    """
+    """A snapshot, its manifest list, and the entry with the key of the list: None where that is plaintext."""
 
     snapshot_id: int
     manifest_list: str

@@ -10,6 +10,7 @@ import hashlib
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -225,33 +226,25 @@ class TableAudit:
         self._report.links[link.location] = link
         encryption = self._report.encryption
         name = f"manifest list {snapshot.manifest_list} of snapshot {snapshot.snapshot_id}"
-        try:
+        with self._noting(link, leads_on=True):
             key = self._chain.manifest_list_key(snapshot)
             self._note_key(link, key)
             check_place(snapshot.manifest_list, encryption.metadata_location, self._located.mapping)
             content = self._content(link, key, name)
             manifests = manifests_in(content, name, snapshot.snapshot_id, authentic=key is not None)
-        except _UNREADABLE as error:
-            link.problems.append(_text_of(error))
-            self._is_complete = False
-            return link
-        link.children = [self._manifest(file, snapshot.snapshot_id) for file in manifests]
+            link.children = [self._manifest(file, snapshot.snapshot_id) for file in manifests]
         return link
 
     def _manifest(self, file: ListedFile, snapshot_id: int) -> ChainLink:
         known = self._report.links.get(file.location)
         link = known or self._new_link(file)
         if known is None:
-            try:
+            with self._noting(link, leads_on=True):
                 key = file.key_metadata()
                 self._note_key(link, key)
                 files = files_in(self._content(link, key, file.name), file.name, authentic=key is not None)
-            except _UNREADABLE as error:
-                link.problems.append(_text_of(error))
-                self._is_complete = False
-                files = []
-            # An entry of a deleted file is history: the file itself may be gone.
-            link.children = [self._data_file(child) for child in files if child.is_live]
+                # An entry of a deleted file is history: the file itself may be gone.
+                link.children = [self._data_file(child) for child in files if child.is_live]
         for each in (link, *link.children):
             if snapshot_id not in each.snapshot_ids:
                 each.snapshot_ids.append(snapshot_id)
@@ -262,25 +255,27 @@ class TableAudit:
         if link is not None:
             return link
         link = self._new_link(file)
-        try:
+        with self._noting(link):
             key = file.key_metadata()
             self._note_key(link, key)
-            if key is not None and self._with_data:
-                self._read_data(file, key)
-            elif key is not None:
+            if key is not None:
                 with self._open_stored(file.location) as stored:
                     check_length(stored.size(), key, file.length, file.name)
-        except _UNREADABLE as error:
-            link.problems.append(_text_of(error))
+                    if self._with_data and file.format == _PARQUET:
+                        decrypt_data_file(ArrowSource(f"the {file.name}", stored, stored.size()), key, file.name)
+                    elif self._with_data:
+                        read_stream(stored, key, file.length, file.name)
         return link
 
-    def _read_data(self, file: ListedFile, key: StandardKeyMetadata) -> None:
-        with self._open_stored(file.location) as stored:
-            if file.format != _PARQUET:
-                read_stream(stored, key, file.length, file.name)
-                return
-            check_length(stored.size(), key, file.length, file.name)
-            decrypt_data_file(ArrowSource(f"the {file.name}", stored, stored.size()), key, file.name)
+    @contextlib.contextmanager
+    def _noting(self, link: ChainLink, *, leads_on: bool = False) -> Iterator[None]:
+        """Note why a file cannot be read, and whether the audit misses what it leads to."""
+        try:
+            yield
+        except _UNREADABLE as error:
+            text = str(error)
+            link.problems.append(text if isinstance(error, KeytoolsError) else f"it cannot be read: {text}")
+            self._is_complete = self._is_complete and not leads_on
 
     def _new_link(self, file: ListedFile) -> ChainLink:
         link = ChainLink(file.location, file.kind, file.length, file.encoded_key is not None)
@@ -311,14 +306,12 @@ class TableAudit:
 
     def _add_statistics(self, location: str) -> None:
         link = ChainLink(location, "statistics file", None, is_encrypted=False)
-        try:
+        with self._noting(link):
             check_place(location, self._report.encryption.metadata_location, self._located.mapping)
             with self._open_stored(location) as stored:
                 # The format gives statistics no key: what begins like a stream is at least no plaintext.
                 link.is_encrypted = stored.read(len(MAGIC)) in _ENCRYPTED
                 link.length = stored.size()
-        except _UNREADABLE as error:
-            link.problems.append(_text_of(error))
         self._report.statistics.append(link)
 
     def _add_orphans(self) -> None:
@@ -328,12 +321,8 @@ class TableAudit:
         if folder is None or not self._is_complete or not encryption.is_encrypted:
             return
         links = (*self._report.links.values(), *self._report.statistics)
-        locations = [
-            encryption.metadata_location,
-            *encryption.earlier_metadata,
-            *(link.location for link in links),
-        ]
-        named = {located.path_of(location) for location in locations}
+        of_table = (encryption.metadata_location, *encryption.earlier_metadata)
+        named = {located.path_of(location) for location in (*of_table, *(link.location for link in links))}
         prefix = encryption.metadata_location.rsplit("/", 2)[0]
         self._report.orphans = []
         for file in all_files(folder):
@@ -344,7 +333,3 @@ class TableAudit:
             with contextlib.suppress(*_UNREADABLE), self._open_stored(location) as stored:
                 if stored.read(len(MAGIC)) in _PLAINTEXT:
                     self._report.plaintext_orphans.append(ChainLink(location, "orphan", stored.size(), False))
-
-
-def _text_of(error: Exception) -> str:
-    return f"it cannot be read: {error}" if not isinstance(error, KeytoolsError) else str(error)

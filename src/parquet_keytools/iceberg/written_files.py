@@ -44,9 +44,7 @@ class StoredFileIO(FileIO):
 class WritingFileIO(FileIO):
     """Reads like another FileIO, and encrypts what it writes: `.avro` as AGS1, `.parquet` as Parquet.
 
-    Attributes:
-        reader: Decrypts what was written elsewhere; a table that is refreshed sets it.
-        storage: Takes the encrypted bytes.
+    The reader decrypts what was written elsewhere; a table that is refreshed sets it.
     """
 
     def __init__(self, reader: EncryptedFileIO, length_bits: int) -> None:

@@ -34,13 +34,7 @@ _log = logging.getLogger(LOGGER_NAME)
 
 
 class RefusedRequestError(Exception):
-    """A request is not answered with what it asks for.
-
-    Attributes:
-        status: The status of HTTP.
-        code: What S3 calls it.
-        headers: Of the answer.
-    """
+    """A request is not answered with what it asks for, but with a status of HTTP, and a code of S3."""
 
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -86,14 +80,7 @@ class ServedRequest:
 
 @dataclass(frozen=True)
 class ServedRange:
-    """Bytes of a file that are an answer.
-
-    Attributes:
-        opened: Gives the reader, for as long as the answer is sent.
-        key: Of the file.
-        start: The first byte.
-        length: How many.
-    """
+    """Bytes of a file that are an answer; the reader is open for as long as that is sent."""
 
     opened: AbstractContextManager[FileReader]
     key: str

@@ -43,12 +43,7 @@ _QUERY_NAMES = tuple(
 
 @dataclass(frozen=True)
 class KeyPair:
-    """The credentials of one run, which are valid nowhere else.
-
-    Attributes:
-        access_key_id: Names them.
-        secret: Signs with them.
-    """
+    """The credentials of one run, which are valid nowhere else."""
 
     access_key_id: str = field(default_factory=lambda: "PK" + secrets.token_hex(9).upper())
     secret: SecretBytes = field(default_factory=lambda: SecretBytes(secrets.token_urlsafe(30).encode()))

@@ -165,12 +165,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class KeyRequest:
-    """The content of a request to wrap or unwrap.
-
-    Attributes:
-        master_key_id: As the file writes it, or the metadata of a table of Iceberg.
-        key: The key to be wrapped, or the wrapped key.
-    """
+    """The content of a request to wrap or unwrap: a master key as files name it, and a key or a wrapped key."""
 
     master_key_id: str
     key: bytes = field(repr=False)

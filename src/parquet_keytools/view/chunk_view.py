@@ -109,12 +109,7 @@ def _length(buffer: _Buffer) -> int:
 
 
 class PageCache:
-    """Pages of any number of files, for readers that come back for the rest; bounded; for any number of threads.
-
-    Attributes:
-        held_bytes: How much it holds.
-        buffers: Memory for what is read of these files.
-    """
+    """Pages of any number of files, for readers that come back for the rest; for any number of threads."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self.held_bytes = 0

@@ -33,13 +33,7 @@ Version = tuple[object, ...]
 
 
 class PlainInput(RangedFile):
-    """The view of one file, to read and seek in; any number may be open.
-
-    Attributes:
-        name: The file's name.
-        size: Length in bytes, as fsspec names it.
-        mode: As of files that Python opens.
-    """
+    """The view of one file, to read and seek in; any number may be open."""
 
     mode = "rb"
 

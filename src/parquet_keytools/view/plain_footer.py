@@ -41,16 +41,14 @@ class PlainTail:
     """What follows the pages and indexes.
 
     Attributes:
-        offset: Where it begins.
+        offset: Where it begins: columns seem to lie there that are shown and cannot be read.
         data: From there to the end.
-        refused_start: Where columns seem to lie that are shown and cannot be read.
-        refused_paths: Their paths, in the order in which they seem to lie there.
+        refused_paths: Paths of these columns, in the order in which they seem to lie there.
         footer_offset: Where the footer begins.
     """
 
     offset: int
     data: bytes
-    refused_start: int
     refused_paths: tuple[tuple[str, ...], ...]
     footer_offset: int
 
@@ -65,15 +63,15 @@ class PlainTail:
         Readers take the last bytes of a file at once, to have its footer, and read blocks of round lengths: they
         do not mean all that lies there. Who does gets what is no valid page.
         """
-        stop = self.refused_start + len(self.refused_paths) * len(_REFUSED_PAGE)
-        if offset >= stop or end <= self.refused_start or end > self.footer_offset:
+        stop = self.offset + len(self.refused_paths) * len(_REFUSED_PAGE)
+        if offset >= stop or end <= self.offset or end > self.footer_offset:
             return ()
-        is_begin = offset >= self.refused_start and (offset - self.refused_start) % len(_REFUSED_PAGE) == 0
-        is_end = end <= stop and (end - self.refused_start) % len(_REFUSED_PAGE) == 0
+        is_begin = offset >= self.offset and (offset - self.offset) % len(_REFUSED_PAGE) == 0
+        is_end = end <= stop and (end - self.offset) % len(_REFUSED_PAGE) == 0
         if not is_begin and not is_end:
             return ()
-        first = max(offset - self.refused_start, 0) // len(_REFUSED_PAGE)
-        last = (min(end, stop) - 1 - self.refused_start) // len(_REFUSED_PAGE)
+        first = max(offset - self.offset, 0) // len(_REFUSED_PAGE)
+        last = (min(end, stop) - 1 - self.offset) // len(_REFUSED_PAGE)
         return self.refused_paths[first : last + 1]
 
 
@@ -119,7 +117,6 @@ def plain_tail(
     return PlainTail(
         offset,
         generated + filling + trailer,
-        offset,
         tuple(builder.refused),
         offset + len(generated) + len(filling),
     )

@@ -95,11 +95,6 @@ class PlannedFiles:
     left_out: pa.Table
     unseen: list[Unseen] = field(default_factory=list)
 
-    @property
-    def size_bytes(self) -> int:
-        """Of all files together."""
-        return int(pc.sum(self.table["size_bytes"]).as_py() or 0)
-
 
 def plan_data_set(
     root: FileLocation,

@@ -136,10 +136,7 @@ def timed_row(make_row: RowOf, location: FileLocation, file: Mapping[str, Any]) 
 class Job:
     """A pipeline that runs, as one job of Spark or several; ends with its block.
 
-    Attributes:
-        new_configuration: The one that new keys come from; None for the same.
-        keys: Of the configuration, on the driver.
-        new_keys: Of the one that new keys come from.
+    New keys come from `new_configuration`, if there is one.
     """
 
     def __init__(

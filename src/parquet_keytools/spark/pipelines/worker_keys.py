@@ -84,11 +84,7 @@ class JobKeyService(KeyService):
 
 
 class WorkerKeys:
-    """The keys of a job in this process.
-
-    Attributes:
-        remembered: What tasks of the job keep for the next one in this process.
-    """
+    """The keys of a job in this process, and what its tasks keep for the next one here."""
 
     def __init__(self, carried: CarriedKeys, position: int) -> None:
         self.keys = _service(carried.configuration, carried.tasks)
@@ -138,15 +134,11 @@ def spare_modules() -> None:
         _Held.spared_modules = len(sys.modules)
 
 
-def _configuration(text: str) -> Configuration:
+def _service(text: str, tasks: int) -> JobKeyService:
     from pyspark import SparkFiles, TaskContext
 
     folder = Path(SparkFiles.getRootDirectory()) if TaskContext.get() is not None else Path.cwd()
-    return received_configuration(text, folder)
-
-
-def _service(text: str, tasks: int) -> JobKeyService:
-    configuration = _configuration(text)
+    configuration = received_configuration(text, folder)
     return JobKeyService(configuration, _client(configuration, text, tasks))
 
 
