@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from parquet_keytools.encryption.aad_prefix import AadPrefix
+from parquet_keytools.encryption.aad import AadPrefix
 from parquet_keytools.encryption.file_decryptor import Deks, column_deks, decrypt_columns
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_opened, encrypt_source

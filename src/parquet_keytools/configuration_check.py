@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parquet_keytools.config.key_policy import MasterKeyReference, resolve_columns, resolve_key
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix, expected_aad_prefix
+from parquet_keytools.encryption.aad import ExpectedAadPrefix, expected_aad_prefix
 from parquet_keytools.encryption.footer import FooterEnvelope, read_envelope, read_footer
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import KeyNotAvailableError, KmsError, KmsResponseInvalidError

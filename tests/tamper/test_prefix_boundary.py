@@ -19,7 +19,7 @@ from prefix_files import UNIQUE, aad_fields, data, document, present, write
 from parquet_keytools import Keytools
 from parquet_keytools.configuration_check import check_columns
 from parquet_keytools.conformance.report import Outcome, Verdict
-from parquet_keytools.encryption.aad_prefix import delimited_prefix
+from parquet_keytools.encryption.aad import delimited_prefix
 from parquet_keytools.errors import AadPrefixError, ConfigurationError, DecryptionError, KeytoolsError
 from parquet_keytools.format.structs import FileCryptoMetaData
 from parquet_keytools.kms.in_memory import InMemoryKms

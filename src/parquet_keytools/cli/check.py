@@ -190,7 +190,7 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
         with Keytools.from_yaml(config) as keytools:
             return keytools.inspect_file(location_of(file, "FILE"), table_name=table, aad_prefix=aad_prefix)
     from parquet_keytools.conformance.inspector import inspect_source
-    from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
+    from parquet_keytools.encryption.aad import ExpectedAadPrefix
 
     prefix = None if aad_prefix is None else ExpectedAadPrefix.of_text(aad_prefix)
     if "://" not in file:

@@ -204,7 +204,7 @@ class TableSettings(StrictSettings):
     def rendered_aad_prefix(self, *, table_name: str, file_name: str) -> str | None:
         """Return the text of the AAD prefix of one file, or None where the table has none.
 
-        What is written has NUL at its end; `encryption.aad_prefix` says which forms are read.
+        What is written has NUL at its end; `encryption.aad` says which forms are read.
         """
         if self.aad_prefix is None:
             return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from parquet_keytools.conformance.chunk_layout import OpenFooter
 from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, KeyUser, title_of
 from parquet_keytools.conformance.findings import RuleBook, Scope
-from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
+from parquet_keytools.encryption.aad import ExpectedAadPrefix
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, TableMismatch

@@ -33,8 +33,7 @@ from parquet_keytools.conformance.metadata_rules import (
 )
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
 from parquet_keytools.conformance.report import Damage, FileReport, Loss, ModuleTally
-from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.aad_prefix import without_delimiter
+from parquet_keytools.encryption.aad import ModuleType, without_delimiter
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.format.byte_ranges import ByteSource

@@ -30,8 +30,7 @@ from parquet_keytools.conformance.inspection import (
     KeyDescription,
     describe_key,
 )
-from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix, without_delimiter
+from parquet_keytools.encryption.aad import ExpectedAadPrefix, ModuleType, without_delimiter
 from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource, FileSource

@@ -11,8 +11,7 @@ from parquet_keytools.conformance.index_rules import IndexVerifier
 from parquet_keytools.conformance.inspection import InspectedModule
 from parquet_keytools.conformance.metadata_rules import FooterOpener, OpenedEnvelope
 from parquet_keytools.conformance.nonce_ledger import NonceLedger
-from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
+from parquet_keytools.encryption.aad import ExpectedAadPrefix, ModuleType
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, Envelope
 from parquet_keytools.errors import ParquetFormatError

@@ -9,7 +9,7 @@ from parquet_keytools.conformance.expectations import Expectation
 from parquet_keytools.conformance.file_verifier import verify_source
 from parquet_keytools.conformance.report import Loss
 from parquet_keytools.conformance.verification import RetrieverFinder, expected_prefix
-from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
+from parquet_keytools.encryption.aad import ExpectedAadPrefix
 from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
 from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher

@@ -22,7 +22,7 @@ from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.nonce_ledger import SharedNonces
 from parquet_keytools.conformance.report import DataSetReport, FileReport
-from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
+from parquet_keytools.encryption.aad import ExpectedAadPrefix
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 from parquet_keytools.encryption.protection import Envelope, FooterMode
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError, WorkerProcessEndedError

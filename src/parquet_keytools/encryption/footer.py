@@ -18,8 +18,7 @@ import hmac
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from parquet_keytools.encryption.aad import FOOTER_PLACE, ModulePlace, ModuleType
-from parquet_keytools.encryption.aad_prefix import AadPrefix, aad_prefixes
+from parquet_keytools.encryption.aad import FOOTER_PLACE, AadPrefix, ModulePlace, ModuleType, aad_prefixes
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import (

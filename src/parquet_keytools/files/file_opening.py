@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from parquet_keytools.encryption.aad_prefix import AadPrefix
+from parquet_keytools.encryption.aad import AadPrefix
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterColumn, FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm

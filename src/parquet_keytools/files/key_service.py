@@ -22,7 +22,7 @@ from parquet_keytools.config.key_policy import (
 )
 from parquet_keytools.config.settings import Configuration, TableSettings
 from parquet_keytools.encryption import file_encryption
-from parquet_keytools.encryption.aad_prefix import (
+from parquet_keytools.encryption.aad import (
     ExpectedAadPrefix,
     delimited_prefix,
     expected_aad_prefix,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
-from parquet_keytools.encryption.aad_prefix import AadPrefix
+from parquet_keytools.encryption.aad import AadPrefix
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError
 from parquet_keytools.keys.kek import Kek, dek_of
 from parquet_keytools.keys.key_material import KeyMaterial, parse_object

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from parquet_keytools.encryption.aad_prefix import AadPrefix
+from parquet_keytools.encryption.aad import AadPrefix
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn, FooterMode
 from parquet_keytools.errors import KeyMaterialError, KeyNotAvailableError, KmsError, value_or_raise

@@ -10,7 +10,7 @@ from pathlib import Path
 from parquet_keytools.config.document import Mistake, did_you_mean, one_of
 from parquet_keytools.config.key_policy import check_moves
 from parquet_keytools.config.settings import Configuration, ConfigurationWarning
-from parquet_keytools.encryption.aad_prefix import AadPrefix
+from parquet_keytools.encryption.aad import AadPrefix
 from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError, MasterKeyNotFoundError, OutputError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.table_check import TableCheck

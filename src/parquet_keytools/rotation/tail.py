@@ -7,8 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from parquet_keytools.encryption.aad import FOOTER_PLACE
-from parquet_keytools.encryption.aad_prefix import AadPrefix
+from parquet_keytools.encryption.aad import FOOTER_PLACE, AadPrefix
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import (

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_files import MemorySource, NamedKeys, encrypted
 
-from parquet_keytools.encryption.aad import ModuleType, module_aad
-from parquet_keytools.encryption.aad_prefix import (
+from parquet_keytools.encryption.aad import (
     ExpectedAadPrefix,
+    ModuleType,
     aad_prefixes,
     delimited_prefix,
     expected_aad_prefix,
+    module_aad,
     without_delimiter,
 )
 from parquet_keytools.encryption.file_encryption import FileEncryption

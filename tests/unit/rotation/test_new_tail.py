@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from rotation_case import TABLE, UNIFORM, Case, data_range, read_with_pyarrow
 
-from parquet_keytools.encryption.aad_prefix import ExpectedAadPrefix
+from parquet_keytools.encryption.aad import ExpectedAadPrefix
 from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.errors import OutputError

@@ -11,7 +11,7 @@ import org.apache.parquet.crypto.ParquetCryptoRuntimeException;
 /**
  * The AAD prefix that a file must have: its text with NUL at its end, or without for files written before. The AAD is
  * prefix and file unique without a boundary, so that the file unique must have its length; see
- * docs/aad-prefix-boundary.md and encryption/aad_prefix.py, which does the same.
+ * docs/aad-prefix-boundary.md and encryption/aad.py, which does the same.
  */
 final class ExpectedAadPrefix {
   private static final String AAD_PREFIX = "parquet.keytools.aad.prefix";
