@@ -12,7 +12,6 @@ from parquet_keytools import audit
 from parquet_keytools.arrow import writing
 from parquet_keytools.arrow.encryption_properties import ArrowEncryptor
 from parquet_keytools.arrow.file_writer import EncryptedParquetWriter, WriteResult
-from parquet_keytools.arrow.read_options import Filters, make_decryption_properties
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.facade import Configured
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from parquet_keytools.arrow.data_sets import ReadRequest
-    from parquet_keytools.arrow.read_options import ReadOptions
+    from parquet_keytools.arrow.read_options import Filters, ReadOptions
 
 
 class Tables(Configured):
@@ -95,6 +94,9 @@ class Tables(Configured):
             UnsupportedByArrowError: pyarrow cannot decrypt the file; `read_table` can.
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
         """
+        # Not earlier: pyarrow's data sets import pandas, where it is installed.
+        from parquet_keytools.arrow.read_options import make_decryption_properties
+
         location = FileLocation.resolve(path, filesystem)
         (opened,) = self._keys.open_files([location], table_name, aad_prefix)
         return make_decryption_properties(opened, columns)
@@ -194,7 +196,6 @@ class Tables(Configured):
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
             TypeError: There is no such option.
         """
-        # Not earlier: pyarrow's data sets import pandas, where it is installed.
         from parquet_keytools.arrow.data_sets import ReadRequest
         from parquet_keytools.arrow.read_options import ReadOptions
         from parquet_keytools.arrow.reading import read_table
