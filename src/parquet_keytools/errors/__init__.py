@@ -6,94 +6,11 @@ text and no attribute ever holds a key, a token or the body of a KMS response.
 
 from __future__ import annotations
 
-from parquet_keytools.errors.files import (
-    AadPrefixError,
-    AlreadyEncryptedError,
-    ChangedMeanwhileError,
-    ColumnAccessDeniedError,
-    DecryptionError,
-    DraftFormatError,
-    FileChangedError,
-    FooterSignatureError,
-    FormatLimitError,
-    IncompleteDataSetError,
-    KeyMaterialError,
-    KeyNotAvailableError,
-    NoParquetFilesError,
-    NotEncryptedError,
-    OutputError,
-    ParquetFormatError,
-    ReusedKeysError,
-    StorageFailedError,
-    TableMismatch,
-    TableMismatchError,
-    VisibleMetadataError,
-)
-from parquet_keytools.errors.root import (
-    KEY_REFUSALS,
-    ConfigurationError,
-    KeytoolsError,
-    KmsAccessDeniedError,
-    KmsConfigurationError,
-    KmsError,
-    KmsResponseInvalidError,
-    KmsThrottledError,
-    KmsUnavailableError,
-    MasterKeyDisabledError,
-    MasterKeyNotFoundError,
-    MasterKeyNotTrustedError,
-    SparkJobFailedError,
-    UnsupportedByArrowError,
-    UnsupportedBySparkError,
-    WorkerProcessEndedError,
-    WrappedKeyInvalidError,
-    value_or_raise,
-    without_frames,
-)
+from parquet_keytools.errors import files, root
+from parquet_keytools.errors.files import *  # noqa: F403 - all that is in its __all__
+from parquet_keytools.errors.root import *  # noqa: F403 - likewise
 
-# In the order in which the reference shows them.
-__all__ = [  # noqa: RUF022
-    "KeytoolsError",
-    "ConfigurationError",
-    "UnsupportedByArrowError",
-    "UnsupportedBySparkError",
-    "SparkJobFailedError",
-    "WorkerProcessEndedError",
-    "value_or_raise",
-    "without_frames",
-    "KmsError",
-    "KmsAccessDeniedError",
-    "MasterKeyNotFoundError",
-    "MasterKeyNotTrustedError",
-    "MasterKeyDisabledError",
-    "WrappedKeyInvalidError",
-    "KEY_REFUSALS",
-    "KmsThrottledError",
-    "KmsUnavailableError",
-    "KmsConfigurationError",
-    "KmsResponseInvalidError",
-    "ParquetFormatError",
-    "DraftFormatError",
-    "FormatLimitError",
-    "FileChangedError",
-    "NoParquetFilesError",
-    "IncompleteDataSetError",
-    "KeyMaterialError",
-    "VisibleMetadataError",
-    "NotEncryptedError",
-    "TableMismatch",
-    "TableMismatchError",
-    "ReusedKeysError",
-    "AlreadyEncryptedError",
-    "OutputError",
-    "StorageFailedError",
-    "ChangedMeanwhileError",
-    "DecryptionError",
-    "FooterSignatureError",
-    "AadPrefixError",
-    "KeyNotAvailableError",
-    "ColumnAccessDeniedError",
-]
+__all__ = root.__all__ + files.__all__
 
 # Tracebacks and pickles have the names that callers import.
 for _name in __all__:

@@ -8,6 +8,31 @@ from typing import Literal
 
 from parquet_keytools.errors.root import KeytoolsError
 
+# In the order in which the reference shows them.
+__all__ = [  # noqa: RUF022
+    "ParquetFormatError",
+    "DraftFormatError",
+    "FormatLimitError",
+    "FileChangedError",
+    "NoParquetFilesError",
+    "IncompleteDataSetError",
+    "KeyMaterialError",
+    "VisibleMetadataError",
+    "NotEncryptedError",
+    "TableMismatch",
+    "TableMismatchError",
+    "ReusedKeysError",
+    "AlreadyEncryptedError",
+    "OutputError",
+    "StorageFailedError",
+    "ChangedMeanwhileError",
+    "DecryptionError",
+    "FooterSignatureError",
+    "AadPrefixError",
+    "KeyNotAvailableError",
+    "ColumnAccessDeniedError",
+]
+
 
 class ParquetFormatError(KeytoolsError):
     """Bytes are not what the Parquet format says.

@@ -5,6 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
+# In the order in which the reference shows them.
+__all__ = [  # noqa: RUF022
+    "KeytoolsError",
+    "ConfigurationError",
+    "UnsupportedByArrowError",
+    "UnsupportedBySparkError",
+    "SparkJobFailedError",
+    "WorkerProcessEndedError",
+    "value_or_raise",
+    "without_frames",
+    "KmsError",
+    "KmsAccessDeniedError",
+    "MasterKeyNotFoundError",
+    "MasterKeyNotTrustedError",
+    "MasterKeyDisabledError",
+    "WrappedKeyInvalidError",
+    "KEY_REFUSALS",
+    "KmsThrottledError",
+    "KmsUnavailableError",
+    "KmsConfigurationError",
+    "KmsResponseInvalidError",
+]
+
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
