@@ -14,7 +14,7 @@ from parquet_keytools.arrow.callbacks import called_by_arrow, is_thread_of_arrow
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, value_or_raise
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.runtime.process_end import share_with_arrow
+from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.secret_bytes import SecretBytes
 
 __all__ = ["AnsweringKms", "WrappingKms", "pe"]

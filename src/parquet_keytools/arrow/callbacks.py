@@ -25,7 +25,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from parquet_keytools.format.collector import paused_collector
-from parquet_keytools.runtime.process_end import share_with_arrow
+from parquet_keytools.runtime.endings import share_with_arrow
 
 C = TypeVar("C", bound=type)
 

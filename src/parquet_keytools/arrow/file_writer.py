@@ -20,7 +20,7 @@ from parquet_keytools.errors import OutputError
 from parquet_keytools.files.conversion import new_file_encryption
 from parquet_keytools.files.key_service import TablePolicy
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
-from parquet_keytools.runtime.exceptions_in_flight import ExceptionWatch
+from parquet_keytools.runtime.endings import ExceptionWatch
 from parquet_keytools.runtime.fork_safety import OwnerProcess, leave_to_parent
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
 from parquet_keytools.storage.locations import FileLocation

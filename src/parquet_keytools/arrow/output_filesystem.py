@@ -19,7 +19,7 @@ from parquet_keytools.files.conversion import encrypt_pending
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
 from parquet_keytools.files.replacement import NewKeyMaterial, put_all_in_place
-from parquet_keytools.runtime.process_end import share_with_arrow
+from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.storage.local_files import FolderIdentity, identity_of_folder, remove_beneath
 from parquet_keytools.storage.locations import FileLocation, key_material_location
 from parquet_keytools.storage.locks import exclusive_folder

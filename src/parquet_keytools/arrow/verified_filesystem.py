@@ -28,7 +28,7 @@ from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, with_trailer
 from parquet_keytools.format.pages import ChunkTemplate
 from parquet_keytools.format.partial_footers import selected_footer
-from parquet_keytools.runtime.process_end import share_with_arrow
+from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.view.chunk_view import PageCache

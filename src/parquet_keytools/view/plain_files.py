@@ -13,8 +13,8 @@ from pyarrow import fs as pafs
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.format.byte_ranges import RangedFile
+from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
-from parquet_keytools.runtime.process_end import share_with_arrow
 from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.view.chunk_view import PageCache
