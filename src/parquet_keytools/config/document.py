@@ -16,7 +16,7 @@ from typing import Any
 import pydantic
 
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.kms.settings import holds_secret
+from parquet_keytools.kms.contract import holds_secret
 
 YamlPath = tuple[str | int, ...]
 """Names and list positions that lead from the top of the document to a value."""

@@ -35,8 +35,8 @@ from parquet_keytools.config.table_settings import (
 )
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsSettings
+from parquet_keytools.kms.contract import StrictSettings
 from parquet_keytools.kms.registry import client_class, known_names
-from parquet_keytools.kms.settings import StrictSettings
 
 __all__ = [
     "Configuration",

@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from parquet_keytools import strict_base64
 from parquet_keytools.config.document import Mistake, YamlPath
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES
-from parquet_keytools.kms.settings import StrictSettings
+from parquet_keytools.kms.contract import StrictSettings
 from parquet_keytools.secret_bytes import SecretBytes
 
 BROKEN_RULES = "broken_rules"

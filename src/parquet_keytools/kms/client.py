@@ -19,11 +19,12 @@ from parquet_keytools.errors import (
     value_or_raise,
     without_frames,
 )
-from parquet_keytools.kms.requests import (
+from parquet_keytools.kms.contract import (
     KEY_LENGTHS_BYTES,
     CallFacts,
     E,
     KeyReporter,
+    KmsSettings,
     MasterKeyDescription,
     R,
     RewrapRequest,
@@ -34,7 +35,6 @@ from parquet_keytools.kms.requests import (
     mistake_in_key,
     mistake_in_wrapped_key,
 )
-from parquet_keytools.kms.settings import KmsSettings
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 

@@ -24,8 +24,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.kms.requests import KEY_LENGTHS_BYTES, MasterKeyDescription
-from parquet_keytools.kms.settings import KmsSettings
+from parquet_keytools.kms.contract import KEY_LENGTHS_BYTES, KmsSettings, MasterKeyDescription
 from parquet_keytools.secret_bytes import SecretBytes
 
 KeyBytes = SecretBytes | bytes

@@ -19,11 +19,10 @@ from parquet_keytools import strict_base64
 from parquet_keytools.errors import MasterKeyDisabledError, WrappedKeyInvalidError
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.contract import KmsSettings, MasterKeyDescription
 from parquet_keytools.kms.keystore_document import binding
 from parquet_keytools.kms.keystore_file import Keystore, OpenKeystore
 from parquet_keytools.kms.passphrase import PassphraseSource, passphrase_from_file, passphrase_from_text
-from parquet_keytools.kms.requests import MasterKeyDescription
-from parquet_keytools.kms.settings import KmsSettings
 from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 

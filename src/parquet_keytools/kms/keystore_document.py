@@ -53,7 +53,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import KmsConfigurationError, KmsResponseInvalidError
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
-from parquet_keytools.kms.requests import CallFacts
+from parquet_keytools.kms.contract import CallFacts
 from parquet_keytools.secret_bytes import SecretBytes
 
 _CONNECT = CallFacts("keystore", "connect")

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from parquet_keytools.errors import KmsConfigurationError, KmsUnavailableError
-from parquet_keytools.kms.requests import CallFacts
+from parquet_keytools.kms.contract import CallFacts
 from parquet_keytools.secret_bytes import SecretBytes
 
 _CONNECT = CallFacts("keystore", "connect")

@@ -9,10 +9,8 @@ A distribution of a third party offers its `KmsClient` as an entry point of the 
 from __future__ import annotations
 
 import difflib
-import importlib
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import NamedTuple
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
@@ -21,20 +19,16 @@ from parquet_keytools.runtime.presentation import install_hint
 ENTRY_POINT_GROUP = "parquet_keytools.kms"
 
 
-class _BuiltIn(NamedTuple):
-    """A backend of this package: where its class is, and the extra that installs what it imports."""
-
-    source_file: str
-    class_name: str
-    extra: str | None = None
-
-
 _BUILT_INS = {
-    "in_memory": _BuiltIn("parquet_keytools.kms.in_memory", "InMemoryKms"),
-    "keystore": _BuiltIn("parquet_keytools.kms.keystore", "KeystoreKms"),
-    "aws": _BuiltIn("parquet_keytools.kms.aws", "AwsKms", extra="aws"),
-    "vault": _BuiltIn("parquet_keytools.kms.vault", "VaultKms", extra="vault"),
-    "gcp": _BuiltIn("parquet_keytools.kms.gcp", "GcpKms", extra="gcp"),
+    # with the extra that installs what it imports
+    name: EntryPoint(name, f"parquet_keytools.kms.{place}", ENTRY_POINT_GROUP)
+    for name, place in {
+        "in_memory": "in_memory:InMemoryKms",
+        "keystore": "keystore:KeystoreKms",
+        "aws": "aws:AwsKms [aws]",
+        "vault": "vault:VaultKms [vault]",
+        "gcp": "gcp:GcpKms [gcp]",
+    }.items()
 }
 
 
@@ -55,7 +49,7 @@ def client_class(name: str) -> type[KmsClient]:
         ConfigurationError: There is none, or it cannot be imported.
     """
     if built_in := _BUILT_INS.get(name):
-        return _load_built_in(name, built_in)
+        return _load_built_in(built_in)
     plugins = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not plugins:
         raise _unknown(name)
@@ -91,15 +85,15 @@ def _unknown(name: str) -> ConfigurationError:
     )
 
 
-def _load_built_in(name: str, built_in: _BuiltIn) -> type[KmsClient]:
+def _load_built_in(built_in: EntryPoint) -> type[KmsClient]:
     try:
-        source_file = importlib.import_module(built_in.source_file)
+        loaded = built_in.load()
     except ImportError as error:
         raise ConfigurationError(
-            f"the KMS client {name!r} needs a package that is not installed: {error}.",
-            hint=install_hint(built_in.extra) if built_in.extra else "",
+            f"the KMS client {built_in.name!r} needs a package that is not installed: {error}.",
+            hint="".join(map(install_hint, built_in.extras)),
         ) from error
-    return _checked(name, getattr(source_file, built_in.class_name))
+    return _checked(built_in.name, loaded)
 
 
 def _load_plugin(plugin: EntryPoint) -> type[KmsClient]:

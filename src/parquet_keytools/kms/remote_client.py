@@ -31,8 +31,7 @@ from parquet_keytools.kms.call_traffic import (
     current_task,
 )
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.kms.requests import CallFacts, outcome_name
-from parquet_keytools.kms.settings import RemoteKmsSettings
+from parquet_keytools.kms.contract import CallFacts, RemoteKmsSettings, outcome_name
 from parquet_keytools.runtime.fork_safety import PerProcess, SharedWork
 from parquet_keytools.runtime.presentation import waiting_for
 

@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from parquet_keytools.kms.settings import (
+from parquet_keytools.kms.contract import (
     KmsSettings,
     RemoteKmsSettings,
     StrictSettings,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parquet_keytools.errors import KmsError, KmsResponseInvalidError, KmsThrottledError
-from parquet_keytools.kms.requests import (
+from parquet_keytools.kms.contract import (
     CallFacts,
     WrapRequest,
     checked_answers,

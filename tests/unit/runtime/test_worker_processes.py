@@ -21,7 +21,7 @@ import pytest
 
 from parquet_keytools import audit
 from parquet_keytools.errors import ConfigurationError, KmsThrottledError, WorkerProcessEndedError
-from parquet_keytools.kms.settings import RemoteKmsSettings
+from parquet_keytools.kms.contract import RemoteKmsSettings
 from parquet_keytools.runtime import worker_processes
 from parquet_keytools.runtime.fork_safety import SharedWork
 from parquet_keytools.runtime.presentation import saying_what_is_waited_for, waiting_for

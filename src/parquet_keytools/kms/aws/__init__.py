@@ -27,9 +27,8 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.aws.connection import AwsConnection, AwsSettings
 from parquet_keytools.kms.aws.errors import aws_error
+from parquet_keytools.kms.contract import KmsSettings, MasterKeyDescription, RewrapRequest
 from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
-from parquet_keytools.kms.requests import MasterKeyDescription, RewrapRequest
-from parquet_keytools.kms.settings import KmsSettings
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 

@@ -28,8 +28,7 @@ from pydantic import AfterValidator, Field, SecretStr, model_validator
 
 from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.kms.aws.errors import EXPIRED_CREDENTIALS, code_of
-from parquet_keytools.kms.requests import CallFacts
-from parquet_keytools.kms.settings import RemoteKmsSettings, StrictSettings
+from parquet_keytools.kms.contract import CallFacts, RemoteKmsSettings, StrictSettings
 from parquet_keytools.kms.transport import SdkLogs, check_certificates, mistake_in_url
 from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
 from parquet_keytools.runtime.home_folder import expanded

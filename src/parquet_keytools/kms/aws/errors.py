@@ -23,7 +23,7 @@ from parquet_keytools.errors import (
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.requests import CallFacts
+from parquet_keytools.kms.contract import CallFacts
 from parquet_keytools.kms.transport import retry_after_seconds, tls_error, unreachable_because
 
 _CREDENTIALS_HINT = (

@@ -29,6 +29,7 @@ from parquet_keytools.errors import (
     KmsResponseInvalidError,
     WrappedKeyInvalidError,
 )
+from parquet_keytools.kms.contract import KmsSettings, MasterKeyDescription
 from parquet_keytools.kms.gcp.connection import (
     KEY_RING,
     NAME,
@@ -41,8 +42,6 @@ from parquet_keytools.kms.gcp.connection import (
 )
 from parquet_keytools.kms.gcp.errors import kms_error
 from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
-from parquet_keytools.kms.requests import MasterKeyDescription
-from parquet_keytools.kms.settings import KmsSettings
 from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
 from parquet_keytools.runtime.home_folder import expanded
 from parquet_keytools.secret_bytes import SecretBytes

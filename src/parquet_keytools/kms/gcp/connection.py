@@ -27,8 +27,7 @@ from google.oauth2 import service_account
 from pydantic import Field, model_validator
 
 from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.requests import CallFacts
-from parquet_keytools.kms.settings import RemoteKmsSettings, bytes_of_context
+from parquet_keytools.kms.contract import CallFacts, RemoteKmsSettings, bytes_of_context
 from parquet_keytools.kms.transport import SdkLogs, is_loopback
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 

@@ -24,7 +24,7 @@ from parquet_keytools.errors import (
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.requests import CallFacts
+from parquet_keytools.kms.contract import CallFacts
 
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{1,62}")
 

@@ -21,9 +21,15 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
     value_or_raise,
 )
+from parquet_keytools.kms.contract import (
+    KmsSettings,
+    MasterKeyDescription,
+    R,
+    RewrapRequest,
+    UnwrapRequest,
+    WrapRequest,
+)
 from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
-from parquet_keytools.kms.requests import MasterKeyDescription, R, RewrapRequest, UnwrapRequest, WrapRequest
-from parquet_keytools.kms.settings import KmsSettings
 from parquet_keytools.kms.vault.connection import VaultConnection, VaultSettings, open_session
 from parquet_keytools.kms.vault.errors import (
     RequestTooLargeError,

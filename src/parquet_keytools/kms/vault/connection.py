@@ -23,7 +23,7 @@ from urllib3 import Timeout
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.settings import RemoteKmsSettings, StrictSettings, bytes_of_context
+from parquet_keytools.kms.contract import RemoteKmsSettings, StrictSettings, bytes_of_context
 from parquet_keytools.kms.transport import (
     check_certificates,
     check_client_certificate,

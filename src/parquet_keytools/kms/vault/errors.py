@@ -20,7 +20,7 @@ from parquet_keytools.errors import (
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.requests import CallFacts
+from parquet_keytools.kms.contract import CallFacts
 from parquet_keytools.kms.transport import tls_error, unreachable_because
 
 BACKEND = "vault"

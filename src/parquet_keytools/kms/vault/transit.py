@@ -12,7 +12,7 @@ from hvac.api.secrets_engines import Transit
 
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import KmsAccessDeniedError, KmsConfigurationError, KmsError, KmsResponseInvalidError
-from parquet_keytools.kms.requests import (
+from parquet_keytools.kms.contract import (
     KEY_LENGTHS_BYTES,
     MasterKeyDescription,
     RewrapRequest,
