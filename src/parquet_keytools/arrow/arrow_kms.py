@@ -39,10 +39,6 @@ class WrappingKms(pe.KmsClient):  # type: ignore[misc]
         del key_bytes
         return self._kms.wrap(key, decode_master_key_id(master_key_identifier))
 
-    def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
-        """Never called while writing."""
-        raise NotImplementedError
-
 
 Guard = Callable[[str, str, bool], None]
 """Called before Arrow gets a key, with wrapped key, master key id, and whether a thread of Arrow's own asks, which
@@ -62,10 +58,6 @@ class AnsweringKms(pe.KmsClient):  # type: ignore[misc]
         share_with_arrow(self)
         self._answers = answers
         self._guard = guard
-
-    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
-        """Never called while reading."""
-        raise NotImplementedError
 
     def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
         """Return a KEK, or a DEK with single wrapping."""

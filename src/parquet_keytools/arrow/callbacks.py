@@ -85,14 +85,6 @@ class DelegatingHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         self.filesystem = filesystem
         share_with_arrow(self)
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __ne__(self, other: object) -> bool:
-        return self is not other
-
-    __hash__ = object.__hash__
-
     def get_type_name(self) -> str:
         """Return the name of the file system underneath."""
         return str(self.filesystem.type_name)

@@ -161,12 +161,7 @@ class ArrowEncryptor:
         return properties, parse_key_materials(content, file_name)
 
     def primed_factory(self, policy: TablePolicy) -> pe.CryptoFactory:
-        """Return a CryptoFactory that has all KEKs of a table, and so will not call the KMS while it writes.
-
-        Raises:
-            UnsupportedByArrowError: pyarrow cannot do what the table asks for.
-            KmsError: A key cannot be wrapped.
-        """
+        """Return a CryptoFactory that has all KEKs of a table, and so will not call the KMS while it writes."""
         factory, _, _ = self._make(policy, "primed.parquet")
         return factory
 

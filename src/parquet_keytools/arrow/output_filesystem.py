@@ -185,11 +185,7 @@ class PendingHandler(DelegatingHandler):
                 self._replaced_in = identity_of_folder(self._folder.path)
 
     def commit(self) -> list[FileLocation]:
-        """Put all files in their places, then delete what they replace; return the files.
-
-        Raises:
-            Exception: What failed before, while Arrow wrote.
-        """
+        """Put all files in their places, then delete what they replace; raise what failed before."""
         if self._failure is not None:
             raise self._failure
         put_all_in_place(

@@ -256,11 +256,7 @@ class RedactedSource:
         self._footer = footer
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Read some bytes.
-
-        Raises:
-            ColumnAccessDeniedError: They are among the values of a column that cannot be read.
-        """
+        """Read some bytes; those of a column that cannot be read raise `ColumnAccessDeniedError`."""
         end = offset + length
         if offset < self._footer.refused.stop and end > self._footer.refused.start:
             raise self._error(offset, end)

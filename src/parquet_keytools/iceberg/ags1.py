@@ -81,12 +81,7 @@ class Ags1Writer:
         self.encrypted_length = HEADER_LENGTH
 
     def write(self, data: Bytes) -> int:
-        """Take plaintext, and return its length.
-
-        Raises:
-            ValueError: The stream is closed.
-            FormatLimitError: The stream has more blocks than AGS1 can count.
-        """
+        """Take plaintext, and return its length; refuse more blocks than AGS1 can count."""
         if self.closed:
             raise ValueError("the stream is closed")
         view = memoryview(data).cast("B")

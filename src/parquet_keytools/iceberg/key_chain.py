@@ -56,11 +56,7 @@ class IcebergKeys:
     """Wraps and unwraps KEKs of tables with the KMS of a configuration; each is unwrapped once, and kept."""
 
     def __init__(self, service: KeyService) -> None:
-        """Make one; the KMS is called later.
-
-        Raises:
-            ConfigurationError: Columns are to be shown as digests, which nothing here does.
-        """
+        """Make one, which calls the KMS later; refuse columns as digests, which nothing here shows."""
         refuse_digests(
             service.configuration,
             "columns of Iceberg's tables cannot be shown as digests, and have no keys of their own.",
@@ -137,12 +133,7 @@ class KeyChain:
         self._keys = keys
 
     def kek(self, key_id: str) -> SecretBytes:
-        """Return the KEK of an entry.
-
-        Raises:
-            KeyMaterialError: There is no such entry, or it is no KEK.
-            KmsError: The KMS does not unwrap it.
-        """
+        """Return the KEK of an entry; errors as `IcebergKeys.kek`, or `KeyMaterialError` if it is none."""
         entry = self._entry(key_id, f"the KEK {key_id!r}")
         if entry.encrypted_by_id in self.table.keys:
             raise self._error(f"the KEK {key_id!r} is encrypted by another entry, and not by a master key")
@@ -201,11 +192,7 @@ class KeyChain:
 
 
 def key_length_bits(table: TableEncryption) -> int:
-    """Return the length of new KEKs and DEKs of a table: its property `encryption.data-key-length`, in bits.
-
-    Raises:
-        ConfigurationError: The property is no length of an AES key.
-    """
+    """Return the length of new KEKs and DEKs of a table in bits, by its property; refuse any but of AES."""
     text = table.properties.get(KEY_LENGTH_PROPERTY, "16")
     if text not in _KEY_LENGTHS:
         raise ConfigurationError(
@@ -253,13 +240,7 @@ class NewKeys:
     def entries_for(
         self, table: TableEncryption, chain: KeyChain, metadata: StandardKeyMetadata
     ) -> tuple[EncryptionKey, ...]:
-        """Return what `encryption-keys` needs for a manifest list: the last entry is that of the list.
-
-        Raises:
-            NotEncryptedError: The table has no master key.
-            KeyMaterialError: Its KEKs are under another master key.
-            KmsError: The KMS does not wrap or unwrap a KEK.
-        """
+        """Return what `encryption-keys` needs for a manifest list, its own entry last."""
         entry, kek = self._kek(table, chain)
         assert entry.timestamp is not None
         encrypted = wrap_key(kek, metadata.encode(), entry.timestamp.encode())

@@ -146,12 +146,7 @@ _lock = ForkSafeLock()
 
 
 def known_tables(configuration_file: str) -> KnownTables:
-    """Return the one object of this process for a configuration file; a changed file is read again.
-
-    Raises:
-        ConfigurationError: The configuration has mistakes.
-        OSError: It cannot be read.
-    """
+    """Return the one object of this process for a configuration file; a changed file is read again."""
     path = expanded(configuration_file).absolute()
     status = path.stat()
     identity = (status.st_mtime_ns, status.st_size)

@@ -241,20 +241,16 @@ class BoundedAvroFile(AvroFile[D]):  # type: ignore[type-var]
         return int(records)
 
 
-def _inflate(data: bytes, limit: int) -> bytes:
-    return zlib.decompressobj(-15).decompress(data, limit)
-
-
-def _bunzip2(data: bytes, limit: int) -> bytes:
-    return bz2.BZ2Decompressor().decompress(data, limit)
-
-
 def _unzstd(data: bytes, limit: int) -> bytes:
     with zstandard.ZstdDecompressor(max_window_size=MAX_PLAINTEXT_BYTES).stream_reader(io.BytesIO(data)) as reader:
         return bytes(reader.read(limit))
 
 
-_CODECS: dict[str, Callable[[bytes, int], bytes]] = {"deflate": _inflate, "bzip2": _bunzip2, "zstandard": _unzstd}
+_CODECS: dict[str, Callable[[bytes, int], bytes]] = {
+    "deflate": lambda data, limit: zlib.decompressobj(-15).decompress(data, limit),
+    "bzip2": lambda data, limit: bz2.BZ2Decompressor().decompress(data, limit),
+    "zstandard": _unzstd,
+}
 
 
 def _has_elements_without_bytes(kind: IcebergType) -> bool:

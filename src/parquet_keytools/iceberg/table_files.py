@@ -74,11 +74,7 @@ def misplaced_properties(properties: Mapping[str, str]) -> list[str]:
 
 
 def mapped_location(location: str, mapping: str) -> str:
-    """Return where a location lies, by the property `keytools.location-mapping`; the longest `from` decides.
-
-    Raises:
-        ConfigurationError: The property is not valid.
-    """
+    """Return where a location lies, by `keytools.location-mapping`; the longest `from` decides."""
     begin, replacement = _mapped_beginning(location, mapping)
     return replacement + location[len(begin) :]
 

@@ -88,7 +88,7 @@ class WritingFileIO(FileIO):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process reads only, and learns the keys again: a pickle holds none.
-        return _reading, (self.reader,)
+        return self.reader.__reduce__()
 
     def key_metadata(self, location: str) -> StandardKeyMetadata:
         """Return the key metadata of a file; one that was not written here is refused (`NotEncryptedError`)."""
@@ -109,10 +109,6 @@ class WritingFileIO(FileIO):
     def keep_begun(self) -> None:
         """Forget what was begun: it belongs to the table now."""
         self._begun.clear()
-
-
-def _reading(reader: EncryptedFileIO) -> EncryptedFileIO:
-    return reader
 
 
 class _EncryptedOutput(OutputFile):

@@ -12,7 +12,7 @@ import re
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
@@ -179,12 +179,7 @@ class ViewConnection(BaseHTTPRequestHandler):
             self._refuse(key, error)
 
     def _request(self) -> ServedRequest:
-        """Return the request.
-
-        Raises:
-            RefusedRequestError: It is none that we answer.
-            OSError: The client is gone.
-        """
+        """Return the request; refuse one that we do not answer."""
         try:
             self.command, target, version = read_request_line(self._input)
             headers = read_headers(self._input)
@@ -192,7 +187,8 @@ class ViewConnection(BaseHTTPRequestHandler):
             raise RefusedRequestError(408, "RequestTimeout", "The request came too slowly.") from None
         except OSError:
             raise ClientGoneError from None
-        self.close_connection = version != "HTTP/1.1" or _has_token(headers, "connection", "close")
+        tokens = {part.strip().lower() for value in headers.get("connection", ()) for part in value.split(",")}
+        self.close_connection = version != "HTTP/1.1" or "close" in tokens
         raw_path, _, raw_query = target.partition("?")
         request = ServedRequest(self.command, raw_path, raw_query, headers)
         if version not in _VERSIONS:
@@ -306,10 +302,6 @@ class ViewConnection(BaseHTTPRequestHandler):
         )
 
 
-def _has_token(headers: Mapping[str, tuple[str, ...]], name: str, token: str) -> bool:
-    return any(part.strip().lower() == token for value in headers.get(name, ()) for part in value.split(","))
-
-
 def cut_off(connection: socket.socket) -> None:
     """End a connection at once, so that no client takes what it has for all."""
     with contextlib.suppress(OSError):
@@ -334,12 +326,7 @@ class HeadReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read some bytes.
-
-        Raises:
-            RefusedRequestError: They are too many.
-            TimeoutError: They come too slowly.
-        """
+        """Read some bytes; refuse too many, and those that come too slowly (`TimeoutError`)."""
         seconds = self._deadline - time.monotonic()
         if seconds <= 0:
             raise TimeoutError
@@ -352,12 +339,7 @@ class HeadReader(io.RawIOBase):
 
 
 def read_request_line(stream: io.BufferedReader[Any]) -> tuple[str, str, str]:
-    """Return method, target, and version.
-
-    Raises:
-        RefusedRequestError: The line is none that we answer.
-        OSError: The client is gone, or too slow.
-    """
+    """Return method, target, and version; refuse a line that we do not answer."""
     line = stream.readline(_MAX_LINE_BYTES + 1)
     if line == b"\r\n":
         # Some clients end a request with one line too many (RFC 9112, 2.2).
@@ -372,12 +354,7 @@ def read_request_line(stream: io.BufferedReader[Any]) -> tuple[str, str, str]:
 
 
 def read_headers(stream: io.BufferedReader[Any]) -> dict[str, tuple[str, ...]]:
-    """Return headers: name in lower case -> its values, in their order.
-
-    Raises:
-        RefusedRequestError: A line is no header.
-        OSError: The client is gone, or too slow.
-    """
+    """Return headers: name in lower case -> its values, in their order; refuse a line that is none."""
     headers: dict[str, list[str]] = defaultdict(list)
     while (line := stream.readline()) != b"\r\n":
         found = _HEADER_LINE.fullmatch(line)

@@ -203,13 +203,7 @@ _ETAG = re.compile(r'(W/)?"([^"]*)"')
 def answer_http(
     tree: ServedTree, request: ServedRequest, key: str, seen_before: Callable[[ServedFile], bool]
 ) -> ServedAnswer:
-    """Return the answer to a request: a file, or the links of a folder, whose key is empty or ends with a slash.
-
-    Raises:
-        RefusedRequestError: A condition of the request does not hold, or the file does not have the range.
-        FileNotFoundError: There is no such file or folder.
-        KeytoolsError: What is wrong with the file.
-    """
+    """Return a file, or the links of a folder, whose key is empty or ends with a slash; see `answer_file`."""
     if key and not key.endswith("/"):
         return answer_file(tree, request, key, seen_before)
     links = []

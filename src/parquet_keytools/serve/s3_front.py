@@ -298,7 +298,8 @@ def _entries(tree: ServedTree, prefix: str, delimiter: str, after: str) -> Itera
 
 def error_document(error: RefusedRequestError) -> bytes:
     """Return what S3 clients read an error from."""
-    text = f"<Code>{error.code}</Code><Message>{escape(_printable(str(error)))}</Message>"
+    message = "".join(character if character.isprintable() else "?" for character in str(error))
+    text = f"<Code>{error.code}</Code><Message>{escape(message)}</Message>"
     return f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{text}</Error>'.encode()
 
 
@@ -312,10 +313,6 @@ def _buckets() -> str:
 def _xml(root: str, content: str) -> ServedAnswer:
     document = f'<?xml version="1.0" encoding="UTF-8"?>\n<{root} xmlns="{_NAMESPACE}">{content}</{root}>'
     return ServedAnswer(200, {"Content-Type": "application/xml"}, document.encode())
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _most_keys(text: str) -> int:

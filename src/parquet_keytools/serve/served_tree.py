@@ -83,12 +83,7 @@ class ServedTree:
         self._run = secrets.token_bytes(16)
 
     def find(self, key: str) -> ServedFile:
-        """Return what is known of a file.
-
-        Raises:
-            FileNotFoundError: There is none of this path, or it is one that nobody may ask for.
-            KeytoolsError: What the file system says of the file.
-        """
+        """Return what is known of a file; one that nobody may ask for is not there."""
         path = self._path_of(key)
         if self._only not in (None, key) or not key:
             raise FileNotFoundError(key)
@@ -109,12 +104,7 @@ class ServedTree:
         return ServedFile(key, size, modified, digest.hexdigest(), version)
 
     def find_listed(self, key: str) -> ServedFile:
-        """Return what is known of a file of a listing, also of one that cannot be served.
-
-        Raises:
-            FileNotFoundError: It is gone.
-            KmsError: The KMS failed: nothing can be said of the file now.
-        """
+        """Return what is known of a file that is listed, also of one that cannot be served, if the KMS works."""
         try:
             return self.find(key)
         except KmsError:
@@ -155,11 +145,7 @@ class ServedTree:
             return False
 
     def entries(self, folder: str) -> list[ServedEntry]:
-        """Return what a folder holds, sorted as S3 sorts keys; the one that is served has an empty key.
-
-        Raises:
-            FileNotFoundError: There is no such folder.
-        """
+        """Return what a folder holds, sorted as S3 sorts keys; the one that is served has an empty key."""
         path = self._path_of(folder)
         if not self.is_folder(folder):
             raise FileNotFoundError(folder)

@@ -65,11 +65,7 @@ class BoundedServer(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        """Bind, without the look-up of our own name in the DNS, which can take long.
-
-        Raises:
-            ConfigurationError: This address or port is not free.
-        """
+        """Bind a free address, without the look-up of our own name in the DNS, which can take long."""
         try:
             socketserver.TCPServer.server_bind(self)
         except OSError as error:

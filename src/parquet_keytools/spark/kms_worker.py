@@ -174,10 +174,12 @@ class KmsWorker:
                 self._answer(frame, Status.FAILED, _NO_CONFIGURATION)
             case Operation.WRAP | Operation.UNWRAP | Operation.WRAP_KEK | Operation.UNWRAP_KEK:
                 self._waiting.put(frame)
+            case Operation.CHECK if self._tables is not None:
+                self._answer_with(frame, self._tables.check, "a file cannot be compared with its table")
             case Operation.CHECK:
-                self._answer(frame, *self._check(frame.content))
+                self._answer(frame, Status.FAILED, _NO_CONFIGURATION)
             case Operation.START:
-                self._answer(frame, *self._start(frame.content))
+                self._answer_with(frame, self._start, "the configuration cannot be loaded")
             case Operation.STATISTICS:
                 self._answer(
                     frame, Status.OK, json.dumps({"process": os.getpid()} | self.statistics.as_dict()).encode()
@@ -186,28 +188,22 @@ class KmsWorker:
                 # The jar is of another version than this.
                 self._answer(frame, Status.FAILED, f"the worker knows no operation {frame.kind}".encode())
 
-    def _start(self, content: bytes) -> tuple[Status, bytes]:
+    def _start(self, content: bytes) -> bytes:
         folder, _, text = content.partition(b"\n")
-        try:
-            configuration = received_configuration(text.decode(), Path(os.fsdecode(folder)))
-            self._kms = _kms_of(configuration)
-            self._tables = TableRequests(configuration)
-            self._iceberg = IcebergKeys(KeyService(configuration, self._kms, time.monotonic))
-        except KeytoolsError as error:
-            return Status.FAILED, str(error).encode()
-        except Exception as error:
-            return Status.FAILED, f"the configuration cannot be loaded: {type(error).__name__}".encode()
-        return Status.OK, b""
+        configuration = received_configuration(text.decode(), Path(os.fsdecode(folder)))
+        self._kms = _kms_of(configuration)
+        self._tables = TableRequests(configuration)
+        self._iceberg = IcebergKeys(KeyService(configuration, self._kms, time.monotonic))
+        return b""
 
-    def _check(self, content: bytes) -> tuple[Status, bytes]:
-        if self._tables is None:
-            return Status.FAILED, _NO_CONFIGURATION
+    def _answer_with(self, frame: Frame, work: Callable[[bytes], bytes], failure: str) -> None:
         try:
-            return Status.OK, self._tables.check(content)
+            status, content = Status.OK, work(frame.content)
         except KeytoolsError as error:
-            return Status.FAILED, str(error).encode(errors="replace")
+            status, content = Status.FAILED, str(error).encode(errors="replace")
         except Exception as error:
-            return Status.FAILED, f"a file cannot be compared with its table: {type(error).__name__}".encode()
+            status, content = Status.FAILED, f"{failure}: {type(error).__name__}".encode()
+        self._answer(frame, status, content)
 
     def _serve(self) -> None:
         while frames := self._waiting.take():

@@ -26,11 +26,7 @@ from parquet_keytools.runtime.home_folder import expanded
 
 
 def carried(configuration: Configuration) -> str:
-    """Return a configuration as text without secrets.
-
-    Raises:
-        ConfigurationError: It holds secrets itself and has no file, or did not come from a document.
-    """
+    """Return a configuration as text; refuse one that holds secrets itself, or did not come from a document."""
     source = configuration.source
     if source is None:
         raise ConfigurationError(

@@ -122,7 +122,9 @@ class StandIn:
         num_values = 0
         step = self._page_rows
         for start in range(0, max(self.num_rows, 1), step):
-            body, count = self._no_values if rows is None else _arrow_page(rows.slice(start, step))
+            # Without rows, the page has lengths of levels that are not there.
+            lengths = bytes(4 * sum(level > 0 for level in highest_levels(self.chain)))
+            body, count = (lengths, 0) if rows is None else _arrow_page(rows.slice(start, step))
             num_values += count
             length = _LEVELS_SLACK + self._value_length * count + self._level_length * -(-count // 8)
             if start + step >= self.num_rows:
@@ -133,11 +135,6 @@ class StandIn:
                 f"a chunk has {num_values} values, and its metadata says {self.metadata.num_values}."
             )
         return b"".join(made)
-
-    @property
-    def _no_values(self) -> tuple[bytes, int]:
-        """What `_arrow_page` returns, for no rows: lengths of levels that are not there."""
-        return bytes(4 * sum(level > 0 for level in highest_levels(self.chain))), 0
 
     def _page(self, body: bytes, count: int, length: int) -> bytes:
         """Return a page of `length` bytes beyond the header's: levels and values as pyarrow has them in `body`."""
@@ -162,14 +159,12 @@ class StandIn:
             # One of the two overflows for distant years, and the other is not exact.
             nanoseconds, table = _leaf_of(_array(table)), self._decoded(pages, "us")
         column = _array(table)
-        digests = _with_leaf(column, self._leaf_digests(_leaf_of(column), nanoseconds, secret))
-        return pa.table([digests], schema=pa.schema([table.schema.field(0).with_type(digests.type)]))
-
-    def _leaf_digests(self, leaf: pa.Array, nanoseconds: pa.Array | None, secret: SecretBytes) -> pa.Array:
+        leaf = _leaf_of(column)
         if nanoseconds is not None:
             leaf = _exact_text(leaf.cast(pa.int64()), nanoseconds.cast(pa.int64()))
         encoded = leaf.dictionary_encode()
-        return self._of_distinct(encoded.dictionary, secret).take(encoded.indices)
+        digests = _with_leaf(column, self._of_distinct(encoded.dictionary, secret).take(encoded.indices))
+        return pa.table([digests], schema=pa.schema([table.schema.field(0).with_type(digests.type)]))
 
     def _of_distinct(self, values: pa.Array, secret: SecretBytes) -> pa.Array:
         found_type = pa.large_binary() if self.kind.is_binary else pa.large_string()

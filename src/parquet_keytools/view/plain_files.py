@@ -93,17 +93,13 @@ class PlainFiles:
         self._lock = ForkSafeLock()
 
     def open(self, location: FileLocation) -> PlainFile:
-        """Return the view of a file.
-
-        Raises:
-            FileNotFoundError: There is none.
-            ReusedKeysError: It shares data keys and file unique with another file of its folder.
-            KeytoolsError: As `open_plain_file`.
-        """
+        """Return the view of a file; errors as `open_plain_file`, or `ReusedKeysError`."""
         version = _version(location)
         with self._lock:
             kept = self._kept.get(location.path)
-            if kept is not None and version is not None and kept.version == version and self._is_fresh(kept):
+            lifetime_seconds = self._keys.configuration.reading.cache_lifetime_seconds
+            is_same = kept is not None and version is not None and kept.version == version
+            if kept is not None and is_same and time.monotonic() - kept.opened_at < lifetime_seconds:
                 self._kept.move_to_end(location.path)
                 return kept.file
         opened_at = time.monotonic()
@@ -132,9 +128,6 @@ class PlainFiles:
             if len(self._identities) > _MOST_FOLDERS:
                 self._identities.popitem(last=False)
             return found
-
-    def _is_fresh(self, kept: _Kept) -> bool:
-        return time.monotonic() - kept.opened_at < self._keys.configuration.reading.cache_lifetime_seconds
 
 
 def _version(location: FileLocation) -> Version | None:

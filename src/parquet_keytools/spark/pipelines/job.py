@@ -148,11 +148,7 @@ class Job:
         file_on_nodes: str | None = None,
         max_tasks: int | None = None,
     ) -> None:
-        """Begin.
-
-        Raises:
-            ConfigurationError: A configuration is wrong, or Spark or its executors could not do with it.
-        """
+        """Begin; raise `ConfigurationError` where Spark or its executors could not do with a configuration."""
         self._started = time.monotonic()
         self._spark = spark
         self.configuration = _configuration_of(configuration)
@@ -209,14 +205,11 @@ class Job:
         """Return what makes the keys in workers, for a job of so many pieces."""
         text = carried(self.configuration) if self._file_on_nodes is None else carried_file(self._file_on_nodes)
         new = None if self.new_configuration is None else carried(self.new_configuration)
-        return CarriedKeys(self._job_id, text, self._tasks_at_a_time(pieces), new)
+        tasks = self._tasks_of(pieces) * self._attempts_at_a_time
+        return CarriedKeys(self._job_id, text, tasks if self._slots is None else min(tasks, self._slots), new)
 
     def _tasks_of(self, pieces: int) -> int:
         return pieces if self._most_tasks is None else min(pieces, self._most_tasks)
-
-    def _tasks_at_a_time(self, pieces: int) -> int:
-        most = self._tasks_of(pieces) * self._attempts_at_a_time
-        return most if self._slots is None else min(most, self._slots)
 
     def run(self, what: str, work: Work, pieces: Sequence[bytes]) -> Iterator[TaskResult]:
         """Run a task for each piece, or fewer where their number is limited; yield results when all have ended.
