@@ -75,8 +75,7 @@ def verify_file(
     keys: KeyService | None, location: FileLocation, table_name: str | None = None, aad_prefix: str | None = None
 ) -> FileReport:
     """Verify a file; see `Keytools.verify_file`. Without keys, what needs none is checked."""
-    kms_keys = keys.kms_keys() if keys is not None else None
-    return _verify(keys, kms_keys, location, table_name, aad_prefix)[0]
+    return MemberVerifier(keys, table_name, aad_prefix).verify(location)[0]
 
 
 def inspect_file(
@@ -106,7 +105,7 @@ def verify_folder(
     members: list[Member] = []
     nonces = SharedNonces()
     files = [entry for entry in found if isinstance(entry, ParquetFile)]
-    verify = _MemberVerifier(keys, table_name, aad_prefix)
+    verify = MemberVerifier(keys, table_name, aad_prefix)
     for location, (report, facts) in _verified(files, verify, processes if folder.is_for_all_processes else 1):
         reports.append(report)
         name = _name_in(folder, location)
@@ -127,8 +126,8 @@ def verify_folder(
     )
 
 
-class _MemberVerifier:
-    """Verifies files of one folder, here or in worker processes."""
+class MemberVerifier:
+    """Verifies files with one table of a configuration, here or in worker processes."""
 
     def __init__(self, keys: KeyService | None, table_name: str | None, aad_prefix: str | None) -> None:
         self._keys = keys
@@ -140,20 +139,53 @@ class _MemberVerifier:
         return _verifier_in_worker, (self._keys, self._table_name, self._aad_prefix, fingerprint_key())
 
     def __call__(self, location: FileLocation, threads: int = 2) -> tuple[FileReport, FileFacts]:
-        return verify_member(
-            self._keys, self._kms_keys, location, self._table_name, self._aad_prefix, threads=threads
+        """Verify a file of a folder: one that cannot be read must not hide what is wrong with the others."""
+        try:
+            return self.verify(location, threads)
+        except OSError as error:
+            return _unreadable(str(location), error.strerror or type(error).__name__), FileFacts()
+        except UnicodeError:
+            return _unreadable(str(location), "its name is not UTF-8, and so has no AAD prefix"), FileFacts()
+
+    def verify(self, location: FileLocation, threads: int = 2) -> tuple[FileReport, FileFacts]:
+        """Verify a file.
+
+        Raises:
+            OSError: It cannot be read, for another reason than permissions.
+        """
+        try:
+            with audit.about(location), open_source(location) as source:
+                finder = finder_of(self._keys, location, self._kms_keys)
+                return verify_source(source, finder, self._expectation(source, location), threads=threads)
+        except PermissionError as error:
+            return _unreadable(str(location), error.strerror or "permission denied"), FileFacts()
+        except ParquetFormatError as error:
+            # A file that becomes shorter while it is read.
+            return _unreadable(str(location), str(error)), FileFacts()
+
+    def _expectation(self, source: ByteSource, location: FileLocation) -> Expectation:
+        keys, table_name, aad_prefix = self._keys, self._table_name, self._aad_prefix
+        if keys is None:
+            return Expectation(None if aad_prefix is None else ExpectedAadPrefix.of_text(aad_prefix))
+        number = len(keys.configuration.tables)
+        table = None if table_name is None and number != 1 else keys.table_check(table_name)
+        return Expectation(
+            aad_prefix=expected_prefix(keys, source, location, table_name, aad_prefix),
+            allow_plaintext=keys.configuration.reading.plaintext_files == "allow",
+            table=table,
+            without_table=f"there are {number} tables, and none was named" if table is None and number else "",
         )
 
 
 def _verifier_in_worker(
     keys: KeyService | None, table_name: str | None, aad_prefix: str | None, key: bytes
-) -> _MemberVerifier:
+) -> MemberVerifier:
     use_fingerprint_key(key)
-    return _MemberVerifier(keys, table_name, aad_prefix)
+    return MemberVerifier(keys, table_name, aad_prefix)
 
 
 def _verified(
-    files: Sequence[ParquetFile], verify: _MemberVerifier, processes: int | None
+    files: Sequence[ParquetFile], verify: MemberVerifier, processes: int | None
 ) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts]]]:
     """Yield the files, in their order, with what `verify` says of them; small ones are verified ahead.
 
@@ -284,44 +316,6 @@ def _may_be_plaintext(location: FileLocation) -> bool:
         return False
 
 
-def _verify(
-    keys: KeyService | None,
-    kms_keys: KmsKeys | None,
-    location: FileLocation,
-    table_name: str | None,
-    aad_prefix: str | None,
-    threads: int = 2,
-) -> tuple[FileReport, FileFacts]:
-    try:
-        with audit.about(location), open_source(location) as source:
-            finder = finder_of(keys, location, kms_keys)
-            expectation = _expectation(keys, source, location, table_name, aad_prefix)
-            return verify_source(source, finder, expectation, threads=threads)
-    except PermissionError as error:
-        return _unreadable(str(location), error.strerror or "permission denied"), FileFacts()
-    except ParquetFormatError as error:
-        # A file that becomes shorter while it is read.
-        return _unreadable(str(location), str(error)), FileFacts()
-
-
-def verify_member(
-    keys: KeyService | None,
-    kms_keys: KmsKeys | None,
-    location: FileLocation,
-    table_name: str | None,
-    aad_prefix: str | None,
-    *,
-    threads: int = 2,
-) -> tuple[FileReport, FileFacts]:
-    """Verify a file of a folder: one that cannot be read must not hide what is wrong with the others."""
-    try:
-        return _verify(keys, kms_keys, location, table_name, aad_prefix, threads)
-    except OSError as error:
-        return _unreadable(str(location), error.strerror or type(error).__name__), FileFacts()
-    except UnicodeError:
-        return _unreadable(str(location), "its name is not UTF-8, and so has no AAD prefix"), FileFacts()
-
-
 def _unreadable(path: str, reason: str) -> FileReport:
     """Return the report on a file of which nothing can be said."""
     book = RuleBook(FILE_SCOPES)
@@ -339,22 +333,3 @@ def expected_prefix(
         envelope = check_envelope(source, RuleBook(FILE_SCOPES))
         stored = None if envelope is None else envelope.aad_prefix
     return keys.expected_aad_prefix(location, table_name, aad_prefix, stored)
-
-
-def _expectation(
-    keys: KeyService | None,
-    source: ByteSource,
-    location: FileLocation,
-    table_name: str | None,
-    aad_prefix: str | None,
-) -> Expectation:
-    if keys is None:
-        return Expectation(None if aad_prefix is None else ExpectedAadPrefix.of_text(aad_prefix))
-    number = len(keys.configuration.tables)
-    table = None if table_name is None and number != 1 else keys.table_check(table_name)
-    return Expectation(
-        aad_prefix=expected_prefix(keys, source, location, table_name, aad_prefix),
-        allow_plaintext=keys.configuration.reading.plaintext_files == "allow",
-        table=table,
-        without_table=f"there are {number} tables, and none was named" if table is None and number else "",
-    )

@@ -34,7 +34,7 @@ from vector_kit.write_kit import data_keys, place_vector
 from parquet_keytools import Keytools, audit
 from parquet_keytools.cli import file_work
 from parquet_keytools.conformance.report import data_set_document
-from parquet_keytools.conformance.verification import _MemberVerifier
+from parquet_keytools.conformance.verification import MemberVerifier
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_file
@@ -209,7 +209,7 @@ def test_no_secret_is_pickled_and_what_cannot_be_stays_here(
     encrypted.mkdir()
     for number, path in enumerate(sorted(many.rglob("*.parquet"))):
         tools.encrypt_file(path, encrypted / f"{number}.parquet")
-    setup = WorkerProcesses(_MemberVerifier(tools._keys, None, None), 100, 2, 4)._setup
+    setup = WorkerProcesses(MemberVerifier(tools._keys, None, None), 100, 2, 4)._setup
     assert setup is not None and b"SECRET_KEY" in setup
     for form in (secret.encode(), b"a key of 16 byte", b"a key of 16 byte".hex().encode()):
         assert form not in setup

@@ -18,10 +18,9 @@ from pyarrow import fs as pafs
 from vector_kit.vector import FOOTER_KEY, SealedFile, recipe
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance import verification
 from parquet_keytools.conformance.findings import RULES
 from parquet_keytools.conformance.report import Damage, DataSetReport, FileReport, Loss, Outcome, Verdict
-from parquet_keytools.conformance.verification import verify_file, verify_folder
+from parquet_keytools.conformance.verification import MemberVerifier, verify_file, verify_folder
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
@@ -567,17 +566,17 @@ def test_small_files_are_verified_at_the_same_time_and_reported_in_order(
     folder = make("part-0.parquet").parent
     for number in range(1, 5):
         make(f"part-{number}.parquet")
-    verify, together = verification.verify_member, threading.Barrier(4)
+    verify, together = MemberVerifier.verify, threading.Barrier(4)
     broken_file = folder / "part-2.parquet"
     broken_file.write_bytes(broken_file.read_bytes()[:-1])
 
     def waiting(*arguments: Any, **options: Any) -> Any:
-        if not arguments[2].path.endswith("part-0.parquet"):
+        if not arguments[1].path.endswith("part-0.parquet"):
             # All but the first one; they pass only together.
             together.wait(60)
         return verify(*arguments, **options)
 
-    monkeypatch.setattr(verification, "verify_member", waiting)
+    monkeypatch.setattr(MemberVerifier, "verify", waiting)
     progress: list[str] = []
     report = keytools().verify_folder(folder, on_progress=lambda file: progress.append(file.path))
     names = [Path(file.path).name for file in report.files]
@@ -592,10 +591,10 @@ def test_an_error_of_one_file_ends_the_verification_of_a_folder(make, monkeypatc
     begun: list[str] = []
 
     def failing(*arguments: Any, **options: Any) -> Any:
-        begun.append(arguments[2].path)
+        begun.append(arguments[1].path)
         raise MemoryError
 
-    monkeypatch.setattr(verification, "verify_member", failing)
+    monkeypatch.setattr(MemberVerifier, "verify", failing)
     with pytest.raises(MemoryError):
         keytools().verify_folder(folder)
     assert len(begun) == 1

@@ -339,11 +339,8 @@ class VerificationTask(PipelineTask):
     def _verified(self, worker: WorkerKeys, root: FileLocation, name: str) -> tuple[FileReport, FileFacts]:
         use_fingerprint_key(self.fingerprint_key)
         # Of its own for each file: the answers of all would pile up. KEKs stay in the cache of the service.
-        kms_keys = worker.keys.kms_keys()
-        location = file_at(root, name)
-        return verification.verify_member(
-            worker.keys, kms_keys, location, self.table_name, self.aad_prefix, threads=1
-        )
+        verify = verification.MemberVerifier(worker.keys, self.table_name, self.aad_prefix)
+        return verify(file_at(root, name), threads=1)
 
 
 @dataclass(frozen=True)
