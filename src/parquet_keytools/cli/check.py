@@ -28,7 +28,7 @@ from parquet_keytools.cli.options import (
     locations_of,
 )
 from parquet_keytools.cli.output import ExitStatus, answer, file_counter, print_json, print_table, status_of
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 
 if TYPE_CHECKING:
     from parquet_keytools.configuration_check import ColumnCheck, MasterKeyCheck

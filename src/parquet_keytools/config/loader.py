@@ -32,7 +32,7 @@ from parquet_keytools.config.yaml_document import MOST_BYTES, UnreadableYamlErro
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
 from parquet_keytools.kms.registry import client_class, is_known, known_names
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 
 
 def load_configuration(

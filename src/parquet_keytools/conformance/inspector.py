@@ -37,7 +37,7 @@ from parquet_keytools.format.byte_ranges import ByteSource, FileSource
 from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.storage.printable import escaped_bytes
 
 if TYPE_CHECKING:

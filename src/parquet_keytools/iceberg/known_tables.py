@@ -19,7 +19,7 @@ from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
 from parquet_keytools.iceberg.manifests import ListedFile, files_in
 from parquet_keytools.iceberg.metadata import SnapshotKey, TableEncryption
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.view.chunk_view import PageCache
 

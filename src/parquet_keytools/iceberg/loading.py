@@ -45,7 +45,7 @@ from parquet_keytools.iceberg.table_files import (
     stored_location,
 )
 from parquet_keytools.iceberg.written_files import StoredFileIO
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 

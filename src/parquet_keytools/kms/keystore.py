@@ -23,7 +23,7 @@ from parquet_keytools.kms.contract import KmsSettings, MasterKeyDescription
 from parquet_keytools.kms.keystore_document import binding
 from parquet_keytools.kms.keystore_file import Keystore, OpenKeystore
 from parquet_keytools.kms.passphrase import PassphraseSource, passphrase_from_file, passphrase_from_text
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 
 _WRAPPED_KEY = re.compile(r"keystore:v([1-9][0-9]{0,8}):([A-Za-z0-9+/=]+)")

@@ -29,7 +29,7 @@ from typing import Any
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError, OutputError, StorageFailedError
 from parquet_keytools.rotation.rewrapper import Remembered, WrappedKey
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.runtime.worker_processes import StaysInParent
 from parquet_keytools.storage.locations import FileLocation
 

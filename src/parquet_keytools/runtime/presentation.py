@@ -1,13 +1,15 @@
-"""How this package shows itself to people.
+"""How this package deals with people.
 
-Results have a short text, warnings the line of the caller, missing packages a command that installs them; and it
-says what it waits for.
+Results have a short text, warnings the line of the caller, missing packages a command that installs them; it says
+what it waits for; and paths may begin with `~`, as people and configurations write them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
+import os
 import re
 import threading
 import time
@@ -77,6 +79,28 @@ def install_hint(extra: str) -> str:
     found = [match for text in requirements if (match := _REQUIREMENT.fullmatch(text)) and match["extra"] == extra]
     packages = " ".join(f"'{match['package']}'" for match in found)
     return f"Install what it needs: pip install {packages}" if packages else f"Install the extra [{extra}]"
+
+
+# --- paths with a home folder ---
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path with a home folder in place of the `~` or `~user` that it begins with.
+
+    As with a shell, `~name` is a name like any other where there is no such user.
+
+    Raises:
+        FileNotFoundError: This user has no home folder, as in some containers.
+    """
+    path = Path(path)
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        if path.parts[0] != "~":
+            return path
+        raise FileNotFoundError(
+            errno.ENOENT, "this user has no home folder: set HOME, or write the whole path", str(path)
+        ) from None
 
 
 # --- what this process waits for ---

@@ -22,7 +22,7 @@ from parquet_keytools.config.loader import load_configuration, restore_configura
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 
 
 def carried(configuration: Configuration) -> str:

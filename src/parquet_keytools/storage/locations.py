@@ -17,8 +17,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.runtime.home_folder import expanded
-from parquet_keytools.runtime.presentation import install_hint, waiting_for
+from parquet_keytools.runtime.presentation import expanded, install_hint, waiting_for
 from parquet_keytools.storage.printable import is_url, shown_url
 
 PathLike = str | os.PathLike[str]

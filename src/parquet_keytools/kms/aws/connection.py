@@ -31,7 +31,7 @@ from parquet_keytools.kms.aws.errors import EXPIRED_CREDENTIALS, code_of
 from parquet_keytools.kms.contract import CallFacts, RemoteKmsSettings, StrictSettings
 from parquet_keytools.kms.transport import SdkLogs, check_certificates, mistake_in_url
 from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 
 _MAX_CONTEXT_LENGTH = 8_192
 

@@ -43,7 +43,7 @@ from parquet_keytools.kms.gcp.connection import (
 from parquet_keytools.kms.gcp.errors import kms_error
 from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
 from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 
 _CRYPTO_KEY = re.compile(rf"{KEY_RING.pattern}/cryptoKeys/{NAME}")

@@ -33,7 +33,7 @@ from parquet_keytools.kms.transport import (
     retry_after_seconds,
 )
 from parquet_keytools.kms.vault.errors import BACKEND, CONNECT, Reason, VaultRefusal, reason_of
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 
 _MOUNT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]*(/[A-Za-z0-9_][A-Za-z0-9_. -]*)*/?")

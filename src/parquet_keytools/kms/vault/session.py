@@ -29,7 +29,7 @@ from parquet_keytools.kms.vault.connection import (
 )
 from parquet_keytools.kms.vault.errors import CONNECT, Reason, VaultRefusal
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
-from parquet_keytools.runtime.home_folder import expanded
+from parquet_keytools.runtime.presentation import expanded
 
 _MAX_SECRET_BYTES = 64 * 1024
 
