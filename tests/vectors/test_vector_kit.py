@@ -6,6 +6,7 @@ import base64
 import functools
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from vector_kit.breaches import breaking_vectors
@@ -13,14 +14,10 @@ from vector_kit.vector import MASTER_KEYS, Vector
 from vector_kit.write_kit import all_vectors, data_keys, manifest, place_vector, write_kit
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance.expectations import Expectation
-from parquet_keytools.conformance.file_verifier import verify_source
+from parquet_keytools.conformance import nonce_ledger
 from parquet_keytools.conformance.findings import RULES, Severity
 from parquet_keytools.conformance.report import DataSetReport, FileReport, Outcome, RuleResult, Verdict
-from parquet_keytools.conformance.verification import finder_of, verify_folder
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
 
 
 def kit_keytools(expected: dict[str, Any]) -> Keytools:
@@ -45,19 +42,11 @@ def kit_keytools(expected: dict[str, Any]) -> Keytools:
 def verified(vector: Vector, path: Path) -> FileReport | DataSetReport:
     """Verify a vector as its entry in the manifest says."""
     expected = dict(vector.expected)
-    with kit_keytools(expected) as keytools:
+    limit = expected.get("invocation_limit", MAX_INVOCATIONS)
+    with kit_keytools(expected) as keytools, patch.object(nonce_ledger, "MAX_INVOCATIONS", limit):
         if vector.is_folder:
-            location = FileLocation.resolve(path)
-            limit = expected.get("invocation_limit", MAX_INVOCATIONS)
-            return verify_folder(
-                keytools._keys, location, part_count=expected.get("parts"), invocation_limit=limit
-            )
-        if "invocation_limit" not in expected:
-            return keytools.verify_file(path, aad_prefix=expected.get("aad_prefix"))
-        location = FileLocation.resolve(path)
-        with open_source(location) as source:
-            expectation = Expectation(invocation_limit=expected["invocation_limit"])
-            return verify_source(source, finder_of(keytools._keys, location), expectation)[0]
+            return keytools.verify_folder(path, part_count=expected.get("parts"))
+        return keytools.verify_file(path, aad_prefix=expected.get("aad_prefix"))
 
 
 def all_results(report: FileReport | DataSetReport) -> list[RuleResult]:

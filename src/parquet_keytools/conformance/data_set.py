@@ -11,7 +11,6 @@ from itertools import islice
 from parquet_keytools.conformance.file_verifier import FileFacts
 from parquet_keytools.conformance.findings import RuleBook, RuleResult, Scope
 from parquet_keytools.conformance.nonce_ledger import SharedNonces
-from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 from parquet_keytools.encryption.protection import FooterMode
 
 _PART = re.compile(r"part[-_.]?(\d{1,9})", re.IGNORECASE)
@@ -163,7 +162,6 @@ def check_data_set(
     nonces: SharedNonces,
     *,
     part_count: int | None = None,
-    invocation_limit: int = MAX_INVOCATIONS,
 ) -> tuple[RuleResult, ...]:
     """Check the rules of a data set.
 
@@ -172,7 +170,6 @@ def check_data_set(
         surroundings: What else is in the folder.
         nonces: Those of all its files.
         part_count: How many parts there must be, numbered from 0; None where that is not known.
-        invocation_limit: How often one DEK may encrypt (spec 4.1.4); lower ones are for tests.
     """
     book = RuleBook([Scope.DATA_SET])
     encrypted = [member for member in members if member.facts.is_encrypted]
@@ -182,7 +179,7 @@ def check_data_set(
     _check_distinct(
         "prefix-shared", ((member.name, [member.facts.aad_prefix]) for member in encrypted), "AAD prefix", book
     )
-    _check_keys(encrypted, nonces, invocation_limit, book)
+    _check_keys(encrypted, nonces, book)
     _check_plaintext(members, encrypted, surroundings, book)
     if part_count is None:
         _check_gaps(members, book)
@@ -195,7 +192,7 @@ def check_data_set(
     return book.results()
 
 
-def _check_keys(encrypted: Sequence[Member], nonces: SharedNonces, invocation_limit: int, book: RuleBook) -> None:
+def _check_keys(encrypted: Sequence[Member], nonces: SharedNonces, book: RuleBook) -> None:
     """Check what DEKs were used for; where some are not known, that is no pass."""
     unknown: dict[str, list[str]] = defaultdict(list)
     for member in encrypted:
@@ -208,7 +205,7 @@ def _check_keys(encrypted: Sequence[Member], nonces: SharedNonces, invocation_li
     _check_distinct(
         "dek-shared", ((member.name, member.facts.dek_fingerprints) for member in encrypted), "DEK", book
     )
-    nonces.check(book, invocation_limit)
+    nonces.check(book)
 
 
 def _check_plaintext(

@@ -10,7 +10,6 @@ from parquet_keytools.conformance.chunk_layout import OpenFooter
 from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, KeyUser, title_of
 from parquet_keytools.conformance.findings import RuleBook, Scope
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
-from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, TableMismatch
 
@@ -28,14 +27,12 @@ class Expectation:
         aad_prefix: The AAD prefix that it must have; None takes what it stores.
         table: Compares it with its table, as readers do; None where there is none.
         without_table: Why there is none, though there are tables; empty where there are none.
-        invocation_limit: How often one DEK may encrypt (spec 4.1.4); lower ones are for tests.
     """
 
     aad_prefix: ExpectedAadPrefix | None = None
     allow_plaintext: bool = False
     table: TableCheck | None = None
     without_table: str = ""
-    invocation_limit: int = MAX_INVOCATIONS
 
 
 _RULE_OF = {

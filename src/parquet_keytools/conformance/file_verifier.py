@@ -122,7 +122,7 @@ class _FileVerifier:
         has_all_keys = self._keys.finder is not None and not self._keys.denied
         for ciphers in self._ciphers.values():
             ciphers.note_held(self._book)
-        self._ledger.check(self._book, self._expectation.invocation_limit)
+        self._ledger.check(self._book)
         report = FileReport(
             self._source.path,
             self._keys.finder is not None,

@@ -12,6 +12,7 @@ from typing import IO, NamedTuple
 
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.encryption.aes import NONCE_LENGTH
+from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 
 _BUCKETS = 256
 _SPLIT_BYTES = 1024 * 1024
@@ -28,9 +29,10 @@ class Invocations(NamedTuple):
     modules: int
     pages: int
 
-    def are_allowed(self, limit: int) -> bool:
-        """Whether they are not more than `limit`, and pages not more than half of it (spec 4.1.4)."""
-        return self.modules <= limit and 2 * self.pages <= limit
+    @property
+    def are_allowed(self) -> bool:
+        """Whether they are not more than the limit, and pages not more than half of it (spec 4.1.4)."""
+        return self.modules <= MAX_INVOCATIONS and 2 * self.pages <= MAX_INVOCATIONS
 
 
 def nonce_entry(nonce: bytes | memoryview, offset: int, check: bytes | memoryview) -> bytes:
@@ -95,13 +97,13 @@ class NonceLedger:
             found = self._nonces[fingerprint] = DekNonces()
         return found
 
-    def check(self, book: RuleBook, invocation_limit: int) -> None:
+    def check(self, book: RuleBook) -> None:
         """Check both rules about nonces."""
         for fingerprint in self.fingerprints:
             nonces = self._nonces[fingerprint]
             invocations = nonces.invocations
             message = f"one DEK encrypts {invocations.modules} modules, of which {invocations.pages} are pages."
-            book.check("invocations", invocations.are_allowed(invocation_limit), message)
+            book.check("invocations", invocations.are_allowed, message)
             book.holds("nonce-reuse")
             for bucket in nonces.buckets:
                 _check_bucket(bucket, book)
@@ -184,14 +186,14 @@ class SharedNonces:
                 if self._kept_bytes > self._memory_bytes:
                     self._spill_buckets()
 
-    def check(self, book: RuleBook, invocation_limit: int) -> None:
+    def check(self, book: RuleBook) -> None:
         """Check both rules about the nonces of several files."""
         shared = {dek: users for dek, users in self._users.items() if len(users) > 1}
         for users in shared.values():
             modules = sum(invocations.modules for _, invocations in users)
             pages = sum(invocations.pages for _, invocations in users)
             message = f"one DEK encrypts {modules} modules of {len(users)} files, of which {pages} are pages."
-            book.check("invocations-shared", Invocations(modules, pages).are_allowed(invocation_limit), message)
+            book.check("invocations-shared", Invocations(modules, pages).are_allowed, message)
         if self._users:
             book.holds("invocations-shared", "nonce-shared")
         if self._flaw is not None and shared:

@@ -23,7 +23,6 @@ from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.nonce_ledger import SharedNonces
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
-from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 from parquet_keytools.encryption.protection import Envelope, FooterMode
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError, WorkerProcessEndedError
 from parquet_keytools.files.key_service import KeyService
@@ -95,7 +94,6 @@ def verify_folder(
     *,
     part_count: int | None = None,
     on_progress: Progress | None = None,
-    invocation_limit: int = MAX_INVOCATIONS,
     processes: int | None = 1,
 ) -> DataSetReport:
     """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`."""
@@ -122,7 +120,6 @@ def verify_folder(
         [entry for entry in found if isinstance(entry, LeftOut)],
         [entry for entry in found if isinstance(entry, Unseen)],
         part_count=part_count,
-        invocation_limit=invocation_limit,
     )
 
 
@@ -239,7 +236,6 @@ def folder_report(
     unseen: Sequence[Unseen],
     *,
     part_count: int | None = None,
-    invocation_limit: int = MAX_INVOCATIONS,
 ) -> DataSetReport:
     """Check what was found in the files of a folder, wherever that was, and what else is in it."""
     unreadable = [_unreadable(entry.path, entry.reason) for entry in unseen]
@@ -251,7 +247,6 @@ def folder_report(
             _surroundings(folder, left_out),
             nonces,
             part_count=part_count,
-            invocation_limit=invocation_limit,
         ),
         {left.path: left.reason for left in left_out},
     )
