@@ -35,7 +35,7 @@ from parquet_keytools.runtime.presentation import levels_inside
 from parquet_keytools.runtime.worker_processes import StaysInParent
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.sources import ends_with, open_source
 
 T = TypeVar("T")
 
@@ -188,19 +188,13 @@ def as_verified(opened: OpenedFile, source: ByteSource) -> ByteSource:
         FileChangedError: It is another file, or was altered.
     """
     tail = opened.tail
-    if not _has_tail(source, tail) and not _has_new_key_metadata(opened, source):
+    if not ends_with(source, tail.offset, tail.data) and not _has_new_key_metadata(opened, source):
         raise FileChangedError(
             "the file changed after its footer was verified.",
             path=str(opened.location),
             hint="Open it again.",
         )
     return WithTail(source, tail.offset, tail.data)
-
-
-def _has_tail(source: ByteSource, tail: VerifiedTail) -> bool:
-    if source.size_bytes != tail.size_bytes:
-        return False
-    return bytes(source.read_at(tail.offset, tail.size_bytes - tail.offset)) == tail.data
 
 
 def _has_new_key_metadata(opened: OpenedFile, source: ByteSource) -> bool:

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections import OrderedDict, deque
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
 from parquet_keytools.errors import OutputError
@@ -126,7 +126,7 @@ class SpoolRoom:
                 self._free.clear()
 
 
-class StoredSegment:
+class StoredSegment(NamedTuple):
     """A segment in the temporary file.
 
     Attributes:
@@ -135,12 +135,9 @@ class StoredSegment:
         nonce: What it was encrypted with.
     """
 
-    __slots__ = ("length", "nonce", "slot")
-
-    def __init__(self, slot: int, length: int, nonce: bytes) -> None:
-        self.slot = slot
-        self.length = length
-        self.nonce = nonce
+    slot: int
+    length: int
+    nonce: bytes
 
 
 class PlaintextSpool:

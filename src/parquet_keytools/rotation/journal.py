@@ -110,8 +110,12 @@ class Journal(StaysInParent):
         if not self._made:
             return False
         wanted = _made_digest(key)
-        position = bisect.bisect_left(_Digests(self._made), wanted)
-        return self._made[position * _DIGEST_LENGTH : (position + 1) * _DIGEST_LENGTH] == wanted
+        position = bisect.bisect_left(range(len(self._made) // _DIGEST_LENGTH), wanted, key=self._made_at)
+        return self._made_at(position) == wanted
+
+    def _made_at(self, position: int) -> bytes:
+        """Return one of the sorted digests, which lie one after the other: a million of them take 16 MB."""
+        return self._made[position * _DIGEST_LENGTH : (position + 1) * _DIGEST_LENGTH]
 
     def add_made(self, keys: Iterable[WrappedKey | bytes]) -> None:
         """Note what was made.
@@ -223,19 +227,6 @@ class Journal(StaysInParent):
             if len(digest) != _DIGEST_LENGTH:
                 raise ValueError(len(digest))
             made.append(digest)
-
-
-class _Digests:
-    """Sorted digests, one after the other: a million of them take 16 MB."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data) // _DIGEST_LENGTH
-
-    def __getitem__(self, position: int) -> bytes:
-        return self._data[position * _DIGEST_LENGTH : (position + 1) * _DIGEST_LENGTH]
 
 
 def refuse_inside(journal: Path, data_set: FileLocation) -> None:

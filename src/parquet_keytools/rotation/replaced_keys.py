@@ -39,7 +39,7 @@ from parquet_keytools.rotation.tail import (
 from parquet_keytools.storage.failures import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.outputs import LocalSink, whole_output
-from parquet_keytools.storage.sources import open_source, read_whole
+from parquet_keytools.storage.sources import ends_with, open_source, read_whole
 from parquet_keytools.storage.walk import names_in
 
 _log = logging.getLogger(__name__)
@@ -283,9 +283,7 @@ def may_be_in_place(replaced: FileLocation, offset: int, new: bytes) -> bool:
     """Return whether a file has the new bytes already, or nobody can tell."""
     try:
         with open_source(replaced) as source:
-            if source.size_bytes != offset + len(new):
-                return False
-            return bytes(source.read_at(offset, len(new))) == new
+            return ends_with(source, offset, new)
     except FileNotFoundError:
         return False
     except (KeytoolsError, OSError):

@@ -11,7 +11,7 @@ KMSs. A DEK that the KMS itself wrapped costs three: it is unwrapped, wrapped, a
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -203,47 +203,37 @@ class Rewrapper:
             RewrapRequest(task.old.wrapped_key, task.old.master_key_id, task.new_master_key_id) for task in tasks
         ]
         wrapped = self._asked("rewrap", self._kms.rewrap_many(requests)) if requests else []
-        keys = self._unwrap_new(self._kms, tasks, wrapped)
-        return [unwrapped(task, new, key) for task, new, key in zip(tasks, wrapped, keys, strict=True)]
+        return self._proven(self._kms, tasks, wrapped)
 
     def _wrap_anew(self, tasks: Sequence[RewrapTask]) -> list[Rewrapped | KmsError]:
         """Unwrap, and have the KMS wrap fresh KEKs or the same DEKs, and unwrap what it made."""
         old_keys = self._unwrap(self._kms, [task.old for task in tasks])
-        there = self._moved_before(tasks, old_keys)
-        usable = {
-            task: key
-            for task, key in zip(tasks, old_keys, strict=True)
-            if not isinstance(key, KmsError) and task not in there
-        }
-        there.update(self._with_fresh_keks({task: key for task, key in usable.items() if task.is_kek}))
+        usable: dict[RewrapTask, SecretBytes] = {}
+        outcomes: dict[RewrapTask, Rewrapped | KmsError] = {}
+        for task, key in zip(tasks, old_keys, strict=True):
+            if isinstance(key, KmsError):
+                outcomes[task] = key
+            else:
+                usable[task] = key
+        outcomes.update(self._moved_before(outcomes))
+        outcomes.update(self._with_fresh_keks({task: key for task, key in usable.items() if task.is_kek}))
         same = [task for task in usable if not task.is_kek]
         wrapped = self._wrap([WrapRequest(usable[task], task.new_master_key_id) for task in same])
-        for task, new, key in zip(same, wrapped, self._unwrap_new(self._new_kms, same, wrapped), strict=True):
-            is_other = not isinstance(key, KmsError) and key != usable[task]
-            there[task] = (
-                self._not_the_same("rewrap", task.new_master_key_id) if is_other else unwrapped(task, new, key)
-            )
-        return [
-            there[task] if task in there else _as_error(key) for task, key in zip(tasks, old_keys, strict=True)
-        ]
+        for task, outcome in zip(same, self._proven(self._new_kms, same, wrapped), strict=True):
+            is_other = isinstance(outcome, Rewrapped) and outcome.key != usable[task]
+            outcomes[task] = self._not_the_same("rewrap", task.new_master_key_id) if is_other else outcome
+        return [outcomes[task] for task in tasks]
 
     def _with_fresh_keks(self, old_keys: dict[RewrapTask, SecretBytes]) -> dict[RewrapTask, Rewrapped | KmsError]:
         """Give each master key one fresh KEK of each length for the whole run."""
         wanted = {(task.new_master_key_id, key.length_bits) for task, key in old_keys.items()}
         missing = sorted(wanted - self._fresh_keks.keys())
         keks = [Kek.generate(length_bits) for _, length_bits in missing]
-        wrapped = self._wrap(
-            [WrapRequest(kek.key, master_key_id) for kek, (master_key_id, _) in zip(keks, missing, strict=True)]
-        )
-        wrapped_keys = [
-            WrappedKey(master_key_id, "" if isinstance(new, KmsError) else new)
-            for new, (master_key_id, _) in zip(wrapped, missing, strict=True)
-        ]
+        new_ids = [master_key_id for master_key_id, _ in missing]
+        wrapped = self._wrap([WrapRequest(kek.key, new_id) for kek, new_id in zip(keks, new_ids, strict=True)])
+        keys = self._unwrap_new(self._new_kms, new_ids, wrapped)
         failed: dict[tuple[str, int], KmsError] = {}
-        keys = self._unwrap(self._new_kms, [key for key in wrapped_keys if key.wrapped_key])
-        unwrapped = dict(zip([key for key in wrapped_keys if key.wrapped_key], keys, strict=True))
-        for kind, kek, new, wrapped_key in zip(missing, keks, wrapped, wrapped_keys, strict=True):
-            key = unwrapped.get(wrapped_key)
+        for kind, kek, new, key in zip(missing, keks, wrapped, keys, strict=True):
             if isinstance(new, KmsError):
                 failed[kind] = new
             elif isinstance(key, KmsError):
@@ -251,7 +241,7 @@ class Rewrapper:
             elif key != kek.key:
                 failed[kind] = self._not_the_same("wrap", kind[0])
             else:
-                self._fresh_keks[kind] = (kek, new, _value(key))
+                self._fresh_keks[kind] = (kek, new, key)
         outcomes: dict[RewrapTask, Rewrapped | KmsError] = {}
         for task, old_key in old_keys.items():
             kind = (task.new_master_key_id, old_key.length_bits)
@@ -262,16 +252,14 @@ class Rewrapper:
                 outcomes[task] = Rewrapped(new_wrapped, task.new_master_key_id, fresh, kek, old_key)
         return outcomes
 
-    def _moved_before(
-        self, tasks: Sequence[RewrapTask], old_keys: Sequence[SecretBytes | KmsError]
-    ) -> dict[RewrapTask, Rewrapped | KmsError]:
+    def _moved_before(self, failed: Mapping[RewrapTask, Rewrapped | KmsError]) -> dict[RewrapTask, Rewrapped]:
         """Find the keys that an earlier run, which was cut off, moved to the other KMS."""
         if self._new_kms is self._kms:
             return {}
         unknown = [
             task
-            for task, key in zip(tasks, old_keys, strict=True)
-            if isinstance(key, WrappedKeyInvalidError | MasterKeyNotFoundError)
+            for task, error in failed.items()
+            if isinstance(error, WrappedKeyInvalidError | MasterKeyNotFoundError)
         ]
         # What was moved says where it is, which in the KMS that it came from may be the name of another key.
         keys = self._unwrap(self._new_kms, [task.old for task in unknown])
@@ -280,6 +268,18 @@ class Rewrapper:
             for task, key in zip(unknown, keys, strict=True)
             if not isinstance(key, KmsError)
         }
+
+    def _proven(
+        self, kms: KmsClient, tasks: Sequence[RewrapTask], wrapped: Sequence[str | KmsError]
+    ) -> list[Rewrapped | KmsError]:
+        """Return what wrapped keys became, given the new ones: what the KMS unwraps these to is the proof."""
+        keys = self._unwrap_new(kms, [task.new_master_key_id for task in tasks], wrapped)
+        return [
+            new
+            if isinstance(new, KmsError)
+            else (key if isinstance(key, KmsError) else Rewrapped(new, task.new_master_key_id, key, None, key))
+            for task, new, key in zip(tasks, wrapped, keys, strict=True)
+        ]
 
     def _not_the_same(self, operation: str, master_key_id: str) -> KmsError:
         return KmsResponseInvalidError(
@@ -301,12 +301,12 @@ class Rewrapper:
         return self._asked("unwrap", kms.unwrap_many(requests))
 
     def _unwrap_new(
-        self, kms: KmsClient, tasks: Sequence[RewrapTask], wrapped: Sequence[str | KmsError]
+        self, kms: KmsClient, new_master_key_ids: Sequence[str], wrapped: Sequence[str | KmsError]
     ) -> list[SecretBytes | KmsError]:
         """Unwrap what was just made; where there is nothing, the error is that."""
         made = [
-            WrappedKey(task.new_master_key_id, new)
-            for task, new in zip(tasks, wrapped, strict=True)
+            WrappedKey(new_id, new)
+            for new_id, new in zip(new_master_key_ids, wrapped, strict=True)
             if not isinstance(new, KmsError)
         ]
         keys = iter(self._unwrap(kms, made))
@@ -320,20 +320,3 @@ class Rewrapper:
             else:
                 self._answers += 1
         return outcomes
-
-
-def unwrapped(task: RewrapTask, new: str | KmsError, key: SecretBytes | KmsError) -> Rewrapped | KmsError:
-    """Return what a wrapped key became, given the new one and what the KMS unwraps that to."""
-    if isinstance(new, KmsError):
-        return new
-    return key if isinstance(key, KmsError) else Rewrapped(new, task.new_master_key_id, key, None, key)
-
-
-def _as_error(outcome: SecretBytes | KmsError) -> KmsError:
-    assert isinstance(outcome, KmsError)
-    return outcome
-
-
-def _value(outcome: SecretBytes | KmsError | None) -> SecretBytes:
-    assert isinstance(outcome, SecretBytes)
-    return outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from parquet_keytools.encryption.aad import FOOTER_PLACE, AadPrefix
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
@@ -16,6 +16,7 @@ from parquet_keytools.errors import (
     KeytoolsError,
     OutputError,
 )
+from parquet_keytools.files.opened_file import VerifiedTail
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.collector import paused_collector
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, TRAILER_LENGTH, with_trailer
@@ -31,21 +32,17 @@ from parquet_keytools.format.thrift_values import Entry
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.sources import ends_with, open_source
 
 
 @dataclass(frozen=True)
-class Tail:
-    """The tail of a file as it was read.
+class Tail(VerifiedTail):
+    """The tail of a file as it was read; of what it says, nothing was verified yet.
 
     Attributes:
-        data: From there to the end.
         state: What the operating system or the store said of the file before it was read.
     """
 
-    size_bytes: int
-    offset: int
-    data: bytes = field(repr=False)
     state: tuple[object, ...]
 
     @property
@@ -78,10 +75,8 @@ def check_unchanged(location: FileLocation, tail: Tail) -> None:
     try:
         if file_state(location) == tail.state:
             with open_source(location) as source:
-                if source.size_bytes == tail.size_bytes:
-                    data = source.read_at(tail.offset, tail.size_bytes - tail.offset)
-                    if bytes(data) == tail.data:
-                        return
+                if ends_with(source, tail.offset, tail.data):
+                    return
     except FileNotFoundError:
         pass
     raise changed_while_rotated(location)
@@ -227,7 +222,7 @@ def check_new_tail(
 
 def check_read_back(source: ByteSource, offset: int, written: bytes) -> None:
     """Raise `OutputError` if a file does not end, from an offset on, with what was written there."""
-    if source.size_bytes != offset + len(written) or bytes(source.read_at(offset, len(written))) != written:
+    if not ends_with(source, offset, written):
         raise OutputError(f"{source.path}: what was written does not read back.", hint="Check the disk.")
 
 

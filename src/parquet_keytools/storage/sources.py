@@ -107,6 +107,11 @@ def _refuse_irregular(location: FileLocation) -> None:
         )
 
 
+def ends_with(source: ByteSource, offset: int, data: bytes) -> bool:
+    """Return whether a file has these bytes from an offset on, and then ends."""
+    return source.size_bytes == offset + len(data) and bytes(source.read_at(offset, len(data))) == data
+
+
 def read_whole(location: FileLocation, max_bytes: int) -> bytes:
     """Read a small file.
 

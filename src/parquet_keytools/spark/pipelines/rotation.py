@@ -33,7 +33,7 @@ from parquet_keytools.rotation.request import (
     rotation_context,
     trust_master_keys,
 )
-from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask, WrappedKey, unwrapped
+from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask, WrappedKey
 from parquet_keytools.rotation.rotation_plan import (
     KnownVersions,
     MasterKeyVersions,
@@ -299,9 +299,7 @@ class GivenRewrapper(Rewrapper):
         missing = self._rewrapped.split(wanted, found)
         given = {task: self._given[task] for task in missing if task in self._given}
         found.update(super().rewrap([task for task in missing if task not in given]))
-        keys = self._unwrap_new(self._new_kms, list(given), list(given.values()))
-        for (task, new), key in zip(given.items(), keys, strict=True):
-            found[task] = unwrapped(task, new, key)
+        found.update(zip(given, self._proven(self._new_kms, list(given), list(given.values())), strict=True))
         for task in missing:
             proven = found[task]
             if isinstance(proven, Rewrapped):
