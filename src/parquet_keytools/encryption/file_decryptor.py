@@ -11,7 +11,7 @@ from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.protection import ColumnEncryption, KeyRetriever
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, ParquetFormatError
-from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
+from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
 from parquet_keytools.format.collector import paused_collector, paused_for
 from parquet_keytools.format.file_layout import MAGIC
 from parquet_keytools.format.partial_footers import Selection, selected_footer, selected_sorting_columns
@@ -82,6 +82,30 @@ def decrypt_columns(
             threads=threads,
             on_progress=on_progress,
         )
+
+
+def authenticate_columns(
+    source: ByteSource,
+    footer: Footer,
+    deks: Deks,
+    *,
+    columns: Collection[tuple[str, ...]] | None = None,
+    threads: int = 2,
+) -> None:
+    """Decrypt what `decrypt_columns` would, and write nothing; one thread finds the first thing that is wrong."""
+    decrypt_columns(source, _Nowhere(), footer, deks, columns=columns, threads=threads)
+
+
+class _Nowhere:
+    """Takes what is decrypted for the sake of its authentication."""
+
+    takes_any_order = True
+
+    def reserve(self, length: int) -> None:
+        pass
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        pass
 
 
 def decrypted_footer(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -25,7 +23,6 @@ from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import (
     PLAINTEXT_MODE,
     PendingOutput,
-    StreamSink,
     discarded_unless_done,
     pending_output,
     written_bytes,
@@ -257,19 +254,9 @@ def check_modules(opened: OpenedFile, names: Sequence[str] | None) -> None:
         FileChangedError: It is another file, or was altered.
     """
     kept = _readable(opened, names)
-    with (
-        open_source(opened.location) as source,
-        Path(os.devnull).open("wb") as nowhere,
-        naming_place(opened.location, opened.footer.columns),
-    ):
-        file_decryptor.decrypt_columns(
-            as_verified(opened, source),
-            StreamSink(nowhere),
-            opened.footer,
-            opened.deks,
-            columns=kept,
-            key_values=shown_key_values(opened, {path[0] for path in kept}),
-        )
+    with open_source(opened.location) as source, naming_place(opened.location, opened.footer.columns):
+        data = as_verified(opened, source)
+        file_decryptor.authenticate_columns(data, opened.footer, opened.deks, columns=kept, threads=1)
 
 
 def decrypted_metadata(opened: OpenedFile) -> pa.Buffer:

@@ -25,7 +25,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.files.key_service import KeyService, NewFileKeys, new_reference_suffix
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_verified
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, replacement
-from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
+from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.rotation.data_set_run import EachFile, OnFile, RunOptions, change_data_set
@@ -73,7 +73,7 @@ def check_rekeyed(
             for row_group_ordinal in range(len(footer.row_groups)):
                 footer.chunk_metadata(row_group_ordinal, column, cipher)
         if all_modules:
-            file_decryptor.decrypt_columns(written, _Nowhere(), footer, deks)
+            file_decryptor.authenticate_columns(written, footer, deks)
     if _content(footer) != _content(old):
         raise OutputError(f"{written.path}: the new file does not have what the old one has.", hint=REFUSED_HINT)
     return footer
@@ -90,18 +90,6 @@ def _wrapped_deks(new: NewFileKeys) -> Iterator[tuple[SecretBytes, KeyMaterial]]
         material = new.material(key_metadata)
         if material is not None:
             yield dek, material
-
-
-class _Nowhere:
-    """Takes what is decrypted for the sake of its authentication."""
-
-    takes_any_order = True
-
-    def reserve(self, length: int) -> None:
-        pass
-
-    def write_at(self, offset: int, data: Bytes) -> None:
-        pass
 
 
 @dataclass(frozen=True)
