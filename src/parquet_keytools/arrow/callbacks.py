@@ -156,9 +156,9 @@ class MaterialFolder(DelegatingHandler):
         contents: Name of a file -> bytes; there is only one folder.
     """
 
-    def __init__(self, contents: dict[str, bytes] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(pafs.LocalFileSystem())
-        self.contents = {} if contents is None else contents
+        self.contents: dict[str, bytes] = {}
 
     def get_type_name(self) -> str:
         """Return a name of its own."""

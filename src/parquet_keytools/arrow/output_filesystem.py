@@ -40,13 +40,9 @@ class PendingHandler(DelegatingHandler):
     def __init__(
         self, folder: FileLocation, keys: KeyService | None, table_name: str, *, durable: bool = True
     ) -> None:
-        """Make one.
+        """Make one for a folder; its keys encrypt each file that is complete, or are None where Arrow does.
 
-        Args:
-            folder: Where the files go.
-            keys: Encrypt each file when it is complete; None where Arrow has encrypted it.
-            table_name: The table of the files.
-            durable: Whether local files are synced to the disk, all together, before the first appears.
+        Local files are synced to the disk, unless not `durable`, all together, before the first appears.
         """
         super().__init__(folder.filesystem)
         self._folder = folder

@@ -50,12 +50,6 @@ class _Output(Protocol):
     def close(self) -> None: ...
 
 
-def encrypted_length(plaintext_length: int) -> int:
-    """Return the bytes of the stream of so many plaintext bytes."""
-    blocks = max(1, -(-plaintext_length // BLOCK_LENGTH))
-    return HEADER_LENGTH + plaintext_length + blocks * _FRAMING
-
-
 class Ags1Writer:
     """Encrypts a stream while it is written; it holds one block in memory.
 

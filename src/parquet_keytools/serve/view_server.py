@@ -221,8 +221,9 @@ def http_lines(url: str, key: str) -> dict[str, str]:
     }
 
 
-def s3_lines(endpoint: str, key_pair: KeyPair, *, region: str = "us-east-1") -> dict[str, str]:
-    """Return lines for each engine that reads all files as S3; any region will do."""
+def s3_lines(endpoint: str, key_pair: KeyPair) -> dict[str, str]:
+    """Return lines for each engine that reads all files as S3."""
+    region = "us-east-1"  # Any will do.
     scheme, _, host = endpoint.partition("://")
     key_id, secret = key_pair.access_key_id, key_pair.secret.reveal().decode()
     is_tls = scheme == "https"

@@ -141,12 +141,6 @@ class KmsWorker:
         self._kms = kms
         self._tables: TableRequests | None = None
         self._iceberg: IcebergKeys | None = None
-        self._handlers: dict[Operation, Callable[[Sequence[Frame]], None]] = {
-            Operation.WRAP: self._wrap,
-            Operation.UNWRAP: self._unwrap,
-            Operation.WRAP_KEK: self._wrap_keks,
-            Operation.UNWRAP_KEK: self._unwrap_keks,
-        }
 
     def run(self) -> int:
         """Serve until the end of the requests; returns the exit status."""
@@ -207,43 +201,33 @@ class KmsWorker:
 
     def _serve(self) -> None:
         while frames := self._waiting.take():
-            operation = Operation(frames[0].kind)
             try:
-                self._handlers[operation](frames)
+                self._work(Operation(frames[0].kind), frames)
             except Exception as error:
                 # Its text may hold anything, keys included.
                 for frame in frames:
                     self._answer(frame, Status.FAILED, f"unexpected {type(error).__name__}".encode())
 
-    def _wrap(self, frames: Sequence[Frame]) -> None:
-        def request(parts: KeyRequest) -> WrapRequest:
-            return WrapRequest(_key_to_wrap(parts), decode_master_key_id(parts.master_key_id))
-
-        readable = self._readable(frames, request)
-        assert self._kms is not None
-        self._answer_all("wrap", readable, self._kms.wrap_many, str.encode)
-
-    def _unwrap(self, frames: Sequence[Frame]) -> None:
-        def request(parts: KeyRequest) -> UnwrapRequest:
-            return UnwrapRequest(parts.key.decode("ascii", "replace"), decode_master_key_id(parts.master_key_id))
-
-        readable = self._readable(frames, request)
-        assert self._kms is not None
-        self._answer_all("unwrap", readable, self._kms.unwrap_many, SecretBytes.reveal)
-
-    def _wrap_keks(self, frames: Sequence[Frame]) -> None:
-        def wrap(request: tuple[SecretBytes, str]) -> bytes:
-            assert self._iceberg is not None
-            return self._iceberg.wrap_kek(*request)
-
-        self._answer_each("wrap", self._readable(frames, lambda p: (_key_to_wrap(p), p.master_key_id)), wrap)
-
-    def _unwrap_keks(self, frames: Sequence[Frame]) -> None:
-        def unwrap(request: KeyRequest) -> bytes:
-            assert self._iceberg is not None
-            return self._iceberg.kek(request.key, request.master_key_id).reveal()
-
-        self._answer_each("unwrap", self._readable(frames, lambda p: p), unwrap)
+    def _work(self, operation: Operation, frames: Sequence[Frame]) -> None:
+        """Answer requests of one operation: `_take` let them pass as soon as there were keys."""
+        kms, iceberg = self._kms, self._iceberg
+        if operation is Operation.WRAP and kms is not None:
+            wraps = self._readable(
+                frames, lambda p: WrapRequest(_key_to_wrap(p), decode_master_key_id(p.master_key_id))
+            )
+            self._answer_all("wrap", wraps, kms.wrap_many, str.encode)
+        elif operation is Operation.UNWRAP and kms is not None:
+            unwraps = self._readable(
+                frames,
+                lambda p: UnwrapRequest(p.key.decode("ascii", "replace"), decode_master_key_id(p.master_key_id)),
+            )
+            self._answer_all("unwrap", unwraps, kms.unwrap_many, SecretBytes.reveal)
+        elif operation is Operation.WRAP_KEK and iceberg is not None:
+            keks = self._readable(frames, lambda p: (_key_to_wrap(p), p.master_key_id))
+            self._answer_each("wrap", keks, lambda request: iceberg.wrap_kek(*request))
+        elif iceberg is not None:
+            requests = self._readable(frames, lambda p: p)
+            self._answer_each("unwrap", requests, lambda p: iceberg.kek(p.key, p.master_key_id).reveal())
 
     def _readable(self, frames: Sequence[Frame], request: Callable[[KeyRequest], T]) -> list[tuple[Frame, T]]:
         """Return the requests in the frames, after the frames without one were answered."""

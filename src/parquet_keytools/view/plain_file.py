@@ -107,13 +107,8 @@ class PlainFile:
     ) -> None:
         """Make one; of the file itself nothing is read yet.
 
-        Args:
-            opened: The file, opened with all columns.
-            source: Its bytes, as they were when it was opened.
-            denied_columns: See `plain_tail`.
-            cache: Keeps pages that were decrypted.
-            gap: Bytes of zeros before the footer. A reader that takes the end of a file, for its footer, then gets
-                no pages, which would be decrypted for nothing where files are small.
+        The file was opened with all columns. A `gap` of so many zeros lies before the footer: a reader that takes
+        the end of a small file, for its footer, then gets no pages, which would be decrypted for nothing.
 
         Raises:
             ParquetFormatError: The footer does not say where the columns are.

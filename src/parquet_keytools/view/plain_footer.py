@@ -87,13 +87,9 @@ def plain_tail(
     Without digests the view is as long as the file: its footer is shorter, and the difference is filled with zeros
     before it.
 
-    Args:
-        opened: The file.
-        chunks: The metadata of its chunks.
-        denied_columns: What happens to columns that cannot be read: `hide` leaves out the top-level columns that
-            they are of, `null` makes these null, and with any other value they are shown and reading them fails.
-        offset: Where the end begins: at the footer of the file, or behind the digests.
-        stand_ins: (row group ordinal, column ordinal) -> the digests of a chunk.
+    Of `denied_columns` that cannot be read, `hide` leaves out the top-level columns that they are of, `null` makes
+    these null, and with any other value they are shown and reading them fails. The end begins at the footer of the
+    file, or behind the digests, which stand in by row group ordinal and column ordinal.
     """
     footer = opened.footer
     builder = _TailBuilder(opened, denied_columns, offset, stand_ins)

@@ -24,7 +24,7 @@ from iceberg_reader import KEYS, Warehouse, current_metadata, open_sealed, open_
 
 from parquet_keytools.errors import DecryptionError, KeytoolsError, NotEncryptedError
 from parquet_keytools.iceberg import ags1
-from parquet_keytools.iceberg.ags1 import BLOCK_LENGTH, Ags1Reader, Ags1Writer, encrypted_length
+from parquet_keytools.iceberg.ags1 import BLOCK_LENGTH, Ags1Reader, Ags1Writer
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -54,7 +54,8 @@ def written(plaintext: bytes, metadata: StandardKeyMetadata = METADATA, piece: i
         for start in range(0, len(plaintext), piece):
             assert stream.write(plaintext[start : start + piece]) == len(plaintext[start : start + piece])
         assert stream.tell() == len(plaintext)
-    assert stream.encrypted_length == len(file.data) == encrypted_length(len(plaintext))
+    blocks = max(1, -(-len(plaintext) // BLOCK_LENGTH))
+    assert stream.encrypted_length == len(file.data) == 8 + len(plaintext) + blocks * 28
     return file.data
 
 

@@ -103,10 +103,8 @@ def plan_data_set(
 ) -> PlannedFiles:
     """List a folder, or take a single file.
 
-    Args:
-        root: The file or folder.
-        refuse_folder: Called once for each folder with files, by its path; raises where it must not be taken.
-        on_left_out: Called with each thing that does not belong to the data set.
+    For each folder with files, `refuse_folder` raises where it must not be taken. `on_left_out` gets each thing
+    that does not belong to the data set.
 
     Raises:
         FileNotFoundError: There is no such file or folder.

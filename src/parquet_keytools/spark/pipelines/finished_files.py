@@ -110,12 +110,9 @@ class RecordFolder:
 
 
 class FinishedFiles:
-    """The records that one attempt of a task reads and writes.
+    """The records that one attempt of a task reads and writes, beside those that the driver read, by path.
 
-    Args:
-        task: What the names of this task's records begin with, whatever the attempt.
-        attempt: Number of the attempt.
-        known: Records that the driver read: path -> record.
+    Names of this task's records begin with its own, whatever the attempt.
     """
 
     def __init__(

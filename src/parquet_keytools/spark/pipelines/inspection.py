@@ -236,8 +236,7 @@ def verify(
         rules: list[bytes] = []
         found: list[_Found] = []
         columns: dict[object, Any] = {}
-        for result in job.run(f"verify {root}", task, pieces):
-            job.add_result(result)
+        for result in job.work_on_files(f"verify {root}", task, pieces):
             rules.append(result.other[0])
             for file in result.other[1]:
                 # The same for all files, as a rule.

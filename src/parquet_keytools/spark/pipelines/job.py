@@ -70,12 +70,9 @@ _GROUPED = pa.schema(
 
 @dataclass(frozen=True)
 class TaskFiles:
-    """The files of one task.
+    """The files of one task: `path`, `size_bytes`, and what the pipeline added.
 
-    Attributes:
-        position: Of the task in its job.
-        attempt: How often it was begun before.
-        table: The files: `path`, `size_bytes`, and what the pipeline added.
+    The task has a position in its job, and was begun so often before.
     """
 
     position: int
@@ -275,13 +272,11 @@ class Job:
         pieces = self.number_of_pieces(grouped.num_rows)
         return cut_by_group(grouped, pieces, pieces if whole_files else MOST_PIECES_A_GROUP)
 
-    def work_on_files(self, what: str, work: Work, pieces: Sequence[bytes]) -> None:
+    def work_on_files(self, what: str, work: Work, pieces: Sequence[bytes]) -> list[TaskResult]:
         """Run a task for each piece, and keep the rows of files for the report; see `run`."""
-        self._rows += [result.rows for result in self.run(what, work, pieces)]
-
-    def add_result(self, result: TaskResult) -> None:
-        """Add the rows of files that a task returned."""
-        self._rows.append(result.rows)
+        results = list(self.run(what, work, pieces))
+        self._rows += [result.rows for result in results]
+        return results
 
     def add_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """Add the rows of files that no task worked on."""
