@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ def answer(
 
 def found(error: Exception, **more: str) -> KmsError:
     meaning = aws_error(error, "unwrap", "k", **more)
-    assert meaning is not None and (meaning.operation, meaning.master_key_id) == ("unwrap", "k")
+    assert meaning is not None and meaning.backend == "aws"
+    assert (meaning.operation, meaning.master_key_id) == ("unwrap", "k")
     assert "CANARY" not in str(meaning)
     return meaning
 
@@ -96,7 +98,7 @@ def test_the_hint_for_a_missing_key_is_for_that_alone() -> None:
     missing = found(answer("NotFoundException"), hint_for_missing_key=hint)
     assert type(missing) is MasterKeyNotFoundError and hint in str(missing)
     assert hint not in str(found(answer("AccessDeniedException"), hint_for_missing_key=hint))
-    assert hint not in str(found(answer("NotFoundException")))
+    assert found(answer("NotFoundException")).hint == MasterKeyNotFoundError.default_hint
 
 
 @pytest.mark.parametrize(
@@ -137,13 +139,24 @@ def test_why_nothing_is_reached_is_said() -> None:
     error = sdk.EndpointConnectionError(endpoint_url=SECRET, error=ConnectionRefusedError(111, SECRET))
     error.__cause__ = ConnectionRefusedError(111, SECRET)
     assert found(error).detail == "the connection was refused (EndpointConnectionError)"
-    error = sdk.ParamValidationError(report=SECRET)
-    error.__cause__ = ConnectionRefusedError(111, SECRET)
-    assert "refused" not in found(error).detail
+    other = sdk.BotoCoreError()
+    other.__cause__ = ConnectionRefusedError(111, SECRET)
+    assert found(other).detail == "BotoCoreError"
+
+
+def test_a_certificate_that_is_not_trusted_is_no_outage() -> None:
+    for cause, kind in (
+        (ssl.SSLCertVerificationError(1, SECRET), KmsConfigurationError),
+        (ssl.SSLError(1, SECRET), KmsUnavailableError),
+    ):
+        error = sdk.SSLError(endpoint_url=SECRET, error=cause)
+        error.__cause__ = cause
+        assert type(found(error)) is kind
 
 
 def test_a_mistake_in_the_configuration_has_a_hint() -> None:
     assert "Check the configuration of AWS on this machine." in str(found(sdk.BotoCoreError()))
+    assert "Check the configuration of AWS" not in str(found(answer("InvalidGrantTokenException")))
     assert "Set `region`, or AWS_REGION." in str(found(sdk.NoRegionError()))
 
 

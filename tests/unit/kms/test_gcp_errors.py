@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 from google.api_core import exceptions as google
+from google.auth import exceptions as auth
 from google.rpc import error_details_pb2
 
 from parquet_keytools.errors import (
@@ -22,7 +23,8 @@ from parquet_keytools.kms.gcp.errors import kms_error
 
 def found(error: Exception, operation: str = "unwrap") -> KmsError:
     meaning = kms_error(error, operation, "k")
-    assert meaning is not None and (meaning.operation, meaning.master_key_id) == (operation, "k")
+    assert meaning is not None and meaning.backend == "gcp"
+    assert (meaning.operation, meaning.master_key_id) == (operation, "k")
     return meaning
 
 
@@ -66,13 +68,29 @@ def test_an_argument_that_is_refused_is_no_wrapped_key_elsewhere() -> None:
 
 def test_reasons_are_codes_and_each_is_said_once() -> None:
     """What stands in their place and is none may be a secret."""
-    details = [precondition("KEY_DISABLED", "s.CANARY of a text"), precondition("KEY_DISABLED", "A_REASON")]
+    quota = error_details_pb2.QuotaFailure(violations=[error_details_pb2.QuotaFailure.Violation(subject="A_B")])
+    details = [quota, precondition("KEY_DISABLED", "s.CANARY of a text"), precondition("KEY_DISABLED", "A_REASON")]
     error = google.PermissionDenied("no", details=details, error_info=None)
     assert found(error).detail == "PERMISSION_DENIED, A_REASON, KEY_DISABLED"
     info = error_details_pb2.ErrorInfo(reason="not a code, but s.CANARY")
     assert "CANARY" not in str(found(google.PermissionDenied("no", error_info=info)))
     info = error_details_pb2.ErrorInfo(reason="BILLING_DISABLED")
     assert "Enable billing" in str(found(google.PermissionDenied("no", error_info=info)))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (auth.TransportError("s.CANARY"), KmsUnavailableError),
+        (auth.RefreshError("s.CANARY", retryable=True), KmsUnavailableError),
+        (auth.RefreshError("s.CANARY"), KmsConfigurationError),
+        (auth.DefaultCredentialsError("s.CANARY"), KmsConfigurationError),
+    ],
+)
+def test_without_a_token(error: Exception, kind: type[KmsError]) -> None:
+    meaning = found(error)
+    assert type(meaning) is kind and meaning.detail == f"no access token: {type(error).__name__}"
+    assert "Check the credentials" in str(meaning)
 
 
 def test_credentials_that_give_no_token_are_named() -> None:

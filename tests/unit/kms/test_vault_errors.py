@@ -72,6 +72,10 @@ def test_a_refused_login_is_no_denied_key(status: int) -> None:
     assert (meaning.detail == "the login with approle was refused") == (status < 429)
 
 
+def test_a_login_that_is_answered_in_an_odd_way_is_not_refused() -> None:
+    assert found(302, login="approle").detail == "status 302"
+
+
 @pytest.mark.parametrize(
     ("reason", "kind", "detail"),
     [
@@ -114,8 +118,10 @@ def test_a_text_is_a_reason_and_nothing_else() -> None:
     assert reason_of([]) is reason_of(["permission denied"]) is reason_of([7]) is Reason.UNKNOWN
 
 
-def tls(kind: type[ssl.SSLError] = ssl.SSLError, reason: str = "") -> requests.exceptions.SSLError:
-    error = kind(1, f"[SSL] {reason or 's.CANARY'}")
+def tls(
+    kind: type[ssl.SSLError] = ssl.SSLError, reason: str = "", text: str = "s.CANARY"
+) -> requests.exceptions.SSLError:
+    error = kind(1, text)
     error.reason = reason
     failed = requests.exceptions.SSLError("s.CANARY")
     failed.__cause__ = error
@@ -129,6 +135,8 @@ def tls(kind: type[ssl.SSLError] = ssl.SSLError, reason: str = "") -> requests.e
         (tls(reason="TLSV13_ALERT_CERTIFICATE_REQUIRED"), KmsConfigurationError, "TLS failed (TLSV13_ALERT"),
         (tls(reason="wrong_version_number"), KmsConfigurationError, "TLS failed (wrong_version_number)"),
         (tls(reason="UNEXPECTED_EOF_WHILE_READING"), KmsUnavailableError, "the connection failed (SSLError)"),
+        (tls(text="unknown_ca"), KmsConfigurationError, "TLS failed (no reason given)"),
+        (tls(reason="UNEXPECTED_EOF_WHILE_READING", text="unknown_ca"), KmsUnavailableError, "(SSLError)"),
         (tls(), KmsUnavailableError, "the connection failed (SSLError)"),
         (requests.ReadTimeout("s.CANARY"), KmsUnavailableError, "it did not answer in time"),
         (TimeoutError("s.CANARY"), KmsUnavailableError, "it did not answer in time"),

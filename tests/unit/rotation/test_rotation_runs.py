@@ -17,6 +17,7 @@ from rotation_case import COLUMNS, MASTER_KEYS, TABLE, Case, key_material_file, 
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import (
+    ConfigurationError,
     FileChangedError,
     KeyMaterialError,
     KmsUnavailableError,
@@ -181,6 +182,56 @@ def test_a_journal_of_other_parameters(tmp_path: Path) -> None:
     # Without a name each has its own.
     tools = case.tools(also_trusted=["new"])
     assert tools.rotate(case.folder, moves={"ka": "new"}).succeeded and only_journal() == first
+
+
+def test_a_journal_of_other_files(tmp_path: Path) -> None:
+    """A list is told by all of its files, and a single one has a journal where that is asked for."""
+    case = make(tmp_path, 3)
+    case.add_version()
+    journal = tmp_path / "journal"
+    first, second, third = (case.folder / f"{number:03}.parquet" for number in range(3))
+    both = FileLocation.resolve_all([first, second])
+    with pytest.raises(CutOffError):
+        case.tools().rotate(both, journal=journal, on_file=cut_off_after(1))
+    for others in (FileLocation.resolve_all([first, third]), first, case.folder):
+        with pytest.raises(OutputError, match="other parameters"):
+            case.tools().rotate(others, journal=journal)
+    report = case.tools().rotate(both, journal=journal)
+    assert report.succeeded and not journal.exists()
+    # What a dry run foresees is said of a dry run.
+    assert report.expected_kms_calls == KmsCalls()
+    with pytest.raises(CutOffError):
+        case.tools().rotate(third, journal=journal, on_file=cut_off_after(1))
+    assert journal.exists() and case.tools().rotate(third, journal=journal).succeeded
+
+
+def test_state_that_lies_in_the_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as where somebody rotates a home folder: nothing is written there, unless a journal is named."""
+    case = make(tmp_path, 2)
+    case.add_version()
+    monkeypatch.setenv("XDG_STATE_HOME", str(case.folder / "state"))
+    report = case.tools().rotate(case.folder)
+    assert report.succeeded and report.no_journal.endswith("lies in the data set itself")
+    assert not (case.folder / "state").exists()
+    journal = tmp_path / "journal"
+    with pytest.raises(CutOffError):
+        case.tools().rotate(case.folder, journal=journal, on_file=cut_off_after(1))
+    assert journal.exists()
+    with pytest.raises(ConfigurationError):
+        case.tools().rotate(case.folder, journal=case.folder / "journal")
+
+
+@every_key_material
+def test_within_a_kms_files_go_on_to_name_their_instance(tmp_path: Path, key_material: str) -> None:
+    """Of another KMS they take its name; here nothing has changed but the master key's version."""
+    case = make(tmp_path, 1, "in_memory", key_material=key_material)
+    path = case.folder / "000.parquet"
+    kms = {"type": "in_memory", "keys": list(MASTER_KEYS), "instance_id": "another"}
+    document = {"version": 1, "kms": kms, "tables": {"t": {"footer_key": "kf", **case.settings}}}
+    tools = Keytools(parse_configuration(document), kms=case.kms)
+    before = {material.kms_instance_id for material in materials(tools, path)}
+    assert tools.rotate(path).counts == Counter({Outcome.ROTATED: 1})
+    assert {material.kms_instance_id for material in materials(tools, path)} == before != {"another"}
 
 
 def test_a_dry_run_needs_no_journal(tmp_path: Path) -> None:
