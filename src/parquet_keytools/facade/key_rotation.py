@@ -13,6 +13,7 @@ from parquet_keytools.facade import Configured
 from parquet_keytools.files import conversion
 from parquet_keytools.files.denied_columns import SECRET_LENGTH_BITS, unwrapped_secret
 from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.contract import CallFacts
 from parquet_keytools.rotation import rekeying, restoring
 from parquet_keytools.rotation.data_set_run import OnFile
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
@@ -291,16 +292,15 @@ class KeyRotation(Configured):
             KmsError: The KMS does not wrap or unwrap it.
         """
         known = self.configuration.hash_keys.get(name)
-        if master_key is None and known is None:
-            raise ConfigurationError(
-                f"the configuration has no secret {name!r} under hash_keys.",
-                hint="Name the master key that shall wrap a new one: --master-key on the command line.",
-            )
-        if master_key is None and known is not None:
+        if master_key is None:
+            if known is None:
+                raise ConfigurationError(
+                    f"the configuration has no secret {name!r} under hash_keys.",
+                    hint="Name the master key that shall wrap a new one: --master-key on the command line.",
+                )
             master_key = known.master_key
             reference = hash_key_reference(self.configuration, name)
         else:
-            assert master_key is not None
             found = resolve_key(self.configuration, master_key)
             if not isinstance(found, MasterKeyReference):
                 raise ConfigurationError(f"{master_key!r} is a data key: master keys wrap secrets of digests.")
@@ -314,10 +314,6 @@ class KeyRotation(Configured):
         wrapped = self.kms.wrap(secret, master_key_id)
         # All digests would be lost with a wrapped secret that does not open.
         if self.kms.unwrap(wrapped, master_key_id) != secret:
-            raise KmsResponseInvalidError(
-                "the wrapped secret does not unwrap to the secret",
-                backend=self.kms.backend,
-                operation="wrap",
-                master_key_id=master_key_id,
-            )
+            call = CallFacts(self.kms.backend, "wrap", master_key_id)
+            raise call.error(KmsResponseInvalidError, "the wrapped secret does not unwrap to the secret")
         return HashKeySettings(master_key=master_key, wrapped_key=wrapped)

@@ -17,6 +17,7 @@ from typing import Self
 from pydantic import TypeAdapter, ValidationError
 
 from parquet_keytools.errors import KmsConfigurationError, MasterKeyNotFoundError, OutputError
+from parquet_keytools.kms.contract import CallFacts
 from parquet_keytools.kms.keystore_document import (
     DEFAULT_SCRYPT_N,
     MASTER_KEY_LENGTH_BITS,
@@ -67,7 +68,7 @@ class OpenKeystore:
         """Return a master key, or raise `MasterKeyNotFoundError` for the operation."""
         if found := self.master_keys.get(master_key_id):
             return found
-        raise MasterKeyNotFoundError(backend="keystore", operation=operation, master_key_id=master_key_id)
+        raise CallFacts("keystore", operation, master_key_id).error(MasterKeyNotFoundError)
 
     def key(self, master_key_id: str, version: MasterKeyVersion) -> SecretBytes:
         """Return the bytes of one version of a master key."""
@@ -207,13 +208,9 @@ class Keystore:
                 versions[version - 1] = versions[version - 1].model_copy(update={"enabled": enabled})
                 changed = master_key.model_copy(update={"versions": tuple(versions)})
             else:
-                raise MasterKeyNotFoundError(
-                    f"it has no version {version}",
-                    backend="keystore",
-                    operation="update",
-                    master_key_id=master_key_id,
-                    hint=f"Its versions are 1 to {len(master_key.versions)}.",
-                )
+                hint = f"Its versions are 1 to {len(master_key.versions)}."
+                call = CallFacts("keystore", "update", master_key_id)
+                raise call.error(MasterKeyNotFoundError, f"it has no version {version}", hint)
             master_keys[master_key_id] = changed
 
     def change_passphrase(self, new_passphrase: PassphraseSource) -> None:
@@ -295,4 +292,4 @@ def _long_enough(passphrase: SecretBytes) -> SecretBytes:
 
 
 def _refused(detail: str, *, hint: str = "") -> KmsConfigurationError:
-    return KmsConfigurationError(detail, backend="keystore", operation="update", hint=hint)
+    return CallFacts("keystore", "update").error(KmsConfigurationError, detail, hint)

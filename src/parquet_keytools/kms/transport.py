@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from parquet_keytools.errors import KmsConfigurationError
+from parquet_keytools.kms.contract import CallFacts
 
 _LONGEST_RETRY_AFTER_SECONDS = 3600
 
@@ -91,9 +92,8 @@ def check_client_certificate(file: str, key_file: str | None, *, backend: str) -
 
 def _mistake(detail: str, error: OSError, backend: str, hint: str = "") -> KmsConfigurationError:
     reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
-    return KmsConfigurationError(
-        f"{detail} ({reason or type(error).__name__})", backend=backend, operation="connect", hint=hint
-    )
+    detail = f"{detail} ({reason or type(error).__name__})"
+    return CallFacts(backend, "connect").error(KmsConfigurationError, detail, hint)
 
 
 def tls_error(error: BaseException) -> ssl.SSLError | None:

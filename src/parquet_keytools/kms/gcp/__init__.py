@@ -86,7 +86,10 @@ class GcpKms(RemoteKmsClient):
         self._owner = OwnerProcess()
         self._key_ring = key_ring_name(self.settings.project, self.settings.location, self.settings.key_ring)
         self._aad = self.settings.aad()
-        self._aad_crc32c = crc32c(self._aad)
+        self._aad_fields: dict[str, Any] = {}
+        if self._aad:
+            self._aad_fields["additional_authenticated_data"] = self._aad
+            self._aad_fields["additional_authenticated_data_crc32c"] = crc32c(self._aad)
         self._connections = PerProcess(self._connect)
         self._last_connection: GcpConnection | None = None
         if getattr(getattr(client, "transport", None), "kind", "grpc") in ("rest", "grpc_asyncio"):
@@ -124,7 +127,7 @@ class GcpKms(RemoteKmsClient):
     def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
         name = self._key_name("wrap", master_key_id)
         request = EncryptRequest(
-            name=name, plaintext=key.reveal(), plaintext_crc32c=crc32c(key.reveal()), **self._aad_fields()
+            name=name, plaintext=key.reveal(), plaintext_crc32c=crc32c(key.reveal()), **self._aad_fields
         )
 
         def send(seconds: float) -> str:
@@ -151,7 +154,7 @@ class GcpKms(RemoteKmsClient):
         except ValueError:
             raise self._kms_error(WrappedKeyInvalidError, "unwrap", master_key_id, "it is not base64") from None
         request = DecryptRequest(
-            name=name, ciphertext=ciphertext, ciphertext_crc32c=crc32c(ciphertext), **self._aad_fields()
+            name=name, ciphertext=ciphertext, ciphertext_crc32c=crc32c(ciphertext), **self._aad_fields
         )
 
         def send(seconds: float) -> SecretBytes:
@@ -185,8 +188,7 @@ class GcpKms(RemoteKmsClient):
         )
 
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
-        known = kms_error(error, operation, master_key_id)
-        return known if known is not None else super()._translate(error, operation, master_key_id)
+        return kms_error(error, operation, master_key_id) or super()._translate(error, operation, master_key_id)
 
     def _server(self) -> str:
         return self.settings.endpoint
@@ -252,14 +254,6 @@ class GcpKms(RemoteKmsClient):
         )
 
     # --- requests and answers ---
-
-    def _aad_fields(self) -> dict[str, Any]:
-        if not self._aad:
-            return {}
-        return {
-            "additional_authenticated_data": self._aad,
-            "additional_authenticated_data_crc32c": self._aad_crc32c,
-        }
 
     def _enabled_versions(self, name: str, master_key_id: str) -> tuple[str, ...] | None:
         """Return the versions that are enabled, or None where we may not list them."""
