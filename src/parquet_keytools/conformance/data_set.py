@@ -22,18 +22,8 @@ _MOST_NUMBERS = 1_000_000
 """Greater numbers are dates or the like."""
 
 
-@dataclass(frozen=True)
-class PartName:
-    """What is known of the place of a file among its parts."""
-
-    aad_prefix: str | None
-    file_name: str
-
-    def texts(self) -> Iterator[str]:
-        """Yield what may hold a number, what authenticated modules vouch for first."""
-        if self.aad_prefix is not None:
-            yield self.aad_prefix.rpartition("/")[2]
-        yield self.file_name
+PartName = Sequence[str]
+"""The texts that may hold the number of a part: what authenticated modules vouch for first, the file name last."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +70,13 @@ def numberings(names: Sequence[PartName]) -> list[Numbering]:
 def _found(names: Sequence[PartName]) -> list[tuple[str, int] | None]:
     """Return template and number of each name; None where it has none."""
     marked = [_marked(name) for name in names]
-    others = [name.file_name for name, found in zip(names, marked, strict=True) if found is None]
+    others = [name[-1] for name, found in zip(names, marked, strict=True) if found is None]
     counts = _template_counts(others)
-    return [found or _numbered(name.file_name, counts) for name, found in zip(names, marked, strict=True)]
+    return [found or _numbered(name[-1], counts) for name, found in zip(names, marked, strict=True)]
 
 
 def _marked(name: PartName) -> tuple[str, int] | None:
-    for text in name.texts():
+    for text in name:
         matches = list(_PART.finditer(text))
         if matches:
             start, end = matches[-1].span(1)
@@ -136,8 +126,8 @@ class Member:
     def part_name(self) -> PartName:
         """What tells which part it is."""
         prefix = self.facts.aad_prefix
-        text = None if prefix is None else prefix.decode("utf-8", "replace")
-        return PartName(text, self.name.rpartition("/")[2])
+        texts = [self.name] if prefix is None else [prefix.decode("utf-8", "replace"), self.name]
+        return [text.rpartition("/")[2] for text in texts]
 
 
 @dataclass(frozen=True)

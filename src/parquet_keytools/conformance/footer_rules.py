@@ -56,18 +56,18 @@ def check_footer(
     book.holds("schema")
     _check_row_groups(metadata, row_groups, is_encrypted, book)
     columns, unusable = _columns(leaves, chunks, envelope, book)
-    types = [element.type for element in schema[1:] if element.type is not None]
     columns = [
-        replace(column, is_flat=is_flat, type=physical_type)
-        for column, is_flat, physical_type in zip(columns, _flatness(schema), types, strict=True)
+        replace(column, is_flat=is_flat, type=leaf.physical_type)
+        for column, is_flat, leaf in zip(columns, _flatness(schema), leaves, strict=True)
     ]
     if is_encrypted and row_groups and columns:
         has_encrypted = any(column.encryption is not ColumnEncryption.PLAINTEXT for column in columns)
         book.check("columns-encrypted", has_encrypted, "all columns are in plaintext.", FOOTER_PLACE)
     _check_names(envelope, columns, book)
-    _check_values(envelope, metadata, row_groups, columns, book, shown_keys)
-    _check_types(metadata, schema, row_groups, chunks, book)
-    return OpenFooter(metadata, row_groups, chunks, columns, unusable)
+    footer = OpenFooter(metadata, row_groups, chunks, columns, unusable)
+    _check_values(envelope, footer, book, shown_keys)
+    _check_types(footer, schema, book)
+    return footer
 
 
 def _check_mode_fields(envelope: Envelope, metadata: FileMetaData, book: RuleBook) -> None:
@@ -110,21 +110,14 @@ def _check_names(envelope: Envelope, columns: Sequence[Column], book: RuleBook) 
         book.holds("names-visible")
 
 
-def _check_values(
-    envelope: Envelope,
-    metadata: FileMetaData,
-    row_groups: Sequence[RowGroup],
-    columns: Sequence[Column],
-    book: RuleBook,
-    shown_keys: Collection[str],
-) -> None:
+def _check_values(envelope: Envelope, footer: OpenFooter, book: RuleBook, shown_keys: Collection[str]) -> None:
     """Check what a plaintext footer shows beside the metadata of chunks (spec 5.5)."""
-    encrypted = {column.ordinal for column in columns if column.encryption is not ColumnEncryption.PLAINTEXT}
+    encrypted = {c.ordinal for c in footer.columns if c.encryption is not ColumnEncryption.PLAINTEXT}
     if envelope.mode is not FooterMode.PLAINTEXT_FOOTER or not encrypted:
         return
-    shown = wrongly_shown(metadata, row_groups, encrypted)
+    shown = wrongly_shown(footer.metadata, footer.row_groups, encrypted)
     allowed = VisibleKeyValues(frozenset(shown_keys))
-    for entry in metadata.key_value_metadata or ():
+    for entry in footer.metadata.key_value_metadata or ():
         if allowed.hides(entry):
             shown.append(f"the value of key {entry.key[:80]!r}")
     more = f" and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
@@ -132,17 +125,12 @@ def _check_values(
     book.check("footer-values", not shown, message, FOOTER_PLACE)
 
 
-def _check_types(
-    metadata: FileMetaData,
-    schema: Sequence[SchemaElement],
-    row_groups: Sequence[RowGroup],
-    chunks: Sequence[Sequence[ChunkEntry]],
-    book: RuleBook,
-) -> None:
+def _check_types(footer: OpenFooter, schema: Sequence[SchemaElement], book: RuleBook) -> None:
+    metadata = footer.metadata
     names = dict.fromkeys(metadata.fields_of_other_types())
-    for record in (*schema, *row_groups, *(metadata.key_value_metadata or ())):
+    for record in (*schema, *footer.row_groups, *(metadata.key_value_metadata or ())):
         names.update(dict.fromkeys(record.fields_of_other_types()))
-    for chunk in itertools.chain.from_iterable(chunks):
+    for chunk in itertools.chain.from_iterable(footer.chunks):
         if chunk.other_types:
             names.update(dict.fromkeys(chunk.other_types))
         if chunk.visible is not None:
@@ -180,13 +168,13 @@ def _columns(
             if kind == right:
                 continue
             breaches = book.breaches
-            found = _column(leaf, chunk, row_group_ordinal, envelope, book, known)
+            place = chunk_place(row_group_ordinal, leaf.ordinal)
+            found = _column(leaf, chunk, place, envelope, book, known)
             if found is None:
                 unusable.add((row_group_ordinal, leaf.ordinal))
                 continue
             column = column or found
             message = f"column {leaf.dotted_path!r} is encrypted in another way than before."
-            place = chunk_place(row_group_ordinal, leaf.ordinal)
             if not book.check("crypto-metadata-same", found == column, message, place):
                 unusable.add((row_group_ordinal, leaf.ordinal))
             if book.breaches == breaches:
@@ -249,24 +237,24 @@ def _crypto_of(chunk: ChunkEntry, known: dict[bytes, _Crypto]) -> _Crypto | None
 def _column(
     leaf: LeafColumn,
     chunk: ChunkEntry,
-    row_group_ordinal: int,
+    place: ModulePlace,
     envelope: Envelope,
     book: RuleBook,
     known: dict[bytes, _Crypto],
 ) -> Column | None:
     """Check one chunk's entry, and return how it is encrypted; None where that cannot be told."""
-    place = chunk_place(row_group_ordinal, leaf.ordinal)
     try:
         crypto = _crypto_of(chunk, known)
-        hidden, visible = chunk.hidden, chunk.visible
-        if crypto is None:
-            message = "the chunk has encrypted metadata and does not say with which key."
-            book.check("crypto-metadata-set", hidden is None, message, place)
-            return None if hidden is not None else _plaintext_column(leaf, visible, place, book)
-        book.holds("crypto-metadata-set")
     except ParquetFormatError as error:
         book.broken("crypto-metadata", str(error), place)
         return None
+    message = "the chunk has encrypted metadata and does not say with which key."
+    if not book.check("crypto-metadata-set", crypto is not None or chunk.hidden is None, message, place):
+        return None
+    if crypto is None:
+        is_there, message = chunk.visible is not None, "a plaintext column has no metadata."
+        is_readable = book.check("metadata-visible", is_there, message, place)
+        return Column(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None) if is_readable else None
     if not book.check("crypto-metadata", crypto.is_one_known, "it does not hold exactly one known kind.", place):
         return None
     if envelope.mode is FooterMode.UNENCRYPTED:
@@ -281,27 +269,15 @@ def _column(
     message = f"the crypto metadata of {leaf.dotted_path!r} is that of {'.'.join(path)!r}."
     book.check("crypto-metadata-path", path == leaf.path, message, place)
     encryption = ColumnEncryption.COLUMN_KEY if crypto.is_own else ColumnEncryption.FOOTER_KEY
-    is_usable = _check_placement(encryption, hidden, visible, envelope, place, book)
+    is_usable = _check_placement(encryption, chunk, envelope, place, book)
     return Column(leaf.path, leaf.ordinal, encryption, crypto.key_metadata) if is_usable else None
 
 
-def _plaintext_column(
-    leaf: LeafColumn, visible: ColumnMetaData | None, place: ModulePlace, book: RuleBook
-) -> Column | None:
-    if not book.check("metadata-visible", visible is not None, "a plaintext column has no metadata.", place):
-        return None
-    return Column(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None)
-
-
 def _check_placement(
-    encryption: ColumnEncryption,
-    hidden: bytes | None,
-    visible: ColumnMetaData | None,
-    envelope: Envelope,
-    place: ModulePlace,
-    book: RuleBook,
+    encryption: ColumnEncryption, chunk: ChunkEntry, envelope: Envelope, place: ModulePlace, book: RuleBook
 ) -> bool:
     """Check where the metadata of an encrypted chunk is; returns whether its full metadata is there at all."""
+    hidden, visible = chunk.hidden, chunk.visible
     if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
         if book.check("metadata-visible", visible is not None, "meta_data is not set.", place):
             assert visible is not None

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from parquet_keytools.conformance.data_set import PartName, numberings, part_ordinals
+from parquet_keytools.conformance.data_set import numberings, part_ordinals
 
 UUID = "8a4f9c2e-0d11-4b7a-9e1c-55f0a2b3c4d5"
 OTHER_UUID = "11112222-3333-4444-5555-666677778888"
 
 
 def missing(*names: str) -> dict[str, list[int]]:
-    found = numberings([PartName(None, name) for name in names])
+    found = numberings([[name] for name in names])
     return {numbering.template: gaps for numbering in found if (gaps := [*numbering.missing()])}
 
 
@@ -54,12 +54,12 @@ def test_files_of_one_task_of_spark_are_one_part() -> None:
 
 
 def test_prefixes_come_before_names() -> None:
-    names = [PartName("employees_23May2018.part1", "part-7.parquet"), PartName("employees", "part-2.parquet")]
-    assert part_ordinals([*names, PartName(None, "stranger.parquet")]) == [1, 2, None]
+    names = [["employees_23May2018.part1", "part-7.parquet"], ["employees", "part-2.parquet"]]
+    assert part_ordinals([*names, ["stranger.parquet"]]) == [1, 2, None]
 
 
 def test_a_great_number_of_numberings_takes_no_time() -> None:
     started = time.process_time()
-    names = [PartName(None, f"part-999999-{number}x.parquet") for number in range(5_000)]
+    names = [[f"part-999999-{number}x.parquet"] for number in range(5_000)]
     assert all(next(numbering.missing()) == 0 for numbering in numberings(names))
     assert time.process_time() - started < 2
