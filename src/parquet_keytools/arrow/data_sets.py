@@ -33,7 +33,7 @@ from parquet_keytools.arrow.read_options import (
 )
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
 from parquet_keytools.errors import FileChangedError
-from parquet_keytools.files.files_ahead import FilesAhead, OpenMany
+from parquet_keytools.files.files_ahead import FilesAhead
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, read_again_if_changed
 from parquet_keytools.files.table_check import refuse_values_of_folders
@@ -133,7 +133,7 @@ class DataSetFiles:
         self._partition_names: frozenset[str] = frozenset()
         self._layout: ds.FileSystemDataset | None = None
         self.hidden: frozenset[str] = frozenset()
-        self.opened = FilesAhead(self.paths, self._batch)
+        self.opened = FilesAhead(self.paths, lambda: partial(self._open, keys.kms_keys(self._known)))
 
     def dataset(
         self,
@@ -203,9 +203,6 @@ class DataSetFiles:
         else:
             kept = pa.schema([field for field in schema if field.name not in denied], metadata=schema.metadata)
         return LazyDataset(fragments, kept, first_format, filesystem)
-
-    def _batch(self) -> OpenMany:
-        return partial(self._open, self._keys.kms_keys(self._known))
 
     def _open(self, kms_keys: KmsKeys, paths: Sequence[str]) -> list[OpenedFile]:
         """Open files, and refuse those that the data set may not have."""

@@ -57,14 +57,10 @@ class KeyChanges:
         entries = list(document.get(_KEYS) or [])
         for old, new in self.replaced:
             ((old_entry,), (new_entry,)) = as_json([old]), as_json([new])
-            places = [
-                n
-                for n, entry in enumerate(entries)
-                if all(entry.get(name) == value for name, value in old_entry.items())
-            ]
-            if not places:
+            found = (entry for entry in entries if old_entry.items() <= entry.items())
+            if (entry := next(found, None)) is None:
                 raise CommitFailedException(f"the KEK {old.key_id!r} was changed by another commit")
-            entries[places[0]] = {**entries[places[0]], **new_entry}
+            entries[entries.index(entry)] = {**entry, **new_entry}
         known = {entry.get(_KEY_ID) for entry in entries}
         entries += [entry for entry in as_json(self.added) if entry[_KEY_ID] not in known]
         entries = [entry for entry in entries if entry.get(_KEY_ID) not in self.removed]

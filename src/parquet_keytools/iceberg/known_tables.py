@@ -102,12 +102,9 @@ class KnownTables:
         """Take a state of a table. What was learnt of the very same state stays."""
         location = encryption.metadata_location
         with self._lock:
-            known = self._tables.pop(location, None)
-            table = (
-                known
-                if known is not None and known.encryption == encryption
-                else KnownTable(encryption, self.keys)
-            )
+            table = self._tables.pop(location, None)
+            if table is None or table.encryption != encryption:
+                table = KnownTable(encryption, self.keys)
             self._tables[location] = table
             while len(self._tables) > _KEPT_TABLES:
                 self._tables.popitem(last=False)

@@ -100,7 +100,7 @@ def _key_options(policy: TablePolicy) -> dict[str, str]:
     return {
         "parquet.encryption.footer.key": footer_key,
         "parquet.encryption.column.keys": ";".join(f"{key}:{','.join(c)}" for key, c in column_keys.items()),
-        "parquet.encryption.complete.columns": _java(table.unlisted_columns == "footer_key"),
+        "parquet.encryption.complete.columns": str(table.unlisted_columns == "footer_key").lower(),
     }
 
 
@@ -115,7 +115,7 @@ def _other_options(
         "parquet.encryption.algorithm": table.algorithm,
         "parquet.encryption.plaintext.footer": "false",
         "parquet.encryption.data.key.length.bits": str(table.data_key_length_bits),
-        "parquet.encryption.double.wrapping": _java(table.double_wrapping),
+        "parquet.encryption.double.wrapping": str(table.double_wrapping).lower(),
         "parquet.encryption.key.material.store.internally": "true",
         "parquet.encryption.cache.lifetime.seconds": str(int(table.cache_lifetime_seconds)),
         TABLE: policy.table_name,
@@ -134,10 +134,6 @@ def _other_options(
 def _listed_id(master_key_id: str) -> str:
     # Hadoop would replace `${...}`.
     return encode_master_key_id(master_key_id).replace("$", "%24")
-
-
-def _java(value: bool) -> str:
-    return str(value).lower()
 
 
 def spark_leaf_paths(schema: StructType) -> list[ColumnPath]:

@@ -15,7 +15,7 @@ import json
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from parquet_keytools.config.document import DocumentSource, yaml_path_text
 from parquet_keytools.config.loader import load_configuration, restore_configuration
@@ -42,20 +42,19 @@ def carried(configuration: Configuration) -> str:
                 "configuration from a YAML file that every node can read.",
             )
         return carried_file(str(source.path))
-    return _text(
-        {
-            "file": source.file,
-            "path": None if source.path is None else str(source.path),
-            "folder": str(source.folder),
-            "lines": [[list(path), line] for path, line in sorted(source.lines.items(), key=str)],
-            "document": source.document,
-        }
-    )
+    parts = {
+        "file": source.file,
+        "path": None if source.path is None else str(source.path),
+        "folder": str(source.folder),
+        "lines": [[list(path), line] for path, line in sorted(source.lines.items(), key=str)],
+        "document": source.document,
+    }
+    return json.dumps(parts, sort_keys=True)
 
 
 def carried_file(path: str) -> str:
     """Return what makes a worker load a file: a path, or the name of one of Spark's files (`spark.files`)."""
-    return _text({"load": path})
+    return json.dumps({"load": path})
 
 
 def configuration_identity(configuration: Configuration) -> str:
@@ -103,10 +102,6 @@ def refuse_generated_keys(kms: KmsClient | None) -> None:
             "the in_memory KMS generates master keys, and every executor would have different ones.",
             hint="Write the keys into the configuration, or use a keystore.",
         )
-
-
-def _text(parts: dict[str, Any]) -> str:
-    return json.dumps(parts, sort_keys=True)
 
 
 PREAMBLE = b"\x89PKTW1\r\n"

@@ -110,7 +110,8 @@ def plan_data_set(
         FileNotFoundError: There is no such file or folder.
         NoParquetFilesError: The folder has no Parquet files, and nothing that may hold some.
     """
-    files, left_out = _Columns("path", "size_bytes"), _Columns("path", "reason")
+    files = _Columns(pa.schema([("path", pa.string()), ("size_bytes", pa.int64())]))
+    left_out = _Columns(pa.schema([("path", pa.string()), ("reason", pa.string())]))
     unseen: list[Unseen] = []
     start = len(root.path.rstrip("/")) + 1
     last_folder = None
@@ -130,11 +131,7 @@ def plan_data_set(
             left_out.add(escaped_path(name), found.reason.value)
             if on_left_out is not None:
                 on_left_out(found)
-    return PlannedFiles(
-        files.table(pa.schema([("path", pa.string()), ("size_bytes", pa.int64())])),
-        left_out.table(pa.schema([("path", pa.string()), ("reason", pa.string())])),
-        unseen,
-    )
+    return PlannedFiles(files.table(), left_out.table(), unseen)
 
 
 def left_out_of(root: FileLocation, planned: PlannedFiles) -> Iterator[LeftOut]:
@@ -175,18 +172,14 @@ def cut_by_group(table: pa.Table, pieces: int, most_pieces_a_group: int) -> list
     start = waiting = 0
     # Groups are in order; small ones share a piece, and large ones are cut.
     for count in counts["count_all"].to_pylist():
-        if count > target:
-            if waiting:
-                found.append(packed(table.slice(start, waiting)))
-                start, waiting = start + waiting, 0
-            parts = min(most_pieces_a_group, -(-count // target))
-            found += cut(table.slice(start, count), parts)
-            start += count
-            continue
         if waiting and waiting + count > target:
             found.append(packed(table.slice(start, waiting)))
             start, waiting = start + waiting, 0
-        waiting += count
+        if count > target:
+            found += cut(table.slice(start, count), min(most_pieces_a_group, -(-count // target)))
+            start += count
+        else:
+            waiting += count
     if waiting:
         found.append(packed(table.slice(start, waiting)))
     return found
@@ -215,29 +208,25 @@ def rows_of(table: pa.Table) -> Iterator[dict[str, Any]]:
 class _Columns:
     """Rows on their way into columns of Arrow, some as objects of Python at a time."""
 
-    def __init__(self, *names: str) -> None:
-        self._names = names
-        self._waiting: list[list[Any]] = [[] for _ in names]
-        self._batches: list[list[pa.Array]] = []
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._waiting: list[tuple[object, ...]] = []
+        self._parts = [schema.empty_table()]
 
     def add(self, *values: object) -> None:
-        for column, value in zip(self._waiting, values, strict=True):
-            column.append(value)
-        if len(self._waiting[0]) >= _FLUSH_ROWS:
+        self._waiting.append(values)
+        if len(self._waiting) >= _FLUSH_ROWS:
             self._flush()
 
-    def table(self, schema: pa.Schema) -> pa.Table:
+    def table(self) -> pa.Table:
         self._flush()
-        if not self._batches:
-            return schema.empty_table()
-        return pa.concat_tables(
-            pa.table(batch, names=list(self._names)).cast(schema) for batch in self._batches
-        ).combine_chunks()
+        return pa.concat_tables(self._parts).combine_chunks()
 
     def _flush(self) -> None:
-        if self._waiting[0]:
-            self._batches.append([pa.array(column) for column in self._waiting])
-            self._waiting = [[] for _ in self._names]
+        if self._waiting:
+            columns = zip(*self._waiting, strict=True)
+            self._parts.append(pa.table([pa.array(column) for column in columns], schema=self._schema))
+            self._waiting = []
 
 
 def concatenated(parts: Sequence[bytes], schema: pa.Schema) -> pa.Table:
