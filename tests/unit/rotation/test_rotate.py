@@ -625,6 +625,32 @@ def test_a_stored_prefix_of_another_table_is_no_obstacle(tmp_path: Path) -> None
     assert case.tools().rotate(path, aad_prefix="right").files[0].error_class == "AadPrefixError"
 
 
+def test_a_stored_prefix_of_another_table_is_one_where_others_come_to_read(tmp_path: Path) -> None:
+    """Whoever may use the new master key reads the file then: the prefix is checked, also of the only table."""
+    case = Case.make(tmp_path, "keystore", aad_prefix="right", also_trusted=["new"])
+    path = case.write(tools=case.tools(aad_prefix="other"))
+    before = tree_digest(case.folder)
+    (file,) = case.tools().rotate(path, moves={"kf": "new"}).files
+    assert (file.outcome, file.error_class) == (Outcome.FAILED, "AadPrefixError")
+    assert tree_digest(case.folder) == before
+    assert case.tools(aad_prefix="other").rotate(path, moves={"kf": "new"}).succeeded
+
+
+def test_only_the_table_of_the_rotation_is_warned_of(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    case = Case.make(tmp_path, "in_memory", also_trusted=["new"])
+    document = {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
+        "tables": {"t": {"footer_key": "kf", **case.settings}, "u": {"footer_key": "kf", **UNIFORM}},
+    }
+    path = case.write()
+    tools = Keytools(parse_configuration(document), kms=case.kms)
+    assert tools.rotate(path, moves={"kf": "new"}, table_name="t", dry_run=True).succeeded and not recwarn.list
+    assert tools.rotate(path, moves={"kf": "new"}, dry_run=True).succeeded
+    (warning,) = recwarn.list
+    assert "files of the table 'u'" in str(warning.message)
+
+
 # --- other files ---
 
 
