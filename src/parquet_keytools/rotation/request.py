@@ -31,7 +31,7 @@ from parquet_keytools.rotation.journal import (
 from parquet_keytools.rotation.replaced_keys import new_rotation_id
 from parquet_keytools.rotation.report import RotationReport
 from parquet_keytools.rotation.rewrapper import Rewrapper
-from parquet_keytools.rotation.rewrapping import MasterKeyRotation
+from parquet_keytools.rotation.rewrapping import Rewrapping
 from parquet_keytools.rotation.rotation_plan import (
     MasterKeyVersions,
     RotationContext,
@@ -91,7 +91,7 @@ def rotate_data_set(path: FileLocation, context: RotationContext, options: RunOp
     if is_folder and path.is_local and (former := Path(path.path) / FORMER_JOURNAL_NAME).is_file():
         report.ignored_journal = str(former)
     journal = _open_journal(path, context, options, report, is_folder=is_folder)
-    change_data_set(path, MasterKeyRotation(context, journal), report, options, journal)
+    change_data_set(path, Rewrapping(context, journal), report, options, journal)
     report.kms_calls = context.rewrapper.calls + context.versions.calls
     if context.dry_run:
         # To describe master keys changes nothing, so it was done.

@@ -37,72 +37,49 @@ from parquet_keytools.storage.failures import storage_failure
 from parquet_keytools.storage.locations import FileLocation
 
 
-class MasterKeyRotation(FileChange):
-    """Re-wraps the keys of files; see `FileChange`.
+class Rewrapping(FileChange):
+    """Re-wraps the keys of files, of some files together at a time; see `FileChange`.
 
     Args:
         journal: Knows which keys an earlier run of this rotation made; None where there is none.
     """
 
+    _pool: Executor
+    _locked_folder: str | None
+    _rewrapped: dict[RewrapTask, Rewrapped | KmsError]
+    _unwrapped: dict[WrappedKey, SecretBytes | KmsError]
+
     def __init__(self, context: RotationContext, journal: Journal | None) -> None:
         self._context = context
         self._journal = journal
+        self._lock = threading.Lock()
+        # Set when nothing can be written any more; then the files that are left are not processed.
         self._stopped = threading.Event()
 
     def change(
         self, pool: Executor, locations: Iterator[FileLocation], locked_folder: str | None
     ) -> Iterator[tuple[FileLocation, FileOutcome]]:
         """Re-wrap the keys of the next files."""
-        files = Rewrapping(
-            self._context, pool, journal=self._journal, locked_folder=locked_folder, stopped=self._stopped
-        )
-        for location, outcome in files.rotate(read_batch(pool, locations)):
-            if isinstance(outcome, FileRotation):
-                self._note_versions(outcome)
+        self._pool, self._locked_folder = pool, locked_folder
+        self._rewrapped, self._unwrapped = {}, {}
+        for location, outcome in self._rotate(read_batch(pool, locations)):
+            if isinstance(outcome, FileRotation) and self._journal is not None:
+                self._note_versions(outcome, self._journal)
             yield location, outcome
 
     def take_end(self) -> KmsUnavailableError | None:
         """Return the KMS's last error if it answered nothing at all since this was asked last."""
         return self._context.rewrapper.take_unreachable()
 
-    def _note_versions(self, result: FileRotation) -> None:
-        if self._journal is None:
-            return
+    def _note_versions(self, result: FileRotation, journal: Journal) -> None:
         versions = self._context.versions
         for key in result.keys:
             versions.current(key.new_master_key_id, new=True)
         # Also those of keys that stay, because they are current: with a newer version they are not any more.
         for master_key_id, version in versions.known_new.items():
-            self._journal.add_version(master_key_id, version)
+            journal.add_version(master_key_id, version)
 
-
-class Rewrapping:
-    """Files whose keys are re-wrapped together.
-
-    Args:
-        locked_folder: Path of a folder whose lock the caller has.
-        stopped: Set when nothing can be written any more; then the files that are left are not processed.
-    """
-
-    def __init__(
-        self,
-        context: RotationContext,
-        pool: Executor,
-        *,
-        journal: Journal | None,
-        locked_folder: str | None,
-        stopped: threading.Event,
-    ) -> None:
-        self._context = context
-        self._pool = pool
-        self._journal = journal
-        self._locked_folder = locked_folder
-        self._stopped = stopped
-        self._lock = threading.Lock()
-        self._rewrapped: dict[RewrapTask, Rewrapped | KmsError] = {}
-        self._unwrapped: dict[WrappedKey, SecretBytes | KmsError] = {}
-
-    def rotate(self, works: Sequence[BatchFile]) -> Iterator[tuple[FileLocation, FileOutcome]]:
+    def _rotate(self, works: Sequence[BatchFile]) -> Iterator[tuple[FileLocation, FileOutcome]]:
         """Yield what became of each file, in their order; one that changed meanwhile wants another turn.
 
         When nothing can be written any more, the files that were not processed are not among them.
