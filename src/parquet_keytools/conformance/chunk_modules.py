@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parquet_keytools.conformance.chunk_layout import Column, Window
@@ -46,12 +47,12 @@ def check_padding(plaintext: bytes | bytearray, end: int, place: ModulePlace, bo
         book.broken("padding", f"{len(plaintext) - end} bytes follow it.", place)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ColumnCiphers:
     """How the chunks of one column are decrypted, and what became of their modules.
 
     Attributes:
         column: The column.
-        name: Its dotted path.
         cipher: Under its DEK; None where it is in plaintext, or its key is unavailable.
         is_ctr: Whether its pages are encrypted with AES-CTR.
         nonces: Those that were used with its DEK.
@@ -61,24 +62,16 @@ class ColumnCiphers:
         held: Ids of rules that were checked and hold; for any thread, as a book, and faster.
     """
 
-    __slots__ = ("cipher", "column", "counts", "held", "is_ctr", "name", "nonces", "page_framing")
+    column: Column
+    cipher: ModuleCipher | None = None
+    nonces: DekNonces = field(default_factory=DekNonces)
+    is_ctr: bool = field(default=False, kw_only=True)
+    page_framing: int = field(init=False)
+    counts: Counter[tuple[ModuleType, str]] = field(default_factory=Counter, init=False)
+    held: set[str] = field(default_factory=set, init=False)
 
-    def __init__(
-        self,
-        column: Column,
-        cipher: ModuleCipher | None = None,
-        nonces: DekNonces | None = None,
-        *,
-        is_ctr: bool = False,
-    ) -> None:
-        self.column = column
-        self.name = column.name
-        self.cipher = cipher
-        self.is_ctr = is_ctr
-        self.nonces = DekNonces() if nonces is None else nonces
-        self.page_framing = 0 if cipher is None else CTR_FRAMING if is_ctr else GCM_FRAMING
-        self.counts: Counter[tuple[ModuleType, str]] = Counter()
-        self.held: set[str] = set()
+    def __post_init__(self) -> None:
+        self.page_framing = 0 if self.cipher is None else CTR_FRAMING if self.is_ctr else GCM_FRAMING
 
     def note_held(self, book: RuleBook) -> None:
         """Note the rules that were found to hold, and those that each module keeps that is authentic."""
@@ -179,6 +172,7 @@ _FoundHeader = tuple[HeaderFacts, int, ModuleType, memoryview | bytes]
 """What a header says, its length with framing, its type, and its module."""
 
 
+@dataclass(eq=False, repr=False)
 class PageWalk:
     """Goes from header to header through a chunk.
 
@@ -189,27 +183,22 @@ class PageWalk:
         data_headers: How many headers of data pages were decrypted.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        chunk: ChunkCiphers,
-        dictionary_page_offset: int | None,
-        start: int,
-        end: int,
-        book: RuleBook,
-    ) -> None:
-        self._window = window
-        self._chunk = chunk
-        self._framing = chunk.ciphers.page_framing
-        self._dictionary_page_offset = dictionary_page_offset or None
-        self._start = start
-        self._end = end
-        self._book = book
-        self._data_aad = b""
-        self.next_ordinal = 0
-        self.stopped = False
-        self.has_dictionary_header = False
-        self.data_headers = 0
+    _window: Window
+    _chunk: ChunkCiphers
+    _dictionary_page_offset: int | None
+    _start: int
+    _end: int
+    _book: RuleBook
+    _data_aad: bytes = b""
+    next_ordinal: int = 0
+    stopped: bool = False
+    has_dictionary_header: bool = False
+    data_headers: int = 0
+
+    def __post_init__(self) -> None:
+        self._framing = self._chunk.ciphers.page_framing
+        # Writers leave 0 where there is none.
+        self._dictionary_page_offset = self._dictionary_page_offset or None
 
     def __iter__(self) -> Iterator[Page]:
         cipher, end = self._chunk.ciphers.cipher, self._end

@@ -147,7 +147,7 @@ class _FileVerifier:
             counts[ModuleType.FOOTER, None] = self._footer_counts
         for ciphers in self._ciphers.values():
             for (module_type, outcome), number in ciphers.counts.items():
-                counts[module_type, ciphers.name][outcome] += number
+                counts[module_type, ciphers.column.name][outcome] += number
         return tuple(
             ModuleTally(*key, *(counts[key][name] for name in ("authentic", "broken", "unauthenticated")))
             for key in sorted(counts, key=lambda key: (key[0], key[1] or ""))
@@ -294,7 +294,7 @@ class _FileVerifier:
                 verifier = ChunkVerifier(walkable[key], self._metadata[key], num_rows, region, self._book, pages)
                 verifiers[key] = verifier
             else:
-                name = walkable[key].ciphers.name
+                name = walkable[key].ciphers.column.name
                 self._book.scope_not_checked(Scope.COLUMN, f"{name!r}: a chunk is not where it can be read")
                 self._lose_chunk(walkable[key])
         authenticate_pages(self._source, tuple(verifiers.values()), self._threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from parquet_keytools.conformance.chunk_layout import ChunkRegion, Window, ends_of_runs
@@ -52,6 +53,7 @@ class IndexWindows:
         return window.view(region.offset, region.length)
 
 
+@dataclass(eq=False, repr=False)
 class IndexVerifier:
     """Verifies what belongs to a chunk beside its pages.
 
@@ -59,18 +61,11 @@ class IndexVerifier:
         is_damaged: Whether something was found that keeps readers from using it.
     """
 
-    def __init__(
-        self,
-        source: ByteSource,
-        chunk: ChunkCiphers,
-        limit: int,
-        book: RuleBook,
-    ) -> None:
-        self._source = source
-        self._chunk = chunk
-        self._limit = limit
-        self._book = book
-        self.is_damaged = False
+    _source: ByteSource
+    _chunk: ChunkCiphers
+    _limit: int
+    _book: RuleBook
+    is_damaged: bool = False
 
     def _broken(self, rule_id: str, message: str, module_type: ModuleType, offset: int) -> None:
         self.is_damaged = True
