@@ -174,54 +174,40 @@ class VaultKms(RemoteKmsClient):
         ask: Callable[[VaultConnection, TransitCall, Sequence[R]], list[T | KmsError]],
     ) -> list[T | KmsError]:
         """Ask for many, a batch for each master key at least, and several batches at a time."""
-        of_key: dict[str, list[int]] = defaultdict(list)
-        for position, request in enumerate(requests):
-            of_key[request.master_key_id].append(position)
-        outcomes: dict[int, T | KmsError] = {}
-        batches: list[tuple[str, list[int]]] = []
+        of_key: dict[str, list[R]] = defaultdict(list)
+        for request in requests:
+            of_key[request.master_key_id].append(request)
         names = list(of_key)
-        mistakes = self._map(partial(self._mistake, operation), names)
-        for name, mistake in zip(names, mistakes, strict=True):
-            places = of_key[name]
-            if mistake is not None:
-                outcomes |= dict.fromkeys(places, mistake)
-            else:
-                size = self._batch_size
-                batches += [(name, places[start : start + size]) for start in range(0, len(places), size)]
-
-        def answers(batch: tuple[str, list[int]]) -> list[T | KmsError]:
-            return self._batch(operation, batch[0], [requests[place] for place in batch[1]], ask)
-
-        for (_, places), batch in zip(batches, self._map(answers, batches), strict=True):
-            outcomes |= dict(zip(places, batch, strict=True))
-        return [outcomes[position] for position in range(len(requests))]
+        mistakes = dict(zip(names, self._map(partial(self._mistake, operation), names), strict=True))
+        able = [of_key[name] for name in names if mistakes[name] is None]
+        size = self._batch_size
+        batches = [of_one[start : start + size] for of_one in able for start in range(0, len(of_one), size)]
+        outcomes: dict[int, T | KmsError] = {}
+        answers = self._map(lambda batch: self._batch(operation, batch, ask), batches)
+        for batch, answer in zip(batches, answers, strict=True):
+            outcomes |= dict(zip(map(id, batch), answer, strict=True))
+        return [mistakes[request.master_key_id] or outcomes[id(request)] for request in requests]
 
     def _batch(
         self,
         operation: str,
-        master_key_id: str,
         requests: Sequence[R],
         ask: Callable[[VaultConnection, TransitCall, Sequence[R]], list[T | KmsError]],
     ) -> list[T | KmsError]:
         """Ask for one batch; one that is too large for the server becomes two, and later ones are smaller."""
-        outcome = self._outcome(
-            operation,
-            master_key_id,
-            self._ask,
-            operation,
-            master_key_id,
-            lambda connection: ask(connection, self._call_facts(operation, master_key_id), requests),
-        )
+        call = self._call_facts(operation, requests[0].master_key_id)
+
+        def send(connection: VaultConnection) -> list[T | KmsError]:
+            return ask(connection, call, requests)
+
+        outcome = self._outcome(operation, call.master_key_id, self._ask, operation, call.master_key_id, send)
         if not isinstance(outcome, KmsError):
             return outcome
         if not isinstance(outcome, RequestTooLargeError) or len(requests) == 1:
             return [outcome] * len(requests)
         half: int = len(requests) // 2
         self._batch_size = min(self._batch_size, max(half, 1))
-        return [
-            *self._batch(operation, master_key_id, requests[:half], ask),
-            *self._batch(operation, master_key_id, requests[half:], ask),
-        ]
+        return [*self._batch(operation, requests[:half], ask), *self._batch(operation, requests[half:], ask)]
 
     def _moved(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
         """Wrap with another master key. The engine cannot do that, so the keys pass through this process."""
@@ -229,13 +215,11 @@ class VaultKms(RemoteKmsClient):
         mistakes = dict(zip(names, self._map(partial(self._mistake, "rewrap"), names), strict=True))
         able = [request for request in requests if mistakes[request.new_master_key_id] is None]
         keys = self._in_batches("rewrap", able, self._engine.unwrap)
-        outcomes: dict[int, str | KmsError] = {}
-        to_wrap: dict[int, WrapRequest] = {}
-        for request, key in zip(able, keys, strict=True):
-            if isinstance(key, KmsError):
-                outcomes[id(request)] = key
-            else:
-                to_wrap[id(request)] = WrapRequest(key, request.new_master_key_id)
+        unwrapped = list(zip(able, keys, strict=True))
+        outcomes: dict[int, str | KmsError] = {id(r): key for r, key in unwrapped if isinstance(key, KmsError)}
+        to_wrap = {
+            id(r): WrapRequest(key, r.new_master_key_id) for r, key in unwrapped if isinstance(key, SecretBytes)
+        }
         wrapped = self._in_batches("rewrap", list(to_wrap.values()), self._engine.wrap)
         outcomes |= dict(zip(to_wrap, wrapped, strict=True))
         return [mistakes[r.new_master_key_id] or outcomes[id(r)] for r in requests]
@@ -299,7 +283,7 @@ class VaultKms(RemoteKmsClient):
         namespace = f"namespace {self.settings.namespace}" if self.settings.namespace else ""
         return ", ".join(filter(None, [self.settings.url, namespace]))
 
-    def _ask(self, operation: str, master_key_id: str, ask: Callable[[VaultConnection], T]) -> T:
+    def _ask(self, operation: str, master_key_id: str | None, ask: Callable[[VaultConnection], T]) -> T:
         """Call the server, with as many attempts as the errors allow."""
         return self._call(operation, master_key_id, partial(self._one_try, ask))
 
