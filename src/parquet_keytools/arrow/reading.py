@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -168,12 +168,8 @@ _BATCHES_AHEAD = 16
 """What Arrow reads ahead by default."""
 
 
-class OpenColumns(Protocol):
-    """Opens a data set."""
-
-    def __call__(self, *, columns: Sequence[str] | None) -> ds.Dataset:
-        """Open it for these columns only; None for all."""
-        ...
+OpenColumns = Callable[..., ds.Dataset]
+"""Opens a data set for the `columns` that it is called with only; None for all."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, Self
 
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
@@ -226,16 +227,13 @@ class Ags1Reader(RangedFile):
 
     def _decrypt(self, ordinal: int, block: memoryview, out: memoryview) -> None:
         aad = self._aad_prefix + _pack_ordinal(ordinal)
-        authentic = True
-        try:
+        with suppress(InvalidTag):
             self._cipher.decrypt_into(block[:NONCE_LENGTH], block[NONCE_LENGTH:], aad, out)
-        except InvalidTag:
-            authentic = False
-        if not authentic:
-            raise self._error(
-                f"block {ordinal} is not authentic: it was changed, moved or taken from another file, or the key "
-                "metadata is that of another file"
-            )
+            return
+        raise self._error(
+            f"block {ordinal} is not authentic: it was changed, moved or taken from another file, or the key "
+            "metadata is that of another file"
+        )
 
     def _read_file(self, offset: int, length: int) -> bytes:
         self._file.seek(offset)

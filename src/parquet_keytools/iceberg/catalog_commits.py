@@ -56,13 +56,12 @@ class KeyChanges:
         """Change a metadata file; `CommitFailedException` where what is to be replaced, or a KEK, is gone."""
         entries = list(document.get(_KEYS) or [])
         for old, new in self.replaced:
-            ((old_entry,), (new_entry,)) = as_json([old]), as_json([new])
-            found = (entry for entry in entries if old_entry.items() <= entry.items())
+            found = (entry for entry in entries if as_json(old).items() <= entry.items())
             if (entry := next(found, None)) is None:
                 raise CommitFailedException(f"the KEK {old.key_id!r} was changed by another commit")
-            entries[entries.index(entry)] = {**entry, **new_entry}
+            entries[entries.index(entry)] = {**entry, **as_json(new)}
         known = {entry.get(_KEY_ID) for entry in entries}
-        entries += [entry for entry in as_json(self.added) if entry[_KEY_ID] not in known]
+        entries += [as_json(entry) for entry in self.added if entry.key_id not in known]
         entries = [entry for entry in entries if entry.get(_KEY_ID) not in self.removed]
         left = {entry.get(_KEY_ID) for entry in entries}
         lost = (known - left) | {entry.encrypted_by_id for entry in self.added if entry.timestamp is None} - left
@@ -80,8 +79,8 @@ class KeyChanges:
         updates: list[dict[str, Any]] = []
         for old, new in self.replaced:
             updates.append({"action": "remove-encryption-key", _KEY_ID: old.key_id})
-            updates.append({"action": "add-encryption-key", "encryption-key": as_json([new])[0]})
-        updates += [{"action": "add-encryption-key", "encryption-key": entry} for entry in as_json(self.added)]
+            updates.append({"action": "add-encryption-key", "encryption-key": as_json(new)})
+        updates += [{"action": "add-encryption-key", "encryption-key": as_json(entry)} for entry in self.added]
         updates += [{"action": "remove-encryption-key", _KEY_ID: key_id} for key_id in self.removed]
         for update in request["updates"]:
             if update.get("action") == "add-snapshot":

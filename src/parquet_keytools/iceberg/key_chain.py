@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -279,17 +279,14 @@ def rewrapped(keys: IcebergKeys, chain: KeyChain, entry: EncryptionKey) -> Encry
     return replace(entry, encrypted=keys.wrap_kek(chain.kek(entry.key_id), entry.encrypted_by_id))
 
 
-def as_json(entries: Iterable[EncryptionKey]) -> list[dict[str, Any]]:
-    """Return entries as the metadata file has them."""
-    return [
-        {
-            "key-id": entry.key_id,
-            "encrypted-key-metadata": strict_base64.encode(entry.encrypted),
-            "encrypted-by-id": entry.encrypted_by_id,
-            **({"properties": {TIMESTAMP_PROPERTY: entry.timestamp}} if entry.timestamp is not None else {}),
-        }
-        for entry in entries
-    ]
+def as_json(entry: EncryptionKey) -> dict[str, Any]:
+    """Return an entry as the metadata file has it."""
+    return {
+        "key-id": entry.key_id,
+        "encrypted-key-metadata": strict_base64.encode(entry.encrypted),
+        "encrypted-by-id": entry.encrypted_by_id,
+        **({"properties": {TIMESTAMP_PROPERTY: entry.timestamp}} if entry.timestamp is not None else {}),
+    }
 
 
 def _new_id() -> str:

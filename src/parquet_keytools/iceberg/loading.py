@@ -38,12 +38,7 @@ from parquet_keytools.iceberg.metadata import (
     parse_table_metadata,
     read_metadata_file,
 )
-from parquet_keytools.iceberg.table_files import (
-    MAPPING_PROPERTY,
-    mapped_location,
-    open_as_stored,
-    stored_location,
-)
+from parquet_keytools.iceberg.table_files import MAPPING_PROPERTY, mapped_location, open_as_stored, stored_location
 from parquet_keytools.iceberg.written_files import StoredFileIO
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes

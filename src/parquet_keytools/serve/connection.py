@@ -12,13 +12,11 @@ import re
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 from parquet_keytools.serve.requests_and_answers import (
-    Access,
     RefusedRequestError,
     ServedAnswer,
     ServedRange,
@@ -107,20 +105,6 @@ class ViewConnection(BaseHTTPRequestHandler):
                     left -= count
         super().finish()
 
-    def route(self, request: ServedRequest) -> tuple[str, str, Callable[[], ServedAnswer]]:
-        """Return protocol, key, and what makes the answer; refuse other names of the server, and no secret."""
-        if (request.header("host") or "").lower() not in self.hosts:
-            raise RefusedRequestError(421, "InvalidRequest", "This server is not called so.")
-        first, slash, key = request.path.removeprefix("/").partition("/")
-        if slash and hmac.compare_digest(first.encode(), self.token.encode()):
-            self.keep()
-            return "http", key, partial(answer_http, self.tree, request, key, self.seen_before)
-        if self.key_pair is not None:
-            # A path may hold the secret in the wrong place, and keys are logged.
-            shown = key if first == BUCKET and self.token not in key else ""
-            return "s3", shown, partial(answer_s3, self.tree, self.key_pair, request, self.seen_before, self.keep)
-        raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")
-
     def handle_one_request(self) -> None:
         """Read a request, and answer it."""
         self._begin_request()
@@ -136,7 +120,7 @@ class ViewConnection(BaseHTTPRequestHandler):
 
     def _begin_request(self) -> None:
         self.close_connection = True
-        self.protocol = self.command = self.requestline = ""
+        self.protocol = self._key = self.command = self.requestline = ""
         self.request_version = self.protocol_version
 
     def keep(self) -> None:
@@ -158,25 +142,37 @@ class ViewConnection(BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:
         """Print nothing: each request has its record in the log of accesses."""
 
+    def _routed(self, request: ServedRequest) -> ServedAnswer:
+        """Return the answer of HTTP or S3; refuse other names of the server, and requests without its secret."""
+        if (request.header("host") or "").lower() not in self.hosts:
+            raise RefusedRequestError(421, "InvalidRequest", "This server is not called so.")
+        first, slash, key = request.path.removeprefix("/").partition("/")
+        if slash and hmac.compare_digest(first.encode(), self.token.encode()):
+            self.protocol, self._key = "http", key
+            self.keep()
+            return answer_http(self.tree, request, key, self.seen_before)
+        if self.key_pair is not None:
+            # A path may hold the secret in the wrong place, and keys are logged.
+            self.protocol, self._key = "s3", key if first == BUCKET and self.token not in key else ""
+            return answer_s3(self.tree, self.key_pair, request, self.seen_before, self.keep)
+        raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")
+
     def _answer(self) -> None:
-        key = ""
         try:
-            request = self._request()
-            self.protocol, key, make = self.route(request)
-            answer = make()
+            answer = self._routed(self._request())
             if isinstance(answer.body, ServedRange) and self.command != "HEAD":
                 self._send_file(answer, answer.body)
             else:
                 try:
                     self._send(answer)
                 except ClientGoneError as error:
-                    self._log(key, answer.status, error)
+                    self._log(answer.status, error)
                     raise
-                self._log(key, answer.status)
+                self._log(answer.status)
         except ClientGoneError:
             raise
         except Exception as error:
-            self._refuse(key, error)
+            self._refuse(error)
 
     def _request(self) -> ServedRequest:
         """Return the request; refuse one that we do not answer."""
@@ -222,7 +218,7 @@ class ViewConnection(BaseHTTPRequestHandler):
                     if not isinstance(error, Exception):
                         raise
                 finally:
-                    self._log(body.key, answer.status, failure, body=body, sent=sent)
+                    self._log(answer.status, failure, body=body, sent=sent)
         finally:
             if failure is not None:
                 cut_off(self.connection)
@@ -232,21 +228,17 @@ class ViewConnection(BaseHTTPRequestHandler):
         length = min(_CHUNK_BYTES, body.length - sent)
         return reader.read(body.start + sent, length)
 
-    def _refuse(self, key: str, error: Exception) -> None:
+    def _refuse(self, error: Exception) -> None:
         refusal = refusal_of(error)
-        body, kind = self._error_body(refusal)
+        body, kind = f"{refusal}\n".encode("utf-8", "replace"), "text/plain; charset=utf-8"
+        if self.key_pair is not None and self.protocol != "http":
+            body, kind = error_document(refusal), "application/xml"
         if refusal.status >= 500 or refusal.status in _LAST_STATUSES:
             self.close_connection = self._lingers = True
         try:
             self._send(ServedAnswer(refusal.status, {**refusal.headers, "Content-Type": kind}, body))
         finally:
-            self._log(key, refusal.status, error)
-
-    def _error_body(self, refusal: RefusedRequestError) -> tuple[bytes, str]:
-        """Return the body of a refusal, and its type."""
-        if self.key_pair is not None and self.protocol != "http":
-            return error_document(refusal), "application/xml"
-        return f"{refusal}\n".encode("utf-8", "replace"), "text/plain; charset=utf-8"
+            self._log(refusal.status, error)
 
     def _send(self, answer: ServedAnswer) -> None:
         body = answer.body
@@ -286,19 +278,23 @@ class ViewConnection(BaseHTTPRequestHandler):
             raise ClientGoneError from None
 
     def _log(
-        self,
-        key: str,
-        status: int,
-        error: BaseException | None = None,
-        *,
-        body: ServedRange | None = None,
-        sent: int = 0,
+        self, status: int, error: BaseException | None = None, *, body: ServedRange | None = None, sent: int = 0
     ) -> None:
-        client = f"{self.client_address[0]}:{self.client_address[1]}"
         start, length = (body.start, body.length) if body else (None, None)
         outcome, reason = logged_outcome(error)
         write_access(
-            Access(client, self.protocol, self.command, key, start, length, sent, status, outcome, reason)
+            {
+                "client": f"{self.client_address[0]}:{self.client_address[1]}",
+                "protocol": self.protocol,
+                "method": self.command,
+                "key": self._key,
+                "start": start,
+                "length": length,
+                "sent": sent,
+                "status": status,
+                "outcome": outcome,
+                "reason": reason,
+            }
         )
 
 

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate, parsedate_to_datetime
 from urllib.parse import quote, unquote_to_bytes
@@ -83,7 +83,6 @@ class ServedRange:
     """Bytes of a file that are an answer; the reader is open for as long as that is sent."""
 
     opened: AbstractContextManager[FileReader]
-    key: str
     start: int
     length: int
 
@@ -111,41 +110,17 @@ def decoded(text: str) -> str:
         raise RefusedRequestError(400, "InvalidURI", "The URL is not UTF-8.") from None
 
 
-@dataclass(frozen=True)
-class Access:
-    """One request.
+def write_access(facts: Mapping[str, object]) -> None:
+    """Write what is known of a request: as a warning if something was refused.
 
-    Attributes:
-        client: Address and port of who asked.
-        protocol: `http` or `s3`; empty where the request was refused before that was known.
-        method: Of the request.
-        key: The file or folder; empty where there is none, and without the secret that is part of the URL.
-        start: First byte that was asked for; None where no file was opened.
-        length: How many bytes were asked for.
-        sent: How many were sent.
-        status: The status of HTTP.
-        outcome: `ok`, or the class of the error; that can also end an answer whose status had been sent.
-        reason: What was wrong; empty where nothing was.
+    The protocol is empty where the request was refused before it was known, and so is the key, which is without
+    the secret of the URL. The outcome is `ok`, or the class of an error, which can also end an answer whose status
+    had been sent.
     """
-
-    client: str
-    protocol: str
-    method: str
-    key: str
-    start: int | None
-    length: int | None
-    sent: int
-    status: int
-    outcome: str
-    reason: str = ""
-
-
-def write_access(access: Access) -> None:
-    """Write a record: as a warning if something was refused."""
-    facts = asdict(access)
     # Quoted as Python quotes: a line break in a name must not look like another record.
     text = " ".join(f"{name}={value!r}" for name, value in facts.items() if value not in (None, ""))
-    _log.log(logging.INFO if access.outcome == "ok" else logging.WARNING, "%s", text, extra={"access": facts})
+    level = logging.INFO if facts["outcome"] == "ok" else logging.WARNING
+    _log.log(level, "%s", text, extra={"access": facts})
 
 
 class AccessFormatter(logging.Formatter):
@@ -249,7 +224,7 @@ def answer_file(
     start, length = bounds or (0, file.size_bytes)
     if bounds is not None:
         headers["Content-Range"] = f"bytes {start}-{start + length - 1}/{file.size_bytes}"
-    return ServedAnswer(206 if bounds else 200, headers, ServedRange(tree.open(file), key, start, length))
+    return ServedAnswer(206 if bounds else 200, headers, ServedRange(tree.open(file), start, length))
 
 
 def byte_range(text: str, size_bytes: int) -> tuple[int, int] | None:

@@ -14,12 +14,7 @@ from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.denied_columns import refuse_digests
 from parquet_keytools.spark.bridge_jar import cached_jar
-from parquet_keytools.spark.transport import (
-    carried,
-    carried_file,
-    configuration_identity,
-    kms_for_spark,
-)
+from parquet_keytools.spark.transport import carried, carried_file, configuration_identity, kms_for_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

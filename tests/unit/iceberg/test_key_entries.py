@@ -119,7 +119,7 @@ def test_entries_open_as_the_format_says(length: str | None, bits: int) -> None:
     state = table(**({} if length is None else {"encryption.data-key-length": length}))
     metadata = replace(StandardKeyMetadata.fresh(key_length_bits(state)), file_length=99)
     entries = NewKeys(of, lambda: NOW).entries_for(state, KeyChain(state, of), metadata)
-    wrapped, sealed = as_json(entries)
+    wrapped, sealed = map(as_json, entries)
     opened = open_sealed(KEYS["keyA"], base64.b64decode(wrapped["encrypted-key-metadata"]), None)
     assert len(opened) * 8 == bits
     timestamp = wrapped["properties"]["KEY_TIMESTAMP"].encode()

@@ -300,7 +300,7 @@ def test_keys_that_expired_snapshots_left_are_removed_and_no_others(lake: Lake) 
 def test_no_commit_leaves_a_key_without_its_kek() -> None:
     kek = EncryptionKey("kek", b"k", "keyA", "1")
     used = EncryptionKey("list", b"l", "kek", None)
-    document = {"encryption-keys": as_json([kek, used]), "snapshots": []}
+    document = {"encryption-keys": [as_json(kek), as_json(used)], "snapshots": []}
     with pytest.raises(CommitFailedException, match="which KEKs there are"):
         KeyChanges(removed=["kek"]).apply(dict(document))
     late = EncryptionKey("late", b"m", "gone", None)
