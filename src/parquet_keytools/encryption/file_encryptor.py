@@ -35,7 +35,6 @@ def encrypt_source(
     encryption: FileEncryption,
     *,
     threads: int = 2,
-    on_progress: Callable[[int], None] | None = None,
 ) -> None:
     """Encrypt a plaintext file.
 
@@ -44,7 +43,6 @@ def encrypt_source(
         sink: Where the encrypted file goes.
         encryption: How to encrypt it.
         threads: How many threads work.
-        on_progress: Called with the number of bytes after each write, by any of the threads.
 
     Raises:
         AlreadyEncryptedError: The file is encrypted.
@@ -53,7 +51,7 @@ def encrypt_source(
         ConfigurationError: A key is given for a column that the file does not have.
     """
     footer = read_plaintext_footer(source)
-    encrypt_opened(source, sink, footer, {}, encryption, threads=threads, on_progress=on_progress)
+    encrypt_opened(source, sink, footer, {}, encryption, threads=threads)
 
 
 def read_plaintext_footer(source: ByteSource) -> Footer:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parquet_keytools.encryption.aad import FOOTER_PLACE, AadPrefix, ModulePlace, ModuleType, aad_prefixes
@@ -265,13 +265,12 @@ class Footer:
         return ModuleCipher(dek, self.file_aad)
 
     def column_metadata(
-        self, deks: Mapping[tuple[str, ...], SecretBytes], row_group_ordinals: Iterable[int] | None = None
+        self, deks: Mapping[tuple[str, ...], SecretBytes]
     ) -> dict[tuple[int, int], ColumnMetaData]:
         """Decrypt and parse the metadata of all chunks of the columns whose key is there.
 
         Args:
             deks: DEKs of columns with a column key, by path. Columns whose DEK is missing are left out.
-            row_group_ordinals: The row groups wanted; all where it is None.
 
         Returns:
             (row group ordinal, column ordinal) -> metadata, also of plaintext columns and those with the
@@ -281,14 +280,13 @@ class Footer:
             DecryptionError: The metadata of a chunk does not authenticate.
             ParquetFormatError: It is not what the format says.
         """
-        wanted = range(len(self.chunks)) if row_group_ordinals is None else tuple(row_group_ordinals)
         result: dict[tuple[int, int], ColumnMetaData] = {}
         for column in self.columns:
             dek = deks.get(column.path)
             if column.encryption is ColumnEncryption.COLUMN_KEY and dek is None:
                 continue
             cipher = self.cipher_of(column, dek)
-            for row_group_ordinal in wanted:
+            for row_group_ordinal in range(len(self.chunks)):
                 place = (row_group_ordinal, column.ordinal)
                 result[place] = self.chunk_metadata(row_group_ordinal, column, cipher)
         return result

@@ -292,31 +292,21 @@ def discarded_unless_done(pending: PendingOutput) -> Iterator[PendingOutput]:
 
 @contextlib.contextmanager
 def whole_output(
-    target: FileLocation,
-    *,
-    mode: int | None = None,
-    like: FileLocation | None = None,
-    overwrite: bool = True,
-    check: Check | None = None,
-    folder: FolderIdentity | None = None,
+    target: FileLocation, *, like: FileLocation | None = None, folder: FolderIdentity | None = None
 ) -> Iterator[PendingOutput]:
     """Write a file so that it appears whole under its name when the block ends, or not at all.
 
     Args:
         target: As with `pending_output`.
-        mode: As with `pending_output`.
         like: As with `pending_output`.
-        overwrite: As with `pending_output`.
-        check: As with `PendingOutput.commit`.
         folder: As with `pending_output`.
 
     Raises:
         OutputError: The folder does not exist, the target is a folder, or there is no space for it.
     """
-    pending = pending_output(target, mode=mode, like=like, overwrite=overwrite, folder=folder)
-    with discarded_unless_done(pending):
+    with discarded_unless_done(pending_output(target, like=like, folder=folder)) as pending:
         yield pending
-        pending.commit(check)
+        pending.commit()
 
 
 _COPY_AND_DELETE = ("s3", "gcs")

@@ -85,18 +85,13 @@ def temporary_name(target: str, swap: Swap | None = None) -> str:
 
     It starts with a dot: Arrow's and Spark's data sets pass over it.
     """
-    process_id = os.getpid()
-    writer = f"{secrets.token_hex(6)}-{_machine()}-{process_id:x}-{_began(process_id):x}"
-    end = "tmp" if swap is None else f"{swap.new:x}-{swap.old:x}-{swap.old_time:x}.swap"
-    return f"{beginning_of_names(target)}{writer}.{end}"
-
-
-def beginning_of_names(target: str) -> str:
-    """Return how the names of all temporary files of a target begin."""
     encoded = os.fsencode(target)
     # The operating system takes 255 bytes.
     stem = target if len(encoded) <= _MOST_BYTES_OF_NAME else hashlib.sha256(encoded).hexdigest()
-    return f".{stem}."
+    process_id = os.getpid()
+    writer = f"{secrets.token_hex(6)}-{_machine()}-{process_id:x}-{_began(process_id):x}"
+    end = "tmp" if swap is None else f"{swap.new:x}-{swap.old:x}-{swap.old_time:x}.swap"
+    return f".{stem}.{writer}.{end}"
 
 
 def parse_temporary_name(name: str) -> TemporaryName | None:

@@ -17,7 +17,7 @@ from parquet_keytools.errors import ChangedMeanwhileError, OutputError, StorageF
 from parquet_keytools.storage import local_output, temporary_files
 from parquet_keytools.storage.local_files import UnsupportedRenameError
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.outputs import PendingOutput, discarded_unless_done, pending_output, whole_output
+from parquet_keytools.storage.outputs import PendingOutput, discarded_unless_done, pending_output
 from parquet_keytools.storage.temporary_files import (
     OccasionalScan,
     parse_temporary_name,
@@ -50,6 +50,16 @@ def every_scan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def at(path: Path) -> FileLocation:
     return FileLocation.resolve(path)
+
+
+@contextlib.contextmanager
+def whole_output(
+    target: FileLocation, *, check: Callable[[], object] | None = None, **options: Any
+) -> Iterator[PendingOutput]:
+    """Write a file that takes its place when the block ends, as all writers do."""
+    with discarded_unless_done(pending_output(target, **options)) as pending:
+        yield pending
+        pending.commit(check)
 
 
 def write(pending: PendingOutput, data: bytes) -> None:

@@ -12,7 +12,14 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.errors import OutputError, ParquetFormatError
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.outputs import BufferSink, StreamSink, whole_output, write_whole
+from parquet_keytools.storage.outputs import (
+    BufferSink,
+    StreamSink,
+    discarded_unless_done,
+    pending_output,
+    whole_output,
+    write_whole,
+)
 from parquet_keytools.storage.sources import ArrowSource, BufferSource, open_source, read_whole
 
 # --- resolve ---
@@ -470,8 +477,10 @@ def test_a_mode_that_is_given_counts(tmp_path: Path, mode: int, existing: int | 
     if existing is not None:
         (tmp_path / "x").touch()
         (tmp_path / "x").chmod(existing)
-    with whole_output(local(tmp_path / "x"), mode=mode) as pending, pending.open_sink() as sink:
-        assert os.fstat(sink.file_descriptor).st_mode & 0o777 == 0o600
+    with discarded_unless_done(pending_output(local(tmp_path / "x"), mode=mode)) as pending:
+        with pending.open_sink() as sink:
+            assert os.fstat(sink.file_descriptor).st_mode & 0o777 == 0o600
+        pending.commit()
     assert permissions(tmp_path / "x") == mode
 
 
