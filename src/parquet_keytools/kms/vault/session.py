@@ -9,6 +9,7 @@ while the old token is good.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -153,33 +154,25 @@ class HeldToken:
 
     Attributes:
         got_at: When it came, on the clock.
-        lifetime_seconds: How long it lived when it came; None where it never ends, or nobody knows.
+        lifetime_seconds: How long it lived when it came; 0 where it never ends, or nobody knows.
         renewable: Whether the server renews it.
         may_look_itself_up: Whether it may ask whether it is valid.
-        ends_at: When it ends, on the clock, or None.
-        due_at: When it has to be renewed or replaced, or None.
+        ends_at: When it ends, on the clock, as far as is known.
+        due_at: When it has to be renewed or replaced.
     """
 
     value: SecretStr
     principal: str
     got_at: float
-    lifetime_seconds: float | None
+    lifetime_seconds: float
     renewable: bool
     may_look_itself_up: bool
-    ends_at: float | None = None
-    due_at: float | None = None
+    ends_at: float = math.inf
+    due_at: float = math.inf
 
     def lives_for(self, seconds: float, now: float) -> HeldToken:
         """Return this token with a new end."""
         return replace(self, ends_at=now + seconds, due_at=now + seconds * _RENEWED_AFTER)
-
-    def is_due(self, now: float) -> bool:
-        """Return whether something has to be done for it."""
-        return self.due_at is not None and now >= self.due_at
-
-    def has_ended(self, now: float) -> bool:
-        """Return whether it is of no use any more, as far as is known."""
-        return self.ends_at is not None and now >= self.ends_at
 
 
 class VaultSession:
@@ -215,9 +208,9 @@ class VaultSession:
             TimeoutError: Other threads did not get one in time.
         """
         held = self._held
-        if held is not None and not held.is_due(self._clock()):
+        if held is not None and self._clock() < held.due_at:
             return held
-        if held is not None and not held.has_ended(self._clock()):
+        if held is not None and self._clock() < held.ends_at:
             with contextlib.suppress(TimeoutError), self._lock.held_within(0):
                 return self._kept(held, deadline)
             return held  # another thread renews it
@@ -261,10 +254,8 @@ class VaultSession:
             if renewed is not None:
                 return self._hold(renewed)
             return self._hold(self._fresh(held, deadline))
-        return self._hold(replace(held, due_at=self._clock() + self._pause(held)))
-
-    def _pause(self, held: HeldToken) -> float:
-        return min(_NEXT_ATTEMPT_SECONDS, (held.lifetime_seconds or 0) / 20)
+        pause = min(_NEXT_ATTEMPT_SECONDS, held.lifetime_seconds / 20)
+        return self._hold(replace(held, due_at=self._clock() + pause))
 
     def _renewed(self, held: HeldToken, deadline: float) -> HeldToken | None:
         """Return the token with a new end, or None where only another login helps."""
@@ -277,7 +268,7 @@ class VaultSession:
             return None
         seconds = _seconds(auth.get("lease_duration"))
         # Near its maximal life the server renews a token for what is left of that.
-        enough = not isinstance(self._source, Login) or seconds > (held.lifetime_seconds or 0) / 2
+        enough = not isinstance(self._source, Login) or seconds > held.lifetime_seconds / 2
         if not seconds or not enough:
             return None
         return replace(held.lives_for(seconds, asked_at), renewable=auth.get("renewable") is True)
@@ -334,7 +325,7 @@ class VaultSession:
             value,
             principal=_principal(known) or name,
             got_at=asked_at,
-            lifetime_seconds=seconds or None,
+            lifetime_seconds=seconds,
             renewable=renewable is True,
             may_look_itself_up=known is not None,
         )
