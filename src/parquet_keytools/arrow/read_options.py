@@ -155,7 +155,12 @@ def make_decryption_properties(
     from parquet_keytools.arrow.arrow_kms import READING_CONNECTION, AnsweringKms, pe
 
     if columns is not None:
-        _check_names(opened, columns)
+        if isinstance(columns, str):
+            raise TypeError("columns is a sequence of names, not one name")
+        for name in columns:
+            # What is read instead of a name that means nothing would not have been looked at.
+            if not opened.columns_named(name):
+                raise ValueError(f"{opened.location} has no column {name!r}")
         opened.refuse_denied(columns)
     if opened.retriever.uses_data_keys:
         envelope = opened.footer.envelope
@@ -175,15 +180,6 @@ def make_decryption_properties(
         opened.location.name,
         pafs.PyFileSystem(folder),
     )
-
-
-def _check_names(opened: OpenedFile, columns: Sequence[str]) -> None:
-    """Refuse names that mean nothing: what is read instead would not have been looked at."""
-    if isinstance(columns, str):
-        raise TypeError("columns is a sequence of names, not one name")
-    for name in columns:
-        if not opened.columns_named(name):
-            raise ValueError(f"{opened.location} has no column {name!r}")
 
 
 class _RefusalBeforeArrow:

@@ -218,41 +218,30 @@ class LocatedTable:
 
 
 def _catalog_named(name: str, properties: Mapping[str, str]) -> Catalog:
-    """Return a catalog that PyIceberg knows by its name."""
-
-    def failed(error: Exception) -> ConfigurationError:
-        if isinstance(error, ValueError):
-            text, hint = f"PyIceberg has no catalog {name!r}: {error}.", "Describe it in .pyiceberg.yaml."
-        else:
-            text = f"the catalog {name!r} cannot be used ({_in_short(error)})."
-            hint = "Check its properties in .pyiceberg.yaml."
-        return ConfigurationError(text, hint=hint)
-
-    return _of_catalog(lambda: load_catalog(name, **properties), failed)
+    """Return a catalog that PyIceberg knows; its errors are no context of ours, for they may hold anything."""
+    try:
+        return load_catalog(name, **properties)
+    except (KeytoolsError, OSError):
+        raise
+    except ValueError as error:
+        text, hint = f"PyIceberg has no catalog {name!r}: {error}.", "Describe it in .pyiceberg.yaml."
+    except Exception as error:
+        text = f"the catalog {name!r} cannot be used ({_in_short(error)})."
+        hint = "Check its properties in .pyiceberg.yaml."
+    raise ConfigurationError(text, hint=hint)
 
 
 def _table_named(catalog: Catalog, name: str, load: Callable[[Catalog, str], Loaded]) -> Loaded:
-    """Return a table of a catalog, by a function that loads it."""
-
-    def failed(error: Exception) -> ConfigurationError:
-        if isinstance(error, (NoSuchTableError, NoSuchNamespaceError)):
-            text = f"the catalog {catalog.name!r} has no table {name!r}."
-        else:
-            text = f"the catalog {catalog.name!r} does not load the table {name!r} ({_in_short(error)})."
-        return ConfigurationError(text, hint="Name it with its namespace: db.people.")
-
-    return _of_catalog(lambda: load(catalog, name), failed)
-
-
-def _of_catalog(load: Callable[[], Loaded], failed: Callable[[Exception], ConfigurationError]) -> Loaded:
-    """Return what PyIceberg loads; its own errors are no context of ours, for their texts may hold anything."""
+    """Return a table of a catalog, by a function that loads it; errors are as those of `_catalog_named`."""
     try:
-        return load()
+        return load(catalog, name)
     except (KeytoolsError, OSError):
         raise
+    except (NoSuchTableError, NoSuchNamespaceError):
+        text = f"the catalog {catalog.name!r} has no table {name!r}."
     except Exception as error:
-        failure = failed(error)
-    raise failure
+        text = f"the catalog {catalog.name!r} does not load the table {name!r} ({_in_short(error)})."
+    raise ConfigurationError(text, hint="Name it with its namespace: db.people.")
 
 
 def _in_short(error: Exception) -> str:

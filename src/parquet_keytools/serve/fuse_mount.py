@@ -170,19 +170,11 @@ def _as_errno(path: str) -> Iterator[None]:
     except FileNotFoundError:
         number = errno.ENOENT
     except Exception as error:
-        number = _number_of(error)
+        number = errno.ESTALE if isinstance(error, FileChangedError) else errno.EIO
+        if isinstance(error, (ColumnAccessDeniedError, KmsAccessDeniedError, PermissionError)):
+            number = errno.EACCES
         outcome, reason = logged_outcome(error)
         _log.warning("%r is not read: %s", path, reason or outcome)
     else:
         return
     raise OSError(number, os.strerror(number))
-
-
-def _number_of(error: Exception) -> int:
-    match error:
-        case ColumnAccessDeniedError() | KmsAccessDeniedError() | PermissionError():
-            return errno.EACCES
-        case FileChangedError():
-            return errno.ESTALE
-        case _:
-            return errno.EIO

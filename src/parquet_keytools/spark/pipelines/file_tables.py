@@ -25,7 +25,7 @@ from parquet_keytools.errors import ConfigurationError, KeytoolsError
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import escaped_path
-from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
+from parquet_keytools.storage.walk import LeftOut, ParquetFile, Unseen, data_set
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -134,12 +134,6 @@ def plan_data_set(
     return PlannedFiles(files.table(), left_out.table(), unseen)
 
 
-def left_out_of(root: FileLocation, planned: PlannedFiles) -> Iterator[LeftOut]:
-    """Yield what was left out."""
-    for row in rows_of(planned.left_out):
-        yield LeftOut(root.child(row["path"]), LeftOutReason(row["reason"]))
-
-
 def number_of_pieces(files: int, task_slots: int, most_tasks: int | None) -> int:
     """Return into how many pieces files are cut."""
     if most_tasks is not None:
@@ -227,11 +221,6 @@ class _Columns:
             columns = zip(*self._waiting, strict=True)
             self._parts.append(pa.table([pa.array(column) for column in columns], schema=self._schema))
             self._waiting = []
-
-
-def concatenated(parts: Sequence[bytes], schema: pa.Schema) -> pa.Table:
-    """Return packed tables as one."""
-    return pa.concat_tables([schema.empty_table(), *(unpacked(part) for part in parts)])
 
 
 FAILED = "failed"

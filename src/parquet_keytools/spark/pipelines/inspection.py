@@ -30,7 +30,6 @@ from parquet_keytools.spark.pipelines.file_tables import (
     file_at,
     file_row,
     frame_of,
-    left_out_of,
     node_location,
     packed,
     place_of,
@@ -42,7 +41,7 @@ from parquet_keytools.spark.pipelines.file_tables import (
 from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
 from parquet_keytools.spark.pipelines.worker_keys import WorkerKeys
 from parquet_keytools.storage.locations import FileLocation, PathLike
-from parquet_keytools.storage.walk import LeftOut
+from parquet_keytools.storage.walk import LeftOut, LeftOutReason
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -251,7 +250,7 @@ def verify(
                 [],
                 [Member(file.name, file.facts) for file in found],
                 nonces,
-                list(left_out_of(root, plan)),
+                [LeftOut(root.child(at["path"]), LeftOutReason(at["reason"])) for at in rows_of(plan.left_out)],
                 [],
                 part_count=part_count,
             )

@@ -24,7 +24,6 @@ from parquet_keytools.spark.pipelines.file_tables import (
     PipelineReport,
     PlannedFiles,
     TaskResult,
-    concatenated,
     cut,
     cut_by_group,
     file_at,
@@ -259,8 +258,9 @@ class Job:
         alike = files.set_column(1, "size_bytes", pa.nulls(files.num_rows, pa.int64()).fill_null(0))
         pieces = cut(alike, self.number_of_pieces(files.num_rows))
         task = partial(_group_piece, place)
-        tables = [result.rows for result in self.run(f"find the keys of {node_location(place)}", task, pieces)]
-        grouped = concatenated(tables, _GROUPED).drop_columns("size_bytes").join(files, "path")
+        results = self.run(f"find the keys of {node_location(place)}", task, pieces)
+        tables = [_GROUPED.empty_table(), *(unpacked(result.rows) for result in results)]
+        grouped = pa.concat_tables(tables).drop_columns("size_bytes").join(files, "path")
         return grouped.select(_GROUPED.names)
 
     def pieces(self, grouped: pa.Table, *, whole_files: bool = False) -> list[bytes]:
