@@ -26,6 +26,15 @@ from parquet_keytools.cli.options import (
     locations_of,
 )
 from parquet_keytools.cli.output import FilesDocument, answer, file_counter, progress_bar, size_text
+from parquet_keytools.cli.rotate import (
+    exit_with,
+    files_text,
+    rekeyed_document,
+    rekeyed_summary,
+    say_failures,
+    say_stopped,
+    saying_what_was_done,
+)
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
@@ -227,16 +236,6 @@ def rekey_command(
 
 def _in_place(keytools: Keytools, source: str, options: dict[str, Any], *, as_json: bool) -> None:
     """Replace files one by one, and report each; `options` are those of `Keytools.rekey_in_place`."""
-    from parquet_keytools.cli.rotation_report import (
-        exit_with,
-        files_text,
-        rekeyed_document,
-        rekeyed_summary,
-        say_failures,
-        say_stopped,
-        saying_what_was_done,
-    )
-
     started = time.monotonic()
     again = "Give the same command again; without --journal it begins with the first file."
     location = locations_of([source], "SRC")

@@ -125,6 +125,56 @@ IgnorePassedOverOption = Annotated[
     ),
 ]
 
+FromOption = Annotated[
+    list[str] | None,
+    typer.Option("--from", metavar="KEY", help="Move keys from this master key to the --to that follows."),
+]
+ToOption = Annotated[
+    list[str] | None, typer.Option("--to", metavar="KEY", help="The master key that replaces it.")
+]
+OtherKmsOption = Annotated[
+    Path | None,
+    typer.Option("--to-config", metavar="FILE", help="Another configuration, whose KMS re-wraps the keys."),
+]
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only-master-key", metavar="KEY", help="Rotate only keys that this master key wraps. Repeatable."
+    ),
+]
+OlderThanOption = Annotated[
+    str | None,
+    typer.Option(
+        "--older-than", metavar="VERSION", help="Rotate only keys under older versions of their master key."
+    ),
+]
+NewKeksOption = Annotated[
+    bool, typer.Option("--new-keks", help="Make new KEKs, after a KEK leaked. DEKs stay: see rekey.")
+]
+KeepOldOption = Annotated[
+    bool | None, typer.Option("--keep-old/--no-keep-old", help="Keep the old keys beside the files, for --undo.")
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Change nothing; tell what would change, and the KMS be asked for.")
+]
+
+
+def moves_of(old: list[str], new: list[str]) -> dict[str, str]:
+    """Return the moves that pairs of --from and --to mean.
+
+    Raises:
+        typer.BadParameter: They are no pairs.
+    """
+    if len(old) != len(new):
+        raise typer.BadParameter(
+            f"each --from needs its --to: there are {len(old)} of one and {len(new)} of the other.",
+            param_hint="--from",
+        )
+    twice = [key for key in old if old.count(key) > 1]
+    if twice:
+        raise typer.BadParameter(f"{twice[0]!r} comes twice: it can move to one master key.", param_hint="--from")
+    return dict(zip(old, new, strict=True))
+
 
 def location_of(text: str, name: str) -> FileLocation:
     """Return where an argument points, whatever characters it has.

@@ -1,9 +1,13 @@
-"""`parquet-keytools rotate`."""
+"""`parquet-keytools rotate`, and rotations as people and programs read them."""
 
 # Nothing slow is imported here: `--help` has to answer at once.
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,61 +16,46 @@ import typer
 from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
+    DryRunOption,
+    FromOption,
     JsonOption,
+    KeepOldOption,
+    NewKeksOption,
+    OlderThanOption,
+    OnlyOption,
+    OtherKmsOption,
     PathsArgument,
     TableOption,
+    ToOption,
     location_of,
     locations_of,
+    moves_of,
 )
 from parquet_keytools.cli.output import (
     MOST_SAID,
     ExitStatus,
     FilesDocument,
     answer,
+    error_fields,
+    error_text,
+    failure_text,
     file_counter,
     number_of,
     print_json,
+    print_table,
     say,
+    say_first,
+    size_text,
+    status_of_all,
 )
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
+    from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, RotationOutcome, RotationReport
     from parquet_keytools.storage.locations import FileLocation
 
-FromOption = Annotated[
-    list[str] | None,
-    typer.Option("--from", metavar="KEY", help="Move keys from this master key to the --to that follows."),
-]
-ToOption = Annotated[
-    list[str] | None, typer.Option("--to", metavar="KEY", help="The master key that replaces it.")
-]
-ToConfigOption = Annotated[
-    Path | None,
-    typer.Option("--to-config", metavar="FILE", help="Another configuration, whose KMS re-wraps the keys."),
-]
-OnlyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--only-master-key", metavar="KEY", help="Rotate only keys that this master key wraps. Repeatable."
-    ),
-]
-OlderThanOption = Annotated[
-    str | None,
-    typer.Option(
-        "--older-than", metavar="VERSION", help="Rotate only keys under older versions of their master key."
-    ),
-]
-NewKeksOption = Annotated[
-    bool, typer.Option("--new-keks", help="Make new KEKs, after a KEK leaked. DEKs stay: see rekey.")
-]
-KeepOldOption = Annotated[
-    bool | None, typer.Option("--keep-old/--no-keep-old", help="Keep the old keys beside the files, for --undo.")
-]
 UndoOption = Annotated[bool, typer.Option("--undo", help="Restore the keys that --keep-old kept.")]
 DropOldOption = Annotated[bool, typer.Option("--drop-old", help="Remove the keys that --keep-old kept.")]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Change nothing; tell what would change, and the KMS be asked for.")
-]
 JournalOption = Annotated[
     Path | None,
     typer.Option(
@@ -83,7 +72,7 @@ def rotate_command(
     table: TableOption = None,
     from_keys: FromOption = None,
     to_keys: ToOption = None,
-    to_config: ToConfigOption = None,
+    to_config: OtherKmsOption = None,
     only_master_keys: OnlyOption = None,
     older_than: OlderThanOption = None,
     new_keks: NewKeksOption = False,
@@ -146,23 +135,6 @@ def rotate_command(
         _rotate(keytools, location, options, as_json=as_json)
 
 
-def moves_of(old: list[str], new: list[str]) -> dict[str, str]:
-    """Return the moves that pairs of --from and --to mean.
-
-    Raises:
-        typer.BadParameter: They are no pairs.
-    """
-    if len(old) != len(new):
-        raise typer.BadParameter(
-            f"each --from needs its --to: there are {len(old)} of one and {len(new)} of the other.",
-            param_hint="--from",
-        )
-    twice = [key for key in old if old.count(key) > 1]
-    if twice:
-        raise typer.BadParameter(f"{twice[0]!r} comes twice: it can move to one master key.", param_hint="--from")
-    return dict(zip(old, new, strict=True))
-
-
 def _refuse(option: str, others: dict[str, bool]) -> None:
     """Refuse options that contradict one that was chosen."""
     for other, is_chosen in others.items():
@@ -171,14 +143,6 @@ def _refuse(option: str, others: dict[str, bool]) -> None:
 
 
 def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any], *, as_json: bool) -> None:
-    from parquet_keytools.cli.rotation_report import (
-        RotationTally,
-        exit_with,
-        rotation_document,
-        saying_what_was_done,
-    )
-    from parquet_keytools.rotation.report import FileRotation
-
     tally = RotationTally()
     again = "Give the same command again: it does the rest."
     with FilesDocument(wanted=as_json) as document:
@@ -200,8 +164,6 @@ def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any],
 def _undo(
     keytools: Keytools, location: FileLocation, table: str | None, aad_prefix: str | None, *, as_json: bool
 ) -> None:
-    from parquet_keytools.cli.rotation_report import RotationTally, exit_with, rotation_document
-
     report = keytools.undo_rotation(location, table_name=table, aad_prefix=aad_prefix)
     tally = RotationTally()
     with FilesDocument(wanted=as_json) as document:
@@ -224,3 +186,213 @@ def _drop_old(keytools: Keytools, location: FileLocation, *, as_json: bool) -> N
     if left:
         say(f"{len(left)} not removed: check them, and remove them by hand.")
         raise typer.Exit(ExitStatus.NO)
+
+
+# --- what became of files ---
+
+
+MOST_SHARED_SHOWN = 5
+
+
+def rotation_document(file: FileRotation) -> dict[str, Any]:
+    """Return what became of a file as a document of JSON."""
+    return {
+        "path": file.path,
+        "outcome": file.outcome.value,
+        "keys": [asdict(change) for change in file.keys],
+        "how": file.how,
+        "bytes_written": file.bytes_written,
+        "bytes_copied": file.bytes_copied,
+        **error_fields(file.error),
+    }
+
+
+def rekeyed_document(file: FileRotation) -> dict[str, Any]:
+    """Return what became of a file with new data keys as a document of JSON."""
+    return {
+        "path": file.path,
+        "outcome": file.outcome.value,
+        "old_size_bytes": file.old_size_bytes,
+        "new_size_bytes": file.new_size_bytes,
+        **error_fields(file.error),
+    }
+
+
+def rekeyed_summary(report: RotationReport) -> dict[str, Any]:
+    """Return the summary of files with new data keys as a document of JSON."""
+    return {
+        "complete": report.stopped_by is None,
+        "counts": {outcome.value: number for outcome, number in report.counts.items()},
+        "bytes_written": report.bytes_written,
+        "journal": report.journal,
+        "left_behind": report.left_behind,
+        "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
+    }
+
+
+def say_failures(report: RotationReport) -> None:
+    """Tell which files failed, and what stays in a store because it could not be removed, or looked for."""
+    failures = [failure_text(file.path, file.error) for file in report.failures if file.error is not None]
+    say_first([f"Failed: {text}" for text in failures], "Failed: {} more; --json lists all.")
+    say_first([f"Left behind: {text}." for text in report.left_behind], "Left behind: more; --json lists it.")
+
+
+def say_stopped(report: RotationReport) -> None:
+    """Tell why a run ended before all files were processed; what a failed file said is not said again."""
+    if report.stopped_by is None:
+        return
+    why = error_text(report.stopped_by)
+    if why in (error_text(file.error) for file in report.failures if file.error is not None):
+        why = "files after it were not processed, because they would fail, too."
+    say(f"Stopped: {why}")
+
+
+@contextlib.contextmanager
+def saying_what_was_done(again: str) -> Iterator[Counter[RotationOutcome]]:
+    """Yield counts of files by outcome, and print them if Ctrl-C or SIGTERM ends the block.
+
+    Args:
+        again: How the run is continued.
+    """
+    done: Counter[RotationOutcome] = Counter()
+    try:
+        yield done
+    except KeyboardInterrupt:
+        if done:
+            say(f"Before this: {files_text(done)}. {again}")
+        raise
+
+
+def exit_with(report: RotationReport) -> None:
+    """End the command as a rotation ended: with the KMS's status where it alone is at fault, or credentials.
+
+    Raises:
+        typer.Exit: Some files were not rotated.
+    """
+    from parquet_keytools.errors import KmsConfigurationError
+
+    if not report.succeeded:
+        errors: list[Exception] = [file.error for file in report.failures if file.error is not None]
+        if report.stopped_by is not None:
+            errors.append(report.stopped_by)
+        if errors and all(isinstance(error, KmsConfigurationError) for error in errors):
+            raise typer.Exit(ExitStatus.WRONG_USAGE)
+        raise typer.Exit(status_of_all(errors))
+
+
+class RotationTally:
+    """Counts what a rotation does to files, one by one."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._changes: Counter[tuple[str, str, str | None, str | None]] = Counter()
+        self._files: Counter[tuple[str, str, str | None, str | None]] = Counter()
+        self._reasons: Counter[str] = Counter()
+
+    def add(self, file: FileRotation) -> None:
+        """Count a file."""
+        from parquet_keytools.rotation.report import RotationOutcome
+
+        for change in file.keys:
+            self._changes[_names(change)] += change.keys
+            self._files[_names(change)] += 1
+        if file.outcome is RotationOutcome.NOTHING_TO_ROTATE:
+            self._reasons[file.how] += 1
+
+    def document(self, report: RotationReport) -> dict[str, Any]:
+        """Return the summary as a document of JSON."""
+        from parquet_keytools.rotation.report import KeyChange
+
+        return {
+            "complete": report.stopped_by is None,
+            "dry_run": report.dry_run,
+            "counts": {outcome.value: number for outcome, number in report.counts.items()},
+            "keys": [
+                {**asdict(KeyChange(*names, self._changes[names])), "files": self._files[names]}
+                for names in self._sorted()
+            ],
+            "bytes_written": report.bytes_written,
+            "bytes_copied": report.bytes_copied,
+            "kms_calls": asdict(report.kms_calls),
+            "expected_kms_calls": asdict(report.expected_kms_calls) if report.dry_run else None,
+            "journal": report.journal,
+            "ignored_journal": report.ignored_journal,
+            "shared_keys": report.shared_keys,
+            "left_behind": report.left_behind,
+            "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
+        }
+
+    def tell(self, report: RotationReport) -> None:
+        """Tell people the summary."""
+        from parquet_keytools.files.opened_file import REMEDY
+
+        if self._changes:
+            self._show_keys(report)
+        say_failures(report)
+        if report.shared_keys:
+            shown = "; ".join(report.shared_keys[:MOST_SHARED_SHOWN])
+            more = "; and more" if len(report.shared_keys) > MOST_SHARED_SHOWN else ""
+            say(
+                f"Warning: these share data keys and file unique, and readers refuse them: {shown}{more}. {REMEDY}"
+            )
+        if report.journal_in_use:
+            say("Another run uses the journal, so this run has none.")
+        if report.no_journal:
+            say(f"Without a journal, a run that is cut off begins again with all files: {report.no_journal}")
+        if report.ignored_journal is not None:
+            say(f"{report.ignored_journal} is from a former version and is not read. Remove it.")
+        answer(f"{files_text(report.counts)}{self._reasons_text()} in {time.monotonic() - self._started:.1f} s.")
+        if report.dry_run:
+            answer(
+                f"Nothing was changed. The rotation would ask the KMS {_calls_text(report.expected_kms_calls)}."
+            )
+        else:
+            written, copied = size_text(report.bytes_written), size_text(report.bytes_copied)
+            answer(f"{written} written, {copied} copied by the operating system or the store.")
+            answer(f"The KMS was asked {_calls_text(report.kms_calls)}.")
+        say_stopped(report)
+        if report.stopped_by is not None and report.journal is not None:
+            say(f"To continue, give the same command again: {report.journal} says where.")
+
+    def _sorted(self) -> list[tuple[str, str, str | None, str | None]]:
+        return sorted(self._changes, key=lambda names: tuple(name or "" for name in names))
+
+    def _show_keys(self, report: RotationReport) -> None:
+        rows = []
+        for names in self._sorted():
+            old, new, version, new_version = names
+            moved_to = "" if new == old else new
+            numbers = f"{self._changes[names]:,}", f"{self._files[names]:,}"
+            rows.append((old, version or "?", moved_to, new_version or "?", *numbers))
+        title = "What would change" if report.dry_run else "What changed"
+        headings = ["master key", "version", "new master key", "new version", "keys", "files"]
+        print_table(title, headings, rows)
+
+    def _reasons_text(self) -> str:
+        if not self._reasons:
+            return ""
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in self._reasons.most_common())
+        return f" ({reasons})"
+
+
+def _names(change: KeyChange) -> tuple[str, str, str | None, str | None]:
+    return change.master_key_id, change.new_master_key_id, change.version, change.new_version
+
+
+def files_text(counts: Counter[RotationOutcome]) -> str:
+    """Return how many files had each outcome."""
+    from parquet_keytools.rotation.report import RotationOutcome
+
+    total = sum(counts.values())
+    if not total:
+        return "No Parquet files"
+    parts = ", ".join(f"{counts[outcome]:,} {outcome.value}" for outcome in RotationOutcome if counts[outcome])
+    return f"{number_of(total, 'file')}: {parts}"
+
+
+def _calls_text(calls: KmsCalls) -> str:
+    """Return for how many keys a KMS was asked; it takes many at a time where it can."""
+    numbers = {name: number for name, number in asdict(calls).items() if number}
+    if not numbers:
+        return "nothing"
+    return "to " + ", ".join(f"{name} {number:,}" for name, number in numbers.items()) + " keys"

@@ -16,26 +16,24 @@ import typer
 from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
-    IgnorePassedOverOption,
-    JsonOption,
-    OverwriteOption,
-    SourceArgument,
-    TableOption,
-    TargetArgument,
-    pairs_of,
-)
-from parquet_keytools.cli.output import ExitStatus, FilesDocument, answer, print_table, say
-from parquet_keytools.cli.rotate import (
     DryRunOption,
     FromOption,
+    IgnorePassedOverOption,
+    JsonOption,
     KeepOldOption,
     NewKeksOption,
     OlderThanOption,
     OnlyOption,
-    ToConfigOption,
+    OtherKmsOption,
+    OverwriteOption,
+    SourceArgument,
+    TableOption,
+    TargetArgument,
     ToOption,
     moves_of,
+    pairs_of,
 )
+from parquet_keytools.cli.output import ExitStatus, FilesDocument, answer, print_table, say
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -117,7 +115,7 @@ def rotate_with_spark(
     config: ConfigOption,
     from_keys: FromOption = None,
     to_keys: ToOption = None,
-    to_config: ToConfigOption = None,
+    to_config: OtherKmsOption = None,
     only_master_keys: OnlyOption = None,
     older_than: OlderThanOption = None,
     new_keks: NewKeksOption = False,
