@@ -67,10 +67,6 @@ class ReadOptions:
             {name: options[name] for name in options if name in _OF_A_TABLE},
         )
 
-    def for_file(self) -> dict[str, Any]:
-        """Return them as `pyarrow.parquet.read_table` takes them for one file; its file system maps memory."""
-        return {**self.format, **self.table}
-
     def file_format(self, **decryption: Any) -> ds.ParquetFileFormat:
         """Return a file format for data sets, with `decryption_config` or `decryption_properties`."""
         given = {name: value for name, value in self.format.items() if value is not None}

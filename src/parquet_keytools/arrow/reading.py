@@ -123,7 +123,9 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
             columns=None if columns is None else list(columns),
             filters=request.filters,
             decryption_properties=properties,
-            **options.for_file(),
+            # Its file system maps memory.
+            **options.format,
+            **options.table,
         )
     except OSError:
         # pyarrow does not say which module failed. Going over them again does, if one is damaged.

@@ -112,9 +112,7 @@ class KnownTables:
 
     def with_file(self, location: str) -> KnownTable | None:
         """Return the newest state that knows a manifest list, manifest or data file, or None."""
-        with self._lock:
-            tables = list(reversed(self._tables.values()))
-        for table in tables:
+        for table in reversed(self._all()):
             # What is wrong with a manifest of another table is none of this one's business.
             with contextlib.suppress(ParquetFormatError):
                 if table.snapshot_of(location) is not None or table.file_at(location) is not None:
@@ -123,19 +121,19 @@ class KnownTables:
 
     def metadata_locations(self, properties: Mapping[str, str]) -> list[str]:
         """Return the metadata files of tables whose properties are among these, the newest last."""
-        with self._lock:
-            tables = list(self._tables.values())
         return [
             table.encryption.metadata_location
-            for table in tables
+            for table in self._all()
             if table.encryption.properties.items() <= properties.items()
         ]
 
     def holding(self, location: str) -> KnownTable | None:
         """Return the newest state of an encrypted table in whose folder a location is, or None."""
+        return next((table for table in reversed(self._all()) if table.holds(location)), None)
+
+    def _all(self) -> list[KnownTable]:
         with self._lock:
-            tables = list(reversed(self._tables.values()))
-        return next((table for table in tables if table.holds(location)), None)
+            return list(self._tables.values())
 
 
 _of_configurations: dict[Path, tuple[tuple[int, int], KnownTables]] = {}

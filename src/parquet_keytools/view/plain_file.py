@@ -183,7 +183,7 @@ class PlainFile:
             self._stand_ins = StandIns(self._number, self._cache, stand_ins, opened.digests.secret)
         places = {(found.region.row_group_ordinal, found.region.column_ordinal): found for found in stand_ins}
         self._tail = plain_tail(opened, all_metadata, denied_columns, offset, places)
-        self.size_bytes = self._tail.size_bytes
+        self.size_bytes = self._tail.offset + len(self._tail.data)
 
     def _arranged_stand_ins(
         self, regions: list[Region], all_metadata: list[list[ColumnMetaData | None]]

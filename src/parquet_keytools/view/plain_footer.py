@@ -52,11 +52,6 @@ class PlainTail:
     refused_paths: tuple[tuple[str, ...], ...]
     footer_offset: int
 
-    @property
-    def size_bytes(self) -> int:
-        """Length of the whole file."""
-        return self.offset + len(self.data)
-
     def refused_in(self, offset: int, end: int) -> tuple[tuple[str, ...], ...]:
         """Return the paths of refused columns that a range asks for: it begins or ends where one of them does.
 

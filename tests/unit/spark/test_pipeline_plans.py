@@ -163,7 +163,7 @@ AWS = {
 @pytest.mark.parametrize(("speculation", "tasks"), [("false", 4), ("TRUE", 2)])
 def test_a_job_has_no_more_tasks_than_calls_at_a_time(speculation: str, tasks: int) -> None:
     spark: Any = FakeSpark([8], spark_speculation=speculation, spark_master="local[8]")
-    job = Job(spark, parse_configuration(AWS))
+    job = Job(spark, ".", parse_configuration(AWS))
     groups = cut_by_group(table_of({str(number): 1 for number in range(20)}, [1] * 11 + [2] * 9), 4, 4)
     # Groups are cut a little finer than asked for.
     assert len(groups) > 4
@@ -227,7 +227,7 @@ def piece_of(folder: Path) -> bytes:
 
 def test_later_tasks_of_a_job_have_a_share_of_their_own(encrypted: tuple[Keytools, Path]) -> None:
     spark: Any = FakeSpark([8], spark_master="local[8]")
-    job = Job(spark, encrypted[0].configuration)
+    job = Job(spark, encrypted[1], encrypted[0].configuration)
     first, second = (worker_keys.worker_keys(job.carried_keys(pieces)) for pieces in (1, 5))
     assert first is not second
     assert worker_keys.worker_keys(job.carried_keys(5)) is second
@@ -243,7 +243,7 @@ def test_attempts_of_one_task_do_not_take_each_others_old_keys(
     keytools, folder = encrypted
     before = next(folder.glob("*.parquet")).read_bytes()
     spark: Any = FakeSpark([2], spark_master="local[2]")
-    job = Job(spark, keytools.configuration)
+    job = Job(spark, folder, keytools.configuration)
     context = rotation_context(job.keys, RotationRequest(moves={"pii": "new"}))
     opening = rotation.OpeningTask(job.carried_keys(1), str(folder), None, None, context.plan)
     distinct = opening(0, 0, piece_of(folder)).other
@@ -317,7 +317,7 @@ def test_a_plaintext_file_in_a_folder_is_not_rekeyed(encrypted: tuple[Keytools, 
     keytools, folder = encrypted
     pq.write_table(pa.table({"a": [1]}), folder / "plain.parquet")
     spark: Any = FakeSpark([2], spark_master="local[2]")
-    job = Job(spark, keytools.configuration)
+    job = Job(spark, folder, keytools.configuration)
     task = rotation.RekeyTask(job.carried_keys(1), str(folder), None, None, "t")
     assert task(0, 0, piece_of(folder)).outcomes == {"rekeyed": 1, "not encrypted": 1}
     alone = rotation.RekeyTask(job.carried_keys(1), str(folder / "plain.parquet"), None, None, "t")
@@ -488,7 +488,7 @@ def test_tasks_spare_the_collector_of_garbage_what_they_imported(monkeypatch: py
         return TaskResult()
 
     spark: Any = FakeSpark([2], spark_master="local[2]")
-    job = Job(spark, parse_configuration("version: 1\ntables: {}"))
+    job = Job(spark, ".", parse_configuration("version: 1\ntables: {}"))
     for piece, expected in ((b"", []), (b"imported", ["collect", "freeze"]), (b"", ["collect", "freeze"])):
         assert len(list(job.run("import", work, [piece]))) == 1
         assert done == expected

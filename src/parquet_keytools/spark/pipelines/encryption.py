@@ -100,9 +100,10 @@ def encrypt(
         ParquetFormatError: The source has no Parquet files.
         SparkJobFailedError: Spark gave the job up.
     """
-    source_place, target_place = place_of(source), place_of(target)
-    source_root, target_root = node_location(source_place), node_location(target_place)
-    with Job(spark, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    target_place = place_of(target)
+    target_root = node_location(target_place)
+    with Job(spark, source, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+        source_root = job.root
         name, table = job.configuration.select_table(table_name)
         if table.key_material == "external" and is_object_store(target_root):
             raise ConfigurationError(
@@ -111,7 +112,7 @@ def encrypt(
                 hint="Set `key_material: internal`.",
             )
         is_folder = not file_or_folder(source_root).is_file
-        run = {"source": source_place, "configuration": configuration_identity(job.configuration), "table": name}
+        run = {"source": job.place, "configuration": configuration_identity(job.configuration), "table": name}
         records_root = target_root if is_folder else target_root.sibling(f".{target_root.name}")
         records = RecordFolder(records_root.child(RECORDS), parameters_hash(run))
         _check_target(source_root, target_root, records, overwrite=overwrite, is_folder=is_folder)
@@ -121,7 +122,7 @@ def encrypt(
         check.refuse_folder_names(plan.table["path"].to_pylist())
         known = _begin(target_root, records, is_folder=is_folder)
         number = job.number_of_pieces(plan.table.num_rows)
-        task = EncryptionTask(job.carried_keys(number), source_place, name, None, target_place, records.run)
+        task = EncryptionTask(job.carried_keys(number), job.place, name, None, target_place, records.run)
         pieces = cut(_with_records(plan.table, known), number)
         job.work_on_files(f"encrypt {source_root}", task, pieces)
         job.add_rows(_other_files(plan, source_root, target_root, copy_others=copy_others))

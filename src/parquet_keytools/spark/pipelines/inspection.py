@@ -30,9 +30,7 @@ from parquet_keytools.spark.pipelines.file_tables import (
     file_at,
     file_row,
     frame_of,
-    node_location,
     packed,
-    place_of,
     plan_data_set,
     rows_of,
     task_result,
@@ -93,15 +91,14 @@ def keys(
         FileNotFoundError: There is no such file or folder.
         SparkJobFailedError: Spark gave the job up.
     """
-    place = place_of(path)
-    with Job(spark, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         left_out: list[LeftOut] = []
-        plan = plan_data_set(node_location(place), on_left_out=None if ignore_passed_over else left_out.append)
+        plan = plan_data_set(job.root, on_left_out=None if ignore_passed_over else left_out.append)
         with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
             passed_over = [_row_of_uses(file, 0) for file in uses_of_left_out(pool, left_out)]
-        pieces = job.pieces(job.grouped(place, plan.table))
-        task = InventoryTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix)
-        job.work_on_files(f"list the keys of {place}", task, pieces)
+        pieces = job.pieces(job.grouped(plan.table))
+        task = InventoryTask(job.carried_keys(len(pieces)), job.place, table_name, aad_prefix)
+        job.work_on_files(f"list the keys of {job.place}", task, pieces)
         job.add_unseen(plan)
         job.add_rows(passed_over)
     return job.report()
@@ -221,17 +218,16 @@ def verify(
         FileNotFoundError: There is no such file or folder.
         SparkJobFailedError: Spark gave the job up.
     """
-    place = place_of(path)
-    root = node_location(place)
-    with Job(spark, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         if table_name is not None:
             job.configuration.select_table(table_name)
+        root = job.root
         plan = plan_data_set(root)
-        grouped = job.grouped(place, plan.table)
+        grouped = job.grouped(plan.table)
         pieces = job.pieces(grouped, whole_files=True)
         # Fingerprints can be compared within the job, and mean nothing outside of it.
         key = secrets.token_bytes(32)
-        task = VerificationTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix, key)
+        task = VerificationTask(job.carried_keys(len(pieces)), job.place, table_name, aad_prefix, key)
         rules: list[bytes] = []
         found: list[_Found] = []
         columns: dict[object, Any] = {}

@@ -31,6 +31,7 @@ from parquet_keytools.spark.pipelines.file_tables import (
     node_location,
     number_of_pieces,
     packed,
+    place_of,
     rows_of,
     task_result,
     unpacked,
@@ -132,12 +133,13 @@ def timed_row(make_row: RowOf, location: FileLocation, file: Mapping[str, Any]) 
 class Job:
     """A pipeline that runs, as one job of Spark or several; ends with its block.
 
-    New keys come from `new_configuration`, if there is one.
+    It is over the data set at `root`. New keys come from `new_configuration`, if there is one.
     """
 
     def __init__(
         self,
         spark: SparkSession,
+        path: PathLike,
         configuration: Configuration | PathLike,
         new_configuration: Configuration | PathLike | None = None,
         *,
@@ -146,6 +148,8 @@ class Job:
     ) -> None:
         """Begin; raise `ConfigurationError` where Spark or its executors could not do with a configuration."""
         self._started = time.monotonic()
+        self.place = place_of(path)
+        self.root = node_location(self.place)
         self._spark = spark
         self.configuration = _configuration_of(configuration)
         self.new_configuration = None if new_configuration is None else _configuration_of(new_configuration)
@@ -188,14 +192,10 @@ class Job:
                 self._kms_keys += service.kms.call_counts
                 service.kms.close()
 
-    @property
-    def slots(self) -> int:
-        """How many tasks may run at a time, for planning."""
-        return self._slots or int(self._spark.sparkContext.defaultParallelism)
-
     def number_of_pieces(self, files: int) -> int:
         """Return into how many pieces so many files are cut."""
-        return number_of_pieces(files, self.slots, self._most_tasks)
+        slots = self._slots or int(self._spark.sparkContext.defaultParallelism)
+        return number_of_pieces(files, slots, self._most_tasks)
 
     def carried_keys(self, pieces: int) -> CarriedKeys:
         """Return what makes the keys in workers, for a job of so many pieces."""
@@ -245,7 +245,7 @@ class Job:
             self.outcomes += result.outcomes
             yield result
 
-    def grouped(self, place: str, files: pa.Table) -> pa.Table:
+    def grouped(self, files: pa.Table) -> pa.Table:
         """Return files with what brings those together whose footers have the same wrapped key.
 
         Then few tasks need the same key. This reads the end of each file, in a job of its own, and asks the KMS
@@ -257,8 +257,8 @@ class Job:
         # To read the end of a file costs the same for each.
         alike = files.set_column(1, "size_bytes", pa.nulls(files.num_rows, pa.int64()).fill_null(0))
         pieces = cut(alike, self.number_of_pieces(files.num_rows))
-        task = partial(_group_piece, place)
-        results = self.run(f"find the keys of {node_location(place)}", task, pieces)
+        task = partial(_group_piece, self.place)
+        results = self.run(f"find the keys of {self.root}", task, pieces)
         tables = [_GROUPED.empty_table(), *(unpacked(result.rows) for result in results)]
         grouped = pa.concat_tables(tables).drop_columns("size_bytes").join(files, "path")
         return grouped.select(_GROUPED.names)

@@ -47,8 +47,6 @@ from parquet_keytools.spark.pipelines.file_tables import (
     TaskResult,
     file_at,
     file_row,
-    node_location,
-    place_of,
     plan_data_set,
 )
 from parquet_keytools.spark.pipelines.job import Job, PipelineTask, TaskFiles
@@ -118,8 +116,7 @@ def rotate(
         FileNotFoundError: There is no such file or folder.
         SparkJobFailedError: Spark gave the job up.
     """
-    place = place_of(path)
-    with Job(spark, configuration, to, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    with Job(spark, path, configuration, to, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         request = RotationRequest(
             moves=moves,
             only_master_keys=only_master_keys,
@@ -133,8 +130,9 @@ def rotate(
             aad_prefix=aad_prefix,
         )
         context = rotation_context(job.keys, request)
-        plan = plan_data_set(node_location(place))
-        grouped = job.grouped(place, plan.table)
+        place = job.place
+        plan = plan_data_set(job.root)
+        grouped = job.grouped(plan.table)
         distinct: set[_KeyOf] = set()
         encrypted = grouped.filter(pc.field("is_encrypted"))
         if encrypted.num_rows:
@@ -352,13 +350,12 @@ def rekey(
         FileNotFoundError: There is no such file or folder.
         SparkJobFailedError: Spark gave the job up.
     """
-    place = place_of(path)
-    with Job(spark, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         new_table_name, _ = job.configuration.select_table(table_name)
-        plan = plan_data_set(node_location(place))
-        pieces = job.pieces(job.grouped(place, plan.table), whole_files=True)
-        task = RekeyTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix, new_table_name)
-        job.work_on_files(f"rekey {node_location(place)}", task, pieces)
+        plan = plan_data_set(job.root)
+        pieces = job.pieces(job.grouped(plan.table), whole_files=True)
+        task = RekeyTask(job.carried_keys(len(pieces)), job.place, table_name, aad_prefix, new_table_name)
+        job.work_on_files(f"rekey {job.root}", task, pieces)
         job.add_unseen(plan)
     return job.report()
 
