@@ -71,26 +71,22 @@ class Listing(_Folder):
 
 
 class FolderLister:
-    """Lists folders, some at a time; used in a `with` block."""
+    """Lists folders, some at a time; used in a `with` block.
+
+    Attributes:
+        threads: Wait for other machines; none is started before it is needed.
+    """
 
     def __init__(self, filesystem: pafs.FileSystem) -> None:
         self._filesystem = filesystem
         self.is_local = isinstance(filesystem, pafs.LocalFileSystem)
-        self._threads: ThreadPoolExecutor | None = None
+        self.threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="parquet-keytools-walk")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
-
-    @property
-    def threads(self) -> ThreadPoolExecutor:
-        """Threads that wait for other machines."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="parquet-keytools-walk")
-        return self._threads
+        self.threads.shutdown(cancel_futures=True)
 
     def folders(
         self,
