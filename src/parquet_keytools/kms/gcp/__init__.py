@@ -36,7 +36,6 @@ from parquet_keytools.kms.gcp.connection import (
     GcpConnection,
     GcpSettings,
     TokenSource,
-    key_ring_name,
     load_credentials,
     open_client,
 )
@@ -84,7 +83,7 @@ class GcpKms(RemoteKmsClient):
         self._folder = folder or Path()
         self._client = client
         self._owner = OwnerProcess()
-        self._key_ring = key_ring_name(self.settings.project, self.settings.location, self.settings.key_ring)
+        self._key_ring = self.settings.key_ring_name()
         self._aad = self.settings.aad()
         self._aad_fields: dict[str, Any] = {}
         if self._aad:
@@ -237,21 +236,20 @@ class GcpKms(RemoteKmsClient):
                 raise self._kms_error(KmsConfigurationError, "connect", None, detail, hint)
             connection = GcpConnection(self._client, None, owned=False)
         else:
-            tokens = None if self.settings.insecure else TokenSource(self._load_credentials())
-            client = open_client(self.settings.endpoint, insecure=self.settings.insecure)
+            settings, tokens = self.settings, None
+            if not settings.insecure:
+                file = settings.credentials_file
+                credentials = load_credentials(
+                    self._folder / expanded(file) if file is not None else None,
+                    settings.impersonate_service_account,
+                    settings.impersonation_delegates,
+                    settings.quota_project,
+                )
+                tokens = TokenSource(credentials)
+            client = open_client(settings.endpoint, insecure=settings.insecure)
             connection = GcpConnection(client, tokens, owned=True)
         self._last_connection = connection
         return connection
-
-    def _load_credentials(self) -> Any:
-        settings = self.settings
-        file = settings.credentials_file
-        return load_credentials(
-            self._folder / expanded(file) if file is not None else None,
-            settings.impersonate_service_account,
-            settings.impersonation_delegates,
-            settings.quota_project,
-        )
 
     # --- requests and answers ---
 

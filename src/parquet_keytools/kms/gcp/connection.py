@@ -74,7 +74,7 @@ class GcpSettings(RemoteKmsSettings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        key_ring_name(self.project, self.location, self.key_ring)
+        self.key_ring_name()
         parts = _ENDPOINT.fullmatch(self.endpoint)
         if parts is None:
             raise ValueError("endpoint is a host, with or without a port; it has no https:// before it")
@@ -88,23 +88,18 @@ class GcpSettings(RemoteKmsSettings):
             raise ValueError(f"additional_authenticated_data has more than {_MAX_AAD_LENGTH} bytes")
         return self
 
+    def key_ring_name(self) -> str | None:
+        """Return the resource name of the key ring, or None where parts of it are not given."""
+        if not (self.project and self.location and self.key_ring):
+            return None
+        name = f"projects/{self.project}/locations/{self.location}/keyRings/{self.key_ring}"
+        if not KEY_RING.fullmatch(name):
+            raise ValueError("project, location and key_ring do not make the name of a key ring")
+        return name
+
     def aad(self) -> bytes:
         """Return the additional authenticated data as Cloud KMS gets it."""
         return bytes_of_context(self.additional_authenticated_data)
-
-
-def key_ring_name(project: str | None, location: str | None, key_ring: str | None) -> str | None:
-    """Return the resource name of a key ring, or None where parts of it are not given.
-
-    Raises:
-        ValueError: A part is not valid.
-    """
-    if not (project and location and key_ring):
-        return None
-    name = f"projects/{project}/locations/{location}/keyRings/{key_ring}"
-    if not KEY_RING.fullmatch(name):
-        raise ValueError("project, location and key_ring do not make the name of a key ring")
-    return name
 
 
 # --- credentials ---
