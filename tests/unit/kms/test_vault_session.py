@@ -1,0 +1,298 @@
+"""The token of a process: when it is got, renewed, replaced and given back, by a clock that tests turn."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from faults import TurnedClock
+
+from parquet_keytools.errors import KmsConfigurationError
+from parquet_keytools.kms.vault.connection import VaultSettings
+from parquet_keytools.kms.vault.errors import Reason, VaultRefusal
+from parquet_keytools.kms.vault.session import VaultSession, read_secret
+
+FOREVER = 1e9
+LOGIN, LOOKUP = "/v1/auth/approle/login", "/v1/auth/token/lookup-self"
+RENEW, REVOKE = "/v1/auth/token/renew-self", "/v1/auth/token/revoke-self"
+
+
+class Body(io.BytesIO):
+    """As urllib3 gives it."""
+
+    def read1(self, size: int | None = -1, **_: object) -> bytes:
+        return super().read1(size)
+
+
+class Answer:
+    """What `requests` returns, as far as it is looked at."""
+
+    def __init__(self, status: int, content: object) -> None:
+        self.status_code = status
+        self.headers: dict[str, str] = {}
+        self.raw = Body(json.dumps(content).encode())
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Server(requests.Session):
+    """Numbers the tokens of its logins, and answers as told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, str | None]] = []
+        self.logins = 0
+        self.lifetime: object = 90
+        self.renewable: object = True
+        self.refusals: dict[str, int] = {}
+        self.renewed_for: object = 90
+        self.known: dict[str, Any] = {"display_name": "approle", "meta": {"role_name": "r"}}
+        self.token: str | None = None
+
+    def request(self, method: Any, url: Any, **arguments: Any) -> Any:  # type: ignore[override]
+        path = url.removeprefix("http://127.0.0.1:8200")
+        self.asked.append((path.rpartition("/")[2], arguments["headers"].get("X-Vault-Token")))
+        if path in self.refusals:
+            return Answer(self.refusals[path], {"errors": ["no"]})
+        if path == LOGIN:
+            self.logins += 1
+            auth = {"lease_duration": self.lifetime, "renewable": self.renewable}
+            return Answer(200, {"auth": {**auth, "client_token": self.token or f"t{self.logins}"}})
+        if path == RENEW:
+            return Answer(200, {"auth": {"lease_duration": self.renewed_for, "renewable": self.renewable}})
+        return Answer(200, {"data": {**self.known, "ttl": self.lifetime, "renewable": self.renewable}})
+
+    def taken(self) -> list[tuple[str, str | None]]:
+        asked, self.asked = self.asked, []
+        return asked
+
+
+Made = tuple[VaultSession, Server, TurnedClock]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Made]:
+    def made(**how: Any) -> Made:
+        given = how or {"approle": {"role_id": "id", "secret_id": "secret"}}
+        settings = VaultSettings.model_validate({"url": "http://127.0.0.1:8200", **given})
+        server, clock = Server(), TurnedClock()
+        return VaultSession(settings, tmp_path, server, clock), server, clock
+
+    return made
+
+
+def test_a_login_is_renewed_after_two_thirds_of_its_life(make: Callable[..., Made]) -> None:
+    session, server, clock = make()
+    assert session.principal == "approle"
+    held = session.token(FOREVER)
+    assert (held.value.get_secret_value(), held.principal) == ("t1", "approle role r")
+    assert server.taken() == [("login", None), ("lookup-self", "t1")]
+    clock.seconds += 59
+    assert session.token(FOREVER) is held and not server.taken()
+    clock.seconds += 1
+    renewed = session.token(FOREVER)
+    assert renewed.value == held.value and server.taken() == [("renew-self", "t1")]
+    assert (renewed.ends_at, renewed.due_at) == (clock.seconds + 90, clock.seconds + 60)
+    assert session.token(FOREVER) is renewed and not server.taken()
+    # Too late, as after a night's sleep.
+    clock.seconds += 90
+    assert session.token(FOREVER).value.get_secret_value() == "t2"
+    assert [what for what, _ in server.taken()] == ["login", "lookup-self"]
+
+
+@pytest.mark.parametrize(
+    ("change", "renewals"),
+    [
+        ({"renewed_for": 45}, 1),
+        ({"renewed_for": 0}, 1),
+        ({"renewed_for": "90"}, 1),
+        ({"refusals": {RENEW: 403}}, 1),
+        ({"renewable": False}, 0),
+    ],
+)
+def test_what_is_not_renewed_is_replaced_by_another_login(
+    make: Callable[..., Made], change: dict[str, Any], renewals: int
+) -> None:
+    """Near its maximal life a token is renewed for what is left of that."""
+    session, server, clock = make()
+    vars(server).update(change)
+    session.token(FOREVER)
+    server.taken()
+    clock.seconds += 60
+    assert session.token(FOREVER).value.get_secret_value() == "t2"
+    assert [what for what, _ in server.taken()] == ["renew-self"] * renewals + ["login", "lookup-self"]
+
+
+@pytest.mark.parametrize("refusals", [{RENEW: 503}, {RENEW: 403, LOGIN: 403}])
+def test_a_token_serves_until_its_end_where_neither_goes(
+    make: Callable[..., Made], refusals: dict[str, int]
+) -> None:
+    session, server, clock = make()
+    first = session.token(FOREVER)
+    server.refusals = refusals
+    clock.seconds += 60
+    held = session.token(FOREVER)
+    assert (held.value, held.ends_at, held.due_at) == (first.value, first.ends_at, clock.seconds + 4.5)
+    server.taken()
+    clock.seconds += 4.4
+    assert session.token(FOREVER) is held and not server.taken()
+    clock.seconds += 0.2
+    assert session.token(FOREVER).value == first.value and server.taken()
+    clock.seconds += 30
+    server.refusals = {LOGIN: 403}
+    with pytest.raises(VaultRefusal) as caught:
+        session.token(FOREVER)
+    assert (caught.value.login, caught.value.status) == ("approle", 403)
+
+
+@pytest.mark.parametrize("lifetime", [0, -1, True, "90", None])
+def test_a_token_without_an_end_is_never_due(make: Callable[..., Made], lifetime: object) -> None:
+    session, server, clock = make()
+    server.lifetime = lifetime
+    held = session.token(FOREVER)
+    assert (held.lifetime_seconds, held.ends_at, held.due_at) == (None, None, None)
+    clock.seconds += 1e6
+    assert session.token(FOREVER) is held
+
+
+@pytest.mark.parametrize("token", ["t\r\nX-Vault-Namespace: other", "tök", "\x7f"])
+def test_a_token_that_is_none_is_refused(make: Callable[..., Made], token: str) -> None:
+    """It becomes a header."""
+    session, server, _ = make()
+    server.token = token
+    with pytest.raises(VaultRefusal) as caught:
+        session.token(FOREVER)
+    assert caught.value.reason is Reason.NOT_JSON and len(server.taken()) == 1
+
+
+def test_who_it_is_stands_in_one_line(make: Callable[..., Made]) -> None:
+    session, server, _ = make()
+    server.known = {"display_name": "a\nb\x1b[0m", "meta": {"role_name": "x" * 300}}
+    principal = session.token(FOREVER).principal
+    assert principal.startswith("a?b?[0m role x") and len(principal) == 200
+    session, server, _ = make()
+    server.known = {"display_name": 7, "meta": ["r"]}
+    assert session.token(FOREVER).principal == "approle"
+
+
+# --- after a refusal ---
+
+
+def test_a_token_that_is_good_is_not_replaced(make: Callable[..., Made]) -> None:
+    session, server, clock = make()
+    held = session.token(FOREVER)
+    assert session.replace(held, FOREVER) is None
+    server.refusals = {LOOKUP: 403}
+    clock.seconds += 1
+    other = session.replace(held, FOREVER)
+    assert other is not None and other.value.get_secret_value() == "t2" and not other.may_look_itself_up
+    # Another thread did it meanwhile.
+    server.taken()
+    assert session.replace(held, FOREVER) is other and not server.taken()
+    # Whether it is good nobody says: another login, but not one after the other.
+    clock.seconds += 29
+    assert session.replace(other, FOREVER) is None and server.logins == 2
+    clock.seconds += 1
+    third = session.replace(other, FOREVER)
+    assert third is not None and third.value.get_secret_value() == "t3"
+
+
+def test_a_server_that_is_away_says_nothing_of_a_token(make: Callable[..., Made]) -> None:
+    session, server, _ = make()
+    held = session.token(FOREVER)
+    server.refusals = {LOOKUP: 503}
+    with pytest.raises(VaultRefusal):
+        session.replace(held, FOREVER)
+    assert server.logins == 1 and session.token(FOREVER) is held
+    # After a login that has happened, that costs no other one.
+    session, server, _ = make()
+    server.refusals = {LOOKUP: 503}
+    assert session.token(FOREVER).value.get_secret_value() == "t1" and server.logins == 1
+
+
+def test_only_a_token_of_our_own_is_revoked(make: Callable[..., Made]) -> None:
+    session, server, _ = make()
+    session.revoke(FOREVER)
+    assert not server.taken()
+    session.token(FOREVER)
+    server.taken()
+    session.revoke(FOREVER)
+    session.revoke(FOREVER)
+    assert server.taken() == [("revoke-self", "t1")]
+    session, server, _ = make(token="given")
+    session.token(FOREVER)
+    server.taken()
+    session.revoke(FOREVER)
+    assert not server.taken() and session.principal == "token"
+
+
+# --- tokens of others ---
+
+
+def test_a_token_in_a_file_is_read_again(make: Callable[..., Made], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("one\n")
+    session, server, clock = make(token_file="token")
+    server.renewable = False
+    held = session.token(FOREVER)
+    (tmp_path / "token").write_text("two\n")
+    clock.seconds += 59
+    assert session.token(FOREVER) is held
+    clock.seconds += 1
+    assert session.token(FOREVER).value.get_secret_value() == "two"
+
+
+@pytest.mark.parametrize("way", ["dead", "may not list mounts", "may list them"])
+def test_a_token_that_is_refused_and_is_all_there_is(make: Callable[..., Made], tmp_path: Path, way: str) -> None:
+    (tmp_path / "token").write_text("one")
+    session, server, _ = make(token_file="token")
+    server.refusals = {LOOKUP: 403}
+    held = session.token(FOREVER)
+    mounts = "/v1/sys/internal/ui/mounts"
+    server.refusals |= {"dead": {mounts: 403}, "may not list mounts": {mounts: 404}}.get(way, {})
+    with pytest.raises(VaultRefusal) as caught:
+        session.replace(held, FOREVER)
+    reasons = {"dead": Reason.TOKEN_DEAD, "may not list mounts": Reason.TOKEN_UNKNOWN}
+    assert (caught.value.status, caught.value.reason) == (403, reasons.get(way, Reason.UNKNOWN))
+    (tmp_path / "token").write_text("two")
+    other = session.replace(held, FOREVER)
+    assert other is not None and other.value.get_secret_value() == "two" and session.token(FOREVER) is other
+
+
+def test_a_token_that_could_be_looked_up_and_cannot_any_more_is_dead(make: Callable[..., Made]) -> None:
+    session, server, _ = make(token="given")
+    held = session.token(FOREVER)
+    server.refusals = {LOOKUP: 403}
+    with pytest.raises(VaultRefusal) as caught:
+        session.replace(held, FOREVER)
+    assert caught.value.reason is Reason.TOKEN_DEAD
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        (b"", "is empty, too long,"),
+        (b" \n", "is empty, too long,"),
+        (b"a b", "is empty, too long,"),
+        (b"a\nb", "is empty, too long,"),
+        (b"t\xf6k", "is empty, too long,"),
+        (b"x" * (64 * 1024 + 1), "is empty, too long,"),
+    ],
+)
+def test_a_secret_is_one_word(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(KmsConfigurationError) as caught:
+        read_secret(path)
+    assert reason in str(caught.value) and str(path) in str(caught.value)
+    path.write_bytes(b"\n" + b"x" * (64 * 1024 - 1))
+    assert len(read_secret(path).get_secret_value()) == 64 * 1024 - 1
