@@ -55,17 +55,20 @@ class Server(requests.Session):
         self.refusals: dict[str, int] = {}
         self.renewed_for: object = 90
         self.known: dict[str, Any] = {"display_name": "approle", "meta": {"role_name": "r"}}
-        self.token: str | None = None
+        self.token: object = "t{}"
+        self.sent: list[tuple[str, object]] = []
 
     def request(self, method: Any, url: Any, **arguments: Any) -> Any:  # type: ignore[override]
         path = url.removeprefix("http://127.0.0.1:8200")
         self.asked.append((path.rpartition("/")[2], arguments["headers"].get("X-Vault-Token")))
         if path in self.refusals:
             return Answer(self.refusals[path], {"errors": ["no"]})
-        if path == LOGIN:
+        if path.endswith("/login"):
             self.logins += 1
-            auth = {"lease_duration": self.lifetime, "renewable": self.renewable}
-            return Answer(200, {"auth": {**auth, "client_token": self.token or f"t{self.logins}"}})
+            self.sent.append((path, arguments["json"]))
+            token = self.token.format(self.logins) if isinstance(self.token, str) else self.token
+            auth = {"lease_duration": self.lifetime, "renewable": self.renewable, "client_token": token}
+            return Answer(200, {"auth": auth if token is not None else None})
         if path == RENEW:
             return Answer(200, {"auth": {"lease_duration": self.renewed_for, "renewable": self.renewable}})
         return Answer(200, {"data": {**self.known, "ttl": self.lifetime, "renewable": self.renewable}})
@@ -158,13 +161,13 @@ def test_a_token_without_an_end_is_never_due(make: Callable[..., Made], lifetime
     session, server, clock = make()
     server.lifetime = lifetime
     held = session.token(FOREVER)
-    assert (held.lifetime_seconds, held.ends_at, held.due_at) == (None, None, None)
+    server.taken()
     clock.seconds += 1e6
-    assert session.token(FOREVER) is held
+    assert session.token(FOREVER) is held and not server.taken()
 
 
-@pytest.mark.parametrize("token", ["t\r\nX-Vault-Namespace: other", "tök", "\x7f"])
-def test_a_token_that_is_none_is_refused(make: Callable[..., Made], token: str) -> None:
+@pytest.mark.parametrize("token", ["t\r\nX-Vault-Namespace: other", "tök", "\x7f", "", 7, None])
+def test_a_token_that_is_none_is_refused(make: Callable[..., Made], token: object) -> None:
     """It becomes a header."""
     session, server, _ = make()
     server.token = token
@@ -181,6 +184,51 @@ def test_who_it_is_stands_in_one_line(make: Callable[..., Made]) -> None:
     session, server, _ = make()
     server.known = {"display_name": 7, "meta": ["r"]}
     assert session.token(FOREVER).principal == "approle"
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "sent"),
+    [
+        ({"approle": {"role_id": "id"}}, "approle", {"role_id": "id", "secret_id": None}),
+        ({"approle": {"role_id": "id", "secret_id": "word", "mount": "a/b"}}, "a/b",
+         {"role_id": "id", "secret_id": "word"}),
+        ({"approle": {"role_id": "id", "secret_id_file": "secret"}}, "approle",
+         {"role_id": "id", "secret_id": "of-the-file"}),
+        ({"kubernetes": {"role": "r", "jwt_path": "secret", "mount": "k"}}, "k",
+         {"role": "r", "jwt": "of-the-file"}),
+        ({"jwt": {"role": "r", "jwt": "word", "mount": "j"}}, "j", {"role": "r", "jwt": "word"}),
+        ({"jwt": {"role": "r", "jwt_file": "secret"}}, "jwt", {"role": "r", "jwt": "of-the-file"}),
+    ],
+)  # fmt: skip
+def test_what_a_login_sends(
+    make: Callable[..., Made], tmp_path: Path, settings: dict[str, Any], path: str, sent: dict[str, Any]
+) -> None:
+    (tmp_path / "secret").write_text("of-the-file\n")
+    session, server, _ = make(**settings)
+    held = session.token(FOREVER)
+    assert session.principal == held.principal == "approle role r"
+    ((where, what),) = server.sent
+    assert where == f"/v1/auth/{path}/login" and isinstance(what, dict)
+    assert {name: value for name, value in what.items() if value is not None} == {
+        name: value for name, value in sent.items() if value is not None
+    }
+    session, server, _ = make(**settings)
+    server.refusals = {where: 403}
+    with pytest.raises(VaultRefusal) as caught:
+        session.token(FOREVER)
+    assert caught.value.login == next(iter(settings))
+
+
+def test_the_last_renewal_says_that_it_is_the_last(make: Callable[..., Made]) -> None:
+    session, server, clock = make()
+    session.token(FOREVER)
+    server.renewable = False
+    clock.seconds += 60
+    session.token(FOREVER)
+    server.taken()
+    clock.seconds += 60
+    session.token(FOREVER)
+    assert server.taken() == [("login", None), ("lookup-self", "t2")]
 
 
 # --- after a refusal ---
@@ -247,6 +295,36 @@ def test_a_token_in_a_file_is_read_again(make: Callable[..., Made], tmp_path: Pa
     assert session.token(FOREVER) is held
     clock.seconds += 1
     assert session.token(FOREVER).value.get_secret_value() == "two"
+
+
+def test_a_token_of_others_is_renewed_for_what_is_left_of_its_life(make: Callable[..., Made]) -> None:
+    """There is no login that gives another one."""
+    session, server, clock = make(token="given")
+    session.token(FOREVER)
+    server.renewed_for = 9
+    clock.seconds += 60
+    held = session.token(FOREVER)
+    assert held.ends_at == clock.seconds + 9
+    server.renewed_for = 0
+    server.taken()
+    clock.seconds += 6
+    assert session.token(FOREVER).value == held.value
+    assert server.taken() == [("renew-self", "given"), ("lookup-self", "given")]
+
+
+def test_a_new_token_in_the_file_may_look_itself_up_or_not(make: Callable[..., Made], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("one")
+    session, server, clock = make(token_file="token")
+    server.renewable = False
+    session.token(FOREVER)
+    clock.seconds += 60
+    # The same one, which is good.
+    assert session.token(FOREVER).may_look_itself_up
+    (tmp_path / "token").write_text("two")
+    server.refusals = {LOOKUP: 403}
+    clock.seconds += 60
+    held = session.token(FOREVER)
+    assert held.value.get_secret_value() == "two" and not held.may_look_itself_up
 
 
 @pytest.mark.parametrize("way", ["dead", "may not list mounts", "may list them"])
