@@ -84,10 +84,6 @@ class KnownTable:
             locations = [snapshot.manifest_list for snapshot in newest_first]
         return (location for location in locations if location not in self._read)
 
-    def holds(self, location: str) -> bool:
-        """Return whether a location is in the folder of the table."""
-        return bool(self.encryption.location) and location.startswith(f"{self.encryption.location.rstrip('/')}/")
-
 
 class KnownTables:
     """The states of encrypted tables that were read with one configuration, the newest last, and their pages."""
@@ -129,7 +125,11 @@ class KnownTables:
 
     def holding(self, location: str) -> KnownTable | None:
         """Return the newest state of an encrypted table in whose folder a location is, or None."""
-        return next((table for table in reversed(self._all()) if table.holds(location)), None)
+        for table in reversed(self._all()):
+            folder = table.encryption.location
+            if folder and location.startswith(f"{folder.rstrip('/')}/"):
+                return table
+        return None
 
     def _all(self) -> list[KnownTable]:
         with self._lock:

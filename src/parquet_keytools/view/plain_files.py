@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from pyarrow import fs as pafs
@@ -59,13 +58,6 @@ class PlainInput(RangedFile):
         return self._reopen, ()
 
 
-@dataclass(frozen=True)
-class _Kept:
-    file: PlainFile
-    version: Version
-    opened_at: float
-
-
 class PlainFiles:
     """Opens views of the files of a table; for any number of threads.
 
@@ -89,19 +81,19 @@ class PlainFiles:
         self._is_one_folder = is_one_folder
         self._identities: OrderedDict[str, FileIdentities] = OrderedDict()
         self._cache = PageCache()
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[PlainFile, Version, float]] = OrderedDict()
+        """Path -> view, version of its file, and when it was opened."""
         self._lock = ForkSafeLock()
 
     def open(self, location: FileLocation) -> PlainFile:
         """Return the view of a file; errors as `open_plain_file`, or `ReusedKeysError`."""
         version = _version(location)
         with self._lock:
-            kept = self._kept.get(location.path)
-            lifetime_seconds = self._keys.configuration.reading.cache_lifetime_seconds
-            is_same = kept is not None and version is not None and kept.version == version
-            if kept is not None and is_same and time.monotonic() - kept.opened_at < lifetime_seconds:
+            file, known, opened_at = self._kept.get(location.path, (None, None, 0.0))
+            is_fresh = time.monotonic() - opened_at < self._keys.configuration.reading.cache_lifetime_seconds
+            if file is not None and version is not None and known == version and is_fresh:
                 self._kept.move_to_end(location.path)
-                return kept.file
+                return file
         opened_at = time.monotonic()
         file = open_plain_file(
             self._keys,
@@ -114,7 +106,7 @@ class PlainFiles:
         # One that is replaced meanwhile has another version now.
         if version is not None and version == _version(location):
             with self._lock:
-                self._kept[location.path] = _Kept(file, version, opened_at)
+                self._kept[location.path] = file, version, opened_at
                 while len(self._kept) > _MOST_KEPT:
                     self._kept.popitem(last=False)
         return file

@@ -89,12 +89,8 @@ class TaskFiles:
 class PipelineTask:
     """What each task of a job does with the files of its piece; made on the driver, and called on an executor.
 
-    A pipeline implements `row`, or `result` where it wants to know more than a row for each file.
-
-    Attributes:
-        keys: What makes the keys of the configuration there.
-        table_name: Table of the files; None where there is only one.
-        aad_prefix: The AAD prefix that they must have; None for that of the table.
+    A pipeline implements `row`, or `result` where it wants to know more than a row for each file. Files are of the
+    only table, and have its AAD prefix, if no other is given.
     """
 
     keys: CarriedKeys

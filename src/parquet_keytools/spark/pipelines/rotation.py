@@ -237,10 +237,8 @@ class OpeningTask(PipelineTask):
 class WritingTask(PipelineTask):
     """Writes the new keys into files; a file that has them already stays as it is.
 
-    Attributes:
-        instance: Of the KMS that new keys are of; None for the same.
-        versions: Those of master keys that the driver knows.
-        given: The wrapped keys that the driver had re-wrapped.
+    The driver knows versions of master keys, and had the given wrapped keys re-wrapped. New ones may be of another
+    instance of the KMS.
     """
 
     plan: RotationPlan
