@@ -164,18 +164,16 @@ class KeyChain:
         if kek_entry.timestamp is None:
             raise self._error(f"the KEK {kek_entry.key_id!r} has no KEY_TIMESTAMP, and {what} is bound to it")
         kek = self.kek(kek_entry.key_id)
-        data: SecretBytes | None = None
         with contextlib.suppress(InvalidTag):
             data = unwrap_key(kek, strict_base64.encode(entry.encrypted), kek_entry.timestamp.encode())
-        if data is None:
-            error = DecryptionError(
-                f"{what} is not authentic: it or the KEY_TIMESTAMP of its KEK {kek_entry.key_id!r} was changed, "
-                "or another KEK encrypted it.",
-                hint="Do not trust this metadata file; restore it from a backup.",
-            )
-            error.path = self.table.metadata_location
-            raise error
-        return StandardKeyMetadata.decode(data, what)
+            return StandardKeyMetadata.decode(data, what)
+        error = DecryptionError(
+            f"{what} is not authentic: it or the KEY_TIMESTAMP of its KEK {kek_entry.key_id!r} was changed, "
+            "or another KEK encrypted it.",
+            hint="Do not trust this metadata file; restore it from a backup.",
+        )
+        error.path = self.table.metadata_location
+        raise error
 
     def _entry(self, key_id: str, what: str) -> EncryptionKey:
         entry = self.table.keys.get(key_id)

@@ -225,8 +225,7 @@ class ViewConnection(BaseHTTPRequestHandler):
 
     @staticmethod
     def _chunk(reader: FileReader, body: ServedRange, sent: int) -> bytes:
-        length = min(_CHUNK_BYTES, body.length - sent)
-        return reader.read(body.start + sent, length)
+        return reader.read(body.start + sent, min(_CHUNK_BYTES, body.length - sent))
 
     def _refuse(self, error: Exception) -> None:
         refusal = refusal_of(error)

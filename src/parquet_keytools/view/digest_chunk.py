@@ -295,8 +295,7 @@ def _arrow_page(rows: pa.Table) -> tuple[bytes, int]:
 
 
 def _length_at(data: bytes, offset: int) -> int:
-    (length,) = struct.unpack_from("<I", data, offset)
-    return int(length)
+    return int(struct.unpack_from("<I", data, offset)[0])
 
 
 class StandIns:
