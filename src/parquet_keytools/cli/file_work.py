@@ -239,7 +239,9 @@ class _Work:
                     for file in files:
                         self._one(convert, file)
                     continue
-                in_threads(partial(self._one, workers), list(files), workers.calls_at_a_time)
+                # A second Ctrl-C does not wait for files that were begun: they may wait for a KMS.
+                one, at_a_time = partial(self._one, workers), workers.calls_at_a_time
+                in_threads(one, list(files), at_a_time, give_up=workers.hang_up)
 
     def _one(self, convert: Callable[[str, str], FileResult], numbered: tuple[int, PlannedFile]) -> None:
         """Convert a file, unless the others were given up."""

@@ -163,10 +163,14 @@ class WorkerProcesses(Generic[P, R]):
         Calls that wait for one that never came to work are not made here, either.
         """
         with self._lock:
-            for worker in self._workers:
-                worker.hang_up()
+            self.hang_up()
             for worker in self._workers:
                 worker.wait()
+
+    def hang_up(self) -> None:
+        """Let the processes end without a wait for them: calls that they have begun end with an error."""
+        for worker in tuple(self._workers):
+            worker.hang_up()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function, and return or raise what it does.

@@ -32,7 +32,13 @@ def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: 
     _raise(*_run(work, items, threads - 1, caller_works=True))
 
 
-def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
+def in_threads(
+    function: Callable[[T], R],
+    items: Sequence[T],
+    threads: int,
+    *,
+    give_up: Callable[[], object] = lambda: None,
+) -> list[R]:
     """Return what a function returns for each item, in their order; after an error it is called for no other one.
 
     The calling thread only waits: no signal, such as of Ctrl-C, interrupts a call that was begun.
@@ -41,6 +47,7 @@ def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> 
         function: Is called by several threads.
         items: What it is called with.
         threads: How many threads work, at most.
+        give_up: Is called when the wait is interrupted again. It may let calls end that were begun.
 
     Raises:
         BaseException: What interrupted the calling thread, else the error for the first item that has one. No
@@ -57,7 +64,8 @@ def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> 
                 errors[position] = error
                 raise
 
-    interruption, _ = _run(work, enumerate(items), min(threads, len(items)), caller_works=False)
+    helpers = min(threads, len(items))
+    interruption, _ = _run(work, enumerate(items), helpers, caller_works=False, give_up=give_up)
     # All items before one that failed were taken before it, and their calls have ended.
     _raise(interruption, errors.pop(min(errors)) if errors else None)
     return [results[position] for position in range(len(items))]
@@ -75,12 +83,17 @@ def _raise(own: BaseException | None, failure: BaseException | None) -> None:
 
 
 def _run(
-    work: Callable[[Iterator[T]], None], items: Iterable[T], helpers: int, *, caller_works: bool
+    work: Callable[[Iterator[T]], None],
+    items: Iterable[T],
+    helpers: int,
+    *,
+    caller_works: bool,
+    give_up: Callable[[], object] = lambda: None,
 ) -> tuple[BaseException | None, BaseException | None]:
     """Return what was raised in the calling thread, and the first failure of another one, when none works."""
     shared = _Shared(items)
     raised: BaseException | None = None
-    has_ended = False
+    is_again = has_ended = False
     try:
         for number in range(1, helpers + 1):
             # A daemon: one that is never known to have started must not keep the process from ending.
@@ -95,9 +108,11 @@ def _run(
     # the wait, however often it comes.
     while not has_ended:
         try:
+            if is_again:
+                give_up()
             has_ended = shared.wait(helpers)
         except BaseException as error:
-            shared.is_stopped, raised = True, error
+            is_again, shared.is_stopped, raised = raised is not None, True, error
     return raised, shared.failure
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -393,6 +394,23 @@ def test_an_interruption_finishes_what_was_begun(
     assert stderr.startswith(f"{len(done)} of {FILES + 2} files were copied before this. Continue with --skip-ex")
     assert "Traceback" not in stderr
     assert_workers_end(tmp_path)
+
+
+def test_a_second_interruption_waits_for_no_file(copying, tmp_path: Path) -> None:
+    process = copying("slowest 1", "slowest 2")
+    wait_for(tmp_path, "slowest 1", "slowest 2")
+    stderr = ""
+    for _ in range(30):
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            _, stderr = process.communicate(timeout=2)
+            break
+    # A third one may come when Python itself ends.
+    assert process.returncode in (130, -signal.SIGINT), stderr
+    assert stderr.splitlines()[-1] == "Interrupted."
+    assert "Traceback" not in stderr
+    assert_workers_end(tmp_path)
+    assert not list((tmp_path / "copies").rglob("slow*.parquet"))
 
 
 def test_workers_end_with_their_parent(copying, tmp_path: Path) -> None:
