@@ -181,8 +181,40 @@ def test_where_a_redirect_may_lead(location: str, followed: str) -> None:
     assert (caught.value.reason, caught.value.host) == (Reason.REDIRECT, followed) and len(server.asked) == 1
 
 
-def test_redirects_have_an_end() -> None:
-    connection, server = connected(Answer(307, b"", Location="https://vault.example:8200/"))
+@pytest.mark.parametrize(
+    ("url", "location", "is_followed"),
+    [
+        ("https://vault.example", "https://vault.example:443/", True),
+        ("https://vault.example:443", "https://vault.example/", True),
+        ("http://127.0.0.1:8200", "http://node.example:8200/", False),
+        ("http://127.0.0.1:8200", "https://node.example:8200/", True),
+        ("http://127.0.0.1:8200", "http://[::1]:8200/", True),
+        ("http://vault.example:8200", "http://node.example:8200/", True),
+        ("https://vault.example:8200", "https://[::1]:8200/", True),
+        ("https://vault.example:8200", "http://[::1]:8200/", False),
+    ],
+)
+def test_no_redirect_leads_out_of_tls_or_of_this_machine(url: str, location: str, is_followed: bool) -> None:
+    """Also to hosts that are named."""
+    connection, server = connected(
+        Answer(307, b"", Location=location),
+        Answer(200, {"a": 1}),
+        url=url,
+        allow_http=True,
+        redirect_hosts=["node.example:8200", "[::1]:8200"],
+    )
+    if is_followed:
+        assert connection.post(url="/v1/x", json={"b": 2}) == {"a": 1}
+        assert [arguments["json"] for _, arguments in server.asked] == [{"b": 2}] * 2
+        return
+    with pytest.raises(VaultRefusal):
+        connection.post(url="/v1/x", json={"b": 2})
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirects_have_an_end(status: int) -> None:
+    connection, server = connected(Answer(status, b"", Location="https://vault.example:8200/"))
     with pytest.raises(VaultRefusal) as caught:
         connection.get(url="/v1/x")
     assert caught.value.reason is Reason.REDIRECT and len(server.asked) == 4
