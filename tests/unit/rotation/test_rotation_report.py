@@ -31,6 +31,8 @@ def test_all_is_counted_and_what_failed_is_kept(keep_results: bool) -> None:
     rotated = FileRotation("a", RotationOutcome.ROTATED, bytes_written=3, bytes_copied=5, shares_keys_with="b")
     failed = FileRotation.failed("c", KeytoolsError("why"))
     report = RotationReport()
+    report.add([FileRotation("e", RotationOutcome.RESTORED)], keep_results=False)
+    assert not report.shared_keys and not report.files and report.counts.pop(RotationOutcome.RESTORED) == 1
     report.add([rotated] * (MOST_LEFT_BEHIND + 1), keep_results=keep_results)
     assert report.succeeded and not report.failures
     report.add([failed, FileRotation("d", RotationOutcome.NOT_ENCRYPTED)], keep_results=keep_results)
@@ -50,6 +52,7 @@ def test_what_is_gone_has_no_files() -> None:
     location = FileLocation.resolve("/folder")
     gone = FileRotation.of_unseen(Unseen(location, FileNotFoundError(2, "no such file"), is_gone=True))
     assert (gone.outcome, gone.error) == (RotationOutcome.NOTHING_TO_ROTATE, None)
+    assert gone.error_class is None
     assert gone.how == "removed meanwhile" and gone.path == "/folder"
     refused = FileRotation.of_unseen(Unseen(location, PermissionError(13, "no")))
     assert refused.outcome is RotationOutcome.FAILED and refused.error_class == "PermissionError"
