@@ -1,7 +1,8 @@
 """Which tests run one after the other in one process, and which of them begin first.
 
 What takes longest begins first, so that no core is idle at the end. A file that is not named here is a group of
-its own; the tests on a cluster of Spark share it, and so are one group.
+its own; the tests on a cluster of Spark share it, and so are one group, as are those that run programs in forks of
+one process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 SPARK_CLUSTER = "cluster of Spark"
+DOCUMENTATION = "programs of the documentation"
 
 LONGEST_FIRST: dict[str, str] = {
     "services/test_spark_pipelines.py": SPARK_CLUSTER,
@@ -23,7 +25,12 @@ LONGEST_FIRST: dict[str, str] = {
     "interop/test_matrix.py": "interop with Spark",
     "interop/test_writers_conform.py": "interop with Spark",
     "interop/test_boundary_writers.py": "interop with Spark",
-    "packaging/test_examples.py": "examples",
+    "packaging/test_examples.py": DOCUMENTATION,
+    "packaging/test_engines_page.py": DOCUMENTATION,
+    "packaging/test_demo.py": DOCUMENTATION,
+    "packaging/test_readme.py": DOCUMENTATION,
+    "packaging/test_guide.py": DOCUMENTATION,
+    "packaging/test_rotation_page.py": DOCUMENTATION,
     "services/test_s3_rotation.py": "rotation in S3",
     "services/test_aws_kms.py": "AWS KMS",
     "services/test_rotation_attacks.py": "attacks on rotations",
@@ -32,7 +39,6 @@ LONGEST_FIRST: dict[str, str] = {
     "interop/test_attack_table.py": "attacks on Spark",
     "tamper/test_rotation_crashes.py": "crashes",
     "tamper/test_walk_matrix.py": "walks",
-    "packaging/test_engines_page.py": "page on engines",
     "tamper/test_footer_memory.py": "memory of footers",
     "unit/rotation/test_rekeying_in_processes.py": "rekeying in processes",
     "tamper/test_kms_failures.py": "failures of a KMS",
@@ -40,7 +46,6 @@ LONGEST_FIRST: dict[str, str] = {
     "interop/test_view_matrix.py": "views",
     "tamper/test_two_users.py": "two users",
     "tamper/test_scan_faults.py": "faults under a scan",
-    "packaging/test_demo.py": "demo",
     "packaging/test_typed_users.py": "typed users",
     "vectors/test_round_trip.py": "vectors",
     "tamper/test_rotation_concurrency.py": "rotations at once",
@@ -54,7 +59,6 @@ LONGEST_FIRST: dict[str, str] = {
     "unit/kms/test_keystore.py": "keystore",
     "unit/arrow/test_call_counts.py": "number of calls",
     "packaging/test_iceberg_page.py": "page on Iceberg",
-    "packaging/test_readme.py": "README",
     "tamper/test_iceberg_users.py": "users of an Iceberg table",
     "unit/iceberg/test_writing.py": "tables of Iceberg",
     "services/test_keys_in_use.py": "keys in use",

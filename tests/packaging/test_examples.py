@@ -7,12 +7,14 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from soak import SOAK
+from warm_python import WarmPython
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_it_runs(path: Path, tmp_path: Path) -> None:
+def test_it_runs(path: Path, tmp_path: Path, warm_python: WarmPython) -> None:
     if path.stem.startswith("spark_") and os.environ.get("SPARK") == "no":
         pytest.skip("SPARK=no leaves the examples with Spark out")
     # Spark starts in half of the time. What users set themselves goes on.
@@ -21,7 +23,8 @@ def test_it_runs(path: Path, tmp_path: Path) -> None:
     work.mkdir()
     temporary.mkdir()
     done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning:__main__", path],
+        # In a soak, each in a Python of its own.
+        [sys.executable, "-W", "error::DeprecationWarning:__main__", path] if SOAK else [warm_python.python, path],
         cwd=work,
         # Paths of Ray's sockets must be short.
         env=os.environ | {"TMPDIR": str(temporary), "RAY_TMPDIR": "/tmp", "SPARK_SUBMIT_OPTS": java},

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 from pathlib import Path
 
 CLIENT = """#!{python} -IS
@@ -37,7 +38,7 @@ class WarmPython:
 
     Attributes:
         command: What runs `parquet-keytools`, in a folder without other programs.
-        python: What runs `python -c`.
+        python: What runs `python -c` or a file, for which a deprecated call of the program itself is an error.
     """
 
     def __init__(self) -> None:
@@ -108,12 +109,15 @@ def run(kind: str, arguments: list[str]) -> None:
         sys.argv = arguments
         main()
         return
-    option, code = arguments[1:]
-    assert option == "-c"
-    sys.argv = ["-c"]
-    sys.path.insert(0, "")
     sys.modules["__main__"] = program = types.ModuleType("__main__")
-    exec(compile(code, "<string>", "exec"), vars(program))
+    if arguments[1] == "-c":
+        (code,), sys.argv, folder, file = arguments[2:], ["-c"], "", "<string>"
+    else:
+        (file,) = sys.argv = arguments[1:]
+        program.__file__, folder, code = file, str(Path(file).parent), Path(file).read_text(encoding="utf-8")
+        warnings.filterwarnings("error", category=DeprecationWarning, module="__main__")
+    sys.path.insert(0, folder)
+    exec(compile(code, file, "exec"), vars(program))
 
 
 def serve(path: str) -> None:
