@@ -39,7 +39,7 @@ def _general(data: bytes) -> PageHeader | None:
 
 
 @given(st.one_of(st.binary(max_size=120), _MUTANTS))
-@settings(max_examples=how_many(500, 20_000))
+@settings(max_examples=how_many(300, 20_000))
 def test_both_readers_agree(data: bytes) -> None:
     expected = _general(data)
     try:
@@ -91,7 +91,7 @@ def test_the_verifier_reads_what_writers_write_by_expressions(name: str) -> None
 
 
 @given(st.one_of(st.binary(max_size=120), _MUTANTS, _LIKE_WRITTEN))
-@settings(max_examples=how_many(1_000, 20_000))
+@settings(max_examples=how_many(600, 20_000))
 def test_the_expressions_of_the_verifier_agree_with_the_general_reader(data: bytes) -> None:
     found = usual_header(memoryview(data))
     if found is not None:

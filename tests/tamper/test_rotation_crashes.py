@@ -156,7 +156,7 @@ def test_killed_at_a_call(tmp_path: Path, crasher: Crasher, scenario: Scenario) 
     data.assert_finished(folder)
     points = [(number, "kill") for number in range(1, len(whole.calls) + 1)]
     points += [(number, "torn") for number, (name, _) in enumerate(whole.calls, 1) if name in WRITES]
-    for point, mode in sample(points, 9, SCENARIOS.index(scenario)):
+    for point, mode in sample(points, 13, SCENARIOS.index(scenario)):
         folder = data.copy()
         ended = crasher.run(replace(data.job(folder), point=point, mode=mode))
         assert ended.killed, (point, mode, ended)
@@ -180,7 +180,7 @@ def test_killed_on_both_sides_of_each_rename(tmp_path: Path, crasher: Crasher, s
     checks = (data.assert_finished, *((data.assert_undone,) if scenario.keeps_old else ()))
     cases = list(itertools.product(renames, ("kill", "after"), checks))
     # An odd step: each mode and each check has its turn.
-    for point, mode, check in sample(cases, 3, SCENARIOS.index(scenario)):
+    for point, mode, check in sample(cases, 4, SCENARIOS.index(scenario)):
         folder = data.copy()
         ended = crasher.run(replace(data.job(folder), point=point, mode=mode))
         assert ended.killed and len(ended.calls) == point, (point, mode, ended)
@@ -198,7 +198,7 @@ def test_the_disk_is_full_from_a_call_on(tmp_path: Path, crasher: Crasher, scena
     data = DataSet(tmp_path, scenario)
     folder = data.copy()
     whole = crasher.run(data.job(folder))
-    for point in sample(range(1, len(whole.calls) + 1), 9, SCENARIOS.index(scenario)):
+    for point in sample(range(1, len(whole.calls) + 1), 13, SCENARIOS.index(scenario)):
         folder = data.copy()
         before = tree_digest(folder)
         ended = crasher.run(replace(data.job(folder), point=point, mode="no_space"))
