@@ -151,10 +151,9 @@ class AwsConnection:
     @property
     def region(self) -> str | None:
         """The region whose KMS is asked, as far as it is known without a client."""
-        for source in (self._given_client and self._given_client.meta, self._session):
-            if source is not None and isinstance(source.region_name, str):
-                return self._settings.region or source.region_name
-        return self._settings.region
+        source = self._session if self._given_client is None else self._given_client.meta
+        region: str | None = getattr(source, "region_name", None)
+        return self._settings.region or region
 
     @property
     def address(self) -> str:
@@ -239,7 +238,7 @@ class AwsConnection:
             credentials: dict[str, Any] = fetcher.fetch_credentials()
             return credentials
 
-        session = botocore.session.Session(profile=base.profile_name if self._settings.profile else None)
+        session = botocore.session.Session(profile=self._profile)
         providers = CredentialResolver([_RoleProvider(fetch)])
         session.register_component("credential_provider", providers)
         return boto3.Session(botocore_session=session, region_name=self._settings.region or base.region_name)
@@ -280,12 +279,16 @@ class AwsConnection:
         bundle = self._settings.ca_bundle
         return None if bundle is None else str(self._folder / expanded(bundle))
 
+    @property
+    def _profile(self) -> str | None:
+        """The profile whose certificates and endpoints the SDK takes."""
+        if self._session is not None and self._session.profile_name != "default":
+            return str(self._session.profile_name)
+        return self._settings.profile
+
     def _check_sdk_settings(self, service: str, endpoint_url: str | None) -> None:
         """Look at what the environment and the AWS configuration files say of TLS and the endpoint."""
-        profile = self._settings.profile
-        if self._session is not None and self._session.profile_name != "default":
-            profile = self._session.profile_name
-        sdk = botocore.session.Session(profile=profile)
+        sdk = botocore.session.Session(profile=self._profile)
         bundles = [self._ca_bundle, sdk.get_config_variable("ca_bundle"), os.environ.get("REQUESTS_CA_BUNDLE")]
         if "" in bundles:
             # Some versions of the SDK verify no certificates then.
