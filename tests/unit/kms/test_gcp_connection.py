@@ -17,6 +17,7 @@ from google.api_core.exceptions import PermissionDenied, Unauthenticated
 from google.auth import identity_pool, impersonated_credentials
 from google.auth.credentials import TokenState
 from google.auth.exceptions import TransportError
+from google.auth.transport.requests import Request
 from google.oauth2 import credentials as user_credentials
 from google.oauth2 import service_account
 
@@ -63,6 +64,32 @@ def test_as_much_is_bound_as_cloud_kms_takes() -> None:
 def test_hosts_are_endpoints(endpoint: str) -> None:
     settings = GcpSettings(endpoint=endpoint)
     assert settings.endpoint == endpoint and not settings.insecure
+
+
+@pytest.mark.parametrize(
+    ("fields", "mistake"),
+    [
+        ({"endpoint": "https://kms.example"}, "has no https:// before it"),
+        ({"endpoint": "10.0.0.1:80", "insecure": True}, "an endpoint on this machine"),
+        ({"endpoint": "127.0.0.1:80", "insecure": True}, ""),
+        ({"endpoint": "127.0.0.1:80", "insecure": True, "credentials_file": "f"}, "would be sent without TLS"),
+        (
+            {"endpoint": "127.0.0.1:80", "insecure": True, "impersonate_service_account": "a@b.example"},
+            "would be sent without TLS",
+        ),
+        ({"credentials_file": "f", "impersonate_service_account": "a@b.example"}, ""),
+        ({"impersonation_delegates": ["a@b.example"]}, "needs impersonate_service_account"),
+        ({"impersonation_delegates": ["a@b.example"], "impersonate_service_account": "c@b.example"}, ""),
+        ({"project": "p/x", "location": "global", "key_ring": "r"}, "do not make the name of a key ring"),
+    ],
+)
+def test_nothing_secret_goes_out_without_tls(fields: dict[str, Any], mistake: str) -> None:
+    """Nor to a place, or as somebody, that nobody meant."""
+    if not mistake:
+        assert GcpSettings.model_validate(fields)
+        return
+    with pytest.raises(ValueError, match=mistake):
+        GcpSettings.model_validate(fields)
 
 
 # --- whose credentials ---
@@ -235,6 +262,7 @@ def test_others_who_get_a_token_are_waited_for_no_longer_than_a_call_lasts() -> 
 )
 def test_what_will_expire_soon_is_not_fresh(state: TokenState, fresh: bool) -> None:
     credentials = Renewed()
+    assert isinstance(TokenSource(credentials)._request, Request)
     credentials.token_state = state
     assert TokenSource(credentials).is_fresh is fresh
     assert GcpConnection(object(), TokenSource(credentials), owned=True).is_ready is fresh

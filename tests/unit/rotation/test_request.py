@@ -12,7 +12,7 @@ import pytest
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.config.settings import Configuration, ConfigurationWarning
-from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError, OutputError
+from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError, NoParquetFilesError, OutputError
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import request as rotation_request
 from parquet_keytools.rotation.batch import KmsInstance
@@ -185,6 +185,13 @@ def test_readers_are_warned_of_within_one_kms_alone() -> None:
         rotation_context(keys, RotationRequest(moves={"ka": "new"}, new_kms=Kms()))
 
 
+def test_a_warning_is_shown_at_the_line_of_the_caller(tmp_path: Path) -> None:
+    tools = Keytools(configured(), kms=Kms())
+    with pytest.warns(ConfigurationWarning) as caught, pytest.raises(NoParquetFilesError):
+        tools.rotate(tmp_path, moves={"ka": "new"})
+    assert caught[0].filename == __file__
+
+
 OPENS, STAYS = RotationPlan(moves={"ka": "new"}), RotationPlan()
 
 
@@ -231,8 +238,10 @@ class Run:
         self.versions: dict[str, str | None] = {}
         self.forgotten = 0
         monkeypatch.setattr(rotation_request, "file_or_folder", lambda _: SimpleNamespace(is_file=is_file))
-        monkeypatch.setattr(rotation_request, "is_inside", lambda *_: False)
-        monkeypatch.setattr(rotation_request, "refuse_inside", lambda *_: None)
+        self.is_inside = False
+        self.refused: list[Any] = []
+        monkeypatch.setattr(rotation_request, "is_inside", lambda *_: self.is_inside)
+        monkeypatch.setattr(rotation_request, "refuse_inside", lambda *of: self.refused.append(of))
         monkeypatch.setattr(rotation_request, "Journal", self.journal)
         monkeypatch.setattr(rotation_request, "change_data_set", lambda *of: self.used.append(of[-1]))
 
@@ -270,19 +279,44 @@ def test_a_folder_has_a_journal_and_a_file_if_one_is_named(
     assert report.dry_run is dry_run and report.expected_kms_calls == KmsCalls()
 
 
+class Part(SimpleNamespace):
+    def __str__(self) -> str:
+        return str(self.path)
+
+
 def test_a_journal_is_of_one_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that another one has finished are not finished for this one."""
     run = Run(monkeypatch, tmp_path)
-    some = SimpleNamespace(is_local=True, path=str(tmp_path), only=("a", "b"))
     others: list[dict[str, Any]] = [{}, {"keep_old": True}, {"moves": {"ka": "new"}}, {"new_kms": Kms()}]
     for asked in (*others, {"new_keks": True}, {"new_kms": Kms(), "new_configuration": configured((), "two")}):
         run.start(**asked)
-    run.place = some
-    run.start()
+    whole = str(run.place)
+    for only in (("a", "b"), ("a",)):
+        run.place = Part(is_local=True, path=whole, only=only)
+        run.start()
     made = [parameters for _, parameters in run.asked]
     assert all(one != other for at, one in enumerate(made) for other in made[:at])
     run.start()
     assert run.asked[-1][1] == made[-1]
+
+
+def test_no_journal_lies_in_the_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write there could say that files are finished."""
+    run = Run(monkeypatch, tmp_path)
+    run.is_inside = True
+    assert "lies in the data set itself" in run.start().no_journal
+    assert not run.asked and not run.refused and run.used == [None]
+    file = tmp_path / "journal"
+    assert not run.start(file).no_journal
+    assert run.refused == [(file, run.place)] and run.used == [None, run]
+
+
+def test_a_dry_run_alone_foresees_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, tmp_path)
+    for dry_run in (False, True):
+        report = run.start(moves={"ka": "new"}, dry_run=dry_run)
+        assert report.kms_calls == KmsCalls(describe=1)
+        assert report.expected_kms_calls == KmsCalls(describe=int(dry_run))
 
 
 @pytest.mark.parametrize("is_local", [False, True])
