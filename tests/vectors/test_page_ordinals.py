@@ -179,6 +179,7 @@ WHERE_ARROW_DECRYPTS = ("read_table", "dataset")
         if SOAK or decrypted == "by us" or reader in WHERE_ARROW_DECRYPTS
     ],
     indirect=["pages"],
+    scope="module",
 )
 def test_no_reader_takes_more_pages_than_there_are_ordinals(pages: Pages, reader: str, tmp_path: Path) -> None:
     target = tmp_path / "x.parquet"
