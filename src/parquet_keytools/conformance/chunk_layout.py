@@ -91,7 +91,7 @@ class ChunkEntry(NamedTuple):
                 None if hidden is None else hidden[1],
                 None if visible is None else ColumnMetaData(visible[1]),
                 () if types.items() <= _USUAL_TYPES.items() else tuple(chunk.fields_of_other_types()),
-                types.get(_FILE_PATH) is WireType.BINARY,
+                types.get(_FILE_PATH) is WireType.BINARY and bool(chunk.file_path),
                 None if types.keys().isdisjoint(_INDEX_IDS) else struct.numbers(_INDEXES),
             )
         )

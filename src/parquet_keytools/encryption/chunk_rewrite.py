@@ -24,6 +24,7 @@ _MAX_BLOOM_FILTER_HEADER = 1024
 
 _PAGES = RegionKind.PAGES
 _I32, _I64 = WireType.I32, WireType.I64
+_TOTAL_UNCOMPRESSED_SIZE = ColumnMetaData.total_uncompressed_size.field_id
 _TOTAL_COMPRESSED_SIZE = ColumnMetaData.total_compressed_size.field_id
 _DATA_PAGE_OFFSET = ColumnMetaData.data_page_offset.field_id
 _INDEX_PAGE_OFFSET = ColumnMetaData.index_page_offset.field_id
@@ -31,6 +32,7 @@ _DICTIONARY_PAGE_OFFSET = ColumnMetaData.dictionary_page_offset.field_id
 _BLOOM_FILTER_OFFSET = ColumnMetaData.bloom_filter_offset.field_id
 _BLOOM_FILTER_LENGTH = ColumnMetaData.bloom_filter_length.field_id
 _FILE_OFFSET = ColumnChunk.file_offset.field_id
+_FILE_PATH = ColumnChunk.file_path.field_id
 INDEX_FIELD_IDS = {
     RegionKind.COLUMN_INDEX: (ColumnChunk.column_index_offset.field_id, ColumnChunk.column_index_length.field_id),
     RegionKind.OFFSET_INDEX: (ColumnChunk.offset_index_offset.field_id, ColumnChunk.offset_index_length.field_id),
@@ -69,12 +71,14 @@ class ChunkRewrite:
         places: What the metadata says of where the chunk lies; set by `in_order`.
         start: Where its pages begin in the output, when they are laid out.
         length: How many bytes they take there.
+        forgotten_length: How many bytes old writers left out of the sizes that the source states.
     """
 
     __slots__ = (
         "_find_pages",
         "chunk",
         "chunk_changes",
+        "forgotten_length",
         "length",
         "metadata",
         "metadata_changes",
@@ -97,6 +101,7 @@ class ChunkRewrite:
         self.metadata_changes: dict[int, Entry | None] = {}
         self.start = 0
         self.length = 0
+        self.forgotten_length = 0
         self._find_pages: Callable[[], ChunkPages] | None = None
 
     def new_metadata(self) -> bytes:
@@ -144,6 +149,8 @@ class ChunkRewrite:
         self.start = offset
         self.length = pages.output_length
         self._find_pages = find_pages
+        assert region.length is not None
+        self.forgotten_length = max(pages.source_end - region.offset - region.length, 0)
         self._move(pages, region, offset)
         return PagesPart(pages.output_length, source, find_pages, self.reader, self.writer)
 
@@ -182,7 +189,13 @@ class ChunkRewrite:
         elif pages.count and pages.first_data_page != 0 and not has_dictionary_page:
             # An index page comes first: without its offset nobody would know where the chunk begins.
             new[_INDEX_PAGE_OFFSET] = (_I64, offset)
+        if self.forgotten_length:
+            size = self.metadata.total_uncompressed_size + self.forgotten_length
+            new[_TOTAL_UNCOMPRESSED_SIZE] = (_I64, size)
         self.metadata_changes.update(new)
+        if self.chunk.file_path is not None:
+            # Empty, or the chunk would have been refused.
+            self.chunk_changes[_FILE_PATH] = None
         file_offset = self.chunk.file_offset
         if file_offset:
             self.chunk_changes[_FILE_OFFSET] = (_I64, self._moved(file_offset, pages, region, offset) or 0)

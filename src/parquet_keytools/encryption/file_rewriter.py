@@ -127,6 +127,8 @@ def new_row_group(
     if chunks:
         new.file_offset = min([chunk.start for chunk in chunks])
     new.total_compressed_size = sum([chunk.length for chunk in chunks])
+    if forgotten := sum([chunk.forgotten_length for chunk in chunks]):
+        new.total_byte_size += forgotten
     if ordinal <= MAX_ORDINAL:
         new.ordinal = ordinal
     return new

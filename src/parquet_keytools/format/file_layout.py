@@ -212,9 +212,16 @@ def leaf_columns(schema: list[SchemaElement]) -> tuple[LeafColumn, ...]:
 
 
 _FORGOTTEN_LENGTH = 100
-"""How many bytes of a dictionary page's header parquet-mr before 1.2.9 left out of `total_compressed_size`."""
+"""How many bytes of a dictionary page's header parquet-mr before 1.2.9 left out of its sizes (PARQUET-816)."""
 
-_OLD_PARQUET_MR = re.compile(r"parquet-mr version 1\.(?:[01]\.|2\.[0-8](?!\d))")
+_PARQUET_MR = re.compile(r"parquet-mr(?: version (\d+)(?:\.(\d+))?(?:\.(\d+))?)?", re.IGNORECASE)
+_LAST_FORGETFUL = (1, 2, 8)
+
+
+def _forgets_bytes(created_by: str | None) -> bool:
+    """Return whether a writer left bytes out of its sizes; one that states no version is as old as that."""
+    found = _PARQUET_MR.match(created_by or "")
+    return found is not None and tuple(int(number or 0) for number in found.groups()) <= _LAST_FORGETFUL
 
 
 class RegionKind(IntEnum):
@@ -322,7 +329,8 @@ def regions_of(
         ParquetFormatError: A length is negative or missing, or the data lies in another file.
     """
     is_usual = chunk.struct.lacks(_UNUSUAL_FIELD_IDS)
-    if not is_usual and chunk.file_path is not None:
+    # Old writers state an empty path for data in the file itself.
+    if not is_usual and chunk.file_path:
         raise ParquetFormatError(
             f"the data of column {'.'.join(metadata.path_in_schema)!r} is in another file, "
             f"{chunk.file_path!r}: this is a summary file (_metadata).",
@@ -366,7 +374,7 @@ def arranged(regions: Iterable[Region], footer_offset: int, created_by: str | No
     Raises:
         ParquetFormatError: A region lies outside of the file's body, or two overlap.
     """
-    tolerance = _FORGOTTEN_LENGTH if created_by and _OLD_PARQUET_MR.match(created_by) else 0
+    tolerance = _FORGOTTEN_LENGTH if _forgets_bytes(created_by) else 0
     # The numbers of a region itself make that no two of them are the same.
     ordered = sorted([(region[3], region[4] or 0, region[0], region) for region in regions], reverse=True)
     result: list[Region] = []
