@@ -20,7 +20,7 @@ from parquet_keytools.arrow.callbacks import DelegatingHandler, called_by_arrow,
 from parquet_keytools.arrow.read_options import arrow_read_limits, has_stand_ins
 from parquet_keytools.encryption.aad import FOOTER_PLACE
 from parquet_keytools.encryption.protection import FooterMode
-from parquet_keytools.errors import ColumnAccessDeniedError, ParquetFormatError
+from parquet_keytools.errors import KeytoolsError, ParquetFormatError
 from parquet_keytools.files.denied_columns import shown_key_values
 from parquet_keytools.files.files_ahead import FilesAhead
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
@@ -105,7 +105,7 @@ class VerifiedHandler(DelegatingHandler):
             return _SourceFile(PlainFile(opened, verified, self.denied_columns, self._pages), file)
         if opened.is_encrypted and not self.is_left_to_arrow(opened):
             return _SourceFile(PlainFile(opened, verified, "hide", self._pages), file)
-        if opened.denied:
+        if opened.denied and opened.is_encrypted:
             # Arrow opens a file more than once.
             redacted = self._redacted.get(path)
             if redacted is None:
@@ -268,10 +268,9 @@ class RedactedSource:
         footer = self._footer.data[max(0, offset - start) : max(0, end - start)]
         return pages + bytes(length - len(pages) - len(footer)) + footer
 
-    def _error(self, start: int, end: int) -> ColumnAccessDeniedError:
+    def _error(self, start: int, end: int) -> KeytoolsError:
         """Return the error for the columns whose made-up chunks are read."""
         first = max(0, start - self._footer.refused.start) // _CHUNK_LENGTH
         last = (min(end, self._footer.refused.stop) - 1 - self._footer.refused.start) // _CHUNK_LENGTH
         paths = [column.path for column in self._opened.footer.columns[first : last + 1]]
-        denied = {path: self._opened.denied[path] for path in paths if path in self._opened.denied}
-        return ColumnAccessDeniedError([".".join(path) for path in denied], list(denied.values()))
+        return self._opened.denial([path for path in paths if path in self._opened.denied])

@@ -174,9 +174,14 @@ def status_of(error: Exception) -> ExitStatus:
             return ExitStatus.WRONG_USAGE
         case errors.KmsError():
             return ExitStatus.KMS_FAILED
-        case errors.DecryptionError() | errors.TableMismatchError() | errors.WorkerProcessEndedError():
+        # What is wrong with a file is the same whether the file was named or found in a folder.
+        case errors.ParquetFormatError() | errors.FormatLimitError() | errors.DecryptionError():
             return ExitStatus.NO
-        case errors.IncompleteDataSetError() | errors.NoParquetFilesError() | errors.ReusedKeysError():
+        case errors.NotEncryptedError() | errors.AlreadyEncryptedError() | errors.KeyNotAvailableError():
+            return ExitStatus.NO
+        case errors.TableMismatchError() | errors.IncompleteDataSetError() | errors.ReusedKeysError():
+            return ExitStatus.NO
+        case errors.VisibleMetadataError() | errors.ChangedMeanwhileError() | errors.WorkerProcessEndedError():
             return ExitStatus.NO
         case errors.ColumnAccessDeniedError():
             return max(map(status_of, error.causes), default=ExitStatus.NO)

@@ -23,6 +23,7 @@ from parquet_keytools.errors import (
     ColumnAccessDeniedError,
     DecryptionError,
     FileChangedError,
+    KeyMaterialError,
     KeytoolsError,
     NotEncryptedError,
     ParquetFormatError,
@@ -123,13 +124,17 @@ class OpenedFile:
         ]
 
     def refuse_denied(self, names: Sequence[str] | None, *, hint: str = "", hides_refused: bool = False) -> None:
-        """Raise `ColumnAccessDeniedError` if one of these columns cannot be read; None means all.
+        """Raise an error if one of these columns cannot be read; None means all.
 
         Args:
             names: Of columns, as in a projection.
             hint: For the error.
             hides_refused: Whether columns in `refused` are left out, and no error. A KMS that is down, or a key
                 that was altered, is one nevertheless: a result would lack columns today that it had yesterday.
+
+        Raises:
+            ColumnAccessDeniedError: Keys are unavailable.
+            ParquetFormatError: The metadata of a column is damaged.
         """
         wanted = (
             list(self.footer.columns)
@@ -142,9 +147,17 @@ class OpenedFile:
             if column.path in self.denied and not (hides_refused and column.path in self.refused)
         ]
         if denied:
-            raise ColumnAccessDeniedError(
-                [".".join(path) for path in denied], [self.denied[path] for path in denied], hint=hint
-            )
+            raise self.denial(denied, hint=hint)
+
+    def denial(self, paths: Sequence[tuple[str, ...]], *, hint: str = "") -> KeytoolsError:
+        """Return the error for columns in `denied`: their damage, or `ColumnAccessDeniedError`."""
+        causes = [self.denied[path] for path in paths]
+        # Metadata that is not what the format says is no matter of keys, and is not to be hidden. What does not
+        # authenticate may be: the key is another one, or the bytes are.
+        for cause in causes:
+            if isinstance(cause, ParquetFormatError) and not isinstance(cause, KeyMaterialError):
+                return cause.with_traceback(None)
+        return ColumnAccessDeniedError([".".join(path) for path in paths], causes, hint=hint)
 
     @property
     def denied_top_level(self) -> frozenset[str]:

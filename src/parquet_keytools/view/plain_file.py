@@ -17,7 +17,7 @@ from functools import partial
 
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, ModuleCipher
-from parquet_keytools.errors import ColumnAccessDeniedError, ParquetFormatError
+from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.files.denied_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import (
@@ -54,7 +54,7 @@ def open_plain_file(
     keys: KeyService,
     location: FileLocation,
     table_name: str | None = None,
-    aad_prefix: str | None = None,
+    aad_prefix: str | bytes | None = None,
     *,
     cache: PageCache,
     identities: FileIdentities | None = None,
@@ -237,7 +237,6 @@ class PlainFile:
             out[:] = self._source.read_at(offset, len(out))
             return
         refused = tail.refused_in(offset, end)
-        denied = self._opened.denied
         if refused and whole_row_groups and self._has_row_group(offset, end):
             if not self._has_warned:
                 self._has_warned = True
@@ -247,8 +246,7 @@ class PlainFile:
             hint = "Read other columns, or set `denied_columns: hide` under `reading`."
             if self._opened.digests is not None:
                 hint = f"Read other columns. {NEEDS_KEY}"
-            names = [".".join(path) for path in refused]
-            raise ColumnAccessDeniedError(names, [denied[path] for path in refused], hint=hint)
+            raise self._opened.denial(refused, hint=hint)
         pages_end = self._opened.footer.envelope.footer_offset
         body_end = min(end, pages_end)
         with naming_place(self._opened.location, self._opened.footer.columns):
