@@ -125,7 +125,7 @@ def check_columns(
     configuration: Configuration,
     file: FileLocation,
     table_name: str | None,
-    aad_prefix: str | None,
+    aad_prefix: str | bytes | None,
     kms: KmsClient | None,
 ) -> list[ColumnCheck]:
     """Return which key each leaf column of a Parquet file gets, encrypted as it may be already.
@@ -157,7 +157,7 @@ def _leaves(
     file: FileLocation,
     source: ByteSource,
     table_name: str,
-    aad_prefix: str | None,
+    aad_prefix: str | bytes | None,
     kms: KmsClient | None,
 ) -> tuple[LeafColumn, ...]:
     envelope = read_envelope(source)
@@ -181,7 +181,7 @@ def _prefix(
     envelope: FooterEnvelope,
     file: FileLocation,
     table_name: str,
-    aad_prefix: str | None,
+    aad_prefix: str | bytes | None,
 ) -> ExpectedAadPrefix | None:
     """Return the AAD prefix that is expected; the file may be of another table than the one it is held against."""
     rendered = configuration.tables[table_name].rendered_aad_prefix(table_name=table_name, file_name=file.name)

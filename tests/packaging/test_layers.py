@@ -32,13 +32,13 @@ LAYERS: dict[str, set[str]] = {
     # files and folders on any file system; says which packages an address needs
     "storage": {"errors", "format", "runtime"},
     # ciphers, used by several threads; knows no KMS, and meets `keys` only at the protocol KeyRetriever
-    "encryption": {"errors", "secret_bytes", "format", "runtime"},
+    "encryption": {"errors", "secret_bytes", "strict_base64", "format", "runtime"},
     # KMS clients; knows no Parquet
     "kms": GROUND,
     # key material; knows no ciphers of files
     "keys": GROUND | {"kms", "storage"},
     # YAML
-    "config": GROUND | {"kms"},
+    "config": GROUND | {"encryption", "kms"},
     # one file and its keys: joins keys and ciphers
     "files": GROUND | {"format", "storage", "encryption", "kms", "keys", "config"},
     # the rules of the specification

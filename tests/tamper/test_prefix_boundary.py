@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import struct
@@ -15,8 +16,10 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 import pytest
 from prefix_files import UNIQUE, aad_fields, data, document, present, write
+from typer.testing import CliRunner
 
 from parquet_keytools import Keytools
+from parquet_keytools.cli import app
 from parquet_keytools.configuration_check import check_columns
 from parquet_keytools.conformance.report import Outcome, Verdict
 from parquet_keytools.encryption.aad import delimited_prefix
@@ -257,6 +260,48 @@ def test_what_is_written_ends_in_nul(tmp_path: Path, layout: str) -> None:
             assert opened.footer.aad_prefix == delimited_prefix(f"t/{path.name}")
             assert len(opened.footer.envelope.aad_file_unique or b"") == 8
             assert keytools.read_table(path, aad_prefix=f"t/{path.name}").equals(data())
+
+
+@pytest.mark.parametrize("prefix", [b"\xff\x00\x80 no text", b"t/part1", b"ends in\0"])
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_prefix_of_bytes_in_every_reader(prefix: bytes, is_stored: bool, tmp_path: Path) -> None:
+    path, target = tmp_path / "part1", tmp_path / "target"
+    text = "base64:" + base64.b64encode(prefix).decode()
+    # The table says it in the text form.
+    with tools(aad_prefix=text, store_aad_prefix=is_stored) as keytools:
+        keytools.write_table(data(), path)
+        (opened,) = keytools._keys.open_files([_location(path)], None, None)
+        assert opened.footer.aad_prefix == prefix.removesuffix(b"\0") + b"\0"
+        assert keytools.read_table(path).equals(data())
+        assert keytools.verify_file(path).conforms
+    # Another writer's file, without a delimiter of ours, and the caller says it.
+    with tools(aad_prefix=None, store_aad_prefix=True) as keytools:
+        for given in (prefix, text):
+            write(keytools, path, prefix)
+            for read in readers(keytools, path, target, aad_prefix=given).values():
+                read()
+                target.unlink(missing_ok=True)
+            assert keytools.inspect_file(path, aad_prefix=given).footer_is_authentic
+            assert keytools.verify_file(path, aad_prefix=given).conforms
+            assert keytools.key_inventory(path, aad_prefix=given)
+            assert keytools.rotate(path, aad_prefix=given).succeeded
+            for name, read in readers(keytools, path, target, aad_prefix=b"\xff another").items():
+                with pytest.raises(AadPrefixError):
+                    read()
+                assert not target.exists(), name
+
+
+def test_a_prefix_of_bytes_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text(json.dumps(document(aad_prefix=None, store_aad_prefix=True)))
+    with tools(aad_prefix=None, store_aad_prefix=True) as keytools:
+        write(keytools, tmp_path / "part1", b"\xff\x00\x80")
+    arguments = ["verify", str(tmp_path / "part1"), "--config", str(tmp_path / "keys.yaml"), "--aad-prefix"]
+    assert CliRunner().invoke(app, [*arguments, "base64:/wCA"]).exit_code == 0
+    assert CliRunner().invoke(app, [*arguments, "base64:/wCB"]).exit_code == 1
+    refused = CliRunner().invoke(app, [*arguments, "base64:no"])
+    assert refused.exit_code == 2 and "not base64" in refused.output
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "part1"), "--json"])
+    assert json.loads(shown.stdout)["aad_prefix"] == "base64:/wCA"
 
 
 def test_a_given_prefix_is_a_text_without_nul(tmp_path: Path) -> None:

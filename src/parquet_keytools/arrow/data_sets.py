@@ -61,7 +61,7 @@ class ReadRequest:
     columns: Sequence[str] | None
     filters: Filters
     table_name: str | None
-    aad_prefix: str | None
+    aad_prefix: str | bytes | None
 
     def wanted(self, columns: Sequence[FooterColumn]) -> Sequence[FooterColumn]:
         """Return the columns of a file that are read or filtered by: each whole, if only a part of it is."""

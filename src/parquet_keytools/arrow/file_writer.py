@@ -15,8 +15,14 @@ from pyarrow import fs as pafs
 
 from parquet_keytools import audit
 from parquet_keytools.arrow.encryption_properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
+from parquet_keytools.encryption.aad import (
+    MAX_COUNT,
+    WRITE_LARGER_PAGES,
+    WRITE_LARGER_ROW_GROUPS,
+    refuse_more_than_ordinals,
+)
 from parquet_keytools.encryption.file_encryptor import StreamedFile
-from parquet_keytools.errors import OutputError
+from parquet_keytools.errors import FormatLimitError, OutputError
 from parquet_keytools.files.conversion import new_file_encryption
 from parquet_keytools.files.key_service import TablePolicy
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
@@ -84,7 +90,10 @@ class EncryptedParquetWriter:
         """Begin a file; see `Keytools.writer`."""
         for name in _OURS.keys() & options.keys():
             raise TypeError(f"{name} is not supported: {_OURS[name]}")
-        policy = encryptor.keys.policy(table_name, arrow_leaf_paths(schema, options))
+        paths = arrow_leaf_paths(schema, options)
+        # Some versions of Arrow count on after the last ordinal.
+        refuse_more_than_ordinals(target, columns=len(paths))
+        policy = encryptor.keys.policy(table_name, paths)
         reasons = arrow_limits(policy, options)
         if policy.table.key_material == "external" and target.info().type != pafs.FileType.NotFound:
             # Two files cannot be replaced at once; the module encryptor writes key material that fits both the
@@ -180,7 +189,11 @@ class EncryptedParquetWriter:
             raise ValueError(f"{self._target} is closed")
         refuse_in_child(self._owner, self._target)
         try:
-            with audit.about(self._target), failing_as_output(self._target):
+            with (
+                audit.about(self._target),
+                failing_as_output(self._target),
+                refusing_beyond_ordinals(self._target),
+            ):
                 yield
         except BaseException:
             self.discard()
@@ -201,6 +214,28 @@ def because(reasons: Sequence[str]) -> str:
     return f", because pyarrow does not support this: {'; '.join(reasons)}" if reasons else ""
 
 
+@contextlib.contextmanager
+def refusing_beyond_ordinals(target: FileLocation) -> Iterator[None]:
+    """Name the limit that Arrow meets: it alone counts the pages of a chunk, and the row groups of a data set.
+
+    Raises:
+        FormatLimitError: A chunk has more pages, or a file more row groups, than there are ordinals.
+    """
+    try:
+        yield
+    except OSError as error:
+        # Arrow has no class for it.
+        if error.errno is None and "row groups in an encrypted" in str(error):
+            raise FormatLimitError(
+                f"{target}: a file would have more than {MAX_COUNT} row groups.", hint=WRITE_LARGER_ROW_GROUPS
+            ) from None
+        if error.errno is None and "pages per chunk" in str(error):
+            raise FormatLimitError(
+                f"{target}: a column chunk would have more than {MAX_COUNT} pages.", hint=WRITE_LARGER_PAGES
+            ) from None
+        raise
+
+
 class _ByArrow:
     """pyarrow encrypts."""
 
@@ -214,6 +249,7 @@ class _ByArrow:
     ) -> None:
         properties, key_materials = encryptor.encryption(policy, pending.target.name)
         self._new = NewKeyMaterial(pending.target, key_materials)
+        self._row_groups = 0
         self._stream = pending.open_stream()
         try:
             self._writer = pq.ParquetWriter(self._stream, schema, encryption_properties=properties, **options)
@@ -223,6 +259,9 @@ class _ByArrow:
         self.schema = self._writer.schema
 
     def write(self, table: pa.Table, row_group_size: int | None) -> None:
+        size = min(row_group_size or MAX_ROW_GROUP_ROWS, max(table.num_rows, 1))
+        self._row_groups += max(-(-table.num_rows // size), 1) if size > 0 else 0
+        refuse_more_than_ordinals(self._new.parquet_file, row_groups=self._row_groups)
         self._writer.write_table(table, row_group_size)
 
     def add_key_value_metadata(self, entries: Mapping[Any, Any]) -> None:

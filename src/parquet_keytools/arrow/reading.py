@@ -67,7 +67,7 @@ def read_table(keys: KeyService, location: FileLocation, request: ReadRequest, o
 
 
 def read_metadata(
-    keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | None
+    keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | bytes | None
 ) -> pq.FileMetaData:
     """Return what the footer of a file says, decrypted; see `Keytools.metadata`."""
     if location.is_folder():
@@ -86,7 +86,7 @@ def read_metadata(
 
 
 def read_schema(
-    keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | None
+    keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | bytes | None
 ) -> pa.Schema:
     """Return the schema of a file or a data set; see `Keytools.schema`."""
     # What is shown as nulls may be null, whatever the file says.

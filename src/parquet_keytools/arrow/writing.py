@@ -24,8 +24,10 @@ from parquet_keytools.arrow.file_writer import (
     ModuleEncryptedFile,
     WriteResult,
     because,
+    refusing_beyond_ordinals,
 )
 from parquet_keytools.arrow.output_filesystem import PendingHandler
+from parquet_keytools.encryption.aad import refuse_more_than_ordinals
 from parquet_keytools.files.key_service import TablePolicy
 from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.locations import FileLocation
@@ -277,7 +279,9 @@ def write_dataset(
         all_columns = keys.policy(table_name, arrow_leaf_paths(schema, write_options))
         all_columns.check_partition_columns(partition_names)
     schema = pa.schema([field for field in schema if field.name not in partition_names])
-    policy = keys.policy(table_name, arrow_leaf_paths(schema, write_options))
+    paths = arrow_leaf_paths(schema, write_options)
+    refuse_more_than_ordinals(folder, columns=len(paths))
+    policy = keys.policy(table_name, paths)
     reasons = arrow_limits(policy, write_options)
     if not policy.table.double_wrapping:
         reasons.append("it would call the KMS while it writes a data set with single wrapping")
@@ -303,9 +307,15 @@ def write_dataset(
         for _ in without_leftovers(all_files(folder)):
             pass
     rows: list[int] = []
+    row_groups = [0]
+
+    def count(written: Any) -> None:
+        rows.append(written.metadata.num_rows)
+        row_groups.append(written.metadata.num_row_groups)
+
     options = {**_row_group_options(schema, options), **options}
     try:
-        with failing_as_output(folder):
+        with failing_as_output(folder), refusing_beyond_ordinals(folder):
             if reasons and partitioning is None and options.keys() <= STREAMED_OPTIONS:
                 rows.append(
                     stream_files(encryptor, policy, handler, folder, as_stream(data), write_options, options)
@@ -318,9 +328,11 @@ def write_dataset(
                     filesystem=pafs.PyFileSystem(handler),
                     file_options=file_options,
                     partitioning=partitioning,
-                    file_visitor=lambda written: rows.append(written.metadata.num_rows),
+                    file_visitor=count,
                     **options,
                 )
+            # Some versions of Arrow count on after the last ordinal.
+            refuse_more_than_ordinals(folder, row_groups=max(row_groups))
             files = handler.commit()
     except BaseException:
         handler.discard()

@@ -192,7 +192,7 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
     from parquet_keytools.conformance.inspector import inspect_source
     from parquet_keytools.encryption.aad import ExpectedAadPrefix
 
-    prefix = None if aad_prefix is None else ExpectedAadPrefix.of_text(aad_prefix)
+    prefix = None if aad_prefix is None else ExpectedAadPrefix.of(aad_prefix)
     if "://" not in file:
         from parquet_keytools.conformance.inspector import open_local
 

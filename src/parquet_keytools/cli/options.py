@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parquet_keytools.cli.output import answer_with_json
+from parquet_keytools.encryption.aad import prefix_bytes
+from parquet_keytools.errors import AadPrefixError
 
 if TYPE_CHECKING:
     from parquet_keytools.storage.locations import FileLocation
@@ -35,6 +37,10 @@ def checked_aad_prefix(text: str | None) -> str | None:
         if not text:
             # A variable of the shell that is not set: it must not pass for "any prefix".
             raise typer.BadParameter("it is empty.", param_hint="--aad-prefix")
+        try:
+            prefix_bytes(text)
+        except AadPrefixError as error:
+            raise typer.BadParameter(str(error), param_hint="--aad-prefix") from None
     return text
 
 
@@ -71,7 +77,7 @@ AadPrefixOption = Annotated[
     typer.Option(
         "--aad-prefix",
         metavar="TEXT",
-        help="The AAD prefix that the file must have, instead of that of its table.",
+        help="The AAD prefix that the file must have, instead of its table's: text, or base64:... for bytes.",
         callback=checked_aad_prefix,
     ),
 ]

@@ -33,6 +33,7 @@ from parquet_keytools.config.table_settings import (
     broken_rules,
     prefixes_that_begin_another,
 )
+from parquet_keytools.encryption.aad import BASE64
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsSettings
 from parquet_keytools.kms.contract import StrictSettings
@@ -246,7 +247,7 @@ class Configuration(StrictSettings):
     def _ambiguous_prefixes(self) -> Iterator[Mistake]:
         templates = {name: table.aad_prefix for name, table in self.tables.items() if table.aad_prefix is not None}
         for name, template in templates.items():
-            if "\0" in template.format(table_name=name, file_name=""):
+            if not template.startswith(BASE64) and "\0" in template.format(table_name=name, file_name=""):
                 yield Mistake(("tables", name), "an AAD prefix contains no NUL, and the name of the table does.")
         if self.reading.file_unique_lengths != "any":
             return

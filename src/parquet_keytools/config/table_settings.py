@@ -20,6 +20,8 @@ from pydantic_core import PydanticCustomError
 
 from parquet_keytools import strict_base64
 from parquet_keytools.config.document import Mistake, YamlPath
+from parquet_keytools.encryption.aad import BASE64, prefix_bytes
+from parquet_keytools.errors import AadPrefixError
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES
 from parquet_keytools.kms.contract import StrictSettings
 from parquet_keytools.secret_bytes import SecretBytes
@@ -65,6 +67,12 @@ def _checked_whole_number(value: Any) -> Any:
 
 
 def _checked_template(text: str) -> str:
+    if text.startswith(BASE64):
+        try:
+            prefix_bytes(text)
+        except AadPrefixError as error:
+            raise PydanticCustomError("template", "{reason}", {"reason": str(error)}) from None
+        return text
     try:
         parts = list(string.Formatter().parse(text))
     except ValueError:
@@ -175,7 +183,7 @@ class TableSettings(StrictSettings):
     aad_prefix: AadPrefixTemplate | None = Field(
         default=None,
         description="AAD prefix, which ties a file to its name: a text, where {file_name} and {table_name} "
-        "stand for these. In the file it ends with NUL.",
+        "stand for these; or `base64:` with base64 of bytes. In the file it ends with NUL.",
     )
     store_aad_prefix: StrictBool = Field(
         default=True, description="Store the AAD prefix in the file; where not, readers must supply it."
@@ -202,12 +210,12 @@ class TableSettings(StrictSettings):
             yield ("also_trusted", position), name
 
     def rendered_aad_prefix(self, *, table_name: str, file_name: str) -> str | None:
-        """Return the text of the AAD prefix of one file, or None where the table has none.
+        """Return the AAD prefix of one file as `prefix_bytes` takes it, or None where the table has none.
 
         What is written has NUL at its end; `encryption.aad` says which forms are read.
         """
-        if self.aad_prefix is None:
-            return None
+        if self.aad_prefix is None or self.aad_prefix.startswith(BASE64):
+            return self.aad_prefix
         return self.aad_prefix.format(table_name=table_name, file_name=file_name)
 
     @model_validator(mode="after")
@@ -271,12 +279,17 @@ def prefixes_that_begin_another(templates: Mapping[str, str]) -> Iterator[tuple[
 
 
 def _parsed(template: str, table_name: str) -> _Template:
-    """Return a template as characters and `_NAME`, as pairs of literals and placeholders of a format string."""
+    """Return a template as characters and `_NAME`, as pairs of literals and placeholders of a format string.
+
+    Where a template is bytes, each of them is a character, and so it is where a text is encoded.
+    """
+    if template.startswith(BASE64):
+        return tuple(prefix_bytes(template).decode("latin-1"))
     parts: list[str | None] = []
     for literal, placeholder, _, _ in string.Formatter().parse(template):
-        parts += literal
+        parts += literal.encode().decode("latin-1")
         if placeholder == "table_name":
-            parts += table_name
+            parts += table_name.encode().decode("latin-1")
         elif placeholder is not None:
             parts.append(_NAME)
     return tuple(parts)
@@ -314,5 +327,5 @@ def _steps(template: _Template, place: tuple[int, bool]) -> Iterator[tuple[str |
 
 def _share_a_character(one: str | None, other: str | None) -> bool:
     if one is _NAME or other is _NAME:
-        return "/" not in (one, other)
+        return not {one, other} & {"/", "\0"}
     return one == other

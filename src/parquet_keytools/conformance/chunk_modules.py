@@ -16,7 +16,7 @@ from parquet_keytools.conformance.chunk_layout import Column, Window
 from parquet_keytools.conformance.findings import RuleBook
 from parquet_keytools.conformance.nonce_ledger import DekNonces
 from parquet_keytools.conformance.page_headers import HeaderFacts, facts_of, read_header, usual_header
-from parquet_keytools.encryption.aad import MAX_ORDINAL, ModulePlace, ModuleType
+from parquet_keytools.encryption.aad import MAX_COUNT, MAX_ORDINAL, ModulePlace, ModuleType
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.module_cipher import CTR_FRAMING, GCM_FRAMING, LENGTH_LENGTH, ModuleCipher
 from parquet_keytools.errors import ParquetFormatError
@@ -275,7 +275,7 @@ class PageWalk:
         header_types = self._header_types(offset)
         left = self._end - offset
         if self.next_ordinal > MAX_ORDINAL:
-            message = f"the chunk has more than {MAX_ORDINAL + 1} data pages."
+            message = f"the chunk has more than {MAX_COUNT} data pages."
             place = self._chunk.place(ModuleType.DATA_PAGE_HEADER, MAX_ORDINAL)
             self._book.broken("ordinal-limit", message, place, offset)
             return None

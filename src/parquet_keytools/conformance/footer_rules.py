@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from parquet_keytools.conformance.chunk_layout import ChunkEntry, Column, OpenFooter, chunk_place
 from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePlace
+from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_COUNT, ModulePlace
 from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
@@ -42,7 +42,7 @@ def check_footer(
         return None
     _check_mode_fields(envelope, metadata, book)
     is_encrypted = envelope.mode is not FooterMode.UNENCRYPTED
-    if is_encrypted and max(len(leaves), len(row_groups)) > MAX_ORDINAL + 1:
+    if is_encrypted and max(len(leaves), len(row_groups)) > MAX_COUNT:
         book.broken(
             "ordinal-limit", f"there are {len(row_groups)} row groups of {len(leaves)} columns.", FOOTER_PLACE
         )

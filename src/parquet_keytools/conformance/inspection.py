@@ -142,7 +142,8 @@ class Inspection(Summarised):
         size_bytes: Its length.
         mode: How its footer is protected; None where that cannot be told.
         algorithm: As stated.
-        aad_prefix: The text of the stored prefix, without the NUL that marks its end; to be given to readers.
+        aad_prefix: The stored prefix as readers take it, without the NUL that marks its end: a text, or `base64:`
+            with base64 of bytes.
         aad_prefix_escaped: The stored prefix, with NUL, backslashes and whatever is not printable escaped: no two
             prefixes look alike.
         aad_file_unique: As stored.

@@ -30,7 +30,7 @@ from parquet_keytools.conformance.inspection import (
     KeyDescription,
     describe_key,
 )
-from parquet_keytools.encryption.aad import ExpectedAadPrefix, ModuleType, without_delimiter
+from parquet_keytools.encryption.aad import ExpectedAadPrefix, ModuleType, prefix_text
 from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource, FileSource
@@ -118,7 +118,7 @@ class _Inspector:
             size_bytes=source.size_bytes,
             mode=envelope.mode,
             algorithm=envelope.algorithm.value if envelope.algorithm is not None else None,
-            aad_prefix=None if prefix is None else without_delimiter(prefix).decode("utf-8", "backslashreplace"),
+            aad_prefix=None if prefix is None else prefix_text(prefix),
             aad_prefix_escaped=None if prefix is None else escaped_bytes(prefix),
             aad_file_unique=None if file_unique is None else file_unique.hex(),
             supply_aad_prefix=envelope.supply_aad_prefix,

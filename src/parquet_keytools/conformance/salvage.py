@@ -78,7 +78,7 @@ def salvage_file(
     source: FileLocation,
     target: FileLocation,
     table_name: str | None,
-    aad_prefix: str | None,
+    aad_prefix: str | bytes | None,
     on_progress: Progress | None = None,
     *,
     overwrite: bool = True,

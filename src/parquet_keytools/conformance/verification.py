@@ -71,14 +71,22 @@ def finder_of(
 
 
 def verify_file(
-    keys: KeyService | None, location: FileLocation, table_name: str | None = None, aad_prefix: str | None = None
+    keys: KeyService | None,
+    location: FileLocation,
+    table_name: str | None = None,
+    aad_prefix: str | bytes | None = None,
 ) -> FileReport:
     """Verify a file; see `Keytools.verify_file`. Without keys, what needs none is checked."""
     return MemberVerifier(keys, table_name, aad_prefix).verify(location)[0]
 
 
 def inspect_file(
-    keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | None, *, with_keys: bool
+    keys: KeyService,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | bytes | None,
+    *,
+    with_keys: bool,
 ) -> Inspection:
     """Show how a file is protected; see `Keytools.inspect_file`."""
     with audit.about(location), open_source(location) as source:
@@ -90,7 +98,7 @@ def verify_folder(
     keys: KeyService | None,
     folder: FileLocation,
     table_name: str | None = None,
-    aad_prefix: str | None = None,
+    aad_prefix: str | bytes | None = None,
     *,
     part_count: int | None = None,
     on_progress: Progress | None = None,
@@ -126,7 +134,7 @@ def verify_folder(
 class MemberVerifier:
     """Verifies files with one table of a configuration, here or in worker processes."""
 
-    def __init__(self, keys: KeyService | None, table_name: str | None, aad_prefix: str | None) -> None:
+    def __init__(self, keys: KeyService | None, table_name: str | None, aad_prefix: str | bytes | None) -> None:
         self._keys = keys
         self._table_name = table_name
         self._aad_prefix = aad_prefix
@@ -163,7 +171,7 @@ class MemberVerifier:
     def _expectation(self, source: ByteSource, location: FileLocation) -> Expectation:
         keys, table_name, aad_prefix = self._keys, self._table_name, self._aad_prefix
         if keys is None:
-            return Expectation(None if aad_prefix is None else ExpectedAadPrefix.of_text(aad_prefix))
+            return Expectation(None if aad_prefix is None else ExpectedAadPrefix.of(aad_prefix))
         number = len(keys.configuration.tables)
         table = None if table_name is None and number != 1 else keys.table_check(table_name)
         return Expectation(
@@ -175,7 +183,7 @@ class MemberVerifier:
 
 
 def _verifier_in_worker(
-    keys: KeyService | None, table_name: str | None, aad_prefix: str | None, key: bytes
+    keys: KeyService | None, table_name: str | None, aad_prefix: str | bytes | None, key: bytes
 ) -> MemberVerifier:
     use_fingerprint_key(key)
     return MemberVerifier(keys, table_name, aad_prefix)
@@ -320,7 +328,11 @@ def _unreadable(path: str, reason: str) -> FileReport:
 
 
 def expected_prefix(
-    keys: KeyService, source: ByteSource, location: FileLocation, table_name: str | None, aad_prefix: str | None
+    keys: KeyService,
+    source: ByteSource,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | bytes | None,
 ) -> ExpectedAadPrefix | None:
     """Return the AAD prefix that a file must have; which table it seems to be of, its stored prefix may say."""
     stored = None

@@ -8,6 +8,7 @@ prefixes that we write end in NUL, which occurs in no name of a file. See docs/a
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import struct
@@ -16,13 +17,34 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from parquet_keytools import strict_base64
 from parquet_keytools.errors import AadPrefixError, DecryptionError, FormatLimitError, ParquetFormatError
 
 MAX_ORDINAL = 32_767
 """Ordinals are signed 16-bit integers; one that wrapped around would make two modules share an AAD."""
 
-MAX_COUNT = 32_767
-"""How many row groups, columns, and pages of a chunk are written: other writers and readers count no further."""
+MAX_COUNT = MAX_ORDINAL + 1
+"""How many row groups, columns, and pages of a chunk fit into an encrypted file: ordinals begin with 0."""
+
+
+WRITE_LARGER_PAGES = "Write larger pages, or smaller row groups."
+WRITE_LARGER_ROW_GROUPS = "Write larger row groups, or more files."
+
+
+def refuse_more_than_ordinals(path: object, *, row_groups: int = 0, columns: int = 0) -> None:
+    """Refuse to write more row groups or columns than there are ordinals (spec 4.4.2).
+
+    Raises:
+        FormatLimitError: There are more than `MAX_COUNT` of either.
+    """
+    if max(row_groups, columns) > MAX_COUNT:
+        what = f"{row_groups} row groups" if row_groups > MAX_COUNT else f"{columns} columns"
+        raise FormatLimitError(
+            f"{path}: an encrypted file has at most {MAX_COUNT} row groups and {MAX_COUNT} columns, and this one "
+            f"would have {what}.",
+            hint=WRITE_LARGER_ROW_GROUPS if row_groups > MAX_COUNT else "Write fewer columns.",
+        )
+
 
 FILE_UNIQUE_LENGTH_BYTES = 8
 """Length of the file unique that we write, as Arrow and parquet-java do; read files may have any."""
@@ -182,23 +204,58 @@ PREFIX_DELIMITER = b"\0"
 """Ends the prefixes that we write: no name of a file and no argument of a command can hold it."""
 
 
-def delimited_prefix(text: str) -> bytes:
-    """Return the AAD prefix that is written for a text.
+BASE64 = "base64:"
+"""Begins the text form of a prefix that is bytes, in configurations, on the command line and in answers."""
+
+
+def prefix_bytes(prefix: str | bytes) -> bytes:
+    """Return the bytes of an AAD prefix that is given as bytes, as `base64:` with base64 of them, or as text.
 
     Raises:
-        AadPrefixError: The text is empty, or holds the delimiter itself.
+        AadPrefixError: It is empty, the base64 is not valid, or a text holds the delimiter.
     """
-    prefix = text.encode()
-    if not prefix:
+    if isinstance(prefix, bytes):
+        found = prefix
+    elif prefix.startswith(BASE64):
+        try:
+            found = strict_base64.decode(prefix.removeprefix(BASE64))
+        except ValueError:
+            raise AadPrefixError(
+                f"the AAD prefix {prefix[:200]!r} is not base64 after {BASE64!r}.",
+                hint="Give a text that begins so as base64, too.",
+            ) from None
+    else:
+        found = prefix.encode()
+        if PREFIX_DELIMITER in found:
+            raise AadPrefixError(
+                f"the AAD prefix {prefix[:200]!r} contains NUL, which marks the end of a prefix.",
+                hint="Give the text without it: readers look for the prefix with and without NUL at its end. "
+                "A prefix with other NULs is given as bytes.",
+            )
+    if not found:
         raise AadPrefixError(
             "an empty AAD prefix names no file.", hint="Leave it out to accept the prefix that the file stores."
         )
-    if PREFIX_DELIMITER in prefix:
-        raise AadPrefixError(
-            f"the AAD prefix {text[:200]!r} contains NUL, which marks the end of a prefix.",
-            hint="Give the text without it: readers look for the prefix with and without NUL at its end.",
-        )
-    return prefix + PREFIX_DELIMITER
+    return found
+
+
+def prefix_text(prefix: bytes) -> str:
+    """Return the text that `prefix_bytes` takes for a prefix that a file stores."""
+    bare = without_delimiter(prefix)
+    with contextlib.suppress(UnicodeDecodeError):
+        text = bare.decode()
+        if text and "\0" not in text and not text.startswith(BASE64):
+            return text
+    return BASE64 + strict_base64.encode(bare if without_delimiter(bare) == bare != b"" else prefix)
+
+
+def delimited_prefix(prefix: str | bytes) -> bytes:
+    """Return the AAD prefix that is written for what `prefix_bytes` takes.
+
+    Raises:
+        AadPrefixError: As `prefix_bytes`.
+    """
+    return without_delimiter(prefix_bytes(prefix)) + PREFIX_DELIMITER
 
 
 def without_delimiter(prefix: bytes) -> bytes:
@@ -219,14 +276,15 @@ class ExpectedAadPrefix:
     any_file_unique: bool = False
 
     @classmethod
-    def of_text(cls, text: str, *, any_file_unique: bool = False) -> ExpectedAadPrefix:
-        """Return what is expected of a file whose prefix is a text: it with NUL at its end, or without.
+    def of(cls, prefix: str | bytes, *, any_file_unique: bool = False) -> ExpectedAadPrefix:
+        """Return what is expected of a file with a prefix: the prefix with NUL at its end, or without.
 
         Raises:
-            AadPrefixError: The text is empty or holds NUL.
+            AadPrefixError: As `prefix_bytes`.
         """
-        written = delimited_prefix(text)
-        return cls((written, without_delimiter(written)), any_file_unique)
+        given, written = prefix_bytes(prefix), delimited_prefix(prefix)
+        # Bytes that end in NUL say whether the file has it.
+        return cls(tuple(dict.fromkeys((written, given))), any_file_unique)
 
     def check(
         self, stored: bytes | None, file_unique: bytes, path: str, *, supply_aad_prefix: bool
@@ -274,7 +332,7 @@ class ExpectedAadPrefix:
 
 
 def expected_aad_prefix(
-    given: str | None, rendered: Collection[str], *, any_file_unique: bool
+    given: str | bytes | None, rendered: Collection[str], *, any_file_unique: bool
 ) -> ExpectedAadPrefix | None:
     """Return what is expected of a file, by its caller or its table; None where any prefix will do.
 
@@ -288,13 +346,13 @@ def expected_aad_prefix(
         any_file_unique: As the configuration says.
 
     Raises:
-        AadPrefixError: The prefix is empty or holds NUL.
+        AadPrefixError: As `prefix_bytes`.
     """
     if given is None:
         text = next(iter(rendered), None)
-        return None if text is None else ExpectedAadPrefix.of_text(text, any_file_unique=any_file_unique)
-    expected = ExpectedAadPrefix.of_text(given, any_file_unique=any_file_unique)
-    if any_file_unique and given not in rendered:
+        return None if text is None else ExpectedAadPrefix.of(text, any_file_unique=any_file_unique)
+    expected = ExpectedAadPrefix.of(given, any_file_unique=any_file_unique)
+    if any_file_unique and prefix_bytes(given) not in map(prefix_bytes, rendered):
         return ExpectedAadPrefix(expected.candidates[:1], any_file_unique=True)
     return expected
 

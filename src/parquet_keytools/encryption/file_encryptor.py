@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parquet_keytools.encryption.aad import MAX_COUNT
+from parquet_keytools.encryption.aad import refuse_more_than_ordinals
 from parquet_keytools.encryption.chunk_rewrite import INDEX_FIELD_IDS, ChunkRewrite, PagesMemory
 from parquet_keytools.encryption.file_decryptor import Deks, open_chunks
 from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
@@ -13,7 +13,7 @@ from parquet_keytools.encryption.footer import Footer, FooterEnvelope
 from parquet_keytools.encryption.output_parts import BytesPart, Part, write_parts
 from parquet_keytools.encryption.protection import FooterMode, naming_file
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
-from parquet_keytools.errors import AlreadyEncryptedError, FormatLimitError, ParquetFormatError
+from parquet_keytools.errors import AlreadyEncryptedError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.collector import paused_collector, paused_for
 from parquet_keytools.format.file_layout import (
@@ -105,12 +105,7 @@ def encrypt_opened(
         ConfigurationError: A key is given for a column that the file does not have.
     """
     with paused_for(source.size_bytes):
-        if max(len(footer.row_groups), len(footer.leaves)) > MAX_COUNT:
-            raise FormatLimitError(
-                f"{source.path}: {len(footer.row_groups)} row groups of {len(footer.leaves)} columns are more "
-                f"than an encrypted file can have: at most {MAX_COUNT} of each.",
-                hint="Write fewer into one file.",
-            )
+        refuse_more_than_ordinals(source.path, row_groups=len(footer.row_groups), columns=len(footer.leaves))
         check_stated_algorithm(source, footer, deks)
         keys = OutputKeys(encryption, footer.leaves)
         row_groups = open_chunks(footer, deks, keys.writer_of)
@@ -160,12 +155,14 @@ class StreamedFile:
 
         Raises:
             ConfigurationError: A key is given for a column that is not in the schema.
+            FormatLimitError: The schema has more columns than an encrypted file can have.
             OSError: The sink cannot be written.
         """
         self.num_rows = 0
         self.size_bytes = 0
         self._sink = sink
         footer = read_plaintext_footer(template)
+        refuse_more_than_ordinals(template.path, columns=len(footer.leaves))
         self._schema = footer.metadata.bytes_of(FileMetaData.schema)
         self._keys = OutputKeys(encryption, footer.leaves)
         self._magic = MAGIC if encryption.plaintext_footer else MAGIC_ENCRYPTED_FOOTER
@@ -186,11 +183,7 @@ class StreamedFile:
             if footer.metadata.bytes_of(FileMetaData.schema) != self._schema:
                 raise ParquetFormatError("a row group has another schema than the file.", path=source.path)
             first = len(self._row_groups)
-            if first + len(footer.row_groups) > MAX_COUNT:
-                raise FormatLimitError(
-                    f"{source.path}: more than {MAX_COUNT} row groups are more than an encrypted file can have.",
-                    hint="Write larger row groups, or more files.",
-                )
+            refuse_more_than_ordinals(source.path, row_groups=first + len(footer.row_groups))
             row_groups = open_chunks(
                 footer, {}, lambda row_group, column: self._keys.writer_of(first + row_group, column)
             )

@@ -6,7 +6,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from parquet_keytools.encryption.aad import MAX_COUNT, MAX_ORDINAL
+from parquet_keytools.encryption.aad import MAX_COUNT, MAX_ORDINAL, WRITE_LARGER_PAGES
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.chunk_pages import NOTHING, ChunkPages, check_crc, decrypt_page
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, NO_PAGE_ORDINAL, ChunkCipher
@@ -113,6 +113,10 @@ def walk_chunk(
     offset = start
     ordinal = position = output_length = 0
     while offset < end:
+        if ordinal >= MAX_COUNT and not is_copied:
+            raise FormatLimitError(
+                f"{source.path}: a column chunk has more than {MAX_COUNT} pages.", hint=WRITE_LARGER_PAGES
+            )
         try:
             if reader is None:
                 facts = _plaintext_header(window, offset)
@@ -135,11 +139,6 @@ def walk_chunk(
                     f"the dictionary page at byte {offset} is not the first page.", path=source.path
                 )
             page_ordinal = NO_PAGE_ORDINAL
-        elif ordinal >= MAX_COUNT and not is_copied:
-            raise FormatLimitError(
-                f"{source.path}: a column chunk has more than {MAX_COUNT} pages.",
-                hint="Write larger pages, or smaller row groups.",
-            )
         elif page_type != _INDEX_PAGE:
             if ordinal == 0:
                 pages.first_data_page = position

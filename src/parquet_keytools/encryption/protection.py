@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, Self
 
-from parquet_keytools.encryption.aad import MAX_ORDINAL
+from parquet_keytools.encryption.aad import MAX_COUNT
 from parquet_keytools.errors import DraftFormatError, KeytoolsError, ParquetFormatError
 from parquet_keytools.format.file_layout import (
     FooterBytes,
@@ -111,7 +111,7 @@ def columns_of(
         ParquetFormatError: It is not the same, the crypto metadata is not valid or that of another column, or
             chunks, row groups or ordinals do not fit together.
     """
-    if is_encrypted and max(len(leaves), len(row_groups)) > MAX_ORDINAL + 1:
+    if is_encrypted and max(len(leaves), len(row_groups)) > MAX_COUNT:
         raise ParquetFormatError("an encrypted file has more row groups or columns than ordinals (spec 4.4.2).")
     columns: list[FooterColumn] = []
     # Byte for byte the same in every row group, as a rule.

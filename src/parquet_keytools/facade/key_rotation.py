@@ -35,7 +35,7 @@ class KeyRotation(Configured):
         table_name: str | None = None,
         new_table_name: str | None = None,
         new_keytools: Self | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         verify: bool = True,
         journal: PathLike | None = None,
         filesystem: Any = None,
@@ -105,7 +105,7 @@ class KeyRotation(Configured):
         journal: PathLike | None = None,
         to: Self | KmsClient | None = None,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
         keep_results: bool = True,
         on_file: OnFile | None = None,
@@ -164,7 +164,7 @@ class KeyRotation(Configured):
         path: PathLike | FileLocation,
         *,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
     ) -> RotationReport:
         """Put back the keys that `rotate` kept of a file, or of all files under a folder.
@@ -212,7 +212,7 @@ class KeyRotation(Configured):
         path: PathLike | FileLocation,
         *,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
         ignore_passed_over: bool = False,
     ) -> Iterator[FileKeyUses]:
@@ -242,7 +242,7 @@ class KeyRotation(Configured):
         *,
         version: str | None = None,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
     ) -> Iterator[FileKeyUses]:
         """Yield the files that need a master key, or a version of it, and those of which that cannot be told.

@@ -71,7 +71,7 @@ class Tables(Configured):
         *,
         columns: Sequence[str] | None = None,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
     ) -> pq.FileDecryptionProperties:
         """Return decryption properties for one file; its keys are unwrapped here, not while pyarrow reads.
@@ -173,7 +173,7 @@ class Tables(Configured):
         columns: Sequence[str] | None = None,
         filters: Filters = None,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
         **options: Any,
     ) -> pa.Table:
@@ -258,7 +258,7 @@ class Tables(Configured):
         columns: Sequence[str] | None = None,
         filters: Filters = None,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         partitioning: Any = "hive",
         filesystem: Any = None,
         schema: pa.Schema | None = None,

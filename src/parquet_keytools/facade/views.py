@@ -73,7 +73,7 @@ class Views(Tables):
         path: PathLike | FileLocation,
         *,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
     ) -> BinaryIO:
         """Open an encrypted file as a file object with plain Parquet, to read and seek in.
@@ -100,7 +100,7 @@ class Views(Tables):
         path: PathLike,
         *,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
     ) -> pq.FileMetaData:
         """Return what the footer of a file says, as `pyarrow.parquet.read_metadata` does; it is authenticated.
@@ -129,7 +129,7 @@ class Views(Tables):
         path: PathOrPaths,
         *,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
     ) -> pa.Schema:
         """Return the schema of a file, as `pyarrow.parquet.read_schema` does, or of a data set, see `dataset`.
@@ -155,7 +155,7 @@ class Views(Tables):
         path: PathLike,
         *,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         partitioning: Any = "hive",
         filesystem: Any = None,
     ) -> pl.LazyFrame:

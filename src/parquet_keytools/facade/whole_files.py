@@ -66,7 +66,7 @@ class WholeFiles(Configured):
         target: PathLike,
         *,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         overwrite: bool = True,
         skip_existing: bool = False,
         mode: int | None = None,
@@ -124,7 +124,7 @@ class WholeFiles(Configured):
         table_name: str | None = None,
         new_table_name: str | None = None,
         new_keytools: Self | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         overwrite: bool = True,
         skip_existing: bool = False,
         source_filesystem: Any = None,
@@ -171,7 +171,7 @@ class WholeFiles(Configured):
         *,
         with_keys: bool = True,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
     ) -> Inspection:
         """Show how a file is protected, from its footer, and with keys from the headers of its pages.
@@ -196,7 +196,7 @@ class WholeFiles(Configured):
         path: PathLike | FileLocation,
         *,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
     ) -> FileReport:
         """Check a file against all rules: every module is authenticated, every number compared.
@@ -220,7 +220,7 @@ class WholeFiles(Configured):
         folder: PathLike | FileLocation,
         *,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         part_count: int | None = None,
         filesystem: Any = None,
         on_progress: Callable[[FileReport], None] | None = None,
@@ -261,7 +261,7 @@ class WholeFiles(Configured):
         target: PathLike,
         *,
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         overwrite: bool = True,
         mode: int | None = None,
         source_filesystem: Any = None,

@@ -199,7 +199,7 @@ def encrypted_contents(
     keys: KeyService,
     location: FileLocation,
     table_name: str | None,
-    aad_prefix: str | None = None,
+    aad_prefix: str | bytes | None = None,
     *,
     or_allowed_plaintext: bool = False,
 ) -> Contents:

@@ -26,7 +26,6 @@ from parquet_keytools.encryption.aad import (
     ExpectedAadPrefix,
     delimited_prefix,
     expected_aad_prefix,
-    without_delimiter,
 )
 from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
@@ -183,7 +182,7 @@ class KeyService:
         self,
         location: FileLocation,
         table_name: str | None,
-        aad_prefix: str | None,
+        aad_prefix: str | bytes | None,
         stored: bytes | None = None,
     ) -> ExpectedAadPrefix | None:
         """Return the AAD prefix that a file must have (spec 4.4.1), or None where any will do.
@@ -195,7 +194,7 @@ class KeyService:
             stored: What the file stores, which nobody has authenticated.
 
         Raises:
-            AadPrefixError: `aad_prefix` is empty or holds NUL.
+            AadPrefixError: `aad_prefix` is no prefix; see `prefix_bytes`.
         """
         any_file_unique = self.configuration.reading.file_unique_lengths == "any"
         if table_name is None and len(self.configuration.tables) != 1:
@@ -218,7 +217,7 @@ class KeyService:
         ]
         prefixes = [prefix for prefix in rendered if prefix is not None]
         if stored is not None:
-            found = [prefix for prefix in prefixes if prefix.encode() == without_delimiter(stored)]
+            found = [prefix for prefix in prefixes if stored in ExpectedAadPrefix.of(prefix).candidates]
             if found:
                 return found
         return prefixes if len(prefixes) == len(rendered) else []
@@ -227,7 +226,7 @@ class KeyService:
         self,
         locations: Sequence[FileLocation],
         table_name: str | None = None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         *,
         again: bool = True,
         wanted: WantedColumns = tuple,

@@ -98,7 +98,7 @@ class RekeyRequest:
 
     table_name: str | None = None
     new_table_name: str | None = None
-    aad_prefix: str | None = None
+    aad_prefix: str | bytes | None = None
     as_before: bool = True
     verify: bool = True
     journal: Path | None = None

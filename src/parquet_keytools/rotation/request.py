@@ -58,7 +58,7 @@ class RotationRequest:
     new_kms: KmsClient | None = None
     new_configuration: Configuration | None = None
     table_name: str | None = None
-    aad_prefix: str | None = None
+    aad_prefix: str | bytes | None = None
     keep_results: bool = True
     on_file: OnFile | None = None
 
@@ -282,7 +282,7 @@ def _instance_of(configuration: Configuration | None) -> KmsInstance:
 
 
 def prefix_of(
-    keys: KeyService, table_name: str | None, aad_prefix: str | None, plan: RotationPlan | None = None
+    keys: KeyService, table_name: str | None, aad_prefix: str | bytes | None, plan: RotationPlan | None = None
 ) -> AadPrefixOf:
     """Return what tells the AAD prefix that a file must have, given what it stores, or that it has none.
 

@@ -70,7 +70,7 @@ class PlainFiles:
         self,
         keys: KeyService,
         table_name: str | None,
-        aad_prefix: str | None = None,
+        aad_prefix: str | bytes | None = None,
         *,
         is_one_folder: bool = True,
     ) -> None:

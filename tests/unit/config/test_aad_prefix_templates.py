@@ -43,6 +43,9 @@ AMBIGUOUS = [
     {"a": "t/{file_name}/", "b": "t/{file_name}/{file_name}/"},
     {"a": "{table_name}/{file_name}/", "b": "a/x/y"},
     {"a": "t/x/", "b": "t/{file_name}/y"},
+    # Bytes: `t`, and the first half of `é`.
+    {"a": "base64:dA==", "b": "t/{file_name}/"},
+    {"a": "base64:ww==", "b": "é/"},
 ]
 UNAMBIGUOUS = [
     {"t": "t"},
@@ -55,6 +58,8 @@ UNAMBIGUOUS = [
     {"a": "t/{file_name}/", "b": "t/{file_name}/"},
     {"a": "t/{file_name}/a", "b": "t/{file_name}/b"},
     {"a": "{file_name}/", "b": "/{file_name}/"},
+    {"a": "base64:AHQ=", "b": "t/{file_name}/"},
+    {"a": "base64:dAA=", "b": "t{file_name}/"},
 ]
 
 
@@ -95,6 +100,12 @@ def test_nul_is_refused(lengths: str) -> None:
     assert caught.value.yaml_path == "tables.t.aad_prefix"
     with pytest.raises(ConfigurationError, match="contains no NUL, and the name of the table does"):
         parse_configuration(document(lengths, **{"t\0u": "{table_name}/"}))
+
+
+def test_what_is_no_base64_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="not base64") as caught:
+        parse_configuration(document(t="base64:{file_name}"))
+    assert caught.value.yaml_path == "tables.t.aad_prefix"
 
 
 def test_other_lengths_are_no_setting() -> None:

@@ -19,6 +19,8 @@ from parquet_keytools.encryption.aad import (
     delimited_prefix,
     expected_aad_prefix,
     module_aad,
+    prefix_bytes,
+    prefix_text,
     without_delimiter,
 )
 from parquet_keytools.encryption.file_encryption import FileEncryption
@@ -88,7 +90,7 @@ def test_no_other_cut_of_the_aad_is_accepted(
     claims |= {text[:length] for length in range(1, len(text))}
     for claim in claims:
         if claim and "\0" not in claim:
-            accepted = _opens(shown, ExpectedAadPrefix.of_text(claim))
+            accepted = _opens(shown, ExpectedAadPrefix.of(claim))
             assert accepted is (claim == text and cut == len(prefix)), (claim, cut)
 
 
@@ -97,13 +99,13 @@ def test_no_other_cut_of_the_aad_is_accepted(
 @pytest.mark.parametrize("prefix", [b"part1", b"part1\0"])
 def test_a_file_is_read_with_the_delimiter_and_without_it(prefix: bytes, store: bool, signed: bool) -> None:
     source = MemorySource(_sealed(prefix, store=store, signed=signed))
-    footer = read_footer(source, KEYS, ExpectedAadPrefix.of_text("part1"))
+    footer = read_footer(source, KEYS, ExpectedAadPrefix.of("part1"))
     assert (footer.aad_prefix, footer.file_aad) == (prefix, prefix + UNIQUE)
     if store:
         assert read_footer(source, KEYS).aad_prefix == prefix
     for other in ("part", "part10", "part1 ", "q"):
         with pytest.raises(DecryptionError):
-            read_footer(source, KEYS, ExpectedAadPrefix.of_text(other))
+            read_footer(source, KEYS, ExpectedAadPrefix.of(other))
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -119,12 +121,12 @@ def test_these_very_bytes_can_be_expected(signed: bool) -> None:
 def test_another_length_of_the_file_unique_is_refused_before_a_key_is_asked_for(length: int, store: bool) -> None:
     source = MemorySource(_sealed(b"part1", bytes(length), store=store))
     with pytest.raises(AadPrefixError, match=f"the file unique has {length} bytes, not 8") as caught:
-        read_footer(source, NamedKeys(), ExpectedAadPrefix.of_text("part1"))
+        read_footer(source, NamedKeys(), ExpectedAadPrefix.of("part1"))
     assert "reading.file_unique_lengths" in str(caught.value)
     with pytest.raises(AadPrefixError, match=f"has {length} bytes, not 8"):
         read_footer(source, NamedKeys(), b"part1")
     if length:
-        anything = ExpectedAadPrefix.of_text("part1", any_file_unique=True)
+        anything = ExpectedAadPrefix.of("part1", any_file_unique=True)
         assert read_footer(source, KEYS, anything).aad_prefix == b"part1"
 
 
@@ -136,7 +138,7 @@ def test_where_no_prefix_is_expected_any_length_will_do() -> None:
 def test_a_whole_prefix_in_the_file_unique_is_no_prefix() -> None:
     shown = replace(_envelope(b"part1\0"), aad_prefix=None, aad_file_unique=b"part1\0" + UNIQUE)
     with pytest.raises(AadPrefixError, match="written without one"):
-        shown.open(KEYS.deks[b"kf"], ExpectedAadPrefix.of_text("part1"))
+        shown.open(KEYS.deks[b"kf"], ExpectedAadPrefix.of("part1"))
     # Nobody who expects nothing can see that; `verify` does.
     shown.open(KEYS.deks[b"kf"])
 
@@ -149,22 +151,22 @@ def test_a_signed_footer_holds_its_own_aad_fields() -> None:
     source = MemorySource(moved)
     assert read_envelope(source).aad_prefix == b"part1"
     with pytest.raises(AadPrefixError, match="9 bytes, not 8"):
-        read_footer(source, NamedKeys(), ExpectedAadPrefix.of_text("part1"))
+        read_footer(source, NamedKeys(), ExpectedAadPrefix.of("part1"))
     with pytest.raises(DecryptionError, match="signature"):
-        read_footer(source, KEYS, ExpectedAadPrefix.of_text("part1", any_file_unique=True))
+        read_footer(source, KEYS, ExpectedAadPrefix.of("part1", any_file_unique=True))
 
 
 def test_what_neither_form_opens_is_an_error() -> None:
     for signed in (False, True):
         source = MemorySource(_sealed(b"part1", store=False, signed=signed))
         with pytest.raises(DecryptionError):
-            read_footer(source, KEYS, ExpectedAadPrefix.of_text("part2"))
+            read_footer(source, KEYS, ExpectedAadPrefix.of("part2"))
 
 
 def test_a_file_without_file_unique() -> None:
     shown = replace(_envelope(b"p"), aad_file_unique=None)
     with pytest.raises(ParquetFormatError, match="no aad_file_unique"):
-        shown.file_aads(ExpectedAadPrefix.of_text("p"))
+        shown.file_aads(ExpectedAadPrefix.of("p"))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ PAGE = (ModuleType.DATA_PAGE, 3, 4, 5)
 
 
 @pytest.mark.parametrize("stored", [None, b"part1"])
-@pytest.mark.parametrize("expected", [None, ExpectedAadPrefix.of_text("part1", any_file_unique=True)])
+@pytest.mark.parametrize("expected", [None, ExpectedAadPrefix.of("part1", any_file_unique=True)])
 def test_a_file_unique_that_ends_like_the_aad_of_a_page(
     stored: bytes | None, expected: ExpectedAadPrefix | None
 ) -> None:
@@ -233,7 +235,37 @@ def test_a_prefix_and_a_file_unique_that_end_together_like_the_aad_of_a_page() -
 
 
 def test_a_refusal_names_the_file() -> None:
-    expected = ExpectedAadPrefix.of_text("part1")
+    expected = ExpectedAadPrefix.of("part1")
     for stored, unique in ((b"other", UNIQUE), (None, UNIQUE), (b"part1", bytes(9)), (b"part1", None)):
         with pytest.raises(KeytoolsError, match=r"a\.parquet"):
             aad_prefixes(expected, stored, unique, "a.parquet", supply_aad_prefix=False)
+
+
+BYTES = b"\xff\x00\x80prefix"
+
+
+@pytest.mark.parametrize("given", [BYTES, "base64:/wCAcHJlZml4"])
+def test_a_prefix_may_be_bytes(given: str | bytes) -> None:
+    assert prefix_bytes(given) == BYTES
+    assert delimited_prefix(given) == BYTES + b"\0"
+    assert ExpectedAadPrefix.of(given).candidates == (BYTES + b"\0", BYTES)
+    assert prefix_text(BYTES) == prefix_text(BYTES + b"\0") == "base64:/wCAcHJlZml4"
+
+
+@pytest.mark.parametrize("stored", [b"t/part", b"t/part\0", b"a\0b", b"\0", b"x\0\0", b"base64:x", b"\xff", BYTES])
+def test_the_text_of_a_prefix_is_accepted_for_it(stored: bytes) -> None:
+    assert stored in ExpectedAadPrefix.of(prefix_text(stored)).candidates
+    assert stored in ExpectedAadPrefix.of(stored).candidates
+
+
+def test_bytes_that_end_in_nul_say_how_the_prefix_ends() -> None:
+    assert ExpectedAadPrefix.of(b"x\0").candidates == (b"x\0",)
+    assert delimited_prefix(b"x\0") == b"x\0"
+    # Only the end tells where a file unique of any length begins.
+    assert expected_aad_prefix(b"a\0b", ["t"], any_file_unique=True) == ExpectedAadPrefix((b"a\0b\0",), True)
+
+
+@pytest.mark.parametrize("wrong", ["base64:", "base64:x", "base64:/wCAcHJlZml4=", b""])
+def test_what_is_no_base64_is_refused(wrong: str | bytes) -> None:
+    with pytest.raises(AadPrefixError, match=r"not base64|empty"):
+        prefix_bytes(wrong)

@@ -16,7 +16,7 @@ import pytest
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypt_source, decrypted, encrypted, rekey_source
 from soak import SOAK
 
-from parquet_keytools.encryption import file_encryptor
+from parquet_keytools.encryption import aad
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 from parquet_keytools.encryption.file_decryptor import decrypt_columns
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
@@ -331,7 +331,7 @@ def test_a_plaintext_file_is_not_decrypted_or_rekeyed() -> None:
 def test_no_file_has_more_columns_or_row_groups_than_readers_count(
     of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_encryptor, "MAX_COUNT", 5)
+    monkeypatch.setattr(aad, "MAX_COUNT", 5)
 
     def data(count: int) -> bytes:
         columns, row_groups = (count, 1) if of == "columns" else (1, count)
@@ -339,7 +339,9 @@ def test_no_file_has_more_columns_or_row_groups_than_readers_count(
         return _written(table, row_group_size=1)
 
     encrypted(data(5), FileEncryption(SecretBytes.random(128)))
-    _refused(data(6), FileEncryption(SecretBytes.random(128)), FormatLimitError, "at most 5 of each")
+    _refused(
+        data(6), FileEncryption(SecretBytes.random(128)), FormatLimitError, "at most 5 row groups and 5 columns"
+    )
 
 
 @pytest.mark.parametrize("plaintext_footer", [False, True])
@@ -460,11 +462,11 @@ def _file_of_pages(pages_per_column: int, columns: int) -> bytes:
 
 def test_a_chunk_may_have_as_many_pages_as_there_are_ordinals_and_no_more() -> None:
     keys = NamedKeys()
-    data = _file_of_pages(32_767, 1)
+    data = _file_of_pages(32_768, 1)
     stored = encrypted(data, FileEncryption(keys.new(b"kf"), b"kf"))
     assert decrypted(stored, keys)[: len(data) - 1_000] == data[: len(data) - 1_000]
-    one_more = _file_of_pages(32_768, 1)
-    _refused(one_more, FileEncryption(SecretBytes.random(128)), FormatLimitError, "more than 32767 pages")
+    one_more = _file_of_pages(32_769, 1)
+    _refused(one_more, FileEncryption(SecretBytes.random(128)), FormatLimitError, "more than 32768 pages")
 
 
 def test_all_modules_of_a_file_have_nonces_of_their_own() -> None:

@@ -3,6 +3,7 @@ package parquet_keytools;
 import java.nio.charset.StandardCharsets;
 import java.util.ArrayList;
 import java.util.Arrays;
+import java.util.Base64;
 import java.util.List;
 import org.apache.hadoop.conf.Configuration;
 import org.apache.hadoop.fs.Path;
@@ -18,6 +19,9 @@ final class ExpectedAadPrefix {
   private static final String FILE_UNIQUE_LENGTHS = "parquet.keytools.file.unique.lengths";
   private static final int FILE_UNIQUE_LENGTH = 8;
   private static final int MOST_MODULE_TYPE = 9;
+
+  /** Begins the form of a prefix that is bytes; see encryption/aad.py. */
+  private static final String BASE64 = "base64:";
 
   private final Path path;
   private final boolean isAnyFileUnique;
@@ -36,15 +40,21 @@ final class ExpectedAadPrefix {
     if (template.isEmpty()) {
       return;
     }
-    String text = template.replace("{file_name}", path.getName());
-    if (text.indexOf('\0') >= 0) {
-      throw new ParquetCryptoRuntimeException(
-          "The AAD prefix of " + path.getName() + " contains NUL, which marks the end of a prefix. Give it without.");
+    byte[] bytes;
+    if (template.startsWith(BASE64)) {
+      bytes = Base64.getDecoder().decode(template.substring(BASE64.length()));
+    } else {
+      String text = template.replace("{file_name}", path.getName());
+      if (text.indexOf('\0') >= 0) {
+        throw new ParquetCryptoRuntimeException(
+            "The AAD prefix of " + path.getName() + " contains NUL, which marks the end of a prefix. Give it without.");
+      }
+      bytes = text.getBytes(StandardCharsets.UTF_8);
     }
-    byte[] bytes = text.getBytes(StandardCharsets.UTF_8);
-    written = Arrays.copyOf(bytes, bytes.length + 1);
+    boolean isDelimited = bytes[bytes.length - 1] == 0;
+    written = isDelimited ? bytes : Arrays.copyOf(bytes, bytes.length + 1);
     // The configuration was checked: no prefix of a table begins another. One that somebody gives was not.
-    older = !isAnyFileUnique || template.equals(ofTable) ? bytes : null;
+    older = !isDelimited && (!isAnyFileUnique || template.equals(ofTable)) ? bytes : null;
   }
 
   boolean isAny() {
@@ -112,6 +122,6 @@ final class ExpectedAadPrefix {
 
   /** Returns what is different where another prefix is expected. */
   String identity() {
-    return isAny() ? "" : isAnyFileUnique + " " + (older != null) + " " + new String(written, StandardCharsets.UTF_8);
+    return isAny() ? "" : isAnyFileUnique + " " + (older != null) + " " + Arrays.toString(written);
   }
 }

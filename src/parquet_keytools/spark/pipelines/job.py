@@ -96,7 +96,7 @@ class PipelineTask:
     keys: CarriedKeys
     place: str
     table_name: str | None
-    aad_prefix: str | None
+    aad_prefix: str | bytes | None
 
     def __call__(self, position: int, attempt: int, piece: bytes) -> TaskResult:
         """Do it."""

@@ -80,7 +80,7 @@ def rotate(
     dry_run: bool = False,
     to: Configuration | PathLike | None = None,
     table_name: str | None = None,
-    aad_prefix: str | None = None,
+    aad_prefix: str | bytes | None = None,
     file_on_nodes: str | None = None,
     max_tasks: int | None = None,
 ) -> PipelineReport:
@@ -325,7 +325,7 @@ def rekey(
     configuration: Configuration | PathLike,
     *,
     table_name: str | None = None,
-    aad_prefix: str | None = None,
+    aad_prefix: str | bytes | None = None,
     file_on_nodes: str | None = None,
     max_tasks: int | None = None,
 ) -> PipelineReport:
