@@ -129,7 +129,7 @@ def _load(
     else:
         configuration = _parse(content, file, environment, kms)
         if configuration._source is not None:
-            configuration._source = replace(configuration._source, exposed_to=_exposed_to(found))
+            configuration._source = replace(configuration._source, exposed_to=exposed_to(found))
             if not _can_be_read_again(file, found):
                 configuration._source = replace(configuration._source, path=None, folder=Path.cwd())
         return configuration
@@ -145,7 +145,7 @@ def _can_be_read_again(file: Path, found: os.stat_result) -> bool:
     return stat.S_ISREG(found.st_mode) and not any(path.is_relative_to(place) for place in _OF_ONE_PROCESS)
 
 
-def _exposed_to(found: os.stat_result) -> str:
+def exposed_to(found: os.stat_result) -> str:
     """Return who may read a file beside this user and the superuser."""
     if found.st_mode & stat.S_IROTH:
         return "everybody on this machine"

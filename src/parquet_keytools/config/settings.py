@@ -5,6 +5,7 @@ Instances are frozen and may be shared by threads.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -38,6 +39,7 @@ from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsSettings
 from parquet_keytools.kms.contract import StrictSettings
 from parquet_keytools.kms.registry import client_class, known_names
+from parquet_keytools.runtime.presentation import expanded
 
 __all__ = [
     "Configuration",
@@ -281,6 +283,7 @@ class Configuration(StrictSettings):
             message = f"this secret is in the file itself, which {self._source.exposed_to} may read."
             hint = "Put it into an environment variable or a file of its own, or run: chmod 600 on this file."
             yield Mistake(secrets[0], message, hint)
+        yield from self._exposed_files()
         for name, table in self.tables.items():
             if table.algorithm == "AES_GCM_CTR_V1":
                 message = "page data is not authenticated: changes to encrypted values go undetected."
@@ -289,6 +292,21 @@ class Configuration(StrictSettings):
                 what = "nothing is encrypted" if table.plaintext_footer else "only the footer is encrypted"
                 message = f"{what}: there are no column_keys, and unlisted_columns is {table.unlisted_columns}."
                 yield Mistake(("tables", name), message)
+
+    def _exposed_files(self) -> Iterator[Mistake]:
+        # Imported here, for loader.py makes configurations.
+        from parquet_keytools.config.loader import exposed_to
+
+        for names, setting in (self.kms.secret_files() if self.kms else {}).items():
+            try:
+                file = self.folder / expanded(setting)
+                others = exposed_to(file.stat())
+            except OSError:
+                # The KMS client reports it when it needs the secret.
+                continue
+            if others:
+                message = f"the file {file} holds a secret, and {others} may read it."
+                yield Mistake(("kms", *names), message, f"Run: chmod 600 {shlex.quote(str(file))}")
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy; one with updates does not pickle, for its document says something else."""

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import pydantic
@@ -43,6 +44,13 @@ class KmsSettings(StrictSettings):
         description="Log each wrap, unwrap and re-wrap of a key to the logger `parquet_keytools.audit`.",
     )
     telemetry_key_ids: bool = Field(default=False, description="Put the master key id into OpenTelemetry spans.")
+
+    def secret_files(self) -> Mapping[tuple[str, ...], Path]:
+        """Return the files that hold secrets: names of the setting -> path as it is set.
+
+        A configuration warns if others may read one. Leave out what the backend refuses then.
+        """
+        return {}
 
     def __getstate__(self) -> dict[Any, Any]:
         if holds_secret(self):

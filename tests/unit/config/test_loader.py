@@ -672,6 +672,52 @@ def test_secrets_in_a_file_that_others_may_read(tmp_path: Path, mode: int, text:
         assert "MDEy" not in warning
 
 
+SECRET_FILES = {
+    "token_file": "{type: vault, url: 'https://vault.example', token_file: secret file}",
+    "approle.secret_id_file": "{type: vault, url: 'https://vault.example', approle: {role_id: r, secret_id_file: "
+    "secret file}}",
+    "jwt.jwt_file": "{type: vault, url: 'https://vault.example', jwt: {role: r, jwt_file: secret file}}",
+    "client_key": "{type: vault, url: 'https://vault.example', token: '${T}', client_cert: c, client_key: secret "
+    "file}",
+    "client_cert": "{type: vault, url: 'https://vault.example', token: '${T}', client_cert: secret file}",
+    "credentials_file": "{type: gcp, credentials_file: secret file}",
+}
+
+
+@pytest.mark.parametrize("setting", SECRET_FILES)
+@pytest.mark.parametrize(
+    ("mode", "text"), [(0o644, "everybody on this machine"), (0o640, "its group"), (0o600, None), (None, None)]
+)
+def test_a_secret_in_a_file_of_its_own_that_others_may_read(
+    tmp_path: Path, setting: str, mode: int | None, text: str | None
+) -> None:
+    path, secret = tmp_path / "kms.yaml", tmp_path / "secret file"
+    path.write_text(f"version: 1\nkms: {SECRET_FILES[setting]}\n")
+    if mode is not None:
+        secret.write_text("s3cr3t")
+        secret.chmod(mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = load_configuration(path, environment={"T": "t"})
+    found = [str(warning.message) for warning in caught]
+    assert found == list(made.warnings)
+    if text is None:
+        assert found == []
+    else:
+        (warning,) = found
+        assert warning == (
+            f"{path}:2: kms.{setting}: the file {secret} holds a secret, and {text} may read it. "
+            f"Run: chmod 600 '{secret}'"
+        )
+
+
+def test_who_may_read_the_token_of_a_pod_is_not_for_us_to_say(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cr3t")
+    (tmp_path / "token").chmod(0o644)
+    kms = {"type": "vault", "url": "https://vault.example", "kubernetes": {"role": "r", "jwt_path": "token"}}
+    assert parse_configuration({"version": 1, "kms": kms}).warnings == ()
+
+
 def test_names_of_secrets_are_none(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(

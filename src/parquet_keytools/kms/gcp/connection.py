@@ -72,6 +72,10 @@ class GcpSettings(RemoteKmsSettings):
         default=False, description="Without TLS and credentials, for tests; to this machine only."
     )
 
+    def secret_files(self) -> dict[tuple[str, ...], Path]:
+        """Return the file with the credentials."""
+        return {} if self.credentials_file is None else {("credentials_file",): self.credentials_file}
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         self.key_ring_name()

@@ -155,6 +155,17 @@ class VaultSettings(RemoteKmsSettings):
             _check_proxy(self.proxy.get_secret_value(), self.url, self.allow_http)
         return self
 
+    def secret_files(self) -> dict[tuple[str, ...], Path]:
+        """Return the files with secrets, without `kubernetes.jwt_path`: kubelet decides who may read that."""
+        key = "client_cert" if self.client_key is None else "client_key"
+        files: dict[tuple[str, ...], Path | None] = {
+            ("token_file",): self.token_file,
+            ("approle", "secret_id_file"): self.approle.secret_id_file if self.approle else None,
+            ("jwt", "jwt_file"): self.jwt.jwt_file if self.jwt else None,
+            (key,): self.client_cert if self.client_key is None else self.client_key,
+        }
+        return {names: file for names, file in files.items() if file is not None}
+
     def context_bytes(self) -> bytes | None:
         """Return the context as the server gets it, or None."""
         return None if self.context is None else bytes_of_context(self.context)

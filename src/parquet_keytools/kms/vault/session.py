@@ -110,7 +110,8 @@ def _secret(secret: SecretStr | None, file: Path | None, folder: Path, what: str
 def read_secret(path: Path) -> SecretStr:
     """Return the one line in a file.
 
-    Its mode is not looked at: Kubernetes and the agents of Vault and OpenBao write such files for other users.
+    Others may read it: Kubernetes and the agents of Vault and OpenBao decide the mode of what they write. The
+    configuration warns of it.
 
     Raises:
         KmsConfigurationError: The file cannot be read, or holds no secret.
