@@ -132,6 +132,9 @@ def expand(value: Any, environment: Mapping[str, str], mistakes: list[Mistake], 
         path: Where `value` stands in the document.
     """
     if isinstance(value, str):
+        if value == WITHHELD:
+            message = "the secret was withheld when this configuration was shown."
+            mistakes.append(Mistake(path, message, "Give it again, best as ${NAME} of the environment."))
         text = _expand_text(value, environment, mistakes, path)
         _check_unicode(text, mistakes, path)
         return text
@@ -186,6 +189,10 @@ class Redacted(enum.Enum):
     SECRET = "redacted"  # noqa: S105 - this is what is left of a secret
 
 
+WITHHELD = "(secret withheld)"
+"""What a document that is shown has in place of a secret; no configuration can be made of it."""
+
+
 @dataclass(frozen=True)
 class DocumentSource:
     """The document behind a configuration. Holds no secret, so that it may be pickled.
@@ -214,6 +221,19 @@ class DocumentSource:
     def redacted_paths(self) -> list[YamlPath]:
         """Where the document holds a secret itself."""
         return list(_redacted_paths(self.document, ()))
+
+    @property
+    def shown(self) -> Any:
+        """The document as JSON can hold it, with a text in place of each secret."""
+        return _shown(self.document)
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shown(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    return WITHHELD if value is Redacted.SECRET else value
 
 
 def _redacted_paths(value: Any, path: YamlPath) -> Sequence[YamlPath]:

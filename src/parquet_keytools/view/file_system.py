@@ -7,6 +7,7 @@ import errno
 import inspect
 import os
 import secrets
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from types import FrameType
@@ -84,6 +85,31 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def __reduce__(self) -> tuple[Any, ...]:
         root = self._root if self._is_rooted else None
         return _restored, (self._pickled_as, self._keytools, self._table_name, self._root.filesystem, root)
+
+    # fsspec keeps what a file system was made with, and shows and serialises it: here it may be a configuration.
+
+    @property
+    def storage_args(self) -> tuple[Any, ...]:
+        """What it was made with by position, without the secrets of a configuration."""
+        return self._storage_args
+
+    @storage_args.setter
+    def storage_args(self, arguments: tuple[Any, ...]) -> None:
+        self._storage_args = tuple(map(self._without_secrets, arguments))
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What it was made with by name, without the secrets of a configuration."""
+        return self._storage_options
+
+    @storage_options.setter
+    def storage_options(self, options: dict[str, Any]) -> None:
+        config = {"config": self._without_secrets(options["config"])} if "config" in options else {}
+        self._storage_options = {**options, **config}
+
+    def _without_secrets(self, argument: Any) -> Any:
+        source = self._keys.configuration.source
+        return source.shown if source is not None and isinstance(argument, Mapping) else argument
 
     @cached_property
     def arrow(self) -> pafs.PyFileSystem:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
+import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,13 @@ from parquet_keytools.errors import (
     KeytoolsError,
     OutputError,
 )
+from parquet_keytools.fsspec_chain import KeytoolsUrls
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_text
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.view.file_system import KeytoolsFileSystem
 
+KEY = "YSBtYXN0ZXIga2V5ISEhIQ=="
 CANARY = "canary-of-a-secret-value"
 TABLE = pa.table(
     {"a": range(100), "b": [f"{CANARY}-{i}" for i in range(100)], "part": [i % 3 for i in range(100)]}
@@ -278,3 +285,75 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path, monkeypa
     for listing in (lambda: view.glob("**/*.parquet"), lambda: view.find(""), lambda: list(view.walk(""))):
         with pytest.raises(ConnectionError, match="no connection"):
             listing()
+
+
+SECRET = "hvs.c2VjcmV0IG9mIGEgdGVzdA=="
+INLINE_SECRETS: dict[str, dict[str, Any]] = {
+    "vault": {"url": "https://vault.example", "token": SECRET},
+    "vault login": {"url": "https://vault.example", "approle": {"role_id": "r", "secret_id": SECRET}},
+    "vault proxy": {
+        "url": "https://vault.example",
+        "token": "${HOME}",
+        "proxy": f"http://u:{SECRET[:10]}@proxy:1",
+    },
+    "aws": {"region": "eu-west-1", "access_key_id": "a", "secret_access_key": SECRET, "session_token": SECRET},
+    "keystore": {"passphrase": SECRET},
+    "in_memory": {"keys": {"kf": KEY, "kb": KEY}},
+    "vault and data keys": {"url": "https://vault.example", "token": "${HOME}"},
+}
+
+
+@pytest.mark.parametrize("name", INLINE_SECRETS)
+def test_a_file_system_does_not_show_the_secrets_of_its_configuration(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    kind = name.partition(" ")[0]
+    config: dict[str, Any] = {
+        "version": 1,
+        "kms": {"type": kind, **INLINE_SECRETS[name]},
+        "tables": {"t": {"footer_key": "kf", "column_keys": {"kb": ["b"]}, "unlisted_columns": "footer_key"}},
+    }
+    if name.endswith("data keys"):
+        config["data_keys"] = {"own": KEY}
+    if kind == "keystore":
+        path = tmp_path / "keystore.json"
+        config["kms"]["path"] = str(path)
+        keystore = Keystore.create(path, lambda: passphrase_from_text(SECRET), scrypt_n=2**14)
+        for master_key_id in ("kf", "kb"):
+            keystore.create_key(master_key_id)
+    given = copy.deepcopy(config)
+    chained = {"fo": str(tmp_path), "target_protocol": "file"}
+    for made in (
+        KeytoolsUrls(config=config, table="t"),
+        KeytoolsUrls(config, "t"),
+        KeytoolsUrls(config=config, **chained),
+        KeytoolsUrls(config, **chained),
+    ):
+        shown = [
+            *(made.to_json(), repr(made.to_dict()), repr(made.storage_options), repr(made.storage_args)),
+            *(repr(made), str(made), repr(vars(made)), repr(made.arrow), caplog.text),
+        ]
+        with pytest.raises(ConfigurationError, match="must not be pickled") as caught:
+            pickle.dumps(made)
+        shown.append(str(caught.value))
+        for text in shown:
+            assert not any(secret in text for secret in (SECRET, SECRET[:10], KEY))
+        # What is shown makes no other file system that would ask the KMS with a wrong secret.
+        (shown_config,) = [made.storage_options.get("config"), *made.storage_args][:1]
+        shown_config = shown_config or made.storage_args[0]
+        assert shown_config["tables"] == config["tables"]
+        with pytest.raises(ConfigurationError, match="the secret was withheld"):
+            KeytoolsUrls(config=shown_config)
+    assert config == given
+
+
+def test_a_configuration_without_secrets_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN_OF_A_TEST", SECRET)
+    kms = {"type": "vault", "url": "https://vault.example", "token": "${TOKEN_OF_A_TEST}"}
+    tables = {"t": {"footer_key": "kf", "column_keys": {"kb": ["b"]}, "unlisted_columns": "error"}}
+    config = {"version": 1, "kms": kms, "tables": tables}
+    made = KeytoolsUrls(config=config)
+    assert made.storage_options == {"config": config}
+    assert json.loads(made.to_json())["config"] == config
+    assert SECRET not in made.to_json() + repr(pickle.dumps(made))
