@@ -49,8 +49,8 @@ LAYERS: dict[str, set[str]] = {
     "arrow": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "view"},
     # master keys of files and data sets
     "rotation": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
-    # a read-only file system over HTTP and S3, or mounted; knows nothing of Parquet
-    "serve": GROUND,
+    # a read-only file system over HTTP and S3, or mounted; the walk says which files belong to the data set
+    "serve": GROUND | {"storage"},
     # encrypted tables of Iceberg; its keys and its streams know no Parquet
     "iceberg": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "arrow", "view"},
     # Spark's own reader and writer, pipelines over data sets, and KEKs of Iceberg for its Java library

@@ -178,7 +178,9 @@ def _introduce(server: ViewServer, first: str, *, as_json: bool) -> None:
             "access_key_id": pair.access_key_id,
             "secret_access_key": pair.secret.reveal().decode(),
         }
+        # Nothing of it goes to stderr, which logs keep.
         print_json({"url": server.url, "s3": s3})
+        return
     answer("Serving until Ctrl-C. Whoever has this URL, or the credentials, reads what you may read.\n")
     answer(f"URL         {server.url}")
     for engine, line in http_lines(server.url, first).items():
@@ -212,9 +214,7 @@ def viewed_tree(keytools: Keytools, path: str, table: str | None) -> tuple[Serve
     only = location.name if kind == "File" else None
     if only is not None:
         location = FileLocation(location.filesystem, str(PurePosixPath(location.path).parent))
-    view = keytools.view(location, table_name=table)
-    local = Path(location.path) if location.is_local else None
-    tree = ServedTree(view, "", local_folder=local, only=only)
+    tree = ServedTree(keytools.view(location, table_name=table), "", folder=location, only=only)
     first = next(tree.keys(""), None)
     if first is None:
         raise NoParquetFilesError(path=path)

@@ -23,6 +23,7 @@ from parquet_keytools.serve.requests_and_answers import (
     ServedRequest,
     answer_http,
     logged_outcome,
+    redirect_to_folder,
     refusal_of,
     write_access,
 )
@@ -147,13 +148,14 @@ class ViewConnection(BaseHTTPRequestHandler):
         if (request.header("host") or "").lower() not in self.hosts:
             raise RefusedRequestError(421, "InvalidRequest", "This server is not called so.")
         first, slash, key = request.path.removeprefix("/").partition("/")
-        if slash and hmac.compare_digest(first.encode(), self.token.encode()):
+        if hmac.compare_digest(first.encode(), self.token.encode()):
             self.protocol, self._key = "http", key
             self.keep()
+            if not slash:
+                return redirect_to_folder(request)
             return answer_http(self.tree, request, key, self.seen_before)
         if self.key_pair is not None:
-            # A path may hold the secret in the wrong place, and keys are logged.
-            self.protocol, self._key = "s3", key if first == BUCKET and self.token not in key else ""
+            self.protocol, self._key = "s3", key if first == BUCKET else ""
             return answer_s3(self.tree, self.key_pair, request, self.seen_before, self.keep)
         raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")
 
@@ -228,7 +230,7 @@ class ViewConnection(BaseHTTPRequestHandler):
         return reader.read(body.start + sent, min(_CHUNK_BYTES, body.length - sent))
 
     def _refuse(self, error: Exception) -> None:
-        refusal = refusal_of(error)
+        refusal = refusal_of(error, self.tree)
         body, kind = f"{refusal}\n".encode("utf-8", "replace"), "text/plain; charset=utf-8"
         if self.key_pair is not None and self.protocol != "http":
             body, kind = error_document(refusal), "application/xml"
@@ -293,7 +295,8 @@ class ViewConnection(BaseHTTPRequestHandler):
                 "status": status,
                 "outcome": outcome,
                 "reason": reason,
-            }
+            },
+            [self.token, *([self.key_pair.secret.reveal().decode()] if self.key_pair else [])],
         )
 
 

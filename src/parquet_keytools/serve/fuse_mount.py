@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import logging
 import os
 import signal
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,10 @@ from parquet_keytools.runtime.presentation import install_hint
 from parquet_keytools.serve.requests_and_answers import logged_outcome
 from parquet_keytools.serve.served_tree import FileReader, ServedFile, ServedTree
 
+_BLOCK_BYTES = 4096
+_UNIT_BYTES = 512
+"""What `st_blocks` counts, on Linux and macOS."""
+
 _log = logging.getLogger("parquet_keytools.serve")
 
 
@@ -36,6 +42,7 @@ class MountedTree:
     def __init__(self, tree: ServedTree, on_mounted: Callable[[], None]) -> None:
         self._tree = tree
         self._on_mounted = on_mounted
+        self._began_ns = time.time_ns()
         self._numbers = itertools.count(1)
         self._opened: dict[int, _OpenedFile] = {}
         self._lock = threading.Lock()
@@ -48,25 +55,74 @@ class MountedTree:
         return 0
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
-        """Return what is known of a file or folder."""
+        """Return what a local file system reports of a file or folder.
+
+        Programs that copy and archive trust it. Fewer blocks than the length needs are holes: GNU tar archives
+        these as zeros. A folder has one link, as on btrfs: 2 would say that there are no folders in it.
+        """
         key = path.strip("/")
-        owner = {"st_uid": os.getuid(), "st_gid": os.getgid()}
         with _as_errno(path):
+            # Before the length: if the file is replaced in between, its time is too old, and it is copied again.
+            local = self._tree.local_status(key)
             try:
                 file = self._tree.find_listed(key)
             except FileNotFoundError:
                 if not self._tree.is_folder(key):
                     raise
-                return {"st_mode": stat.S_IFDIR | 0o500, "st_nlink": 2, **owner}
-            modified = int((file.modified or 0) * 1e9)
-            times = dict.fromkeys(("st_mtime", "st_ctime", "st_atime"), modified)
-            return {"st_mode": stat.S_IFREG | 0o400, "st_nlink": 1, "st_size": file.size_bytes, **times, **owner}
+                return self._attributes(key, stat.S_IFDIR | 0o500, local.st_size if local else 0, None, local)
+            # A name under which the file cannot be read is no link to one under which it can.
+            names = local.st_nlink if local and file.version else 1
+            found = self._attributes(key, stat.S_IFREG | 0o400, file.size_bytes, file.modified, local)
+            return {**found, "st_nlink": names, "st_ino": _inode(key, local if names > 1 else None)}
 
-    def readdir(self, path: str, fh: int) -> Iterator[str]:
-        """Return the names in a folder."""
+    def _attributes(
+        self, key: str, mode: int, size: int, modified: float | None, local: os.stat_result | None
+    ) -> dict[str, int]:
+        other = self._began_ns if modified is None else int(modified * 1e9)
+        return {
+            "st_mode": mode,
+            "st_nlink": 1,
+            "st_ino": _inode(key),
+            "st_size": size,
+            "st_blocks": -(-size // _BLOCK_BYTES) * (_BLOCK_BYTES // _UNIT_BYTES),
+            "st_blksize": _BLOCK_BYTES,
+            "st_atime": local.st_atime_ns if local else other,
+            "st_mtime": local.st_mtime_ns if local else other,
+            "st_ctime": local.st_ctime_ns if local else other,
+            "st_uid": os.getuid(),
+            "st_gid": os.getgid(),
+        }
+
+    def statfs(self, path: str) -> dict[str, int]:
+        """Return what is known of the disk on which the files lie."""
+        space = self._tree.local_space()
+        if space is None:
+            return {"f_bsize": _BLOCK_BYTES, "f_frsize": _BLOCK_BYTES, "f_namemax": 255}
+        names = ("bsize", "frsize", "blocks", "bfree", "bavail", "files", "ffree", "favail", "namemax")
+        return {f"f_{name}": getattr(space, f"f_{name}") for name in names}
+
+    def readdir(self, path: str, fh: int) -> Iterator[tuple[str, dict[str, int], int]]:
+        """Return the names in a folder, with what `getattr` says of their kinds and inodes."""
+        folder = path.strip("/")
         with _as_errno(path):
-            names = [entry.key.rpartition("/")[2] for entry in self._tree.entries(path.strip("/"))]
-        return iter([".", "..", *names])
+            here = {"st_mode": stat.S_IFDIR, "st_ino": _inode(folder)}
+            above = {"st_mode": stat.S_IFDIR, "st_ino": _inode(folder.rpartition("/")[0])}
+            found = [(".", here, 0), ("..", above, 0)]
+            for entry in self._tree.entries(folder):
+                mode, local = stat.S_IFDIR, None
+                if not entry.is_folder:
+                    mode, local = stat.S_IFREG, self._linked(entry.key)
+                attributes = {"st_mode": mode, "st_ino": _inode(entry.key, local)}
+                found.append((entry.key.rpartition("/")[2], attributes, 0))
+        return iter(found)
+
+    def _linked(self, key: str) -> os.stat_result | None:
+        """Return what the disk says of a file that has several names there."""
+        try:
+            local = self._tree.local_status(key)
+        except OSError:
+            return None
+        return local if local and local.st_nlink > 1 else None
 
     def open(self, path: str, handle: Any) -> int:
         """Open a file; what is read through the handle is of the file that is there now.
@@ -103,6 +159,12 @@ class MountedTree:
         return 0
 
 
+def _inode(key: str, local: os.stat_result | None = None) -> int:
+    """Return a number that stays with a key, or with a file of this machine under each of its names."""
+    identity = key if local is None else f"{local.st_dev}//{local.st_ino}"  # Keys have no empty parts.
+    return int.from_bytes(hashlib.blake2b(os.fsencode(identity), digest_size=8).digest()) >> 1 or 1
+
+
 @dataclass(frozen=True)
 class _OpenedFile:
     file: ServedFile
@@ -132,6 +194,7 @@ def mount(tree: ServedTree, folder: Path, on_mounted: Callable[[], None]) -> Non
             nodev=True,
             noexec=True,
             default_permissions=True,
+            use_ino=True,
             fsname="parquet-keytools",
             subtype="keytools",
         )

@@ -9,12 +9,12 @@ import html
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate, parsedate_to_datetime
-from urllib.parse import quote, unquote_to_bytes
+from urllib.parse import quote, unquote, unquote_to_bytes
 
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
@@ -34,13 +34,22 @@ _log = logging.getLogger(LOGGER_NAME)
 
 
 class RefusedRequestError(Exception):
-    """A request is not answered with what it asks for, but with a status of HTTP, and a code of S3."""
+    """A request is not answered with what it asks for, but with a status of HTTP, and a code and facts of S3."""
 
-    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.headers = dict(headers or {})
+        self.facts = dict(facts or {})
 
 
 @dataclass(frozen=True)
@@ -110,17 +119,41 @@ def decoded(text: str) -> str:
         raise RefusedRequestError(400, "InvalidURI", "The URL is not UTF-8.") from None
 
 
-def write_access(facts: Mapping[str, object]) -> None:
+def write_access(facts: Mapping[str, object], secrets: Sequence[str]) -> None:
     """Write what is known of a request: as a warning if something was refused.
 
     The protocol is empty where the request was refused before it was known, and so is the key, which is without
     the secret of the URL. The outcome is `ok`, or the class of an error, which can also end an answer whose status
-    had been sent.
+    had been sent. A text of the client that repeats a part of a secret is withheld.
     """
+    facts = {
+        name: WITHHELD if isinstance(fact, str) and _shows_a_secret(fact, secrets) else fact
+        for name, fact in facts.items()
+    }
     # Quoted as Python quotes: a line break in a name must not look like another record.
     text = " ".join(f"{name}={value!r}" for name, value in facts.items() if value not in (None, ""))
     level = logging.INFO if facts["outcome"] == "ok" else logging.WARNING
     _log.log(level, "%s", text, extra={"access": facts})
+
+
+WITHHELD = "(withheld: it repeats a secret)"
+_PART_OF_SECRET = 8
+"""No text has so many characters of a secret in a row by chance; and so few do not help to guess the others."""
+
+_MOST_ENCODINGS = 5
+
+
+def _shows_a_secret(text: str, secrets: Sequence[str]) -> bool:
+    # Clients encode what they send, also what has been encoded before.
+    for _ in range(_MOST_ENCODINGS):
+        text = unquote(text)
+    text = text.casefold()
+    parts = (
+        secret.casefold()[start : start + _PART_OF_SECRET]
+        for secret in secrets
+        for start in range(len(secret) - _PART_OF_SECRET + 1)
+    )
+    return any(part in text for part in parts)
 
 
 class AccessFormatter(logging.Formatter):
@@ -132,26 +165,31 @@ class AccessFormatter(logging.Formatter):
         return json.dumps({"time": at, **getattr(record, "access", {})})
 
 
-def refusal_of(error: Exception) -> RefusedRequestError:
-    """Return how an error is answered; errors of ours hold no secrets, others are not quoted."""
+def refusal_of(error: Exception, tree: ServedTree) -> RefusedRequestError:
+    """Return how an error is answered.
+
+    Errors of ours hold no secrets, others are not quoted. Clients see no paths of this machine, only those that it
+    serves; the log has the whole text.
+    """
+    text = tree.as_served(str(error)) or f"The file cannot be served ({type(error).__name__}). The log says why."
     match error:
         case RefusedRequestError():
             return error
         case FileNotFoundError() | NotADirectoryError() | IsADirectoryError():
             return RefusedRequestError(404, "NoSuchKey", "There is no such file.")
         case FileChangedError():
-            return RefusedRequestError(412, "PreconditionFailed", str(error))
+            return RefusedRequestError(412, "PreconditionFailed", text)
         case KmsUnavailableError() | KmsThrottledError():
-            return RefusedRequestError(503, "ServiceUnavailable", str(error), {"Retry-After": "5"})
+            return RefusedRequestError(503, "ServiceUnavailable", text, {"Retry-After": "5"})
         case ColumnAccessDeniedError() | KmsAccessDeniedError():
-            return RefusedRequestError(403, "AccessDenied", str(error))
+            return RefusedRequestError(403, "AccessDenied", text)
         case PermissionError():
             return RefusedRequestError(403, "AccessDenied", "The server may not read this.")
         case KmsError():
-            return RefusedRequestError(502, "InternalError", str(error))
+            return RefusedRequestError(502, "InternalError", text)
         case KeytoolsError():
             # No status of 500 and more: engines would try the same again, for minutes.
-            return RefusedRequestError(422, "InvalidObjectState", str(error))
+            return RefusedRequestError(422, "InvalidObjectState", text)
         case OSError():
             return RefusedRequestError(502, "InternalError", f"The storage failed: {type(error).__name__}.")
         case _:
@@ -178,15 +216,36 @@ _ETAG = re.compile(r'(W/)?"([^"]*)"')
 def answer_http(
     tree: ServedTree, request: ServedRequest, key: str, seen_before: Callable[[ServedFile], bool]
 ) -> ServedAnswer:
-    """Return a file, or the links of a folder, whose key is empty or ends with a slash; see `answer_file`."""
+    """Return a file, or the links of a folder, whose key is empty or ends with a slash; see `answer_file`.
+
+    A folder without its slash is redirected: links are relative to it.
+    """
     if key and not key.endswith("/"):
-        return answer_file(tree, request, key, seen_before)
+        try:
+            return answer_file(tree, request, key, seen_before)
+        except FileNotFoundError:
+            if not tree.is_folder(key):
+                raise
+        return redirect_to_folder(request)
     links = []
     for entry in tree.entries(key.rstrip("/")):
         name = entry.key.rpartition("/")[2] + "/" * entry.is_folder
-        links.append(f'<a href="./{quote(name)}">{html.escape(name)}</a><br>\n')
+        links.append(f'<a href="{_relative(name)}">{html.escape(name)}</a><br>\n')
     headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": "default-src 'none'"}
     return ServedAnswer(200, headers, f"<!doctype html>\n{''.join(links)}".encode())
+
+
+def redirect_to_folder(request: ServedRequest) -> ServedAnswer:
+    """Return a redirect to the same path with a slash, and with the query."""
+    query = f"?{request.raw_query}" if request.raw_query else ""
+    return ServedAnswer(301, {"Location": f"{request.raw_path}/{query}"})
+
+
+def _relative(name: str) -> str:
+    """Return a name as a link, which must not look like an address with a scheme."""
+    # `quote` encodes the colon. fsspec takes all links that begin with "http" for addresses.
+    link = quote(name)
+    return f"%68{link[1:]}" if link.startswith("http") else link
 
 
 def answer_file(

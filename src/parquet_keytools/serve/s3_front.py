@@ -67,7 +67,7 @@ def check_signature(request: ServedRequest, key_pair: KeyPair, now: datetime) ->
     claim = _claim_of_query(request) if in_query else _claim_of_header(request)
     scope = _SCOPE.fullmatch(claim.credential)
     if scope is None or scope[2] != claim.date[:8]:
-        raise _refused("AuthorizationHeaderMalformed", "The scope of the credential is not valid.", status=400)
+        raise _malformed("The scope of the credential is not valid.")
     if not hmac.compare_digest(scope[1].encode(), key_pair.access_key_id.encode()):
         raise _refused("InvalidAccessKeyId", "This access key is not the one of this run.")
     _check_time(claim, now)
@@ -105,7 +105,7 @@ def _claim_of_header(request: ServedRequest) -> _Claim:
     found = _AUTHORIZATION.fullmatch(text)
     date, payload = request.header("x-amz-date"), request.header("x-amz-content-sha256")
     if found is None or date is None or payload is None:
-        raise _refused("AuthorizationHeaderMalformed", "The request is not signed as S3 wants it.", status=400)
+        raise _malformed("The request is not signed as S3 wants it.")
     if payload not in (_UNSIGNED, _NO_PAYLOAD):
         raise _refused("XAmzContentSHA256Mismatch", "A request that reads has no payload.", status=400)
     return _Claim(found[1], date, found[2], found[3], payload, None)
@@ -156,15 +156,24 @@ def _encoded(text: str) -> str:
     return quote(text, safe="-_.~")
 
 
+def _malformed(message: str) -> RefusedRequestError:
+    """Return an error that names the region: some clients sign again for it."""
+    text = f"{message} Use the region {REGION!r}."
+    return RefusedRequestError(400, "AuthorizationHeaderMalformed", text, facts={"Region": REGION})
+
+
 def _refused(code: str, message: str, status: int = 403) -> RefusedRequestError:
     return RefusedRequestError(status, code, message)
 
 
 BUCKET = "view"
+REGION = "us-east-1"
+"""Clients have to name one. Requests may be signed for any other."""
+
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _MOST_KEYS = 1000
 _LISTING = {
-    "list-type", "prefix", "delimiter", "max-keys", "continuation-token", "start-after", "encoding-type",
+    "list-type", "prefix", "delimiter", "max-keys", "continuation-token", "start-after", "marker", "encoding-type",
     "fetch-owner", "x-id",
 }  # fmt: skip
 """Parameters of a listing; what else is asked for is not there."""
@@ -206,12 +215,12 @@ def answer_s3(
             raise RefusedRequestError(416, "InvalidPartNumber", "Every file has one part.")
         return answer_file(tree, request, key, seen_before)
     if request.method == "HEAD":
-        return ServedAnswer(200, {"x-amz-bucket-region": "us-east-1"})
+        return ServedAnswer(200, {"x-amz-bucket-region": REGION})
     if "location" in query:
         return _xml("LocationConstraint", "")
     _refuse_others(query, _LISTING)
-    if query.get("list-type") != "2":
-        raise RefusedRequestError(501, "NotImplemented", "List with ListObjectsV2 (list-type=2).")
+    if query.get("list-type", "2") != "2":
+        raise RefusedRequestError(400, "InvalidArgument", "The list-type can be 2 only.")
     return _xml("ListBucketResult", _listing(tree, query))
 
 
@@ -230,8 +239,12 @@ def _listing(tree: ServedTree, query: dict[str, str]) -> str:
     def text(key: str) -> str:
         return quote(key, safe="/-_.~") if is_encoded else escape(key)
 
-    token = query.get("continuation-token")
-    after = _key_of_token(token) if token is not None else query.get("start-after", "")
+    # ListObjects, version 1, has no list-type, and continues after a key and not after a token.
+    is_first_version = "list-type" not in query
+    token = None if is_first_version else query.get("continuation-token")
+    after = query.get("marker" if is_first_version else "start-after", "")
+    if token is not None:
+        after = _key_of_token(token)
     found = list(itertools.islice(_entries(tree, prefix, delimiter, after), most + 1)) if most else []
     parts = [
         f"<Name>{BUCKET}</Name><Prefix>{text(prefix)}</Prefix><MaxKeys>{most}</MaxKeys>"
@@ -241,12 +254,17 @@ def _listing(tree: ServedTree, query: dict[str, str]) -> str:
         parts.append(f"<Delimiter>{text(delimiter)}</Delimiter>")
     if is_encoded:
         parts.append("<EncodingType>url</EncodingType>")
-    if token is not None:
+    last = found[most - 1][0] if len(found) > most else None
+    if is_first_version:
+        parts.append(f"<Marker>{text(after)}</Marker>")
+        if last is not None:
+            parts.append(f"<NextMarker>{text(last)}</NextMarker>")
+    elif token is not None:
         parts.append(f"<ContinuationToken>{escape(token)}</ContinuationToken>")
     elif after:
         parts.append(f"<StartAfter>{text(after)}</StartAfter>")
-    if len(found) > most:
-        parts.append(f"<NextContinuationToken>{_token_of_key(found[most - 1][0])}</NextContinuationToken>")
+    if last is not None and not is_first_version:
+        parts.append(f"<NextContinuationToken>{_token_of_key(last)}</NextContinuationToken>")
     files, folders = [], []
     for key, is_folder in found[:most]:
         if is_folder:
@@ -263,7 +281,8 @@ def _listing(tree: ServedTree, query: dict[str, str]) -> str:
             f"<ETag>&quot;{file.etag}&quot;</ETag><Size>{file.size_bytes}</Size>"
             "<StorageClass>STANDARD</StorageClass></Contents>"
         )
-    parts.append(f"<KeyCount>{len(files) + len(folders)}</KeyCount>")
+    if not is_first_version:
+        parts.append(f"<KeyCount>{len(files) + len(folders)}</KeyCount>")
     return "".join(parts + files + folders)
 
 
@@ -300,6 +319,7 @@ def error_document(error: RefusedRequestError) -> bytes:
     """Return what S3 clients read an error from."""
     message = "".join(character if character.isprintable() else "?" for character in str(error))
     text = f"<Code>{error.code}</Code><Message>{escape(message)}</Message>"
+    text += "".join(f"<{name}>{escape(fact)}</{name}>" for name, fact in error.facts.items())
     return f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{text}</Error>'.encode()
 
 

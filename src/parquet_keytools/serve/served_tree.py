@@ -11,10 +11,12 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from parquet_keytools.errors import FileChangedError, KeytoolsError, KmsError
+from parquet_keytools.storage.locations import FileLocation, PathLike
+from parquet_keytools.storage.walk import is_data_file, names_passed_over
 
 _MAX_KEY_BYTES = 1024
 """As in S3."""
@@ -25,6 +27,9 @@ _MAGIC = b"PAR1"
 
 _ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 """Neither XML nor the lines of a log can hold these."""
+
+_ABSOLUTE = re.compile(r"(?<![\w.:/])/[^\s/]|\bfile:/|\b[A-Za-z]:\\")
+"""Where an absolute path begins, on POSIX, in a URL of a local file, or on Windows."""
 
 _log = logging.getLogger("parquet_keytools.serve")
 
@@ -63,22 +68,31 @@ class ServedEntry:
 
 
 class ServedTree:
-    """The files below one folder, read-only.
+    """The files of the data set below one folder, read-only.
+
+    Files and folders that readers of data sets pass over (`_SUCCESS`, `.part.crc`, key material, notes) are not
+    there: clients that copy everything would fail at each of them.
 
     Args:
         filesystem: An fsspec file system. `info` has to change whenever the file does.
         root: The folder there.
-        local_folder: The same folder on this machine's disks, if that is where it is: links that lead out of it
-            are refused.
+        folder: The same folder as it is stored. On this machine's disks, links that lead out of it are refused.
         only: The key of the one file that is served; None serves all.
     """
 
     def __init__(
-        self, filesystem: Any, root: str, *, local_folder: Path | None = None, only: str | None = None
+        self,
+        filesystem: Any,
+        root: str,
+        *,
+        folder: PathLike | FileLocation | None = None,
+        only: str | None = None,
     ) -> None:
         self._filesystem = filesystem
         self._root = root.rstrip("/")
-        self._local_folder = local_folder.resolve() if local_folder else None
+        self._folder = None if folder is None else FileLocation.resolve(folder)
+        is_local = self._folder is not None and self._folder.is_local
+        self._local_folder = Path(self._folder.path).resolve() if self._folder and is_local else None
         self._only = only
         self._run = secrets.token_bytes(16)
 
@@ -88,7 +102,7 @@ class ServedTree:
         if self._only not in (None, key) or not key:
             raise FileNotFoundError(key)
         facts = self._filesystem.info(path)
-        if facts["type"] != "file":
+        if facts["type"] != "file" or not self._is_data_file(key):
             raise FileNotFoundError(key)
         version = self._version(key, path)
         # What is served may have another length than the file, and other bytes than it had with other rights.
@@ -101,7 +115,7 @@ class ServedTree:
         digest.update(repr((key, size, version)).encode(errors="surrogatepass"))
         for piece in _footer(stream, size):
             digest.update(piece)
-        return ServedFile(key, size, modified, digest.hexdigest(), version)
+        return ServedFile(key, size, modified, _etag(digest.digest()), version)
 
     def find_listed(self, key: str) -> ServedFile:
         """Return what is known of a file that is listed, also of one that cannot be served, if the KMS works."""
@@ -112,7 +126,7 @@ class ServedTree:
         except (KeytoolsError, PermissionError):
             # No file of ours, or a damaged one. Who reads it gets the error; those beside it are not its victims.
             facts = self._filesystem.info(self._path_of(key))
-            return ServedFile(key, int(facts["size"]), _seconds(facts), secrets.token_hex(20), ())
+            return ServedFile(key, int(facts["size"]), _seconds(facts), _etag(secrets.token_bytes(20)), ())
 
     @contextlib.contextmanager
     def open(self, file: ServedFile) -> Iterator[FileReader]:
@@ -144,6 +158,27 @@ class ServedTree:
         except FileNotFoundError:
             return False
 
+    def local_status(self, key: str) -> os.stat_result | None:
+        """Return what this machine's disks say of a file or folder; None for one that lies elsewhere.
+
+        Raises:
+            FileNotFoundError: There is none of this key.
+        """
+        self._path_of(key)
+        return None if self._local_folder is None else (self._local_folder / key).stat()
+
+    def local_space(self) -> os.statvfs_result | None:
+        """Return what is known of the disk on which the folder lies; None for a folder that lies elsewhere."""
+        return None if self._local_folder is None else os.statvfs(self._local_folder)
+
+    def as_served(self, text: str) -> str | None:
+        """Return a text with paths as clients know them; None if it has other absolute paths of this machine."""
+        if self._folder is not None:
+            places = {str(self._folder), self._folder.path, str(self._local_folder or "")}
+            for place in sorted((place.rstrip("/") for place in places), key=len, reverse=True):
+                text = text.replace(f"{place}/", "") if place else text
+        return None if _ABSOLUTE.search(text) else text
+
     def entries(self, folder: str) -> list[ServedEntry]:
         """Return what a folder holds, sorted as S3 sorts keys; the one that is served has an empty key."""
         path = self._path_of(folder)
@@ -153,6 +188,8 @@ class ServedTree:
         for facts in self._filesystem.ls(path, detail=True):
             name = str(facts["name"]).rstrip("/").rpartition("/")[2]
             key = f"{folder}/{name}" if folder else name
+            if self._only is None and names_passed_over(name):
+                continue
             try:
                 place = self._path_of(key)
                 # A link is listed as such, and described as what it leads to.
@@ -161,29 +198,46 @@ class ServedTree:
             except FileNotFoundError:
                 _log.warning("%r is not served: a link that leads nowhere or out, or a name that is too odd", key)
                 continue
-            if kind in ("file", "directory") and self._only in (None, key):
+            if self._only not in (None, key) or (kind == "file" and not self._is_listed(key)):
+                continue
+            if kind == "directory" and self._leads_back(key):
+                _log.warning("%r is not served: a link to a folder that contains it", key)
+            elif kind in ("file", "directory"):
                 found.append(ServedEntry(key, kind == "directory"))
         return sorted(found, key=lambda entry: entry.sort_key)
 
-    def keys(self, folder: str, *, after: str = "", above: tuple[Path, ...] = ()) -> Iterator[str]:
+    def _is_data_file(self, key: str) -> bool:
+        """Return whether a file belongs to the data set; the one that the user named does."""
+        return self._only == key or self._folder is None or is_data_file(self._folder.below(key))
+
+    def _is_listed(self, key: str) -> bool:
+        try:
+            return self._is_data_file(key)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            # It may be data. A client that reads it gets the error.
+            return True
+
+    def _leads_back(self, key: str) -> bool:
+        """Return whether a folder is a link to one that contains it: everything there is listed already."""
+        if self._local_folder is None or not (self._local_folder / key).is_symlink():
+            return False
+        place = (self._local_folder / key).resolve()
+        return any((self._local_folder / above).resolve() == place for above in PurePosixPath(key).parents)
+
+    def keys(self, folder: str, *, after: str = "") -> Iterator[str]:
         """Yield the keys of all files below a folder, sorted as S3 sorts them, that come after one."""
         try:
-            # First: a folder of an odd name, or a link to itself, has no place.
             entries = self.entries(folder)
         except FileNotFoundError:
             return
-        if self._local_folder is not None:
-            place = (self._local_folder / folder).resolve()
-            if place in above:
-                # A link that leads to a folder above it: everything is listed already.
-                return
-            above = (*above, place)
         for entry in entries:
             if not entry.is_folder:
                 if entry.key.encode() > after.encode():
                     yield entry.key
             elif entry.sort_key > after.encode() or after.startswith(f"{entry.key}/"):
-                yield from self.keys(entry.key, after=after, above=above)
+                yield from self.keys(entry.key, after=after)
 
     def _opened(self, path: str) -> Any:
         # Nothing is read ahead: each byte costs a decryption.
@@ -201,6 +255,8 @@ class ServedTree:
         """Return the path of a key; whatever is odd about one is no file of ours."""
         parts = key.split("/") if key else []
         if any(part in ("", ".", "..") for part in parts) or _ODD.search(key):
+            raise FileNotFoundError(key)
+        if self._only is None and names_passed_over(key):
             raise FileNotFoundError(key)
         if len(key.encode("utf-8", "surrogatepass")) > _MAX_KEY_BYTES:
             raise FileNotFoundError(key)
@@ -239,6 +295,11 @@ class FileReader:
         if length:
             raise _changed(self._file)
         return b"".join(parts)
+
+
+def _etag(digest: bytes) -> str:
+    """Return an ETag. S3 clients take one without a dash for the MD5 sum of the file, and compare it."""
+    return f"{digest.hex()}-1"
 
 
 def _changed(file: ServedFile) -> FileChangedError:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.serve.connection import ViewConnection, cut_off
-from parquet_keytools.serve.s3_front import BUCKET, KeyPair
+from parquet_keytools.serve.s3_front import BUCKET, REGION, KeyPair
 from parquet_keytools.serve.served_tree import ServedTree
 
 _REFUSED_BINDS = {
@@ -223,7 +223,6 @@ def http_lines(url: str, key: str) -> dict[str, str]:
 
 def s3_lines(endpoint: str, key_pair: KeyPair) -> dict[str, str]:
     """Return lines for each engine that reads all files as S3."""
-    region = "us-east-1"  # Any will do.
     scheme, _, host = endpoint.partition("://")
     key_id, secret = key_pair.access_key_id, key_pair.secret.reveal().decode()
     is_tls = scheme == "https"
@@ -231,11 +230,11 @@ def s3_lines(endpoint: str, key_pair: KeyPair) -> dict[str, str]:
         "aws_endpoint_url": endpoint,
         "aws_access_key_id": key_id,
         "aws_secret_access_key": secret,
-        "aws_region": region,
+        "aws_region": REGION,
     } | ({} if is_tls else {"aws_allow_http": "true"})
     return {
         "DuckDB": (
-            f"create secret (type s3, key_id '{key_id}', secret '{secret}', region '{region}', endpoint '{host}', "
+            f"create secret (type s3, key_id '{key_id}', secret '{secret}', region '{REGION}', endpoint '{host}', "
             f"url_style 'path', use_ssl {str(is_tls).lower()}); from 's3://{BUCKET}/**/*.parquet';"
         ),
         "Polars": f'pl.scan_parquet("s3://{BUCKET}/**/*.parquet", storage_options={options!r})',

@@ -288,6 +288,22 @@ def is_passed_over(name: str) -> bool:
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
+def is_data_file(file: FileLocation) -> bool:
+    """Return whether a file belongs to the data set of its folder: by its name, or else by its magic.
+
+    Raises:
+        OSError: It cannot be looked at.
+    """
+    if is_passed_over(file.name):
+        return False
+    if _SAYS_PARQUET.search(file.name):
+        return True
+    verdict = _has_magic(file.path) if file.is_local else _has_magic_elsewhere(file.filesystem, file.path)
+    if isinstance(verdict, OSError):
+        raise verdict
+    return verdict
+
+
 def names_passed_over(path: str) -> list[str]:
     """Return the names in a path within a data set that make readers pass over it."""
     return [name for name in path.split("/") if is_passed_over(name)]

@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from parquet_keytools import Keytools
 from parquet_keytools.cli.serve import viewed_tree
 from parquet_keytools.errors import KmsAccessDeniedError, KmsUnavailableError
 from parquet_keytools.serve import fuse_mount
+from parquet_keytools.serve.served_tree import ServedTree
 
 TABLE = pa.table({"id": list(range(1_000)), "name": [f"person {number}" for number in range(1_000)]})
 
@@ -77,6 +79,9 @@ def test_it_serves_until_a_signal_comes(config: Path, tmp_path: Path, sent: sign
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 0
         assert errors.endswith(b"Stopped.\n") and b"Traceback" not in errors
+        # Logs keep what is on stderr.
+        token = facts["url"].split("/")[3]
+        assert token.encode() not in errors and facts["s3"]["secret_access_key"].encode() not in errors
     (line,) = [json.loads(line) for line in log.read_text().splitlines()]
     assert (line["key"], line["status"], line["outcome"]) == ("a.parquet", 200, "ok")
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
@@ -94,6 +99,7 @@ def test_lines_to_paste(config: Path, tmp_path: Path, run, monkeypatch: pytest.M
     lines = [line for line in done.stdout.splitlines() if line.startswith(("DuckDB", "Polars", "ClickHouse"))]
     assert len(lines) == 6
     assert f"select * from '{url}a.parquet';" in lines[0]
+    assert url.split("/")[3] not in done.stderr
     assert done.stdout.startswith("Serving until Ctrl-C. Whoever has this URL")
 
 
@@ -221,6 +227,118 @@ def test_mount_shows_plain_files_or_says_what_is_missing(
     assert not folder.is_mount()
 
 
+def archived_by_tar(source: Path, target: Path) -> None:
+    for form in ("raw", "seek"):
+        archive = target.with_suffix(f".{form}.tar")
+        tar = ["tar", "--sparse", f"--hole-detection={form}"]
+        subprocess.run([*tar, "-cf", archive, "-C", source, "."], check=True)
+        target.mkdir(exist_ok=True)
+        subprocess.run(["tar", "-xf", archive, "-C", target], check=True)
+
+
+def copied_by_cp(source: Path, target: Path) -> None:
+    for form in ("auto", "always"):
+        subprocess.run(["cp", "-rT", f"--sparse={form}", source, target], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the programs of GNU")
+@pytest.mark.parametrize("copied", [archived_by_tar, copied_by_cp])
+def test_programs_copy_a_mounted_folder_whole(config: Path, tmp_path: Path, copied: Any) -> None:
+    source = tmp_path / "people"
+    (source / "part").mkdir()
+    keytools = Keytools.from_yaml(config)
+    for name in ("b.parquet", "part/c.parquet"):
+        keytools.write_table(LONG, source / name, compression="none")
+    (source / "link.parquet").hardlink_to(source / "b.parquet")
+    names = ["a.parquet", "b.parquet", "link.parquet", "part/c.parquet"]
+    for junk in ("_SUCCESS", ".a.parquet.crc", "part/notes.txt"):
+        (source / junk).write_text("junk")
+    with mounted(config, source, tmp_path / "mounted") as folder:
+        if folder is None:
+            return
+        copied(folder, tmp_path / "copy")
+        assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*.parquet")) == names
+        for name in names:
+            found, local = (folder / name).stat(), (source / name).stat()
+            assert found.st_blocks * 512 >= found.st_size > 0
+            assert (found.st_mtime_ns, found.st_nlink) == (local.st_mtime_ns, local.st_nlink)
+        for name in ("b.parquet", "link.parquet"):
+            assert (folder / name).stat().st_ino == (folder / "b.parquet").stat().st_ino
+        with (folder / "b.parquet").open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == size
+            assert os.lseek(file.fileno(), size // 2, os.SEEK_DATA) == size // 2
+        assert folder.stat().st_mtime_ns == source.stat().st_mtime_ns
+        assert {entry.name: entry.inode() for entry in os.scandir(folder)} == {
+            name: (folder / name).stat().st_ino for name in ("a.parquet", "b.parquet", "link.parquet", "part")
+        }
+    for name in names:
+        expected = keytools.open(source / name).read()
+        assert (tmp_path / "copy" / name).read_bytes() == expected
+
+
+@contextlib.contextmanager
+def mounted(config: Path, source: Path, folder: Path) -> Iterator[Path | None]:
+    """Mount a folder; yield None on a machine that cannot mount."""
+    folder.mkdir()
+    command = [*PROGRAM, "mount", str(source), str(folder), "--config", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        is_mounted = bool(process.stdout.readline())
+        assert is_mounted == can_mount()
+        yield folder if is_mounted else None
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+
+
+def test_a_mounted_file_has_what_a_local_one_has(config: Path, tmp_path: Path) -> None:
+    source = tmp_path / "people"
+    (source / "empty.parquet").touch()
+    (source / "part").mkdir()
+    os.utime(source / "a.parquet", ns=(1_700_000_000_123_456_789, 1_600_000_000_987_654_321))
+    (source / "again.parquet").hardlink_to(source / "a.parquet")
+    (source / "short.parquet").write_bytes(b"PARE")
+    (source / "short again.parquet").hardlink_to(source / "short.parquet")
+    view = Keytools.from_yaml(config).view(source)
+    tree = fuse_mount.MountedTree(ServedTree(view, "", folder=source), lambda: None)
+    for name in ("a", "again", "empty", "short", "short again"):
+        found, local = tree.getattr(f"/{name}.parquet"), (source / f"{name}.parquet").stat()
+        assert found["st_blocks"] * 512 >= found["st_size"] > (found["st_blocks"] - 8) * 512
+        assert found["st_blksize"] == 4096
+        assert found["st_mtime"] == local.st_mtime_ns
+        assert found["st_ctime"] == local.st_ctime_ns
+        # To find its length, the file is read.
+        assert found["st_atime"] <= local.st_atime_ns
+        # A name under which a file cannot be read is archived by itself, so that the program sees the error.
+        assert found["st_nlink"] == (2 if name in ("a", "again") else 1)
+    for folder in ("/", "/part"):
+        found, local = tree.getattr(folder), (source / folder[1:]).stat()
+        # Not 2, as of a folder without folders: `find` of old, and Perl's, would look for none.
+        assert found["st_nlink"] == 1
+        assert (found["st_size"], found["st_mtime"]) == (local.st_size, local.st_mtime_ns)
+    inodes = {name: attributes["st_ino"] for name, attributes, _ in tree.readdir("/", 0)}
+    assert inodes["a.parquet"] == inodes["again.parquet"] == tree.getattr("/a.parquet")["st_ino"]
+    assert len(set(inodes.values()) - {0}) == 5  # "." and ".." are one, as above the root of any mount
+    space = os.statvfs(source)
+    assert tree.statfs("/")["f_namemax"] == space.f_namemax
+    assert tree.statfs("/")["f_blocks"] == space.f_blocks
+
+
+def test_a_mounted_object_has_blocks_and_a_time() -> None:
+    tree = fuse_mount.MountedTree(
+        ServedTree(memory_files({"part/a": b"1" * 4097, "b": b""}), "/root"), lambda: None
+    )
+    assert [tree.getattr(f"/{name}")["st_blocks"] for name in ("part/a", "b", "part")] == [16, 0, 0]
+    now = time.time_ns()
+    for name in ("part/a", "b", "part"):
+        found = tree.getattr(f"/{name}")
+        assert found["st_nlink"] == 1 and found["st_ino"] > 1
+        assert now - 60e9 < found["st_mtime"] <= now + 60e9
+    assert tree.statfs("/")["f_namemax"] == 255
+
+
 def test_without_libfuse_there_is_one_clear_error(
     config: Path, tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,11 +363,9 @@ def test_a_folder_that_is_not_empty_is_not_mounted_over(config: Path, tmp_path: 
 
 
 def test_what_the_kernel_is_answered(config: Path, tmp_path: Path) -> None:
-    from parquet_keytools.serve.served_tree import ServedTree
-
     keytools = Keytools.from_yaml(config)
     whole = keytools.open(tmp_path / "people" / "a.parquet").read()
-    tree = ServedTree(keytools.view(tmp_path / "people"), "", local_folder=tmp_path / "people")
+    tree = ServedTree(keytools.view(tmp_path / "people"), "", folder=tmp_path / "people")
     mounted = fuse_mount.MountedTree(tree, lambda: None)
     assert mounted.getattr("/")["st_mode"] == stat.S_IFDIR | 0o500
     facts = mounted.getattr("/a.parquet")
@@ -289,8 +405,6 @@ def test_what_the_kernel_is_answered(config: Path, tmp_path: Path) -> None:
 def test_what_fails_is_an_error_of_the_file(
     tmp_path: Path, error: Exception, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from parquet_keytools.serve.served_tree import ServedTree
-
     def fail(*_: object) -> None:
         raise error
 

@@ -11,9 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import boto3
+from botocore.config import Config
 from fsspec.implementations.memory import MemoryFileSystem
 
 from parquet_keytools.serve.fuse_mount import MountedTree
+from parquet_keytools.serve.s3_front import KeyPair
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
 
@@ -53,6 +56,19 @@ def opened_by(mounted: MountedTree, path: str, flags: int = os.O_RDONLY) -> Any:
     handle = SimpleNamespace(flags=flags, fh=0, direct_io=False)
     assert mounted.open(path, handle) == 0
     return handle
+
+
+def client_of(server: ViewServer, key_pair: KeyPair | None = None) -> Any:
+    """Return an S3 client."""
+    pair = key_pair or server.key_pair
+    return boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=pair.access_key_id,
+        aws_secret_access_key=pair.secret.reveal().decode(),
+        region_name="eu-central-1",
+        config=Config(signature_version="s3v4", retries={"max_attempts": 1}, s3={"addressing_style": "path"}),
+    )
 
 
 def connected(server: ViewServer) -> HTTPConnection:

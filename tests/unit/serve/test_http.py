@@ -11,11 +11,13 @@ import re
 import socket
 import ssl
 import threading
+import urllib.error
+import urllib.request
 from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import fsspec
 import pytest
@@ -136,16 +138,67 @@ def test_two_runs_have_different_etags_and_secrets() -> None:
 
 def test_a_folder_has_links_that_lead_to_its_files() -> None:
     with served(FILES) as server:
-        assert re.findall('href="(.*?)"', ask(server, "")[2].decode()) == ["./2013/", "./empty"]
-        links = re.findall('href="./(.*?)"', ask(server, "2013/")[2].decode())
+        assert re.findall('href="(.*?)"', ask(server, "")[2].decode()) == ["2013/", "empty"]
+        links = re.findall('href="(.*?)"', ask(server, "2013/")[2].decode())
         assert [ask(server, "2013/" + link)[2] for link in links] == [CONTENT, b"odd"]
+
+
+ODD_NAMES = [
+    "a:b.parquet",
+    "c:d/http:x/f.parquet",
+    "http-logs/https.parquet",
+    "https.parquet",
+    " q?u#x&'.parquet",
+    'quo"te<b>.parquet',
+    "per%41cent%/%2e%2e.parquet",
+    "ünï☃/plus+.parquet",
+    "semi;=[1]*{}.parquet",
+    "back\\slash.parquet",
+]
+
+
+def test_links_are_names_that_clients_join_in_two_ways() -> None:
+    with served({name: name.encode() for name in ODD_NAMES}) as server:
+        found, folders = {}, [server.url]
+        while folders:
+            folder = folders.pop()
+            with urllib.request.urlopen(folder) as answer:
+                links = re.findall('href="(.*?)"', answer.read().decode())
+            for link in links:
+                # Browsers resolve a reference; fsspec joins strings, and takes "http..." for an address.
+                assert not link.startswith("http")
+                address = urljoin(folder, link)
+                assert address == folder + link
+                if address.endswith("/"):
+                    folders.append(address)
+                    continue
+                with urllib.request.urlopen(address) as answer:
+                    found[unquote(address.removeprefix(server.url))] = answer.read().decode()
+    assert found == {name: name for name in ODD_NAMES}
+
+
+@pytest.mark.parametrize("folder", ["2013", "c:d", "per%2541", "%C3%BC"])
+def test_a_folder_without_its_slash_is_redirected(folder: str) -> None:
+    files = {f"{unquote(folder)}/a:b": CONTENT}
+    with served(files, with_s3=True) as server:
+        for method in ("GET", "HEAD"):
+            status, headers, body = ask(server, f"{folder}?x=1&y=%2F", method)
+            assert (status, body) == (301, b"")
+            assert headers["Location"] == f"{urlsplit(server.url).path}{folder}/?x=1&y=%2F"
+        with urllib.request.urlopen(f"{server.url}{folder}") as answer:
+            assert answer.url == f"{server.url}{folder}/"
+            assert re.findall('href="(.*?)"', answer.read().decode()) == ["a%3Ab"]
+        with urllib.request.urlopen(server.url.rstrip("/")) as answer:
+            assert answer.url == server.url
+        with pytest.raises(urllib.error.HTTPError, match=r"40[34]"):
+            urllib.request.urlopen(f"{server.endpoint}/{folder}")
 
 
 @pytest.mark.parametrize(
     "key",
     [
         "2013/b.parquet",
-        "2013",
+        "2014",
         "../root/2013/a.parquet",
         "2013/../2013/a.parquet",
         "2013/%2e%2e/2013/a.parquet",
@@ -172,25 +225,65 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path, caplog: pytest.LogC
     folder, outside = tmp_path / "folder", tmp_path / "folder outside"
     for place in (folder / "inner", outside):
         place.mkdir(parents=True)
-        (place / "file").write_bytes(place.name.encode())
-    (folder / "link").symlink_to(outside / "file")
+        (place / "part-0").write_bytes(place.name.encode())
+    (folder / "link").symlink_to(outside / "part-0")
     (folder / "links").symlink_to(outside)
-    (folder / "ours").symlink_to(folder / "inner" / "file")
+    (folder / "part-1").symlink_to(folder / "inner" / "part-0")
     (folder / "loop").symlink_to(folder)
-    tree = ServedTree(fsspec.filesystem("file"), str(folder), local_folder=folder)
+    (folder / "inner" / "above").symlink_to(folder)
+    tree = ServedTree(fsspec.filesystem("file"), str(folder), folder=folder)
     with ViewServer(tree) as server:
-        assert [ask(server, key)[0] for key in ("link", "links/file", "links/")] == [404] * 3
-        assert ask(server, "ours")[2] == b"inner"
-        assert b"links" not in ask(server, "")[2]
-    assert list(tree.keys("")) == ["inner/file", "ours"]
+        assert [ask(server, key)[0] for key in ("link", "links/part-0", "links/")] == [404] * 3
+        assert ask(server, "part-1")[2] == b"inner"
+        assert re.findall('href="(.*?)"', ask(server, "")[2].decode()) == ["inner/", "part-1"]
+        assert re.findall('href="(.*?)"', ask(server, "inner/")[2].decode()) == ["part-0"]
+    assert list(tree.keys("")) == ["inner/part-0", "part-1"]
     assert "'link' is not served" in caplog.text
+
+
+@pytest.mark.parametrize("with_s3", [False, True])
+def test_no_part_of_a_secret_is_logged(caplog: pytest.LogCaptureFixture, *, with_s3: bool) -> None:
+    with caplog.at_level(logging.INFO), served(FILES, with_s3=with_s3) as server:
+        token = urlsplit(server.url).path.strip("/")
+        secrets = [token, *([server.key_pair.secret.reveal().decode()] if server.key_pair else [])]
+        for secret in secrets:
+            encoded = "".join(f"%{byte:02X}" for byte in secret.encode())
+            for text in (
+                secret,
+                f"{server.endpoint}/{secret}/2013/a.parquet",
+                secret[:12],
+                secret[-8:],
+                f"x{secret[5:20]}y",
+                secret.lower(),
+                encoded,
+                quote(encoded),
+                quote(quote(encoded)),
+                f"{secret[:10]}/{secret[10:]}",
+            ):
+                for path in (text, f"2013/{text}/", f"2013/a.parquet?{text}={text}", f"2013/a.parquet/{text}"):
+                    ask(server, path, headers={"Referer": text, "User-Agent": text})
+                    said(server, f"GET /view/{path} HTTP/1.1\r\nHost: HOST\r\nConnection: close\r\n\r\n".encode())
+            said(server, f"{secret} PATH HTTP/1.1\r\nHost: HOST\r\n\r\n".encode())
+            said(server, f"GET PATH HTTP/1.1\r\nHost: {secret}\r\n\r\n".encode())
+        ask(server, "2013/other.parquet")
+    accesses = logged(caplog)
+    assert accesses[-1]["key"] == "2013/other.parquet"
+    written = (repr(accesses) + caplog.text).casefold()
+    for _ in range(5):
+        written += unquote(written)
+    assert [
+        secret
+        for secret in secrets
+        for start in range(len(secret) - 7)
+        if secret[start : start + 8].casefold() in written
+    ] == []
 
 
 def test_one_file_alone_is_served() -> None:
     filesystem = memory_files({"a": b"1", "b": b"2"})
     with ViewServer(ServedTree(filesystem, "/root", only="a")) as server:
         assert (ask(server, "a")[0], ask(server, "b")[0]) == (200, 404)
-        assert b"./b" not in ask(server, "")[2]
+        assert re.findall('href="(.*?)"', ask(server, "")[2].decode()) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +433,7 @@ def test_every_byte_of_a_footer_is_part_of_the_etag() -> None:
 def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_file, "_SEND_SECONDS", 0.2)
     ended = threading.Event()
-    monkeypatch.setattr(connection_file, "write_access", lambda access: ended.set())
+    monkeypatch.setattr(connection_file, "write_access", lambda *_: ended.set())
     with served({"large": bytes(50_000_000)}) as server, contextlib.closing(connected(server)) as connection:
         connection.request("GET", "/" + server.url.split("/", 3)[3] + "large")
         assert ended.wait(30)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
+from xml.etree import ElementTree
 
 import boto3
 import pyarrow as pa
@@ -26,7 +27,7 @@ from botocore.credentials import Credentials
 from botocore.exceptions import ClientError
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs as pafs
-from unit.serve.serving import memory_files, said, served
+from unit.serve.serving import ask, client_of, memory_files, said, served
 
 from parquet_keytools.serve.requests_and_answers import RefusedRequestError, ServedRequest
 from parquet_keytools.serve.s3_front import KeyPair, check_signature
@@ -34,18 +35,6 @@ from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
 
 FILES = {"2013/a.parquet": b"content of a", "2013/b+c d&ü'.parquet": b"content of b", "2014/x/y.parquet": b"yy"}
-
-
-def client_of(server: ViewServer, key_pair: KeyPair | None = None) -> Any:
-    pair = key_pair or server.key_pair
-    return boto3.client(
-        "s3",
-        endpoint_url=server.endpoint,
-        aws_access_key_id=pair.access_key_id,
-        aws_secret_access_key=pair.secret.reveal().decode(),
-        region_name="eu-central-1",
-        config=Config(signature_version="s3v4", retries={"max_attempts": 1}, s3={"addressing_style": "path"}),
-    )
 
 
 def test_boto3_reads() -> None:
@@ -119,7 +108,6 @@ def test_pyarrow_reads() -> None:
             501,
             "NotImplemented",
         ),
-        (lambda client: client.list_objects(Bucket="view"), 501, "NotImplemented"),
         (lambda client: client.list_objects_v2(Bucket="view", ContinuationToken="?"), 400, "InvalidArgument"),
     ],
 )
@@ -453,3 +441,76 @@ def test_listings_are_as_defined(seed: int) -> None:
                     break
                 answer = client.list_objects_v2(**options, ContinuationToken=answer["NextContinuationToken"])
             assert found == reference(keys, prefix, delimiter, after), (prefix, delimiter, after)
+            # The same by the first version, which continues after a name.
+            former, marker = [], after
+            while True:
+                answer = client.list_objects(**options, Marker=marker)
+                page = [item["Key"] for item in answer.get("Contents", [])]
+                page += [item["Prefix"] for item in answer.get("CommonPrefixes", [])]
+                former += sorted(page, key=str.encode)
+                if not answer["IsTruncated"]:
+                    break
+                marker = answer["NextMarker"]
+                assert marker == former[-1]
+            assert former == found, (prefix, delimiter, after)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        # As s3cmd 2.3, rclone 1.60 and the AWS command line send it.
+        "delimiter=%2F",
+        "delimiter=%2F&encoding-type=url&max-keys=1000&prefix=",
+        "prefix=&encoding-type=url",
+        "",
+    ],
+)
+def test_the_first_version_of_listings(query: str) -> None:
+    with served(FILES, with_s3=True) as server:
+        for path in ("/view", "/view/"):
+            status, body = sent(server, f"{path}?{query}")
+            document = ElementTree.fromstring(body)
+            names = {element.tag.partition("}")[2] for element in document}
+            assert status == 200 and {"Name", "Prefix", "Marker", "MaxKeys", "IsTruncated"} <= names
+            assert names.isdisjoint({"KeyCount", "NextContinuationToken", "StartAfter"})
+            keys = [unquote(element.text) for element in document.iter() if element.tag.endswith("}Key")]
+            assert keys == ([] if "delimiter" in query else sorted(FILES))
+
+
+def test_no_client_takes_an_etag_for_an_md5_sum() -> None:
+    with served(FILES, with_s3=True) as server, closing(client_of(server)) as client:
+        (first, *_) = client.list_objects_v2(Bucket="view")["Contents"]
+        found = {
+            first["ETag"],
+            client.list_objects(Bucket="view")["Contents"][0]["ETag"],
+            client.head_object(Bucket="view", Key=first["Key"])["ETag"],
+            client.get_object(Bucket="view", Key=first["Key"])["ETag"],
+            ask(server, first["Key"], "HEAD")[1]["ETag"],
+        }
+        (etag,) = found
+        # As of an upload in parts, whose sum is not that of the content.
+        assert re.fullmatch(r'"[0-9a-f]{40}-1"', etag)
+
+
+@pytest.mark.parametrize("region", ["EU_x", "", "us east"])
+def test_an_error_about_a_region_names_the_one_to_use(region: str) -> None:
+    with served(FILES, with_s3=True) as server:
+        status, body = sent(server, "/view", region)
+        error = ElementTree.fromstring(body)
+        assert (status, error.findtext("Code")) == (400, "AuthorizationHeaderMalformed")
+        region = error.findtext("Region") or ""
+        assert sent(server, "/view", region)[0] == 200
+
+
+def sent(server: ViewServer, path: str, region: str = "us-east-1") -> tuple[int, bytes]:
+    """Send a signed request as it is, and return its status and body."""
+    pair = server.key_pair
+    assert pair is not None
+    credentials = Credentials(pair.access_key_id, pair.secret.reveal().decode())
+    request = AWSRequest("GET", f"{server.endpoint}{path}")
+    S3SigV4Auth(credentials, "s3", region).add_auth(request)
+    try:
+        with urllib.request.urlopen(urllib.request.Request(request.url, headers=dict(request.headers))) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()

@@ -17,12 +17,13 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from botocore.exceptions import ClientError
 from soak import how_many
-from unit.serve.serving import ask, asked, connected, opened_by
+from unit.serve.serving import ask, asked, client_of, connected, opened_by
 from view_case import ViewCase
 
 from parquet_keytools import Keytools, SecretBytes
-from parquet_keytools.errors import KmsUnavailableError
+from parquet_keytools.errors import KeytoolsError, KmsUnavailableError
 from parquet_keytools.serve.fuse_mount import MountedTree
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
@@ -57,7 +58,7 @@ def case(tmp_path: Path) -> ViewCase:
 
 
 def server_of(keytools: Keytools, folder: Path, **options: bool) -> ViewServer:
-    return ViewServer(ServedTree(keytools.view(folder), "", local_folder=folder), **options)
+    return ViewServer(ServedTree(keytools.view(folder), "", folder=folder), **options)
 
 
 def test_every_range_is_the_slice_of_the_whole(case: ViewCase) -> None:
@@ -199,7 +200,7 @@ def test_without_its_kms_open_files_go_on_and_others_wait(
     whole = keytools.open(case.folder / "data" / "x.parquet").read()
     keytools.clear_caches()
     with server_of(keytools, case.folder / "data", with_s3=True) as server, pytest.MonkeyPatch.context() as patch:
-        tree = ServedTree(keytools.view(case.folder / "data"), "", local_folder=case.folder / "data")
+        tree = ServedTree(keytools.view(case.folder / "data"), "", folder=case.folder / "data")
         mounted = MountedTree(tree, lambda: None)
         handle = opened_by(mounted, "/x.parquet")
         file = tree.find("x.parquet")
@@ -254,7 +255,7 @@ def test_pipes_and_odd_prefixes_do_not_spoil_listings(case: ViewCase) -> None:
     (folder / "loop").symlink_to("loop")
     view = case.keytools().view(folder)
     assert view.info("pipe.parquet")["type"] == "other"
-    tree = ServedTree(view, "", local_folder=folder)
+    tree = ServedTree(view, "", folder=folder)
     files = [path.name for path in sorted(folder.glob("x*.parquet"))]
     assert list(tree.keys("")) == files
     assert [list(tree.keys(odd)) for odd in ("\0", "loop", "/etc", "n" * 300)] == [[]] * 4
@@ -268,7 +269,7 @@ def test_a_name_that_is_no_text_is_an_error_that_names_it(case: ViewCase) -> Non
     for name in odd:
         case.keytools().encrypt_file(case.folder / "plain.parquet", folder / name)
     with server_of(case.keytools(), folder) as server:
-        links = re.findall('href="./(.*?)"', ask(server, "")[2].decode())
+        links = re.findall('href="(.*?)"', ask(server, "")[2].decode())
         assert sorted(map(unquote, links)) == sorted([*odd, "x.parquet"])
         assert [ask(server, link, "HEAD")[0] for link in links] == [200] * 5
         os.rename(folder / "x.parquet", os.fsencode(folder) + b"/bad\xff.parquet")  # noqa: PTH104
@@ -277,14 +278,18 @@ def test_a_name_that_is_no_text_is_an_error_that_names_it(case: ViewCase) -> Non
 
 
 @pytest.mark.parametrize("content", [b"my thoughts", b"PAR1 no parquet PAR1"])
-def test_what_is_no_encrypted_file_is_listed_and_not_served(case: ViewCase, content: bytes) -> None:
+def test_what_is_no_encrypted_file_is_not_served(case: ViewCase, content: bytes) -> None:
     folder = case.folder / "data"
     (folder / "notes.txt").write_bytes(content)
     pq.write_table(TABLE.select(["name"]), folder / "plaintext.parquet")
+    is_parquet = content.startswith(b"PAR1")
     with server_of(case.keytools(), folder, with_s3=True) as server:
-        for name in ("notes.txt", "plaintext.parquet"):
+        for name, expected in (("notes.txt", 422 if is_parquet else 404), ("plaintext.parquet", 422)):
             status, _, body = ask(server, name)
-            assert (status, content in body or b"Person" in body) == (422, False)
+            assert (status, content in body or b"Person" in body) == (expected, False)
+        # What may be data is listed, so that clients that copy everything fail and miss nothing.
+        listed = re.findall('href="(.*?)"', ask(server, "")[2].decode())
+        assert listed == [*["notes.txt"] * is_parquet, "plaintext.parquet", "x.parquet"]
         scan = pl.scan_parquet(
             "s3://view/x*.parquet",
             storage_options={
@@ -296,3 +301,97 @@ def test_what_is_no_encrypted_file_is_listed_and_not_served(case: ViewCase, cont
             },
         )
         assert scan.select(pl.len()).collect().item() == 30_000
+
+
+LEFT_OUT = [
+    "_SUCCESS",
+    ".x.parquet.crc",
+    ".hidden.parquet",
+    "_metadata",
+    "_KEY_MATERIAL_FOR_x.parquet.json",
+    "_KEY_MATERIAL_FOR_gone.parquet.json",
+    "README.md",
+    "empty",
+    "_delta_log/00000.json",
+    "_temporary/0/part-0.parquet",
+    ".staging/x.parquet",
+    "month=1/_SUCCESS",
+]
+
+
+def test_clients_that_copy_everything_get_what_is_listed(case: ViewCase) -> None:
+    folder = case.folder / "data"
+    keys = ["_year=2/part-0", "month=1/a.parquet", "x.parquet"]
+    for key in keys[:2]:
+        (folder / key).parent.mkdir()
+        case.keytools().encrypt_file(case.folder / "plain.parquet", folder / key)
+    for name in LEFT_OUT:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"" if name == "empty" else b"any text")
+    with (
+        server_of(case.keytools(), folder, with_s3=True) as server,
+        contextlib.closing(client_of(server)) as client,
+    ):
+        for listing in ("list_objects", "list_objects_v2"):
+            pages = client.get_paginator(listing).paginate(Bucket="view", PaginationConfig={"PageSize": 2})
+            found = {item["Key"]: item for page in pages for item in page["Contents"]}
+            assert list(found) == keys
+            for key, item in found.items():
+                answer = client.get_object(Bucket="view", Key=key)
+                assert len(answer["Body"].read()) == item["Size"]
+        folders = client.list_objects(Bucket="view", Delimiter="/")["CommonPrefixes"]
+        assert [item["Prefix"] for item in folders] == ["_year=2/", "month=1/"]
+        assert re.findall('href="(.*?)"', ask(server, "")[2].decode()) == ["_year%3D2/", "month%3D1/", "x.parquet"]
+        assert [ask(server, name)[0] for name in (*LEFT_OUT, "_delta_log/", ".staging")] == [404] * 14
+        with pytest.raises(client.exceptions.NoSuchKey):
+            client.get_object(Bucket="view", Key="_SUCCESS")
+    mounted = MountedTree(ServedTree(case.keytools().view(folder), "", folder=folder), lambda: None)
+    assert [name for name, _, _ in mounted.readdir("/", 0)] == [".", "..", "_year=2", "month=1", "x.parquet"]
+    with pytest.raises(OSError, match="No such file"):
+        mounted.getattr("/_SUCCESS")
+
+
+def test_errors_show_paths_as_they_are_served(case: ViewCase, tmp_path: Path) -> None:
+    folder = case.folder / "data"
+    (folder / "part").mkdir()
+    keytools = case.keytools()
+    keytools.encrypt_file(case.folder / "plain.parquet", folder / "part" / "altered.parquet")
+    (folder / "part" / "footer.parquet").write_bytes((folder / "part" / "altered.parquet").read_bytes())
+    (folder / "part" / "short.parquet").write_bytes(b"PARE short")
+    for name, place in (("altered", 1_200_000), ("footer", -100)):
+        content = bytearray((folder / "part" / f"{name}.parquet").read_bytes())
+        content[place] ^= 1
+        (folder / "part" / f"{name}.parquet").write_bytes(content)
+    pq.write_table(TABLE.select(["name"]), folder / "part" / "plaintext.parquet")
+    foreign = pa.table({"name": ["x"], "more": [1]})
+    case.table["column_keys"] = {"secret": ["more"]}
+    case.keytools().write_table(foreign, folder / "part" / "foreign.parquet")
+    case.table["column_keys"] = {"secret": ["name"]}
+    names = ["altered", "footer", "short", "plaintext", "foreign", "unreachable", "damaged"]
+    view = keytools.view(folder)
+    open_below = view.open
+
+    def failing(path: str, *rest: object, **options: object) -> object:
+        if "unreachable" in path:
+            text = f"{tmp_path / 'keystore.json'} is locked, as is {folder / 'part'}"
+            raise KmsUnavailableError(text, backend="x", operation="unwrap", master_key_id="k")
+        if "damaged" in path:
+            raise KeytoolsError(f"file:{folder}/part and {folder / path}, hidden in C:\\data")
+        return open_below(path, *rest, **options)
+
+    for name in ("unreachable", "damaged"):
+        (folder / "part" / f"{name}.parquet").write_bytes(b"PARE")
+    view.open = failing
+    tree = ServedTree(view, "", folder=folder)
+    with ViewServer(tree, with_s3=True) as server, contextlib.closing(client_of(server)) as client:
+        for name in names:
+            key = f"part/{name}.parquet"
+            range_ = "bytes=1200000-1200010" if name == "altered" else "bytes=0-3"
+            status, headers, body = ask(server, key, headers={"Range": range_})
+            assert status in (422, 503), name
+            with pytest.raises(ClientError) as caught:
+                client.get_object(Bucket="view", Key=key, Range=range_)
+            for text in (body.decode(), repr(headers), repr(caught.value.response), str(caught.value)):
+                assert str(tmp_path) not in text and "C:" not in text, name
+            if name not in ("unreachable", "damaged"):
+                assert key in body.decode()
