@@ -205,6 +205,7 @@ class _MaterialFile(io.BytesIO):
         super().__init__()
         self._folder = folder
         self._name = name
+        share_with_arrow(self)
 
     def close(self) -> None:
         if not self.closed:

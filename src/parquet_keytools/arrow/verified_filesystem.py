@@ -28,7 +28,7 @@ from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, with_trailer
 from parquet_keytools.format.pages import ChunkTemplate
 from parquet_keytools.format.partial_footers import selected_footer
-from parquet_keytools.runtime.endings import share_with_arrow
+from parquet_keytools.runtime.endings import in_use, share_with_arrow
 from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.view.chunk_view import PageCache
@@ -90,6 +90,7 @@ class VerifiedHandler(DelegatingHandler):
         file.waits = True
         return pa.PythonFile(file, mode="r")
 
+    @in_use()
     def _open(self, path: str) -> _SourceFile:
         if path not in self._files:
             raise ParquetFormatError(
@@ -173,6 +174,7 @@ class _SourceFile(RangedFile):
         self.size_bytes = source.size_bytes
         share_with_arrow(self)
 
+    @in_use()
     def read_at(self, offset: int, length: int) -> bytes | memoryview:
         return self._source.read_at(offset, length) if length else b""
 

@@ -12,10 +12,15 @@ process gives them time.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import itertools
 import os
 import sys
+import threading
 import time
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 
 
 class ExceptionWatch:
@@ -46,33 +51,93 @@ class ExceptionWatch:
 
 # --- the end of a process ---
 
-_WAIT_SECONDS = 2.0
+_WAIT_SECONDS = 5.0
 """The longest that the end of a process is put off."""
 
-_QUIET_SECONDS = 0.2
-"""What has been there for so long is held by the program, not by a thread that is about to drop it.
+_LOOK_SECONDS = 0.001
 
-On a machine with more to do than it can, such a thread was late by more than a twentieth of a second.
+_LOOKS = 5
+"""In so many looks in a row, no other thread may be at work.
+
+A thread that waits for the interpreter sleeps while this one looks, and is awake in the next look.
 """
 
-_shared: weakref.WeakSet[object] = weakref.WeakSet()
+_BLIND_LOOKS = 200
+"""The same where the states of threads are unknown, and the number of shared objects is all there is to see.
+
+Looks are counted, and not seconds: on a machine with more to do than it can, both threads are late.
+"""
+
+_TASKS = Path("/proc/self/task")
+
+_shared: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+"""By numbers: objects that are equal count each, and some cannot be hashed yet."""
+
+_numbers = itertools.count()
+_has_shared = False
+_in_use: set[int] = set()
 
 
 def share_with_arrow(shared: object) -> None:
     """Remember an object that threads of Arrow may be the last to hold."""
-    _shared.add(shared)
+    global _has_shared
+    _has_shared = True
+    _shared[next(_numbers)] = shared
+
+
+@contextlib.contextmanager
+def in_use() -> Iterator[None]:
+    """Mark this thread as one that works for Arrow, also where it waits for a server."""
+    thread = threading.get_ident()
+    _in_use.add(thread)
+    try:
+        yield
+    finally:
+        _in_use.discard(thread)
 
 
 def _wait_for_arrow() -> None:
+    if not _has_shared:
+        return
     end = time.monotonic() + _WAIT_SECONDS
-    count = len(_shared)
-    quiet_since = time.monotonic()
-    while count and (now := time.monotonic()) < end and now - quiet_since < _QUIET_SECONDS:
-        time.sleep(0.001)
-        if len(_shared) != count:
-            count, quiet_since = len(_shared), time.monotonic()
+    count = -1
+    quiet_looks = 0
+    while time.monotonic() < end:
+        at_work = _other_threads_work()
+        is_quiet = not _in_use and not at_work and count == len(_shared)
+        quiet_looks = quiet_looks + 1 if is_quiet else 0
+        if quiet_looks >= (_BLIND_LOOKS if at_work is None else _LOOKS):
+            return
+        count = len(_shared)
+        time.sleep(_LOOK_SECONDS)
+
+
+def _other_threads_work() -> bool | None:
+    """Return whether another thread of this process runs, or waits for a core or a disk; None if unknown."""
+    own = str(threading.get_native_id())
+    try:
+        states = [_state(task) for task in _TASKS.iterdir() if task.name != own]
+    except OSError:  # Only Linux has these files.
+        return None
+    return not {"R", "D"}.isdisjoint(states)
+
+
+def _state(task: Path) -> str:
+    try:
+        # The name of a thread, in parentheses, may hold anything.
+        return (task / "stat").read_bytes().rpartition(b") ")[2][:1].decode()
+    except (FileNotFoundError, ProcessLookupError):  # It ended.
+        return ""
+
+
+def _forget_parent() -> None:
+    """Forget what was shared with threads that do not exist in a child."""
+    global _has_shared
+    _has_shared = False
+    _shared.clear()
+    _in_use.clear()
 
 
 atexit.register(_wait_for_arrow)
-# The threads that share them do not exist in a child.
-os.register_at_fork(after_in_child=_shared.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)

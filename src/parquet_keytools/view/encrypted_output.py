@@ -20,7 +20,7 @@ from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
-from parquet_keytools.runtime.endings import ExceptionWatch
+from parquet_keytools.runtime.endings import ExceptionWatch, share_with_arrow
 from parquet_keytools.runtime.fork_safety import OwnerProcess
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
 from parquet_keytools.storage.locations import FileLocation
@@ -67,6 +67,7 @@ class EncryptedOutput(io.RawIOBase):
         self._overwrite = overwrite
         self._pending: PendingOutput | None = None
         self._finish: Callable[[], None] | None = None
+        share_with_arrow(self)
         if target.name == "_metadata":
             raise OutputError(
                 f"{target} is not written: it would hold the statistics of all files, and the places of their "

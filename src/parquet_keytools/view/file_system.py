@@ -20,6 +20,7 @@ from parquet_keytools.errors import KEY_REFUSALS, KeytoolsError, KmsError, Outpu
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.plaintext_spool import SpoolRoom
 from parquet_keytools.keys.material_store import remove_key_materials
+from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.listing import is_utf8
 from parquet_keytools.storage.locations import FileLocation, PathLike, key_material_location
@@ -81,6 +82,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         self._is_rooted = root is not None
         self._files = PlainFiles(keys, table_name, is_one_folder=self._is_rooted)
         self._room: tuple[int, SpoolRoom] | None = None
+        share_with_arrow(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         root = self._root if self._is_rooted else None

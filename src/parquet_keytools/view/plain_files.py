@@ -12,7 +12,7 @@ from pyarrow import fs as pafs
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.format.byte_ranges import RangedFile
-from parquet_keytools.runtime.endings import share_with_arrow
+from parquet_keytools.runtime.endings import in_use, share_with_arrow
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation
@@ -48,6 +48,7 @@ class PlainInput(RangedFile):
         self._whole_row_groups = whole_row_groups
         share_with_arrow(self)
 
+    @in_use()
     def read_at(self, offset: int, length: int) -> bytes:
         """Return a range of the view."""
         return self._file.read_at(offset, length, whole_row_groups=self._whole_row_groups) if length else b""
@@ -85,6 +86,7 @@ class PlainFiles:
         """Path -> view, version of its file, and when it was opened."""
         self._lock = ForkSafeLock()
 
+    @in_use()
     def open(self, location: FileLocation) -> PlainFile:
         """Return the view of a file; errors as `open_plain_file`, or `ReusedKeysError`."""
         version = _version(location)

@@ -1,0 +1,217 @@
+"""Short programs end with their exit status, whatever threads of Arrow still hold of ours.
+
+Each is a process of its own, for only the end of an interpreter shows it: alone, and beside four times as many
+busy processes as there are cores.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from soak import SOAK, how_many, sample
+
+from parquet_keytools import Keytools
+
+YAML = """
+version: 1
+kms: {type: in_memory, keys: {kf: MDEyMzQ1Njc4OTAxMjM0NQ==, ka: MTIzNDU2Nzg5MDEyMzQ1MA==}}
+tables: {t: {footer_key: kf, column_keys: {ka: [a]}, unlisted_columns: footer_key}}
+"""
+ROWS = 500_000
+
+BEGIN = """
+import os, sys
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from parquet_keytools import Keytools
+
+keytools = Keytools.from_yaml("keytools.yaml")
+file, folder, damaged = (os.path.abspath(name) for name in ("data/0.parquet", "data", "damaged.parquet"))
+options = {"config": "keytools.yaml"}
+"""
+
+PROGRAMS = {
+    "filesystem": "pq.read_table(file, filesystem=keytools.filesystem())",
+    "arrow filesystem": "pq.read_table(file, filesystem=keytools.filesystem().arrow)",
+    "held filesystem": "fs = keytools.filesystem(); pq.read_table(file, filesystem=fs)",
+    "open": "pq.read_table(keytools.open(file))",
+    "held open file": "f = keytools.open(file); pq.read_table(f)",
+    "closed file": "with keytools.open(file) as f: pq.read_table(f)",
+    "parquet file": "f = pq.ParquetFile(keytools.open(file), pre_buffer=True); next(f.iter_batches())",
+    "view": "pq.read_table('0.parquet', filesystem=keytools.view(folder))",
+    "view of a data set": "ds.dataset('', filesystem=keytools.view(folder).arrow, format='parquet').to_table()",
+    "abandoned view": """
+        batches = ds.dataset('', filesystem=keytools.view(folder).arrow, format='parquet').to_batches()
+        next(batches)
+    """,
+    "abandoned and dropped view": """
+        next(ds.dataset('', filesystem=keytools.view(folder), format='parquet').to_batches())
+    """,
+    "read_table": "keytools.read_table(folder)",
+    "data set": "keytools.dataset(folder).to_table()",
+    "abandoned data set": "batches = keytools.dataset(folder).to_batches(); next(batches)",
+    "head of a data set": "keytools.dataset(folder).head(5)",
+    "cached copy": """
+        import fsspec
+        with fsspec.open("simplecache::keytools::" + file, keytools=options) as f:
+            pq.read_table(f)
+    """,
+    "url in pandas": """
+        import pandas
+        pandas.read_parquet("keytools::file://" + file, storage_options=options)
+    """,
+    "DuckDB with a limit": """
+        import duckdb
+        data = keytools.dataset(folder)
+        duckdb.sql("SELECT * FROM data LIMIT 5").fetchall()
+    """,
+    "DuckDB over a view": """
+        import duckdb
+        connection = duckdb.connect()
+        connection.register_filesystem(keytools.view(folder))
+        connection.sql("SELECT * FROM 'keytools://*.parquet' LIMIT 5").fetchall()
+    """,
+    "Polars with a limit": "keytools.scan_polars(folder).head(5).collect()",
+    "Polars over an open file": """
+        import polars
+        polars.read_parquet(keytools.open(file), use_pyarrow=True)
+    """,
+    "Dask": """
+        import dask.dataframe
+        dask.dataframe.read_parquet(folder, filesystem=keytools.filesystem()).a.sum().compute()
+    """,
+    "error in a scan": "keytools.dataset([file, damaged]).to_table()  # fails: DecryptionError",
+    "error in a view": "pq.read_table(damaged, filesystem=keytools.filesystem())  # fails: DecryptionError",
+    "error in a view of a data set": """
+        files = ds.dataset([file, damaged], filesystem=keytools.filesystem())
+        files.to_table()  # fails: DecryptionError
+    """,
+    "exit in a scan": """
+        for batch in keytools.dataset(folder).to_batches():
+            sys.exit("stopped")  # fails: stopped
+    """,
+    "exception in a scan of a view": """
+        for batch in ds.dataset(folder, filesystem=keytools.filesystem(), format='parquet').to_batches():
+            raise ValueError  # fails: ValueError
+    """,
+    "writer over a filesystem": """
+        table = pq.read_table(file, filesystem=keytools.filesystem()).slice(0, 1000)
+        pq.write_table(table, f"{os.getpid()}.parquet", filesystem=keytools.filesystem())
+    """,
+    "data set over a filesystem": """
+        table = keytools.read_table(file).slice(0, 1000)
+        fs = keytools.filesystem().arrow
+        ds.write_dataset(table, f"{folder}-{os.getpid()}", format="parquet", filesystem=fs)
+    """,
+    "write_dataset": "keytools.write_dataset(keytools.dataset(file).head(1000), f'{folder}-{os.getpid()}')",
+    "thread": """
+        import threading
+        read = lambda: pq.read_table(file, filesystem=keytools.filesystem())
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads: thread.start()
+    """,
+    "executor": """
+        from concurrent.futures import ThreadPoolExecutor
+        ThreadPoolExecutor(2).map(lambda file: pq.read_table(keytools.open(file)), [file] * 3)
+    """,
+    "work at exit": """
+        import atexit
+        atexit.register(lambda: pq.read_table(file, filesystem=keytools.filesystem()))
+        pq.read_table(keytools.open(file))
+    """,
+    **{
+        f"{method}ed child": f"""
+        import multiprocessing
+        def work():
+            assert pq.read_table(file, filesystem=keytools.filesystem()).num_rows
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("{method}").Process(target=work)
+            child.start()
+            child.join()
+            sys.exit(child.exitcode)
+    """
+        for method in ("spawn", "fork", "forkserver")
+    },
+    "os._exit": "b = keytools.dataset(folder).to_batches(); next(b); os._exit(0)",
+}
+NEEDING_PANDAS = ("pandas", "Dask")
+"""Parts of the names of programs."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a configuration, two files in a folder, and one of which a page is damaged."""
+    folder = tmp_path_factory.mktemp("ends")
+    (folder / "keytools.yaml").write_text(YAML)
+    (folder / "keytools.yaml").chmod(0o600)
+    # It is slow to import, and pyarrow does without.
+    (folder / "without_pandas").mkdir()
+    (folder / "without_pandas" / "pandas.py").write_text("raise ImportError")
+    keytools = Keytools.from_yaml(folder / "keytools.yaml")
+    generator = np.random.default_rng(0)
+    for name in ("data/0.parquet", "data/1.parquet", "damaged.parquet"):
+        table = pa.table({column: generator.random(ROWS) for column in "abcd"})
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        keytools.write_table(table, path, use_dictionary=False, compression="none")
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def busy() -> Iterator[None]:
+    """Keep all cores busy."""
+    command = [sys.executable, "-c", "import os\nwhile os.getppid() != 1: pass"]
+    processes = [subprocess.Popen(command) for _ in range(4 * (os.cpu_count() or 1))]
+    yield
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def run(folder: Path, name: str) -> None:
+    program = folder / f"{name}.py".replace(" ", "-")
+    lines = PROGRAMS[name].strip("\n").splitlines()
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    program.write_text(BEGIN + "\n".join(line[indent:] for line in lines))
+    environment = dict(os.environ)
+    if not any(word in name for word in NEEDING_PANDAS):
+        hidden = [str(folder / "without_pandas"), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, hidden))
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    _, fails, error = PROGRAMS[name].strip().partition("  # fails: ")
+    assert (done.returncode, error in done.stderr) == (bool(fails), True), done.stderr[-2000:]
+
+
+ALWAYS = ("filesystem", "open", "abandoned view")
+CHOSEN = PROGRAMS if SOAK else [*ALWAYS, *sample([name for name in PROGRAMS if name not in ALWAYS], 8, 1)]
+
+
+@pytest.mark.parametrize("round_", range(how_many(1, 14)))
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_program_ends_with_its_own_status(folder: Path, name: str, round_: int) -> None:
+    run(folder, name)
+
+
+@pytest.mark.usefixtures("busy")
+@pytest.mark.parametrize("round_", range(how_many(1, 14)))
+@pytest.mark.parametrize("name", PROGRAMS if SOAK else ALWAYS)
+def test_a_program_ends_with_its_own_status_on_a_busy_machine(folder: Path, name: str, round_: int) -> None:
+    run(folder, name)
