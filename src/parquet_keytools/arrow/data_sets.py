@@ -31,6 +31,7 @@ from parquet_keytools.arrow.read_options import (
     schema_for_all,
     shows_stand_ins,
 )
+from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
 from parquet_keytools.errors import FileChangedError
 from parquet_keytools.files.files_ahead import FilesAhead
@@ -62,6 +63,11 @@ class ReadRequest:
     filters: Filters
     table_name: str | None
     aad_prefix: str | bytes | None
+
+    def __post_init__(self) -> None:
+        """Refuse one name in place of several."""
+        if self.columns is not None:
+            object.__setattr__(self, "columns", list_of_names("columns", self.columns))
 
     def wanted(self, columns: Sequence[FooterColumn]) -> Sequence[FooterColumn]:
         """Return the columns of a file that are read or filtered by: each whole, if only a part of it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools import audit
 from parquet_keytools.arrow.encryption_properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
+from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.aad import (
     MAX_COUNT,
     WRITE_LARGER_PAGES,
@@ -38,11 +40,18 @@ _log = logging.getLogger(__name__)
 MAX_ROW_GROUP_ROWS = 1024 * 1024
 """How many rows a row group has at most, unless the caller names another number; the same as pyarrow."""
 
+_MOST_ROW_GROUP_ROWS = 64 * 1024 * 1024
+"""What pyarrow makes of a larger number."""
+
 _OURS = {
+    "encryption_config": "the table says how files are encrypted",
     "encryption_properties": "the encryption properties are made here",
     "metadata_collector": "it would reveal statistics of encrypted columns",
     "filesystem": "the file system is an argument of its own",
 }
+
+_NAMING_COLUMNS = {"use_dictionary", "write_statistics", "use_byte_stream_split"}
+"""Options that are a bool, or names of columns."""
 
 Engine = Literal["pyarrow", "module encryptor"]
 
@@ -88,8 +97,7 @@ class EncryptedParquetWriter:
         options: Mapping[str, Any],
     ) -> None:
         """Begin a file; see `Keytools.writer`."""
-        for name in _OURS.keys() & options.keys():
-            raise TypeError(f"{name} is not supported: {_OURS[name]}")
+        options = without_ours(options)
         paths = arrow_leaf_paths(schema, options)
         # Some versions of Arrow count on after the last ordinal.
         refuse_more_than_ordinals(target, columns=len(paths))
@@ -124,10 +132,11 @@ class EncryptedParquetWriter:
 
         Args:
             table_or_batch: The data, with the schema of the file.
-            row_group_size: How many rows a row group has at most.
+            row_group_size: How many rows a row group has at most; None or -1 for 1,048,576.
 
         Raises:
-            ValueError: It has another schema, or the file is closed.
+            TypeError: `row_group_size` is not a whole number.
+            ValueError: It has another schema, the file is closed, or `row_group_size` is less than 1.
             OutputError: The storage takes no more.
         """
         if isinstance(table_or_batch, pa.RecordBatch):
@@ -140,6 +149,7 @@ class EncryptedParquetWriter:
 
     def write_table(self, table: pa.Table, row_group_size: int | None = None) -> None:
         """Write a table; see `write`."""
+        row_group_size = row_group_rows(row_group_size)
         with self._all_or_nothing():
             self._file.write(table, row_group_size)
         self._rows += table.num_rows
@@ -207,6 +217,52 @@ class EncryptedParquetWriter:
             self.close()
         else:
             self.discard()
+
+
+def without_ours(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options for the Parquet writer of pyarrow, without those that are given as None and set here.
+
+    Raises:
+        TypeError: One is set here, or is one name in place of several.
+    """
+    for name in _OURS.keys() & options.keys():
+        if options[name] is not None:
+            raise TypeError(f"{name} is not supported: {_OURS[name]}")
+    for name in _NAMING_COLUMNS & options.keys():
+        if isinstance(options[name], (str, bytes)):
+            list_of_names(name, options[name])
+    return {name: value for name, value in options.items() if name not in _OURS}
+
+
+def row_group_rows(given: Any) -> int | None:
+    """Return how many rows a row group has at most, from what pyarrow takes as `row_group_size`.
+
+    Returns:
+        None for the default, which may be given as None or -1.
+
+    Raises:
+        TypeError: It is not a whole number.
+        ValueError: It is less than 1.
+    """
+    if given is None or given == -1:
+        return None
+    return min(whole_number("row_group_size", given, least=1), _MOST_ROW_GROUP_ROWS)
+
+
+def whole_number(argument: str, given: Any, *, least: int) -> int:
+    """Return a number that a caller gave for an argument; as with pyarrow, 5.0 is 5.
+
+    Raises:
+        TypeError: It is not a whole number.
+        ValueError: It is less than `least`.
+    """
+    try:
+        number = int(given) if isinstance(given, float) and given.is_integer() else operator.index(given)
+    except TypeError:
+        raise TypeError(f"{argument} takes a whole number, not {given!r}.") from None
+    if number < least:
+        raise ValueError(f"{argument} takes {least} or more, not {given!r}.")
+    return number
 
 
 def because(reasons: Sequence[str]) -> str:
@@ -326,8 +382,6 @@ class ModuleEncryptedFile:
     def write(self, table: pa.Table, row_group_size: int | None) -> None:
         """Write a table as row groups of their own."""
         size = min(table.num_rows, MAX_ROW_GROUP_ROWS) if row_group_size is None else row_group_size
-        if size < 1 and table.num_rows:
-            raise ValueError("a row group has one row at least")
         for start in range(0, max(table.num_rows, 1), max(size, 1)):
             part = table.slice(start, size)
             self._file.append(

@@ -16,6 +16,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.callbacks import MaterialFolder
 from parquet_keytools.arrow.encryption_properties import FOREVER, NO_ARROW_ENCRYPTION, has_arrow_encryption
+from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import UnsupportedByArrowError
 from parquet_keytools.files.denied_columns import NEEDS_KEY
@@ -54,6 +55,9 @@ class ReadOptions:
         known = inspect.signature(pq.read_table).parameters.keys() - _OURS - _REFUSED.keys()
         if method != "read_table":
             known -= _OF_A_TABLE
+        options = {name: value for name, value in options.items() if name not in _REFUSED or value is not None}
+        if options.get("read_dictionary") is not None:
+            list_of_names("read_dictionary", options["read_dictionary"])
         for name in options:
             if name in _REFUSED:
                 raise TypeError(f"{method} does not take {name!r}: {_REFUSED[name]}.")
@@ -151,8 +155,7 @@ def make_decryption_properties(
     from parquet_keytools.arrow.arrow_kms import READING_CONNECTION, AnsweringKms, pe
 
     if columns is not None:
-        if isinstance(columns, str):
-            raise TypeError("columns is a sequence of names, not one name")
+        columns = list_of_names("columns", columns)
         for name in columns:
             # What is read instead of a name that means nothing would not have been looked at.
             if not opened.columns_named(name):

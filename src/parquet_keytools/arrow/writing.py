@@ -5,6 +5,7 @@ A data set without partitions goes through the module encryptor: row group by ro
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,12 @@ from parquet_keytools.arrow.file_writer import (
     WriteResult,
     because,
     refusing_beyond_ordinals,
+    row_group_rows,
+    whole_number,
+    without_ours,
 )
 from parquet_keytools.arrow.output_filesystem import PendingHandler
+from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.aad import refuse_more_than_ordinals
 from parquet_keytools.files.key_service import TablePolicy
 from parquet_keytools.storage.failures import failing_as_output
@@ -61,6 +66,13 @@ STREAMED_OPTIONS = frozenset(
     }
 )
 """Options of `pyarrow.dataset.write_dataset` that mean something or nothing where there is one file at a time."""
+
+
+_REFUSED = {
+    "file_visitor": "it would reveal statistics of encrypted columns",
+    "format": "only Parquet is encrypted",
+    "file_options": "the options of the Parquet writer are given as `write_options`",
+}
 
 
 def as_stream(data: Any) -> pa.Table | pa.RecordBatchReader:
@@ -173,6 +185,8 @@ def stream_files(
         pyarrow.ArrowInvalid: The folder holds files.
     """
     template = options.get("basename_template", "part-{i}.parquet")
+    if not isinstance(template, str):
+        raise TypeError(f"basename_template takes a str, not {template!r}.")
     if "{i}" not in template:
         raise ValueError("basename_template did not contain '{i}'")
     if next(all_files(folder), None) is not None:
@@ -238,9 +252,10 @@ def write_table(
     options: Mapping[str, Any],
 ) -> WriteResult:
     """Write one file, whole or not at all; see `Keytools.write_table`."""
+    # `chunk_size` is pyarrow's other name for it.
+    row_group_size = row_group_rows(options.get("chunk_size", options.get("row_group_size")))
+    options = {name: value for name, value in options.items() if name not in ("row_group_size", "chunk_size")}
     source = as_stream(data)
-    row_group_size = options.get("row_group_size")
-    options = {name: value for name, value in options.items() if name != "row_group_size"}
     with EncryptedParquetWriter(encryptor, target, source.schema, table_name, options) as writer:
         for table in row_groups_of(source, row_group_size):
             writer.write_table(table, row_group_size)
@@ -265,6 +280,19 @@ def write_dataset(
     import pyarrow.dataset as ds
 
     keys = encryptor.keys
+    parameters = inspect.signature(ds.write_dataset).parameters
+    # What pyarrow takes for not given.
+    options = {
+        name: value
+        for name, value in options.items()
+        if value is not None or name not in parameters or parameters[name].default is not None
+    }
+    if options.get("format") == "parquet":
+        del options["format"]
+    for name in _REFUSED.keys() & options.keys():
+        raise TypeError(f"{name} is not supported: {_REFUSED[name]}")
+    options |= _row_limits(options)
+    write_options = without_ours(write_options)
     schema = options.get("schema")
     if isinstance(data, Iterator) and schema is not None:
         data = pa.RecordBatchReader.from_batches(schema, data)
@@ -273,8 +301,6 @@ def write_dataset(
     if schema is None:
         schema = data[0].schema if isinstance(data, list) else data.schema
     partitioning, partition_names = _partitioning(partitioning, partitioning_flavor, schema)
-    if "file_visitor" in options:
-        raise TypeError("file_visitor is not supported: it would reveal statistics of encrypted columns")
     if partition_names:
         all_columns = keys.policy(table_name, arrow_leaf_paths(schema, write_options))
         all_columns.check_partition_columns(partition_names)
@@ -352,6 +378,23 @@ _VARIABLE_BYTES = 32
 """What a value without a fixed width is taken to have."""
 
 
+def _row_limits(options: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many rows files and row groups have at most and at least, as far as a caller limits them."""
+    least = {"max_rows_per_file": 0, "max_rows_per_group": 1, "min_rows_per_group": 0}
+    limits = {name: whole_number(name, options[name], least=least[name]) for name in least.keys() & options.keys()}
+    file_rows = limits.get("max_rows_per_file") or None
+    if file_rows is not None:
+        limits.setdefault("max_rows_per_group", min(file_rows, MAX_ROW_GROUP_ROWS))
+    group_rows = limits.get("max_rows_per_group", MAX_ROW_GROUP_ROWS)
+    if file_rows is not None and group_rows > file_rows:
+        raise ValueError(f"max_rows_per_group is {group_rows}, more than max_rows_per_file, {file_rows}.")
+    if limits.get("min_rows_per_group", 0) > group_rows:
+        raise ValueError(
+            f"min_rows_per_group is {limits['min_rows_per_group']}, more than max_rows_per_group, {group_rows}."
+        )
+    return limits
+
+
 def _row_group_options(schema: pa.Schema, options: Mapping[str, Any]) -> dict[str, int]:
     """Return how many rows a row group should have: otherwise each batch, however small, would make one."""
     if "min_rows_per_group" in options:
@@ -379,7 +422,8 @@ def _partitioning(
 
     if partitioning is None:
         return None, frozenset()
-    if isinstance(partitioning, (list, tuple)):
+    if isinstance(partitioning, (list, tuple, str, bytes)):
+        partitioning = list_of_names("partitioning", partitioning)
         fields = pa.schema([schema.field(name) for name in partitioning])
         partitioning = ds.partitioning(fields, flavor=flavor or "hive")
     return partitioning, frozenset(partitioning.schema.names)

@@ -69,6 +69,21 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {candidates[close[0]]!r}?" if close else ""
 
 
+def list_of_names(argument: str, names: Any) -> list[str]:
+    """Return the names that a caller gave for an argument.
+
+    Raises:
+        TypeError: It is one name, whose letters would be taken for names, or holds something else than names.
+    """
+    if isinstance(names, (str, bytes, Mapping)) or not isinstance(names, Iterable):
+        raise TypeError(f"{argument} takes a list of names, not {names!r}.")
+    listed = list(names)
+    for name in listed:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} takes names, each a str, not {name!r}.")
+    return listed
+
+
 def one_of(names: Iterable[str]) -> str:
     """Return a sentence that lists what is known, or nothing where nothing is."""
     known = sorted(names)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from parquet_keytools.config.document import Mistake, did_you_mean, one_of
+from parquet_keytools.config.document import Mistake, did_you_mean, list_of_names, one_of
 from parquet_keytools.config.key_policy import check_moves
 from parquet_keytools.config.settings import Configuration, ConfigurationWarning
 from parquet_keytools.encryption.aad import AadPrefix
@@ -61,6 +61,11 @@ class RotationRequest:
     aad_prefix: str | bytes | None = None
     keep_results: bool = True
     on_file: OnFile | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse one name in place of several."""
+        if self.only_master_keys is not None:
+            list_of_names("only_master_keys", self.only_master_keys)
 
 
 def run_rotation(keys: KeyService, path: FileLocation, request: RotationRequest) -> RotationReport:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote_plus
 
+from parquet_keytools.config.document import list_of_names
 from parquet_keytools.config.key_policy import ColumnPath, KeyReference, MasterKeyReference
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
@@ -34,6 +35,7 @@ def table_options(
     keys: KeyService, table_name: str | None, leaves: Sequence[ColumnPath], partition_by: Sequence[str]
 ) -> dict[str, str]:
     """Return the options; see `Keytools.spark_options`."""
+    partition_by = list_of_names("partition_by", partition_by)
     if partition_by:
         unknown = set(partition_by) - {path[0] for path in leaves}
         if unknown:

@@ -124,7 +124,38 @@ def test_one_clear_error_for_what_is_no_option(data: Path, tools: Keytools, meth
             call(there, prebuffer=False)
         for name in ("decryption_properties", "ignore_prefixes"):
             with pytest.raises(TypeError, match=f"{method} does not take '{name}'"):
-                call(there, **{name: None})
+                call(there, **{name: ["x"]})
+
+
+@pytest.mark.parametrize("names", ["ab", b"ab", "a", ["a", 1], [b"a"], 5, {"a": 1}])
+def test_one_name_is_not_several(data: Path, tools: Keytools, names: Any) -> None:
+    (file, *_) = data.rglob("*.parquet")
+    for read in (tools.read_table, tools.dataset):
+        for path in (file, data, [file]):
+            for argument in {"columns", "read_dictionary"} if isinstance(names, str | bytes) else {"columns"}:
+                with pytest.raises(TypeError, match=argument):
+                    read(path, **{argument: names})
+    with pytest.raises(TypeError, match="columns"):
+        tools.decryption_properties(file, columns=names)
+    with pytest.raises(TypeError, match="only_master_keys"):
+        tools.rotate(data, only_master_keys=names)
+
+
+def test_names_may_come_from_any_iterable(data: Path, tools: Keytools) -> None:
+    (file, *_) = data.rglob("*.parquet")
+    for path in (file, data):
+        assert tools.read_table(path, columns=iter(["b"])).column_names == ["b"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["decryption_properties", "ignore_prefixes"])
+def test_an_option_that_is_refused_may_be_none(data: Path, tools: Keytools, option: str) -> None:
+    (file, *_) = data.rglob("*.parquet")
+    for path in (file, data):
+        assert (
+            tools.read_table(path, **{option: None}).num_rows == tools.dataset(path, **{option: None}).count_rows()
+        )
+        with pytest.raises(TypeError, match=option):
+            tools.read_table(path, **{option: ["x"]})
 
 
 def test_strings_of_polars_are_partitioned(tmp_path: Path, tools: Keytools) -> None:

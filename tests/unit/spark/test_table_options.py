@@ -195,6 +195,8 @@ def test_a_partition_column_under_a_key_is_refused() -> None:
         options({"unlisted_columns": "footer_key"}, partition_by=["month"])
     with pytest.raises(ConfigurationError, match="no columns 'year'"):
         options({"unlisted_columns": "footer_key"}, partition_by=["year"])
+    with pytest.raises(TypeError, match="partition_by"):
+        options({"unlisted_columns": "footer_key"}, partition_by="month")
 
 
 def test_caches_are_not_shared_where_keks_differ() -> None:
