@@ -188,7 +188,7 @@ class DataSetFiles:
         if knows_denied or needs_properties(first):
             held = self.opened.hold([paths[0], *_paths_left(self._layout, schema, request.filters)])
             formats = _formats(held, handler, self._options)
-        found = self._layout.partitioning
+        handler.partitioning = found = self._layout.partitioning
         self._partition_names = frozenset(() if found is None else found.schema.names)
         self._check_folders(frozenset[str]().union(*(_encrypted_columns(opened) for opened in held)))
         # What is not in the schema cannot be projected or filtered, so that Arrow never asks for its key.

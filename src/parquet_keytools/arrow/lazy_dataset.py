@@ -27,6 +27,11 @@ class LazyDataset(ds.FileSystemDataset):  # type: ignore[misc]
     Its methods take what those of pyarrow take, also by position.
     """
 
+    @property
+    def partitioning(self) -> ds.Partitioning | None:
+        """What the names of folders and files mean."""
+        return self.filesystem.handler.partitioning
+
     def to_table(self, columns: Any = None, filter: Any = None, *more: Any, **options: Any) -> pa.Table:
         """Scan; see `pyarrow.dataset.Dataset`.
 
@@ -147,6 +152,7 @@ class DataSetHandler(VerifiedHandler):
         self.opened = opened
         self.reopen = reopen
         self.with_properties: set[str] = set()
+        self.partitioning: ds.Partitioning | None = None
         self._known = known
         self._keks: dict[bytes, SecretBytes] = {}
 

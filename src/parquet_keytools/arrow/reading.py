@@ -137,6 +137,9 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
 
 def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:
     partitioning, schema = options.table.get("partitioning", "hive"), options.table.get("schema")
+    if partitioning == "hive":
+        # As in `pyarrow.parquet.read_table`, and other than in data sets.
+        partitioning = ds.HivePartitioning.discover(infer_dictionary=True)
     # The default of `pyarrow.parquet.read_table`, which data sets do not have.
     of_files = replace(options, format={"arrow_extensions_enabled": True, **options.format})
     # What is not asked for is not read: other columns may be refused.

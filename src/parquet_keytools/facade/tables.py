@@ -91,6 +91,7 @@ class Tables(Configured):
         Raises:
             NotEncryptedError: The file is not encrypted.
             ColumnAccessDeniedError: One of `columns` cannot be read.
+            TypeError: `columns` is no list of names.
             UnsupportedByArrowError: pyarrow cannot decrypt the file; `read_table` can.
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
         """
@@ -126,6 +127,8 @@ class Tables(Configured):
             options: Further arguments of `pyarrow.parquet.write_table`, such as `compression`.
 
         Raises:
+            TypeError: There is no such option, or it takes another type.
+            ValueError: An option has no such value.
             ConfigurationError: The table's columns do not fit the schema.
             KmsError: A key cannot be wrapped; nothing is written.
             OutputError: The file cannot be written there.
@@ -194,7 +197,7 @@ class Tables(Configured):
             NotEncryptedError: The file is not encrypted.
             ReusedKeysError: Two files share data keys and file unique.
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
-            TypeError: There is no such option.
+            TypeError: There is no such option, or `columns` is no list of names.
         """
         from parquet_keytools.arrow.data_sets import ReadRequest
         from parquet_keytools.arrow.read_options import ReadOptions
@@ -290,7 +293,7 @@ class Tables(Configured):
             ColumnAccessDeniedError: The keys of columns that are asked for are unavailable.
             NotEncryptedError: A file is not encrypted.
             KeytoolsError: Another subclass says what is wrong with a file or its keys.
-            TypeError: There is no such option.
+            TypeError: There is no such option, or `columns` is no list of names.
         """
         from parquet_keytools.arrow.data_sets import ReadRequest
         from parquet_keytools.arrow.read_options import ReadOptions
