@@ -90,14 +90,14 @@ class VerifiedHandler(DelegatingHandler):
         file.waits = True
         return pa.PythonFile(file, mode="r")
 
-    @in_use()
     def _open(self, path: str) -> _SourceFile:
         if path not in self._files:
             raise ParquetFormatError(
                 "the file was not there when the data set was opened.", path=path, hint="Open it again."
             )
-        opened = self._files[path]
-        file = self.filesystem.open_input_file(path)
+        with in_use():  # Not as a decorator: its code would be taken for code that Arrow calls.
+            opened = self._files[path]
+            file = self.filesystem.open_input_file(path)
         source: ByteSource = ArrowSource(path, file, file.size())
         if not opened.location.is_local:
             source = SourceInParts(source)
@@ -174,9 +174,9 @@ class _SourceFile(RangedFile):
         self.size_bytes = source.size_bytes
         share_with_arrow(self)
 
-    @in_use()
     def read_at(self, offset: int, length: int) -> bytes | memoryview:
-        return self._source.read_at(offset, length) if length else b""
+        with in_use():
+            return self._source.read_at(offset, length) if length else b""
 
     def read(self, size: int | None = -1, /) -> bytes:
         # Whether a thread of Arrow calls shows in this frame only.

@@ -17,6 +17,7 @@ from parquet_keytools.iceberg.ags1 import Ags1Reader, Ags1Writer
 from parquet_keytools.iceberg.file_io import EncryptedFileIO, EncryptedInputFile
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.table_files import check_length, decrypt_data_file
+from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.storage.outputs import StreamSink
 from parquet_keytools.storage.sources import BufferSource
 
@@ -163,6 +164,7 @@ class _ParquetOutput(io.BytesIO):
         self._stream = stream
         self._metadata = metadata
         self._finished = finished
+        share_with_arrow(self)
 
     def close(self) -> None:
         if self.closed:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from parquet_keytools.format.byte_ranges import RangedFile
+from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.storage.printable import shown_url
 
 _TIMEOUT_SECONDS = 60
@@ -80,6 +81,7 @@ class _WebFile(RangedFile):
 
     def __init__(self, url: str) -> None:
         super().__init__()
+        share_with_arrow(self)
         self._url = url
         self._whole: bytes | None = None
         # Servers that sign addresses sign them for GET, and not for HEAD.
