@@ -170,7 +170,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def busy() -> Iterator[None]:
     """Keep all cores busy."""
-    command = [sys.executable, "-c", "import os\nwhile os.getppid() != 1: pass"]
+    command = [sys.executable, "-c", f"import os\nwhile os.getppid() == {os.getpid()}: pass"]
     processes = [subprocess.Popen(command) for _ in range(4 * (os.cpu_count() or 1))]
     yield
     for process in processes:
