@@ -24,7 +24,7 @@ version: 1
 kms: {type: in_memory, keys: {kf: MDEyMzQ1Njc4OTAxMjM0NQ==, ka: MTIzNDU2Nzg5MDEyMzQ1MA==}}
 tables: {t: {footer_key: kf, column_keys: {ka: [a]}, unlisted_columns: footer_key}}
 """
-ROWS = 500_000
+ROWS = 4_000_000 if SOAK else 500_000
 
 BEGIN = """
 import os, sys
