@@ -89,11 +89,13 @@ def share_with_arrow(shared: object) -> None:
 def in_use() -> Iterator[None]:
     """Mark this thread as one that works for Arrow, also where it waits for a server."""
     thread = threading.get_ident()
+    is_outermost = thread not in _in_use
     _in_use.add(thread)
     try:
         yield
     finally:
-        _in_use.discard(thread)
+        if is_outermost:
+            _in_use.discard(thread)
 
 
 def _wait_for_arrow() -> None:
