@@ -282,10 +282,16 @@ class EncryptedTransaction(Transaction):
     def __init__(self, table: EncryptedTable) -> None:
         super().__init__(table.working_copy())
         self._original = table
+        self._seen = table.metadata_location
 
     @property
     def table_metadata(self) -> TableMetadata:
         """The metadata with the changes so far, for PyIceberg's writers: see `as_written`."""
+        if self._original.metadata_location != self._seen and not self._snapshot_producers:
+            # The caller refreshed the table, or committed to it: PyIceberg's transactions see that, too. Snapshots
+            # that were made before stay as they are, until the commit repeats them.
+            self._table.take(self._original)
+            self._seen = self._original.metadata_location
         return as_written(super().table_metadata)
 
     @property

@@ -1,8 +1,8 @@
 """Manifest lists and manifests: which files a table has, and the key metadata of each.
 
-They are Avro; only the fields that encryption needs are decoded, so that this costs little beside PyIceberg's own
-reading. Plaintext may be anybody's, and is read within bounds: PyIceberg's fast decoder does not look where its
-buffer ends, and its codecs decompress without end.
+They are Avro, and PyIceberg decodes whole records; only the fields that encryption needs are kept. Plaintext may
+be anybody's, and is read within bounds: PyIceberg's fast decoder does not look where its buffer ends, and its
+codecs decompress without end.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import zstandard
 from pyiceberg.avro.codecs import AVRO_CODEC_KEY
 from pyiceberg.avro.decoder import StreamingBinaryDecoder
 from pyiceberg.avro.file import SYNC_SIZE, AvroFile, Block
-from pyiceberg.avro.reader import Reader, StructReader
 from pyiceberg.avro.resolver import resolve_reader
 from pyiceberg.io import InputFile
 from pyiceberg.typedef import Record
-from pyiceberg.types import FixedType, IcebergType, ListType, MapType, StructType
+from pyiceberg.types import FixedType, IcebergType, ListType, MapType, StructType, UnknownType
 
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
@@ -45,6 +44,8 @@ MAX_STORED_BYTES = 64 << 20
 MAX_PLAINTEXT_BYTES = 256 << 20
 MAX_RECORDS = 1_000_000
 """Manifests have 8 MiB and some ten thousand records."""
+MAX_RECORD_BYTES = 8 << 20
+"""A record has some 100 bytes for each column, and takes several times its bytes once it is decoded."""
 
 D = TypeVar("D")
 
@@ -139,9 +140,9 @@ def _records(
         file = _InMemory(content)
         avro_file: AvroFile[Record] = AvroFile(file) if authentic else BoundedAvroFile(file)
         with avro_file as reader:
-            # What a read schema leaves out, PyIceberg cannot skip where it is a map or a list.
-            reader.reader = _pruned(reader.schema.as_struct(), reader.reader, field_ids)
-            records = [_fields(record, field_ids) for record in reader]
+            # Records are decoded whole, by the writer's schema: PyIceberg's readers skip decimals wrongly.
+            places = _places(reader.schema.as_struct(), field_ids)
+            records = [tuple(_at(record, place) for place in places) for record in reader]
         stated = reader.header.meta.get(_SNAPSHOT_ID)
     except Exception as error:
         # The text of a decoder's exception may quote what it decoded, and with it keys.
@@ -157,28 +158,24 @@ def _records(
     return records
 
 
-def _pruned(struct: StructType, reader: Reader, field_ids: Sequence[int]) -> StructReader:
-    """Return a reader of some fields of a struct, and of the data file in it; others are skipped."""
-    if not isinstance(reader, StructReader):
-        raise ParquetFormatError("a record is no struct")
-    readers: list[tuple[int | None, Reader]] = []
-    for own, (_, field_reader) in zip(struct.fields, reader.field_readers, strict=True):
+def _places(struct: StructType, field_ids: Sequence[int]) -> list[tuple[int, ...] | None]:
+    """Return where each field is in a record, or in the data file in it; None for a field that is in neither."""
+    places: dict[int, tuple[int, ...]] = {}
+    for position, own in enumerate(struct.fields):
+        places[own.field_id] = (position,)
         if own.field_id == _DATA_FILE and isinstance(own.field_type, StructType):
-            readers.append((len(field_ids), _pruned(own.field_type, field_reader, field_ids)))
-        else:
-            wanted = own.field_id in field_ids
-            readers.append((field_ids.index(own.field_id) if wanted else None, field_reader))
-    return StructReader(tuple(readers), Record, struct)
+            for inner, of_file in enumerate(own.field_type.fields):
+                places[of_file.field_id] = (position, inner)
+    return [places.get(field_id) for field_id in field_ids]
 
 
-def _fields(record: Record, field_ids: Sequence[int]) -> tuple[Any, ...]:
-    values = [record[position] if position < len(record) else None for position in range(len(field_ids) + 1)]
-    inner = values.pop()
-    if isinstance(inner, Record):
-        values = [
-            mine if mine is not None else of for mine, of in zip(values, _fields(inner, field_ids), strict=True)
-        ]
-    return tuple(values)
+def _at(record: Record, place: tuple[int, ...] | None) -> Any:
+    if place is None:
+        return None
+    value: Any = record
+    for position in place:
+        value = value[position]
+    return value
 
 
 def read_plaintext(stored: pa.NativeFile) -> bytes:
@@ -186,11 +183,18 @@ def read_plaintext(stored: pa.NativeFile) -> bytes:
     return bytes(stored.read(min(stored.size(), MAX_STORED_BYTES + 1)))
 
 
-class _CheckedDecoder(StreamingBinaryDecoder):
-    def skip(self, n: int) -> None:
-        if n < 0:
-            raise ValueError("it would be read again from a place before")
-        super().skip(n)
+class _RecordDecoder(StreamingBinaryDecoder):
+    """Decodes the records of a block; `left` is what the current one may still have."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.left = MAX_RECORD_BYTES
+
+    def read(self, n: int) -> bytes:
+        self.left -= n
+        if self.left < 0:
+            raise ValueError("a record is larger than any")
+        return super().read(n)
 
 
 class BoundedAvroFile(AvroFile[D]):  # type: ignore[type-var]
@@ -202,7 +206,7 @@ class BoundedAvroFile(AvroFile[D]):  # type: ignore[type-var]
 
     def __enter__(self) -> BoundedAvroFile[D]:
         with self.input_file.open() as file:
-            self.decoder = _CheckedDecoder(file.read(MAX_STORED_BYTES + 1))
+            self.decoder = StreamingBinaryDecoder(file.read(MAX_STORED_BYTES + 1))
         if len(self.input_file) > MAX_STORED_BYTES:
             raise ValueError("it is larger than any manifest")
         self.header = self._read_header()
@@ -237,8 +241,13 @@ class BoundedAvroFile(AvroFile[D]):  # type: ignore[type-var]
         self._records_left -= records
         if self._bytes_left < 0 or self._records_left < 0 or records > len(data):
             raise ValueError("it is larger than any manifest")
-        self.block = Block(reader=self.reader, block_records=records, block_decoder=_CheckedDecoder(data))
+        self.block = Block(reader=self.reader, block_records=records, block_decoder=_RecordDecoder(data))
         return int(records)
+
+    def __next__(self) -> D:
+        if self.block is not None:
+            self.block.block_decoder.left = MAX_RECORD_BYTES
+        return super().__next__()
 
 
 def _unzstd(data: bytes, limit: int) -> bytes:
@@ -270,4 +279,4 @@ def _has_elements_without_bytes(kind: IcebergType) -> bool:
 def _may_be_empty(kind: IcebergType) -> bool:
     if isinstance(kind, StructType):
         return all(field.required and _may_be_empty(field.field_type) for field in kind.fields)
-    return isinstance(kind, FixedType) and not len(kind)
+    return isinstance(kind, UnknownType) or (isinstance(kind, FixedType) and not len(kind))

@@ -9,6 +9,7 @@ them; what version 3 adds, row ids above all, is put back here from the files th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from pyiceberg.io.pyarrow import (
     compute_statistics_plan,
     data_file_statistics_from_parquet_metadata,
     parquet_path_to_id_mapping,
+    pyarrow_to_schema,
 )
 from pyiceberg.manifest import (
     MANIFEST_ENTRY_SCHEMAS,
@@ -41,6 +43,7 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
+from pyiceberg.table import TableProperties
 from pyiceberg.table.metadata import TableMetadataV3
 from pyiceberg.table.refs import SnapshotRefType
 from pyiceberg.table.snapshots import Operation, Snapshot
@@ -58,6 +61,7 @@ from pyiceberg.table.update.snapshot import (
     _OverwriteFiles,
     _SnapshotProducer,
 )
+from pyiceberg.utils.schema_conversion import AvroSchemaConversion
 
 from parquet_keytools.errors import FormatLimitError
 from parquet_keytools.iceberg.written_files import WritingFileIO
@@ -66,6 +70,8 @@ if TYPE_CHECKING:
     from parquet_keytools.iceberg.encrypted_table import EncryptedTransaction
 
 VERSION: Literal[3] = 3
+
+_NO_STATISTICS = {TableProperties.DEFAULT_WRITE_METRICS_MODE: "none"}
 
 _ENTRY_FILE = 4
 _FILE_COLUMN_SIZES, _FILE_KEY_METADATA, _FILE_SPLIT_OFFSETS, _FILE_FIRST_ROW_ID = 6, 12, 13, 16
@@ -223,6 +229,22 @@ def read_first_row_ids(io: FileIO, manifest: ManifestFile) -> Iterator[tuple[str
             yield file.file_path, first_row_id
 
 
+def check_partition_types(spec: PartitionSpec, schema: Schema) -> None:
+    """Refuse partition values that PyIceberg writes into manifests and cannot read (`FormatLimitError`)."""
+    conversion = AvroSchemaConversion()
+    for field in spec.partition_type(schema).fields:
+        is_readable = False
+        with contextlib.suppress(ValueError, TypeError, LookupError):
+            conversion.avro_to_iceberg(conversion.iceberg_to_avro(Schema(field)))
+            is_readable = True
+        if not is_readable:
+            raise FormatLimitError(
+                f"the table is partitioned by {field.name!r}, of type {field.field_type}, which PyIceberg cannot "
+                "read in manifests: nothing could read the table after this commit.",
+                hint="Partition by another transform, such as day or bucket, or remove this partition field.",
+            )
+
+
 class _EncryptedProducer(_SnapshotProducer[Any]):
     """What all producers of an encrypted table share; it stands behind PyIceberg's own class among the bases."""
 
@@ -231,6 +253,9 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        metadata = self._transaction.table_metadata
+        # Before any file is written.
+        check_partition_types(metadata.spec(), metadata.schema())
         self._lock = threading.Lock()
         self._file_row_ids: dict[str, int | None] | None = None
 
@@ -242,12 +267,13 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         )
         with self._io.storage.new_input(data_file.file_path).open() as file:
             metadata = pq.read_metadata(file, decryption_properties=properties)
-        table = self._transaction.table_metadata
-        # Offsets and sizes are those of the plaintext file, which the encrypted one does not share.
+        # PyIceberg's offsets and sizes are those of the plaintext file. The file says which column is which: the
+        # names in it are not always those of the table, which may also have another schema by now.
+        schema = pyarrow_to_schema(metadata.schema.to_arrow_schema(), format_version=VERSION)
         statistics = data_file_statistics_from_parquet_metadata(
             parquet_metadata=metadata,
-            stats_columns=compute_statistics_plan(table.schema(), table.properties),
-            parquet_column_mapping=parquet_path_to_id_mapping(table.schema()),
+            stats_columns=compute_statistics_plan(schema, _NO_STATISTICS),
+            parquet_column_mapping=parquet_path_to_id_mapping(schema),
         )
         data_file[_FILE_COLUMN_SIZES] = statistics.column_sizes
         data_file[_FILE_SPLIT_OFFSETS] = statistics.split_offsets
@@ -257,6 +283,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
 
     def new_manifest_writer(self, spec: PartitionSpec) -> ManifestWriter:
         """Return a writer of an encrypted manifest."""
+        check_partition_types(spec, self.schema())
         name = f"{self.commit_uuid}-m{next(self._manifest_num_counter)}.avro"
         location = self._transaction.location_provider.new_metadata_location(name)
         self._written_manifests.append(location)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from iceberg_case import Lake
 from pyiceberg.expressions import IsNull, NotNull
 from pyiceberg.table import Table
@@ -14,6 +15,12 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DoubleType, IntegerType, LongType, StringType
 
 from parquet_keytools.iceberg import create_table, load_table
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    return Lake(tmp_path)
+
 
 FIRST = pa.table(
     {
@@ -136,3 +143,186 @@ def test_each_read_of_a_table_that_changed_equals_that_of_its_plaintext_twin(tmp
     for one, other in snapshots:
         assert read(encrypted, snapshot_id=one.snapshot_id) == read(plain, snapshot_id=other.snapshot_id)
     assert lake.findings(encrypted.metadata_location) == []
+
+
+# --- names of columns that are not names in Avro ---
+
+
+def twins(lake: Lake, schema: pa.Schema) -> tuple[Table, Table]:
+    """Make a plaintext table, and an encrypted one."""
+    catalog = lake.catalog()
+    properties = {"format-version": "2", "write.object-storage.enabled": "true"}
+    properties["write.object-storage.partitioned-paths"] = "false"
+    plain: Table = catalog.create_table("db.plain", schema, properties=properties)
+    return plain, create_table(catalog, "db.encrypted", schema, encryption_key="pii")
+
+
+def assert_are_twins(lake: Lake) -> None:
+    """Compare rows, projections, and what manifests say of each column."""
+    plain, encrypted = lake.catalog().load_table("db.plain"), lake.load("db.encrypted")
+
+    def rows_by_id(table: Table, **named: Any) -> pa.Table:
+        return table.scan(**named).to_arrow().sort_by("id")
+
+    def statistics(table: Table) -> list[str]:
+        files = [task.file for task in table.scan().plan_files()]
+        return sorted(
+            repr(
+                (
+                    file.record_count,
+                    dict(file.value_counts),
+                    dict(file.null_value_counts),
+                    dict(file.lower_bounds),
+                    dict(file.upper_bounds),
+                    sorted(file.column_sizes),
+                )
+            )
+            for file in files
+        )
+
+    assert rows_by_id(encrypted).equals(rows_by_id(plain)) and len(rows_by_id(plain))
+    assert statistics(encrypted) == statistics(plain)
+    for name in plain.schema().as_arrow().names:
+        assert rows_by_id(encrypted, selected_fields=("id", name)).equals(
+            rows_by_id(plain, selected_fields=("id", name))
+        )
+    assert lake.findings(encrypted.metadata_location) == []
+
+
+ODD_NAMES = ["first name", "e-mail", "a.b", "2024", "\U0001f600", "a/b=`c`", "nul\0", "a.list.element", "x" * 300]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_column_may_have_any_name(lake: Lake, name: str) -> None:
+    rows = pa.table({name: ["x", None, "y"], "id": [1, 2, 3]})
+    struct = pa.struct([(name, pa.string()), ("more", pa.list_(pa.struct([(name, pa.int64())])))])
+    rows = rows.append_column("s", pa.array([{name: "a", "more": [{name: 1}]}, None, {"more": []}], struct))
+    rows = rows.append_column("l", pa.array([[{name: "q"}], [], None], pa.list_(pa.struct([(name, pa.string())]))))
+    rows = rows.append_column(
+        "m", pa.array([[("k", {name: 1.5})], None, []], pa.map_(pa.string(), pa.struct([(name, pa.float64())])))
+    )
+    plain, encrypted = twins(lake, rows.schema)
+    for table in (plain, encrypted):
+        table.append(rows)
+        table.overwrite(rows.slice(0, 1), "id = 1")
+        with table.update_spec() as spec:
+            spec.add_field(name, IdentityTransform(), f"{name} part")
+        table.append(rows)
+        table.delete("id = 3")
+        table.dynamic_partition_overwrite(rows.slice(1, 1))
+    assert_are_twins(lake)
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_column_may_be_renamed_to_any_name(lake: Lake, name: str) -> None:
+    before = pa.table({"v": ["x", None, "y"], "id": [1, 2, 3]})
+    after = before.rename_columns([name, "id"])
+    plain, encrypted = twins(lake, before.schema)
+    for table in (plain, encrypted):
+        table.append(before)
+        with table.update_schema() as update:
+            update.rename_column("v", name)
+        table.append(after)
+        table.overwrite(after.slice(0, 1), "id = 1")
+        table.upsert(pa.table({name: ["new"], "id": [9]}), join_cols=["id"])
+    assert_are_twins(lake)
+
+
+@pytest.mark.parametrize("columns", [("a b", "a_x20b"), ("a.b", "a_x2Eb")])
+def test_names_that_are_equal_in_a_file_are_refused_as_in_plaintext_tables(
+    lake: Lake, columns: tuple[str, str]
+) -> None:
+    rows = pa.table({columns[0]: ["x"], columns[1]: [1]})
+    for table in twins(lake, rows.schema):
+        with pytest.raises(ValueError):
+            table.append(rows)
+        assert table.refresh().scan().to_arrow().num_rows == 0
+
+
+# --- transactions ---
+
+OLD = pa.table({"id": [1, 2], "a": ["x", "y"]})
+WIDER = pa.table({"id": [3], "a": ["z"], "first name": [True]})
+
+
+def widened_by_others(lake: Lake, table: Table) -> None:
+    transaction = table.transaction()
+    other = lake.catalog().load_table("db.plain") if table.name()[-1] == "plain" else lake.load("db.encrypted")
+    with other.update_schema() as update:
+        update.union_by_name(WIDER.schema)
+    table.refresh()
+    transaction.append(WIDER)
+    transaction.commit_transaction()
+
+
+def widened_by_the_table(_: Lake, table: Table) -> None:
+    transaction = table.transaction()
+    with table.update_schema() as update:
+        update.union_by_name(WIDER.schema)
+    transaction.append(WIDER)
+    transaction.delete("id = 1")
+    transaction.commit_transaction()
+
+
+def widened_within(_: Lake, table: Table) -> None:
+    with table.transaction() as transaction:
+        transaction.append(OLD)
+        with transaction.update_schema() as update:
+            update.union_by_name(WIDER.schema)
+        transaction.append(WIDER)
+        with transaction.update_schema() as update:
+            update.rename_column("a", "a.b")
+        renamed = WIDER.rename_columns(["id", "a.b", "first name"])
+        transaction.overwrite(renamed, "id = 1")
+        transaction.delete("id = 2")
+
+
+def widened_while_others_commit(lake: Lake, table: Table) -> None:
+    other = lake.catalog().load_table("db.plain") if table.name()[-1] == "plain" else lake.load("db.encrypted")
+    with table.transaction() as transaction:
+        with transaction.update_schema() as update:
+            update.union_by_name(WIDER.schema)
+        transaction.append(WIDER)
+        other.append(OLD)
+
+
+def partitioned_within(_: Lake, table: Table) -> None:
+    with table.transaction() as transaction:
+        with transaction.update_schema() as update:
+            update.union_by_name(WIDER.schema)
+        with transaction.update_spec() as spec:
+            spec.add_identity("first name")
+        transaction.dynamic_partition_overwrite(WIDER)
+        transaction.append(WIDER)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        widened_by_others,
+        widened_by_the_table,
+        widened_within,
+        widened_while_others_commit,
+        partitioned_within,
+    ],
+)
+def test_a_transaction_sees_the_schema_that_plaintext_tables_see(
+    lake: Lake, change: Callable[[Lake, Table], None]
+) -> None:
+    plain, encrypted = twins(lake, OLD.schema)
+    for table in (plain, encrypted):
+        table.append(OLD)
+        change(lake, table)
+        table.append(OLD.rename_columns(["id", table.schema().column_names[1]]))
+    assert_are_twins(lake)
+
+
+def test_a_transaction_with_a_snapshot_is_repeated_after_a_refresh(lake: Lake) -> None:
+    _, table = twins(lake, OLD.schema)
+    transaction = table.transaction()
+    transaction.append(OLD)
+    lake.load("db.encrypted").append(OLD)
+    table.refresh()
+    transaction.append(OLD)
+    transaction.commit_transaction()
+    assert lake.load("db.encrypted").scan().to_arrow().num_rows == table.scan().to_arrow().num_rows == 6
