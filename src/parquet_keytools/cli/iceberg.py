@@ -230,6 +230,7 @@ def table_document(report: TableReport) -> dict[str, Any]:
             for link in report.files
         ],
         "orphan_files": report.orphans,
+        "expired_files": report.expired,
         "plaintext_files": report.plaintext_files if encryption.is_encrypted else [],
         "findings": [{"link": link, "problem": problem} for link, problem in report.findings],
     }
@@ -367,13 +368,18 @@ def print_findings(report: TableReport) -> None:
     for link, problem in report.findings:
         answer(f"{typer.style('problem', fg='red')}: {link}: {problem}")
     _say_unneeded(report.unneeded_keys)
-    for orphan in (report.orphans or [])[:_MOST_CHILDREN]:
+    if report.expired:
+        files = number_of(len(report.expired), "file")
+        answer(f"Expired snapshots left {files}: PyIceberg does not delete them (--json lists them).")
+    expired = set(report.expired)
+    orphans = [orphan for orphan in report.orphans or [] if orphan not in expired]
+    for orphan in orphans[:_MOST_CHILDREN]:
         answer(f"orphan: nothing names {orphan}")
-    if report.orphans:
-        more = len(report.orphans) - _MOST_CHILDREN
+    if orphans:
+        more = len(orphans) - _MOST_CHILDREN
         answer(
             (f"And {more:,} more orphans. " if more > 0 else "")
-            + "A commit that was killed left them, or one that is under way."
+            + "Snapshots that expired long ago leave such files, and so do commits that failed or are under way."
         )
     shared = sum(link.is_shared for link in report.links.values())
     files = number_of(len(report.files), "file")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +26,16 @@ from pyiceberg.exceptions import (
     UnauthorizedError,
 )
 from pyiceberg.io import FileIO
+from pyiceberg.table import CommitTableResponse, TableProperties
 from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 from pyiceberg.typedef import IcebergBaseModel
 
 from parquet_keytools.errors import KeytoolsError, OutputError
+from parquet_keytools.iceberg.claims import TablePlaces
 from parquet_keytools.iceberg.key_chain import as_json
-from parquet_keytools.iceberg.metadata import EncryptionKey, read_document
+from parquet_keytools.iceberg.metadata import MAX_METADATA_BYTES, EncryptionKey, read_document
+
+_log = logging.getLogger(__name__)
 
 _KEYS, _KEY_ID = "encryption-keys", "key-id"
 _HASH = "metadata_hash"
@@ -131,9 +136,11 @@ class _FileCommit(Catalog):
         commit.changes.apply(document)
         if lost := _without_key(document, keys_before):
             raise OutputError(f"the commit would lose the keys of snapshots: {sorted(lost)}.")
+        # Refused here, where the metadata file that the catalog loaded for this commit leads elsewhere.
+        output = commit.storage.new_output(metadata_path)
         commit.written.append(metadata_path)
         try:
-            with commit.storage.new_output(metadata_path).create() as stream:
+            with output.create() as stream:
                 stream.write(json.dumps(document).encode())
         except Exception as error:
             self._remove_written()
@@ -172,10 +179,35 @@ class _FileCommit(Catalog):
                 raise
             self._remove_written()
             raise OutputError(f"the catalog did not take the commit ({type(error).__name__}).") from error
-        # PyIceberg's tables do this after a commit, where the table's properties ask for it.
-        with contextlib.suppress(Exception):
-            self._delete_old_metadata(self._keytools_commit.storage, table.metadata, response.metadata)
+        self._delete_dropped_metadata(table.metadata, response)
         return response
+
+    def _delete_dropped_metadata(self, before: TableMetadata, response: CommitTableResponse) -> None:
+        """Delete what dropped out of the metadata log, as PyIceberg does after a commit if the table asks for it.
+
+        Anybody may have put anything into the log. What is deleted is a metadata file of this very table, which
+        lies in the folder of the new one.
+        """
+        after, location = response.metadata, response.metadata_location
+        if after.properties.get(TableProperties.METADATA_DELETE_AFTER_COMMIT_ENABLED, "").lower() != "true":
+            return
+        places = TablePlaces(location, self.properties)
+        kept = [location, *(entry.metadata_file for entry in after.metadata_log)]
+        for dropped in {entry.metadata_file for entry in before.metadata_log}:
+            if any(places.is_same(dropped, other) for other in kept):
+                continue
+            is_ours = False
+            with contextlib.suppress(Exception):
+                is_ours = places.has_metadata(dropped) and self._is_of_table(dropped, after)
+                if is_ours:
+                    self._keytools_commit.storage.delete(dropped)
+            if not is_ours:
+                _log.warning("the metadata log names %s, which is not deleted: it may be another table's", dropped)
+
+    def _is_of_table(self, location: str, metadata: TableMetadata) -> bool:
+        with self._keytools_commit.storage.new_input(location).open() as file:
+            content = file.read(MAX_METADATA_BYTES + 1)
+        return read_document(content, location).get("table-uuid") == str(metadata.table_uuid)
 
     def _has_refused(self, table: Any, error: Exception) -> bool:
         """Return whether it is certain that a commit failed: the database has another file."""

@@ -12,7 +12,14 @@ from pyiceberg.table import DataScan, Table, TableProperties, Transaction
 from pyiceberg.table.locations import LocationProvider
 from pyiceberg.table.metadata import TableMetadata, TableMetadataV3
 from pyiceberg.table.refs import MAIN_BRANCH
-from pyiceberg.table.update import AddSnapshotUpdate, SetPropertiesUpdate, TableRequirement, TableUpdate
+from pyiceberg.table.update import (
+    AddPartitionSpecUpdate,
+    AddSchemaUpdate,
+    AddSnapshotUpdate,
+    SetPropertiesUpdate,
+    TableRequirement,
+    TableUpdate,
+)
 from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from parquet_keytools.errors import (
@@ -22,10 +29,12 @@ from parquet_keytools.errors import (
     NotEncryptedError,
     OutputError,
 )
-from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing, is_refusal
+from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing, dumped, is_refusal
+from parquet_keytools.iceberg.claims import PATH_PROPERTIES, Counters, TablePlaces, counter_problems, refuse
 from parquet_keytools.iceberg.file_io import EncryptedFileIO
 from parquet_keytools.iceberg.key_chain import NewKeys, is_young, key_length_bits, master_key_of, rewrapped
 from parquet_keytools.iceberg.known_tables import KnownTable
+from parquet_keytools.iceberg.manifests import counters_of_list, counters_of_manifest, manifests_in
 from parquet_keytools.iceberg.metadata import KEY_ID_PROPERTY, EncryptionKey, StandardKeyMetadata
 from parquet_keytools.iceberg.snapshot_producers import EncryptedUpdateSnapshot
 from parquet_keytools.iceberg.table_files import is_of_catalogs
@@ -46,10 +55,9 @@ _PATIENCE = {TableProperties.COMMIT_NUM_RETRIES: "100", TableProperties.COMMIT_M
 def as_written(metadata: TableMetadata) -> TableMetadata:
     """Return metadata for PyIceberg's writers, with the properties that hold for encrypted tables; never stored.
 
-    Whatever a table says, names of files show no values of partitions, and no class of its choice makes them.
+    Whatever a table says, names of files show no values of partitions.
     """
     properties = {**_PATIENCE, **metadata.properties, **HIDDEN_PARTITIONS}
-    properties.pop(TableProperties.WRITE_PY_LOCATION_PROVIDER_IMPL, None)
     return metadata.model_copy(update={"properties": properties})
 
 
@@ -130,7 +138,36 @@ class EncryptedTable(Table):
                 hint="If `parquet_keytools.iceberg.create_table` made it, somebody changed this file: restore it.",
             )
         master_key_of(encryption)
-        return WorkingTable(self, WritingFileIO(self.reader, key_length_bits(encryption)), self._new_keys)
+        self._refuse_false_claims()
+        files = WritingFileIO(self.reader, key_length_bits(encryption), self.places)
+        return WorkingTable(self, files, self._new_keys)
+
+    @property
+    def places(self) -> TablePlaces:
+        """Where commits may write: the folder of the table, and what the catalog names."""
+        return TablePlaces(self.metadata_location, self.catalog.properties)
+
+    def _refuse_false_claims(self, of_files: Counters | None = None) -> None:
+        """Refuse to commit where the metadata file was changed for harm (`ParquetFormatError`)."""
+        document = dumped(self.metadata)
+        refuse(self.places.problems(document), self.metadata_location)
+        refuse(counter_problems(document, of_files), self.metadata_location)
+
+    def _counters_of_files(self) -> Counters:
+        """Return the highest numbers in all authentic manifests of the table."""
+        found = Counters()
+        seen: set[str] = set()
+        for snapshot in self.known().encryption.snapshots:
+            if snapshot.key_id is None:
+                continue
+            name = f"manifest list {snapshot.manifest_list}"
+            content = self.reader.read_all(snapshot.manifest_list)
+            found |= counters_of_list(content, name)
+            for manifest in manifests_in(content, name, snapshot.snapshot_id, authentic=True):
+                if manifest.encoded_key is not None and manifest.location not in seen:
+                    found |= counters_of_manifest(self.reader.read_all(manifest.location), manifest.name)
+                    seen.add(manifest.location)
+        return found
 
     def rotate(self) -> tuple[str, ...]:
         """Re-wrap the KEKs under the current version of their master key, as one commit; return their `key-id`.
@@ -196,7 +233,10 @@ class EncryptedTable(Table):
             OutputError: The catalog did not take it, or its metadata file could not be written.
             KeyMaterialError: The catalog took the commit, and lost keys of it.
         """
-        catalog = committing(self.catalog, StoredFileIO(self.reader), changes)
+        # Numbers for new columns and partition fields follow those that the metadata file states.
+        gives_numbers = any(isinstance(update, AddSchemaUpdate | AddPartitionSpecUpdate) for update in updates)
+        self._refuse_false_claims(self._counters_of_files() if gives_numbers else None)
+        catalog = committing(self.catalog, StoredFileIO(self.reader, self.places), changes)
         response = catalog.commit_table(self, requirements, updates)
         self._check_uuid(self.metadata, response.metadata)
         self.metadata, self.metadata_location = response.metadata, response.metadata_location
@@ -313,7 +353,11 @@ class EncryptedTransaction(Transaction):
 
     def set_properties(self, properties: Properties = EMPTY_DICT, **kwargs: Any) -> Transaction:
         """Set properties of the table; those of its encryption never change."""
-        refuse_encryption_properties({**properties, **kwargs})
+        given = {**properties, **kwargs}
+        refuse_encryption_properties(given)
+        for name in PATH_PROPERTIES:
+            if name in given:
+                self._table.places.check(f"{str(given[name]).rstrip('/')}/file")
         return super().set_properties(properties, **kwargs)
 
     def remove_properties(self, *removals: str) -> Transaction:

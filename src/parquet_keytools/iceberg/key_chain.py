@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from parquet_keytools.errors import (
     DecryptionError,
     KeyMaterialError,
     KeyNotAvailableError,
+    KmsAccessDeniedError,
     KmsError,
     KmsResponseInvalidError,
     NotEncryptedError,
@@ -80,7 +81,8 @@ class IcebergKeys:
             return [_outcome(kms, wrapped, by) for by, wrapped in wanted]
 
         lifetime = self.service.configuration.reading.cache_lifetime_seconds
-        return value_or_raise(self._keks.get_many([key], load, lifetime)[0])
+        with _hint_for_tables():
+            return value_or_raise(self._keks.get_many([key], load, lifetime)[0])
 
     def wrap_kek(self, kek: SecretBytes, master_key_id: str) -> bytes:
         """Return a KEK as the KMS wraps it, under the current version of the master key.
@@ -95,7 +97,8 @@ class IcebergKeys:
             KmsError: The KMS does not wrap or unwrap it.
         """
         kms = self._kms_for(master_key_id)
-        wrapped = kms.wrap_raw(kek, self.master_key_id(master_key_id))
+        with _hint_for_tables():
+            wrapped = kms.wrap_raw(kek, self.master_key_id(master_key_id))
         if self.kek(wrapped, master_key_id) != kek:
             raise KmsResponseInvalidError(
                 "the wrapped KEK does not unwrap to the KEK",
@@ -116,6 +119,16 @@ class IcebergKeys:
                 hint="Describe the KMS under `kms:`.",
             )
         return self.service.kms
+
+
+@contextlib.contextmanager
+def _hint_for_tables() -> Iterator[None]:
+    """Replace the advice to read other columns: a table has one master key, which all columns need."""
+    try:
+        yield
+    except KmsAccessDeniedError as error:
+        error.hint = "Ask for the permission: all columns of the table need this master key."
+        raise
 
 
 def _outcome(kms: KmsClient, wrapped: bytes, master_key_id: str) -> SecretBytes | KmsError:

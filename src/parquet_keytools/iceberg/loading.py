@@ -24,6 +24,7 @@ from parquet_keytools.encryption.aes import KEY_LENGTHS_BITS
 from parquet_keytools.errors import ConfigurationError, KeyMaterialError, KeytoolsError, NotEncryptedError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing
+from parquet_keytools.iceberg.claims import PATH_PROPERTIES, PLACES_PROPERTY, TablePlaces
 from parquet_keytools.iceberg.encrypted_table import (
     HIDDEN_PARTITIONS,
     EncryptedTable,
@@ -161,12 +162,13 @@ def create_table(
     if data_key_length_bits not in KEY_LENGTHS_BITS:
         raise ConfigurationError(f"a key of {data_key_length_bits} bits is no AES key: 128, 192 or 256 bits.")
     refuse_encryption_properties(properties)
+    _refuse_unlisted_places(catalog, location, properties)
     # What could not be loaded afterwards is not made.
     reader = _ours(catalog, load_file_io(dict(catalog.properties)))
     master_key_id = reader.keys.master_key_id(encryption_key)
     # Whether the KMS has this key, and lets it be used, is found out before there is a table.
     reader.keys.wrap_kek(SecretBytes.random(data_key_length_bits), master_key_id)
-    committing(catalog, StoredFileIO(reader), KeyChanges()).create_table(
+    committing(catalog, StoredFileIO(reader, None), KeyChanges()).create_table(
         identifier,
         schema,
         location,
@@ -184,6 +186,17 @@ def create_table(
     return load_table(catalog, identifier, encryption_key=encryption_key)
 
 
+def _refuse_unlisted_places(catalog: Catalog, location: str | None, properties: Properties) -> None:
+    """Refuse a table that nobody could write to once it is loaded."""
+    places = TablePlaces(f"{location.rstrip('/')}/metadata/new" if location else "", catalog.properties)
+    for name in PATH_PROPERTIES:
+        if name in properties and not places.holds(f"{str(properties[name]).rstrip('/')}/file"):
+            raise ConfigurationError(
+                f"the property {name} is {properties[name]!r}, which the catalog does not list.",
+                hint=f"Name the place in the property {PLACES_PROPERTY} of the catalog, or leave {name} out.",
+            )
+
+
 @dataclass(frozen=True)
 class LocatedTable:
     """A table, and how its files are opened; without a configuration, its service has an empty one."""
@@ -192,6 +205,7 @@ class LocatedTable:
     service: KeyService
     file_io: FileIO
     mapping: str
+    places: TablePlaces
 
     def open_stored(self, location: str) -> pa.NativeFile:
         """Open a file as it is stored."""
@@ -284,4 +298,4 @@ def located_table(
     file_io = load_file_io(beneath, mapped_location(table, mapping))
     with open_as_stored(lambda _: file_io, table, mapping) as file:
         encryption = parse_table_metadata(read_metadata_file(file, table), table)
-    return LocatedTable(encryption, service, file_io, mapping)
+    return LocatedTable(encryption, service, file_io, mapping, TablePlaces(table, given))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bz2
 import io
+import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from pyiceberg.typedef import Record
 from pyiceberg.types import FixedType, IcebergType, ListType, MapType, StructType, UnknownType
 
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
+from parquet_keytools.iceberg.claims import RESERVED_COLUMN_ID, Counters, highest_column_id, highest_partition_id
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -33,6 +35,11 @@ _LIST_FIELDS = (500, 501, 519)
 _DATA_FILE = 2
 _MANIFEST_FIELDS = (0, 134, 100, 101, 104, 131)
 """Status of the entry; content, location, format, length and key metadata of the file."""
+
+_LIST_NUMBERS = (502, 515, 512, 513, 520)
+"""Partition spec and sequence number of a manifest, its added and existing rows, and its first row id."""
+_MAPS_BY_COLUMN = (108, 109, 110, 137, 125, 128)
+"""Sizes, counts and bounds of the columns of a file."""
 
 _SNAPSHOT_ID = "snapshot-id"
 """Of the Avro header of a manifest list, and so within its stream."""
@@ -89,7 +96,7 @@ def manifests_in(content: bytes, name: str, snapshot_id: int, *, authentic: bool
         ParquetFormatError: It is no manifest list.
         DecryptionError: It says that it is the list of another snapshot.
     """
-    records = _records(content, _LIST_FIELDS, name, authentic, snapshot_id)
+    records, _ = _records(content, _LIST_FIELDS, name, authentic, snapshot_id)
     return [
         ListedFile(path, "manifest", "AVRO", length, is_live=True, encoded_key=_secret(key))
         for path, length, key in records
@@ -103,9 +110,8 @@ def files_in(content: bytes, name: str, *, authentic: bool) -> list[ListedFile]:
         ParquetFormatError: It is no manifest.
     """
     files = []
-    for status, content_type, path, file_format, length, key in _records(
-        content, _MANIFEST_FIELDS, name, authentic
-    ):
+    records, _ = _records(content, _MANIFEST_FIELDS, name, authentic)
+    for status, content_type, path, file_format, length, key in records:
         file_format = str(file_format).upper()
         kind = "deletion vector file" if file_format == "PUFFIN" else _CONTENTS.get(content_type, "file")
         files.append(ListedFile(path, kind, file_format, length, status != _DELETED, _secret(key)))
@@ -131,10 +137,40 @@ class _InMemory(InputFile):
         return io.BytesIO(self._content)
 
 
+def counters_of_list(content: bytes, name: str) -> Counters:
+    """Return the highest numbers in the plaintext of an authentic manifest list; errors as `manifests_in`."""
+    records, _ = _records(content, _LIST_NUMBERS, name, authentic=True)
+    found = Counters()
+    for spec_id, sequence_number, added_rows, existing_rows, first_row_id in records:
+        rows = 0 if first_row_id is None else first_row_id + (added_rows or 0) + (existing_rows or 0)
+        found |= Counters(spec_id=spec_id or 0, sequence_number=sequence_number or 0, next_row_id=rows)
+    return found
+
+
+def counters_of_manifest(content: bytes, name: str) -> Counters:
+    """Return the highest field ids in the plaintext of an authentic manifest; errors as `files_in`.
+
+    Columns are those of the schema that it was written with, and of its files, which may be older.
+    """
+    records, header = _records(content, _MAPS_BY_COLUMN, name, authentic=True)
+    of_files = [
+        column_id
+        for record in records
+        for column_map in record
+        for column_id in column_map or ()
+        if column_id < RESERVED_COLUMN_ID
+    ]
+    try:
+        schema, spec = (json.loads(header.get(key, "null")) for key in ("schema", "partition-spec"))
+    except (ValueError, RecursionError):
+        schema, spec = None, None
+    return Counters(column_id=max([highest_column_id(schema), *of_files]), partition_id=highest_partition_id(spec))
+
+
 def _records(
     content: bytes, field_ids: Sequence[int], name: str, authentic: bool, snapshot_id: int | None = None
-) -> list[tuple[Any, ...]]:
-    """Return some fields of all records; of a manifest list, if it is that of the snapshot."""
+) -> tuple[list[tuple[Any, ...]], Mapping[str, str]]:
+    """Return some fields of all records, and the header; of a manifest list, if it is that of the snapshot."""
     kind = ""
     try:
         file = _InMemory(content)
@@ -143,19 +179,20 @@ def _records(
             # Records are decoded whole, by the writer's schema: PyIceberg's readers skip decimals wrongly.
             places = _places(reader.schema.as_struct(), field_ids)
             records = [tuple(_at(record, place) for place in places) for record in reader]
-        stated = reader.header.meta.get(_SNAPSHOT_ID)
+        header = reader.header.meta
     except Exception as error:
         # The text of a decoder's exception may quote what it decoded, and with it keys.
         kind = type(error).__name__
     if kind:
         raise ParquetFormatError(f"the {name} cannot be decoded ({kind}).", hint="Restore it from a backup.")
     # Nothing else binds a list to its snapshot: the metadata file names it, with its key, and can be changed.
+    stated = header.get(_SNAPSHOT_ID)
     if snapshot_id is not None and stated not in (None, str(snapshot_id)):
         raise DecryptionError(
             f"the {name} is that of another snapshot, {str(stated)[:20]}: the metadata file was changed.",
             hint="Do not trust this metadata file; restore it from a backup.",
         )
-    return records
+    return records, header
 
 
 def _places(struct: StructType, field_ids: Sequence[int]) -> list[tuple[int, ...] | None]:

@@ -81,6 +81,7 @@ class TableEncryption:
         current_snapshot_id: None where the table is empty.
         earlier_metadata: Locations of the metadata files before, as far as it lists them.
         statistics: Locations of Puffin files with statistics of the table, and of files with those of partitions.
+        document: The whole metadata file.
     """
 
     metadata_location: str
@@ -92,6 +93,7 @@ class TableEncryption:
     current_snapshot_id: int | None
     statistics: tuple[str, ...]
     earlier_metadata: tuple[str, ...] = ()
+    document: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def master_key_id(self) -> str | None:
@@ -189,6 +191,7 @@ class _Reader:
                 self.text(item, "metadata-file", "the metadata log")
                 for item in self.items(document, "metadata-log")
             ),
+            document=document,
         )
         current_id = table.current_snapshot_id
         if table.is_encrypted and current_id is not None and table.snapshot(current_id) is None:

@@ -64,6 +64,9 @@ from pyiceberg.table.update.snapshot import (
 from pyiceberg.utils.schema_conversion import AvroSchemaConversion
 
 from parquet_keytools.errors import FormatLimitError
+from parquet_keytools.iceberg.catalog_commits import dumped
+from parquet_keytools.iceberg.claims import counter_problems, refuse
+from parquet_keytools.iceberg.manifests import counters_of_list
 from parquet_keytools.iceberg.written_files import WritingFileIO
 
 if TYPE_CHECKING:
@@ -295,6 +298,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         metadata = self._transaction.table_metadata
         assert isinstance(metadata, TableMetadataV3)
         head = metadata.refs.get(self._target_branch) if self._target_branch is not None else None
+        self._refuse_used_numbers(metadata)
         manifests = self._manifests()
         first_row_id = metadata.next_row_id or 0
         name = f"snap-{self._snapshot_id}-0-{self.commit_uuid}.avro"
@@ -334,6 +338,15 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
             {"ref": self._target_branch, "snapshot-id": head.snapshot_id if head else None}
         )
         return (added, moved), (expected,)
+
+    def _refuse_used_numbers(self, metadata: TableMetadataV3) -> None:
+        """Refuse numbers for the snapshot that manifests of the snapshot before have (`ParquetFormatError`)."""
+        if self._parent_snapshot_id is None:
+            return
+        if (parent := metadata.snapshot_by_id(self._parent_snapshot_id)) is not None:
+            with self._io.new_input(parent.manifest_list).open() as file:
+                counters = counters_of_list(file.read(), f"manifest list {parent.manifest_list}")
+            refuse(counter_problems(dumped(metadata), counters), parent.manifest_list)
 
     def _refresh_for_retry(self) -> None:
         super()._refresh_for_retry()

@@ -17,10 +17,24 @@ import pyarrow as pa
 
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, KmsError, WrappedKeyInvalidError
 from parquet_keytools.iceberg.ags1 import MAGIC
+from parquet_keytools.iceberg.claims import Counters, counter_problems
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain, is_young, master_key_of
 from parquet_keytools.iceberg.loading import LocatedTable
-from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in, read_plaintext
-from parquet_keytools.iceberg.metadata import SnapshotKey, StandardKeyMetadata, TableEncryption
+from parquet_keytools.iceberg.manifests import (
+    ListedFile,
+    counters_of_list,
+    counters_of_manifest,
+    files_in,
+    manifests_in,
+    read_plaintext,
+)
+from parquet_keytools.iceberg.metadata import (
+    SnapshotKey,
+    StandardKeyMetadata,
+    TableEncryption,
+    parse_table_metadata,
+    read_metadata_file,
+)
 from parquet_keytools.iceberg.table_files import (
     check_length,
     check_place,
@@ -104,6 +118,7 @@ class TableReport:
         unneeded_keys: Entries of `encryption-keys` that no snapshot needs.
         links: All files, each once.
         orphans: Locations of files in the folder of the table that nothing names; None where that is unknown.
+        expired: Those of `orphans` that snapshots had which are no longer in the metadata file.
         kms_failed: Whether the KMS could not be reached or refused: then it is the reason of other problems too.
     """
 
@@ -116,6 +131,7 @@ class TableReport:
     unneeded_keys: list[str] = field(default_factory=list)
     links: dict[str, ChainLink] = field(default_factory=dict)
     orphans: list[str] | None = None
+    expired: list[str] = field(default_factory=list)
     kms_failed: bool = False
 
     @property
@@ -156,6 +172,7 @@ class TableAudit:
         self._fingerprint_key = secrets.token_bytes(32)
         self._fingerprints: dict[bytes, str] = {}
         self._is_complete = True
+        self._counters = Counters()
 
     def run(self) -> TableReport:
         """Return what was found."""
@@ -165,6 +182,15 @@ class TableAudit:
             self._report.lists.append(self._list_of(snapshot))
         for location in encryption.statistics:
             self._add_statistics(location)
+        if encryption.is_encrypted:
+            self._report.problems += self._located.places.problems(encryption.document)
+            self._report.problems += counter_problems(encryption.document, self._counters)
+            for location in encryption.earlier_metadata:
+                if not self._located.places.has_metadata(location):
+                    self._report.problems.append(
+                        f"its metadata log names {location}, which is no metadata file in the folder of this one: "
+                        "writers that delete old metadata files would delete it"
+                    )
         if self._with_data:
             self._add_orphans()
             if not encryption.is_encrypted:
@@ -231,6 +257,8 @@ class TableAudit:
             self._note_key(link, key)
             check_place(snapshot.manifest_list, encryption.metadata_location, self._located.mapping)
             content = self._content(link, key, name)
+            if key is not None:
+                self._counters |= counters_of_list(content, name)
             manifests = manifests_in(content, name, snapshot.snapshot_id, authentic=key is not None)
             link.children = [self._manifest(file, snapshot.snapshot_id) for file in manifests]
         return link
@@ -242,7 +270,10 @@ class TableAudit:
             with self._noting(link, leads_on=True):
                 key = file.key_metadata()
                 self._note_key(link, key)
-                files = files_in(self._content(link, key, file.name), file.name, authentic=key is not None)
+                content = self._content(link, key, file.name)
+                files = files_in(content, file.name, authentic=key is not None)
+                if key is not None:
+                    self._counters |= counters_of_manifest(content, file.name)
                 # An entry of a deleted file is history: the file itself may be gone.
                 link.children = [self._data_file(child) for child in files if child.is_live]
         for each in (link, *link.children):
@@ -315,7 +346,10 @@ class TableAudit:
         self._report.statistics.append(link)
 
     def _add_orphans(self) -> None:
-        """Find what lies in the folder of the table and nothing names: commits that were killed leave it."""
+        """Find what lies in the folder of the table and nothing names: commits that were killed leave it.
+
+        Expired snapshots leave files, too; which ones, earlier metadata files say, as far as the log names them.
+        """
         encryption, located = self._report.encryption, self._located
         folder = located.folder()
         if folder is None or not self._is_complete or not encryption.is_encrypted:
@@ -333,3 +367,45 @@ class TableAudit:
             with contextlib.suppress(*_UNREADABLE), self._open_stored(location) as stored:
                 if stored.read(len(MAGIC)) in _PLAINTEXT:
                     self._report.plaintext_orphans.append(ChainLink(location, "orphan", stored.size(), False))
+        if self._report.orphans:
+            expired = {located.path_of(location) for location in self._files_of_expired_snapshots()}
+            self._report.expired = [o for o in self._report.orphans if located.path_of(o) in expired]
+
+    def _files_of_expired_snapshots(self) -> Iterator[str]:
+        """Yield what the snapshots had that only earlier metadata files have; what cannot be read is left out."""
+        encryption, keys = self._report.encryption, IcebergKeys(self._located.service)
+        seen = {snapshot.manifest_list for snapshot in encryption.snapshots}
+        for location in reversed(encryption.earlier_metadata):
+            earlier = None
+            with contextlib.suppress(*_UNREADABLE):
+                if self._located.places.has_metadata(location):
+                    with self._open_stored(location) as stored:
+                        earlier = parse_table_metadata(read_metadata_file(stored, location), location)
+            if earlier is None or earlier.table_uuid != encryption.table_uuid:
+                continue
+            chain = KeyChain(earlier, keys)
+            for snapshot in earlier.snapshots:
+                if snapshot.manifest_list not in seen and snapshot.key_id is not None:
+                    seen.add(snapshot.manifest_list)
+                    yield snapshot.manifest_list
+                    yield from self._files_of_snapshot(chain, snapshot, seen)
+
+    def _files_of_snapshot(self, chain: KeyChain, snapshot: SnapshotKey, seen: set[str]) -> Iterator[str]:
+        """Yield the manifests and files of a snapshot, except those of manifests that were seen."""
+        with contextlib.suppress(*_UNREADABLE):
+            check_place(snapshot.manifest_list, chain.table.metadata_location, self._located.mapping)
+            content = self._decrypted(snapshot.manifest_list, chain.manifest_list_key(snapshot))
+            for manifest in manifests_in(content, "manifest list", snapshot.snapshot_id, authentic=True):
+                if manifest.location in seen:
+                    continue
+                seen.add(manifest.location)
+                yield manifest.location
+                with contextlib.suppress(*_UNREADABLE):
+                    content = self._decrypted(manifest.location, manifest.key_metadata())
+                    yield from (file.location for file in files_in(content, "manifest", authentic=True))
+
+    def _decrypted(self, location: str, key: StandardKeyMetadata | None) -> bytes:
+        if key is None:
+            raise KeyMaterialError(f"{location} has no key")
+        with self._open_stored(location) as stored:
+            return read_stream(stored, key, None, location)

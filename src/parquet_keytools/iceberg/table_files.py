@@ -15,6 +15,7 @@ from pyarrow import fs as pafs
 from pyiceberg.io import PY_IO_IMPL, FileIO
 from pyiceberg.io.fsspec import FsspecFileIO
 from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyiceberg.table import TableProperties
 
 from parquet_keytools.encryption.file_decryptor import decrypt_columns
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
@@ -56,6 +57,9 @@ _OURS = "parquet_keytools.iceberg.EncryptedFileIO"
 _STORAGE_PREFIXES = ("s3.", "gcs.", "adls.", "hdfs.", "hf.", "client.")
 """Of properties of PyIceberg's FileIO: endpoints, and credentials that are sent to them."""
 
+_CLASSES = (PY_IO_IMPL, TableProperties.WRITE_PY_LOCATION_PROVIDER_IMPL)
+"""Properties with which PyIceberg imports a class and calls it."""
+
 _ARROW_READS_OF_THE_END = 64 * 1024
 """Bytes at the end of a file that Arrow reads at once, for a footer that is mostly far shorter."""
 
@@ -65,7 +69,7 @@ def is_of_catalogs(name: str) -> bool:
 
     PyIceberg takes those of a table before those of its catalog, and anybody may have changed a metadata file.
     """
-    return name == PY_IO_IMPL or name.startswith(("keytools.", *_STORAGE_PREFIXES))
+    return name in _CLASSES or name.startswith(("keytools.", *_STORAGE_PREFIXES))
 
 
 def misplaced_properties(properties: Mapping[str, str]) -> list[str]:
@@ -104,8 +108,8 @@ def check_place(location: str, metadata_location: str, mapping: str) -> None:
     """
     if _mapped_beginning(location, mapping)[0]:
         return
-    expected = _store(mapped_location(metadata_location, mapping))
-    if (store := _store(location)) != expected:
+    expected = store_of(mapped_location(metadata_location, mapping))
+    if (store := store_of(location)) != expected:
         raise ParquetFormatError(
             f"it names {location[:200]}, which is in {store!r}, and the metadata file is in {expected!r}.",
             path=metadata_location,
@@ -114,7 +118,8 @@ def check_place(location: str, metadata_location: str, mapping: str) -> None:
         )
 
 
-def _store(location: str) -> str:
+def store_of(location: str) -> str:
+    """Return the kind of store that a location is in, whichever of its schemes it has."""
     scheme = location.partition(":")[0].lower() if ":" in location.partition("/")[0] else ""
     return _FAMILIES.get(scheme, scheme)
 
@@ -129,7 +134,7 @@ def open_as_stored(file_io_of: Callable[[str], FileIO], location: str, mapping: 
     mapped = mapped_location(location, mapping)
     failure = ""
     try:
-        if _store(mapped) == "file":
+        if store_of(mapped) == "file":
             _check_regular(PyArrowFileIO.parse_location(mapped)[2], location)
         stream = file_io_of(mapped).new_input(mapped).open()
         return stream if isinstance(stream, pa.NativeFile) else pa.PythonFile(stream, mode="r")

@@ -14,6 +14,7 @@ from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source
 from parquet_keytools.errors import NotEncryptedError, OutputError
 from parquet_keytools.iceberg.ags1 import Ags1Reader, Ags1Writer
+from parquet_keytools.iceberg.claims import TablePlaces
 from parquet_keytools.iceberg.file_io import EncryptedFileIO, EncryptedInputFile
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.table_files import check_length, decrypt_data_file
@@ -23,22 +24,32 @@ from parquet_keytools.storage.sources import BufferSource
 
 
 class StoredFileIO(FileIO):
-    """Reads and writes files of a table as they are stored: metadata files in plaintext, and ciphertext."""
+    """Reads and writes files of a table as they are stored: metadata files in plaintext, and ciphertext.
 
-    def __init__(self, reader: EncryptedFileIO) -> None:
+    Args:
+        reader: What reads the table.
+        places: Where it may write and delete; None for a new table, which lies where its maker says.
+    """
+
+    def __init__(self, reader: EncryptedFileIO, places: TablePlaces | None) -> None:
         super().__init__(reader.properties)
         self._reader = reader
+        self._places = places
 
     def new_input(self, location: str) -> InputFile:
         """Return a file to read."""
         return self._reader.stored_input(location)
 
     def new_output(self, location: str) -> OutputFile:
-        """Return a file to write."""
+        """Return a file to write; a location outside of the places of the table is refused."""
+        if self._places is not None:
+            self._places.check(location)
         return self._reader.storage(location).new_output(self._reader.mapped(location))
 
     def delete(self, location: str | InputFile | OutputFile) -> None:
-        """Delete a file."""
+        """Delete a file; a location outside of the places of the table is refused."""
+        if self._places is not None:
+            self._places.check(location if isinstance(location, str) else location.location)
         self._reader.delete(location)
 
 
@@ -48,10 +59,10 @@ class WritingFileIO(FileIO):
     The reader decrypts what was written elsewhere; a table that is refreshed sets it.
     """
 
-    def __init__(self, reader: EncryptedFileIO, length_bits: int) -> None:
+    def __init__(self, reader: EncryptedFileIO, length_bits: int, places: TablePlaces) -> None:
         super().__init__(reader.properties)
         self.reader = reader
-        self.storage = StoredFileIO(reader)
+        self.storage = StoredFileIO(reader, places)
         self._length_bits = length_bits
         self._written: dict[str, StandardKeyMetadata] = {}
         self._begun: dict[str, None] = {}

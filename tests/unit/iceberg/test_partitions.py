@@ -64,7 +64,6 @@ def lake(tmp_path: Path) -> Lake:
     [
         {"write.object-storage.enabled": "false"},
         {"write.object-storage.partitioned-paths": "true"},
-        {"write.py-location-provider.impl": "pyiceberg.table.locations.SimpleLocationProvider"},
     ],
 )
 def test_no_property_puts_values_of_partitions_into_names(lake: Lake, properties: dict[str, str]) -> None:
@@ -300,11 +299,12 @@ def test_what_no_reader_of_manifests_could_read_is_not_appended(
 
 
 def test_a_transform_that_pyiceberg_does_not_know_is_refused_as_in_plaintext_tables(lake: Lake) -> None:
-    spec = PartitionSpec(PartitionField(1, 1000, UnknownTransform("zorder"), "z"))
+    schema, values = schema_of({"long": COLUMNS["long"]}), every_value({"long": COLUMNS["long"]})
+    spec = spec_of(schema, UnknownTransform("zorder"))
     for table in (
-        lake.catalog().create_table("db.plain", rows(0, 1).schema, partition_spec=spec),
-        lake.create(partition_spec=spec),
+        lake.catalog().create_table("db.plain", schema, partition_spec=spec),
+        create_table(lake.catalog(), "db.t", schema, encryption_key="pii", partition_spec=spec),
     ):
         with pytest.raises(ValueError):
-            table.append(rows(0, 3))
+            table.append(values)
         assert table.refresh().scan().to_arrow().num_rows == 0
