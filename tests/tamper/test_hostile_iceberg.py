@@ -325,6 +325,14 @@ def test_old_metadata_files_of_the_table_are_deleted_where_it_asks_for_it(lake: 
     assert [problem for link, problem in audit(lake, lake.load().metadata_location).findings] == []
 
 
+def test_purging_a_table_deletes_no_file_outside_of_its_folder(lake: Lake) -> None:
+    other = bystander(lake, "other")
+    claim(lake, put_into_log(f"file://{other}", f"file://{lake.folder}/keytools.yaml"))
+    lake.catalog().purge_table("db.people")
+    assert other.exists() and (lake.folder / "keytools.yaml").exists()
+    assert lake.files() == set()
+
+
 def outside(lake: Lake, kind: str) -> str:
     """Return a place outside of the folder of the table, as a metadata file may name it."""
     elsewhere = lake.folder / "elsewhere"

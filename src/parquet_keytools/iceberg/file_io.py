@@ -18,6 +18,7 @@ from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.iceberg.ags1 import Ags1Reader
+from parquet_keytools.iceberg.claims import TablePlaces
 from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
 from parquet_keytools.iceberg.manifests import ListedFile, manifests_in, read_plaintext
@@ -103,8 +104,16 @@ class EncryptedFileIO(FileIO):
         return self.storage(location).new_output(self.mapped(location))
 
     def delete(self, location: str | InputFile | OutputFile) -> None:
-        """Delete a file."""
+        """Delete a file.
+
+        Raises:
+            PermissionError: An encrypted table was read, and the file lies outside of its folder: anybody may have
+                put it into the metadata file. PyIceberg's `purge_table` goes on after this error.
+        """
         text = location if isinstance(location, str) else location.location
+        places = [TablePlaces(metadata_location, self.properties) for metadata_location in self._tables]
+        if places and not any(place.holds(text) for place in places):
+            raise PermissionError(f"{text} is outside of the folder of the table, {places[-1].folder}")
         self.storage(text).delete(self.mapped(text))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -282,7 +282,7 @@ class BoundedAvroFile(AvroFile[D]):  # type: ignore[type-var]
         return int(records)
 
     def __next__(self) -> D:
-        if self.block is not None:
+        if self.block is not None and isinstance(self.block.block_decoder, _RecordDecoder):
             self.block.block_decoder.left = MAX_RECORD_BYTES
         return super().__next__()
 

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
@@ -238,7 +238,7 @@ def check_partition_types(spec: PartitionSpec, schema: Schema) -> None:
     for field in spec.partition_type(schema).fields:
         is_readable = False
         with contextlib.suppress(ValueError, TypeError, LookupError):
-            conversion.avro_to_iceberg(conversion.iceberg_to_avro(Schema(field)))
+            conversion.avro_to_iceberg(cast("dict[str, Any]", conversion.iceberg_to_avro(Schema(field))))
             is_readable = True
         if not is_readable:
             raise FormatLimitError(
