@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from iceberg_case import Lake, rows
 from typer.testing import CliRunner
 
 from parquet_keytools.cli import app
+from parquet_keytools.errors import KmsAccessDeniedError
+from parquet_keytools.kms.in_memory import InMemoryKms
 
 
 @pytest.fixture
@@ -114,3 +117,38 @@ def test_the_configuration_of_the_catalog_is_taken(lake: Lake) -> None:
     options += ["--property", "type=sql", "--catalog", "lake"]
     result = CliRunner().invoke(app, ["iceberg", "verify", "db.people", *options])
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "Nothing is wrong.")
+
+
+def test_files_of_expired_snapshots_are_not_taken_for_those_of_commits_that_failed(lake: Lake) -> None:
+    table = lake.create()
+    table.append(rows(0, 3))
+    table.overwrite(rows(3, 6))
+    for _ in range(2):
+        oldest = lake.load()
+        oldest.maintenance.expire_snapshots().by_id(oldest.metadata.snapshots[0].snapshot_id).commit()
+    status, _, _ = run(lake, "db.people", "--remove-unneeded", command="keys")
+    assert status == 0
+    status, text, _ = run(lake, "db.people", command="verify")
+    assert status == 0 and "Expired snapshots left" in text and "Nothing is wrong." in text
+    assert not any(word in text for word in ("killed", "failed", "orphan"))
+    status, text, _ = run(lake, "db.people", "--json", command="verify")
+    document = json.loads(text)
+    # Two manifest lists, their manifests, and the data file that was overwritten.
+    assert document["expired_files"] == document["orphan_files"]
+    assert sum(file.endswith(".parquet") for file in document["expired_files"]) == 1
+    # What a commit that failed left is another matter.
+    stray = lake.table_folder / "data" / "stray.parquet"
+    stray.write_bytes(b"PARE")
+    status, text, _ = run(lake, "db.people", command="verify")
+    assert status == 0 and f"orphan: nothing names file://{stray}" in text.replace("\n", "")
+    status, text, _ = run(lake, "db.people", "--json", command="verify")
+    assert len(json.loads(text)["orphan_files"]) == len(document["orphan_files"]) + 1
+
+
+def test_a_refused_master_key_comes_with_no_advice_about_columns(lake: Lake) -> None:
+    lake.create().append(rows(0, 3))
+    denied = KmsAccessDeniedError("no", backend="in_memory", operation="unwrap", master_key_id="keyA")
+    with mock.patch.object(InMemoryKms, "unwrap_raw", side_effect=denied):
+        status, text, _ = run(lake, "db.people", command="verify")
+    assert status == 3 and "all columns of the table need this master key" in text.replace("\n", " ")
+    assert "without the columns" not in text
