@@ -10,6 +10,7 @@ them; what version 3 adds, row ids above all, is put back here from the files th
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
-from pyiceberg.avro.codecs import AVRO_CODEC_KEY, AvroCompressionCodec
-from pyiceberg.avro.file import AvroFile, AvroOutputFile
+from pyiceberg.avro.codecs import AVRO_CODEC_KEY, CODEC_MAPPING_ICEBERG_TO_AVRO, AvroCompressionCodec
+from pyiceberg.avro.file import MAGIC, META_SCHEMA, AvroFile, AvroFileHeader, AvroOutputFile
+from pyiceberg.avro.resolver import construct_writer
 from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import (
     compute_statistics_plan,
@@ -74,11 +76,43 @@ if TYPE_CHECKING:
 
 VERSION: Literal[3] = 3
 
+_AVRO_SCHEMA_KEY = "avro.schema"
 _NO_STATISTICS = {TableProperties.DEFAULT_WRITE_METRICS_MODE: "none"}
 
 _ENTRY_FILE = 4
 _FILE_COLUMN_SIZES, _FILE_KEY_METADATA, _FILE_SPLIT_OFFSETS, _FILE_FIRST_ROW_ID = 6, 12, 13, 16
 _MANIFEST_KEY_METADATA, _MANIFEST_FIRST_ROW_ID = 14, 15
+
+
+class _ManifestOutput(AvroOutputFile[ManifestEntry]):
+    """An Avro file whose schema has each name once, as Avro wants it: two partition fields may have one type."""
+
+    def _write_header(self) -> None:
+        schema = AvroSchemaConversion().iceberg_to_avro(self.file_schema, schema_name=self.schema_name)
+        _rename_repeated(schema, set())
+        codec = self.metadata.get(AVRO_CODEC_KEY, TableProperties.WRITE_AVRO_COMPRESSION_DEFAULT)
+        header = {
+            **self.metadata,
+            _AVRO_SCHEMA_KEY: json.dumps(schema),
+            AVRO_CODEC_KEY: CODEC_MAPPING_ICEBERG_TO_AVRO.get(codec, codec),
+        }
+        construct_writer(META_SCHEMA).write(self.encoder, AvroFileHeader(MAGIC, header, self.sync_bytes))
+
+
+def _rename_repeated(schema: Any, names: set[str]) -> None:
+    """Give types in the JSON of an Avro schema that repeat the name of an earlier one another name."""
+    if isinstance(schema, list):
+        for item in schema:
+            _rename_repeated(item, names)
+    elif isinstance(schema, dict):
+        if schema.get("type") in ("fixed", "record"):
+            name, count = schema["name"], 1
+            while schema["name"] in names:
+                count += 1
+                schema["name"] = f"{name}_{count}"
+            names.add(schema["name"])
+        for part in ("type", "fields", "items", "values"):
+            _rename_repeated(schema.get(part), names)
 
 
 class _ManifestWriterV3(ManifestWriterV2):
@@ -110,7 +144,7 @@ class _ManifestWriterV3(ManifestWriterV2):
     def new_writer(self) -> AvroOutputFile[ManifestEntry]:
         """Return the Avro file; its records are those of version 3 already."""
         schema = self._with_partition(VERSION)
-        return AvroOutputFile[ManifestEntry](
+        return _ManifestOutput(
             output_file=self._output_file,
             file_schema=schema,
             record_schema=schema,
