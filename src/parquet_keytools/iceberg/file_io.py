@@ -62,6 +62,7 @@ class EncryptedFileIO(FileIO):
     - `keytools.location-mapping`: `from=to`, several with commas: where locations that begin with `from` lie.
     - `keytools.io-impl`: the FileIO beneath; by default the one that PyIceberg takes for the location.
     - `keytools.plaintext-tables`: `reject` where each table is encrypted, so that none that lost its keys is read.
+    - `keytools.write-locations`: places outside of the folder of a table at which commits may write.
 
     It may be used from any number of threads, and pickled to worker processes; a pickle holds no key.
     """
