@@ -244,7 +244,7 @@ def test_each_type_by_each_transform_does_what_a_plaintext_table_does(
     assert found(ours).equals(found(plain)) and len(found(ours)) >= 3
     assert partitions(ours) == partitions(plain)
     for column in {"decimal9", "decimal38", "long", "string"} & columns.keys():
-        for row_filter in (IsNull(column), EqualTo(column, columns[column][2][1])):
+        for row_filter in (IsNull(column), EqualTo(column, value=columns[column][2][1])):
             assert found(ours, row_filter).equals(found(plain, row_filter)) and len(found(ours, row_filter))
     assert lake.findings(lake.load("db.t").metadata_location) == []
     assert lake.load("db.t").rotate()
