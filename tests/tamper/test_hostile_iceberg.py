@@ -404,7 +404,7 @@ def test_the_catalog_names_other_places(lake: Lake) -> None:
     assert lake.ids() == list(range(7)) and list(elsewhere.rglob("*.parquet"))
     with pytest.raises(ParquetFormatError, match="outside of the folder"):
         lake.load().append(rows(7, 9))
-    # Whoever makes a table, or sets a property, learns at once what the catalog does not list.
+    # A new table or property with a place that the catalog does not list is refused at once.
     data_path = {"write.data.path": f"file://{elsewhere}/more"}
     schema = rows(0, 1).schema
     with pytest.raises(ConfigurationError, match="does not list"):

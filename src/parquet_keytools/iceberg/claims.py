@@ -32,7 +32,7 @@ PATH_PROPERTIES = (
 
 _METADATA_FOLDER = "metadata"
 RESERVED_COLUMN_ID = 2**31 - 201
-"""From here on, field ids are those of columns that no schema has, such as `_row_id`."""
+"""From here on, field ids belong to columns that no schema has, such as `_row_id`."""
 _LARGEST = {"last-column-id": RESERVED_COLUMN_ID, "last-partition-id": 2**31 - 1}
 _LARGEST_LONG = 2**62
 """A table never comes near it, and a number beyond what Avro has would make manifests unreadable."""
@@ -143,7 +143,7 @@ class Counters:
 _CONSEQUENCES = {
     "column_id": ("last-column-id", "a new column would show values of a deleted one"),
     "partition_id": ("last-partition-id", "filters would take values of one partition field for another's"),
-    "spec_id": ("highest spec-id", "filters would take partitions for those of another partition spec"),
+    "spec_id": ("highest spec-id", "filters would read partitions by another partition spec"),
     "sequence_number": ("last-sequence-number", "deletes would apply to rows that were written after them"),
     "next_row_id": ("next-row-id", "two rows would have one id"),
 }

@@ -187,7 +187,7 @@ def create_table(
 
 
 def _refuse_unlisted_places(catalog: Catalog, location: str | None, properties: Properties) -> None:
-    """Refuse a table that nobody could write to once it is loaded."""
+    """Refuse a table that could not be written once it is loaded."""
     places = TablePlaces(f"{location.rstrip('/')}/metadata/new" if location else "", catalog.properties)
     for name in PATH_PROPERTIES:
         if name in properties and not places.holds(f"{str(properties[name]).rstrip('/')}/file"):

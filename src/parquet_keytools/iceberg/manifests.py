@@ -150,7 +150,7 @@ def counters_of_list(content: bytes, name: str) -> Counters:
 def counters_of_manifest(content: bytes, name: str) -> Counters:
     """Return the highest field ids in the plaintext of an authentic manifest; errors as `files_in`.
 
-    Columns are those of the schema that it was written with, and of its files, which may be older.
+    The columns come from the schema that it was written with, and from its files, which may be older.
     """
     records, header = _records(content, _MAPS_BY_COLUMN, name, authentic=True)
     of_files = [
@@ -170,7 +170,7 @@ def counters_of_manifest(content: bytes, name: str) -> Counters:
 def _records(
     content: bytes, field_ids: Sequence[int], name: str, authentic: bool, snapshot_id: int | None = None
 ) -> tuple[list[tuple[Any, ...]], Mapping[str, str]]:
-    """Return some fields of all records, and the header; of a manifest list, if it is that of the snapshot."""
+    """Return some fields of all records, and the header; of a manifest list, if it belongs to the snapshot."""
     kind = ""
     try:
         file = _InMemory(content)

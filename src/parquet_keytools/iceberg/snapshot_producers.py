@@ -304,8 +304,8 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         )
         with self._io.storage.new_input(data_file.file_path).open() as file:
             metadata = pq.read_metadata(file, decryption_properties=properties)
-        # PyIceberg's offsets and sizes are those of the plaintext file. The file says which column is which: the
-        # names in it are not always those of the table, which may also have another schema by now.
+        # PyIceberg measured the plaintext file. The field ids in the file say which column is which: its names may
+        # differ from the names in the table, which may also have another schema by now.
         schema = pyarrow_to_schema(metadata.schema.to_arrow_schema(), format_version=VERSION)
         statistics = data_file_statistics_from_parquet_metadata(
             parquet_metadata=metadata,

@@ -118,7 +118,7 @@ class TableReport:
         unneeded_keys: Entries of `encryption-keys` that no snapshot needs.
         links: All files, each once.
         orphans: Locations of files in the folder of the table that nothing names; None where that is unknown.
-        expired: Those of `orphans` that snapshots had which are no longer in the metadata file.
+        expired: The orphans that belonged to expired snapshots.
         kms_failed: Whether the KMS could not be reached or refused: then it is the reason of other problems too.
     """
 
@@ -391,7 +391,7 @@ class TableAudit:
                     yield from self._files_of_snapshot(chain, snapshot, seen)
 
     def _files_of_snapshot(self, chain: KeyChain, snapshot: SnapshotKey, seen: set[str]) -> Iterator[str]:
-        """Yield the manifests and files of a snapshot, except those of manifests that were seen."""
+        """Yield the manifests and files of a snapshot, except for manifests that were seen."""
         with contextlib.suppress(*_UNREADABLE):
             check_place(snapshot.manifest_list, chain.table.metadata_location, self._located.mapping)
             content = self._decrypted(snapshot.manifest_list, chain.manifest_list_key(snapshot))
