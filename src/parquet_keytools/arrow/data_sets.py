@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,12 +32,13 @@ from parquet_keytools.arrow.read_options import (
     shows_stand_ins,
 )
 from parquet_keytools.config.document import list_of_names
-from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
+from parquet_keytools.config.key_policy import ColumnPath
+from parquet_keytools.encryption.protection import FooterColumn
 from parquet_keytools.errors import FileChangedError
 from parquet_keytools.files.files_ahead import FilesAhead
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, read_again_if_changed
-from parquet_keytools.files.table_check import refuse_values_of_folders
+from parquet_keytools.files.table_check import protected_names, refuse_values_of_folders
 from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
@@ -136,7 +137,9 @@ class DataSetFiles:
         self.paths = [file.path for file in _dataset_files(folder)] if paths is None else list(paths)
         self._known: dict[tuple[str, str], SecretBytes] = {}
         self._identities = FileIdentities(refuses=True)
+        self._reads_folder_names = True
         self._partition_names: frozenset[str] = frozenset()
+        self._checked: set[frozenset[ColumnPath]] = set()
         self._layout: ds.FileSystemDataset | None = None
         self.hidden: frozenset[str] = frozenset()
         self.opened = FilesAhead(self.paths, lambda: partial(self._open, keys.kms_keys(self._known)))
@@ -162,6 +165,7 @@ class DataSetFiles:
             reopen: Makes it again in another process.
         """
         keys, request, paths = self._keys, self._request, self.paths
+        self._reads_folder_names = partitioning is not None
         (first,) = self.opened.hold(paths[:1])
         handler = DataSetHandler(
             self._folder.filesystem,
@@ -190,7 +194,8 @@ class DataSetFiles:
             formats = _formats(held, handler, self._options)
         handler.partitioning = found = self._layout.partitioning
         self._partition_names = frozenset(() if found is None else found.schema.names)
-        self._check_folders(frozenset[str]().union(*(_encrypted_columns(opened) for opened in held)))
+        for opened in held:
+            self._check_folders(opened.protected_columns)
         # What is not in the schema cannot be projected or filtered, so that Arrow never asks for its key.
         denied = frozenset[str]().union(*(opened.unshown_top_level for opened in held))
         self.hidden = denied if hides_denied(keys) else frozenset()
@@ -216,7 +221,12 @@ class DataSetFiles:
         request = self._request
         with audit.about(self._folder):
             files = self._keys.open_files(
-                locations, request.table_name, request.aad_prefix, kms_keys=kms_keys, identities=self._identities
+                locations,
+                request.table_name,
+                request.aad_prefix,
+                kms_keys=kms_keys,
+                identities=self._identities,
+                reads_folder_names=self._reads_folder_names,
             )
         self._known.update(kms_keys.keys)
         stand_ins = shows_stand_ins(self._keys)
@@ -225,26 +235,23 @@ class DataSetFiles:
         for opened in files:
             refuse_denied_filter(opened, request.filters, has_stand_ins=stand_ins)
             opened.refuse_denied(request.columns, hint=hint, hides_refused=hides)
-            if self._partition_names:
-                encrypted = _encrypted_columns(opened)
-                if not self._partition_names.isdisjoint(encrypted):
-                    self._check_folders(encrypted)
+            self._check_folders(opened.protected_columns)
         return files
 
-    def _check_folders(self, encrypted: Collection[str]) -> None:
-        """Refuse folders that give values to columns that are encrypted in some file, or that the table keeps."""
-        if not self._partition_names or self._layout is None:
+    def _check_folders(self, protected: frozenset[ColumnPath]) -> None:
+        """Refuse folders that give values to columns that are protected in some file, or that the table keeps."""
+        if not self._partition_names or self._layout is None or protected in self._checked:
             return
         table_check = self._keys.table_check(self._request.table_name)
-        keyed = {} if table_check is None else table_check.keyed(self._partition_names)
-        if not keyed and self._partition_names.isdisjoint(encrypted):
-            return
-        seen: set[frozenset[str]] = set()
-        for fragment in self._layout.get_fragments():
-            names = frozenset(ds.get_partition_keys(fragment.partition_expression))
-            if names not in seen:
-                seen.add(names)
-                refuse_values_of_folders(table_check, fragment.path, names, encrypted)
+        keyed = () if table_check is None else table_check.keyed(self._partition_names)
+        columns = [*protected, *((name,) for name in keyed)]
+        # Most data sets are done with one look at the names of all.
+        if protected_names(self._partition_names, columns, table_check):
+            for fragment in self._layout.get_fragments():
+                values = ds.get_partition_keys(fragment.partition_expression)
+                names = {name: f"{name}={value}" for name, value in values.items()}
+                refuse_values_of_folders(fragment.path, names, columns, table_check)
+        self._checked.add(protected)
 
 
 def open_dataset(
@@ -261,7 +268,7 @@ def open_dataset(
 
     Raises:
         ColumnAccessDeniedError: A column of the data set cannot be read.
-        DecryptionError: The name of a folder gives values to a column that is under a key.
+        FolderNameError: The name of a folder gives values to a column that is under a key.
     """
     folder = options.mapped(folder)
     knows_denied = request.columns is not None or hides_denied(keys)
@@ -298,16 +305,6 @@ def _shared_format(known: Mapping[tuple[str, str], SecretBytes], options: ReadOp
         pe.DecryptionConfiguration(cache_lifetime=FOREVER),
     )
     return options.file_format(decryption_config=configuration)
-
-
-def _encrypted_columns(opened: OpenedFile) -> frozenset[str]:
-    """Return the names of top-level columns of a file that are encrypted or digests, as a whole or in parts."""
-    digested = frozenset(() if opened.digests is None else opened.digests.columns)
-    return frozenset(
-        column.path[0]
-        for column in opened.footer.columns
-        if column.encryption is not ColumnEncryption.PLAINTEXT or column.path in digested
-    )
 
 
 class _StubHandler(DelegatingHandler):

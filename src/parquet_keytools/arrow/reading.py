@@ -60,7 +60,14 @@ def read_table(keys: KeyService, location: FileLocation, request: ReadRequest, o
             return _read_folder(keys, location, request, options)
         # With `use_pandas_metadata` pyarrow reads the columns of the index, too.
         wanted = tuple if options.table.get("use_pandas_metadata") else request.wanted
-        (opened,) = keys.open_files([location], request.table_name, request.aad_prefix, again=False, wanted=wanted)
+        (opened,) = keys.open_files(
+            [location],
+            request.table_name,
+            request.aad_prefix,
+            again=False,
+            wanted=wanted,
+            reads_folder_names=options.table.get("partitioning", "hive") is not None,
+        )
         return _read_file(keys, opened, request, options)
 
     return read_again_if_changed(read)

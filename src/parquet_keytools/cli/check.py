@@ -198,11 +198,13 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
 
         _refuse_irregular(file)
         with open_local(file) as local_source:
-            return inspect_source(local_source, aad_prefix=prefix)
+            path = str(expanded(file).absolute())
+            return inspect_source(local_source, aad_prefix=prefix, path=path)
     from parquet_keytools.storage.sources import open_source
 
-    with open_source(location_of(file, "FILE")) as source:
-        return inspect_source(source, aad_prefix=prefix)
+    location = location_of(file, "FILE")
+    with open_source(location) as source:
+        return inspect_source(source, aad_prefix=prefix, path=location.path)
 
 
 def _refuse_irregular(file: str) -> None:

@@ -170,7 +170,8 @@ def _without_effect(configuration: Configuration, table_name: str, table: TableS
 ColumnPath = tuple[str, ...]
 """Names from the top of the schema to a leaf column."""
 
-_WILDCARD = re.compile(r"[*?]")
+WILDCARD = re.compile(r"[*?]")
+"""What makes a pattern of `column_keys` a glob."""
 
 
 @dataclass(frozen=True)
@@ -331,13 +332,13 @@ class _DottedPaths:
 
     def covered_by(self, pattern: str) -> list[ColumnPath]:
         """Return the leaf columns that a pattern covers."""
-        if pattern in self._leaves or not _WILDCARD.search(pattern):
+        if pattern in self._leaves or not WILDCARD.search(pattern):
             return list(self._leaves.get(pattern, ()))
         return self._matching(pattern)
 
     def also_covered_by(self, pattern: str, *, ignores_case: bool) -> list[ColumnPath]:
         """Return what a pattern covers as a glob beside a column of its own name, or in another case."""
-        is_glob = _WILDCARD.search(pattern) is not None
+        is_glob = WILDCARD.search(pattern) is not None
         if is_glob and (ignores_case or pattern in self._leaves):
             return self._matching(pattern, re.IGNORECASE if ignores_case else 0)
         if ignores_case and not is_glob:

@@ -24,6 +24,7 @@ class Expectation:
     """What is expected of one file.
 
     Attributes:
+        path: Where it lies, whose folders must not give values to its protected columns.
         aad_prefix: The AAD prefix that it must have; None takes what it stores.
         table: Compares it with its table, as readers do; None where there is none.
         without_table: Why there is none, though there are tables; empty where there are none.
@@ -33,6 +34,7 @@ class Expectation:
     allow_plaintext: bool = False
     table: TableCheck | None = None
     without_table: str = ""
+    path: str = ""
 
 
 _RULE_OF = {

@@ -189,9 +189,10 @@ class _FileVerifier:
         return self._damage(len(footer.row_groups)) if opened.is_authentic else _FILE_IS_LOST
 
     def _footer(self, envelope: Envelope, metadata: FileMetaData | None) -> OpenFooter | None:
-        table = self._expectation.table
-        shown_keys = table.settings.plaintext_footer_keys if table is not None else ()
-        footer = None if metadata is None else check_footer(envelope, metadata, self._book, shown_keys)
+        expected = self._expectation
+        footer = None
+        if metadata is not None:
+            footer = check_footer(envelope, metadata, expected.path, self._book, expected.table)
         if footer is None:
             self._nothing_behind("the footer cannot be read")
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from parquet_keytools.conformance.chunk_layout import ChunkEntry, Column, OpenFooter, chunk_place
 from parquet_keytools.conformance.findings import RuleBook
@@ -18,6 +18,9 @@ from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift_values import WireType
 
+if TYPE_CHECKING:
+    from parquet_keytools.files.table_check import TableCheck
+
 _SIGNATURE_LENGTH = 28
 """Of nonce and tag; the cipher's own source file would take long to import, for a look at a footer."""
 
@@ -29,7 +32,11 @@ _REPEATED = (WireType.I32, 2)
 
 
 def check_footer(
-    envelope: Envelope, metadata: FileMetaData, book: RuleBook, shown_keys: Collection[str] = ()
+    envelope: Envelope,
+    metadata: FileMetaData,
+    path: str,
+    book: RuleBook,
+    table: TableCheck | None = None,
 ) -> OpenFooter | None:
     """Check the rules about a footer; None where nothing behind it can be found."""
     try:
@@ -65,7 +72,8 @@ def check_footer(
         book.check("columns-encrypted", has_encrypted, "all columns are in plaintext.", FOOTER_PLACE)
     _check_names(envelope, columns, book)
     footer = OpenFooter(metadata, row_groups, chunks, columns, unusable)
-    _check_values(envelope, footer, book, shown_keys)
+    _check_values(envelope, footer, book, () if table is None else table.settings.plaintext_footer_keys)
+    _check_folders(path, columns, book, table)
     _check_types(footer, schema, book)
     return footer
 
@@ -136,6 +144,20 @@ def _check_types(footer: OpenFooter, schema: Sequence[SchemaElement], book: Rule
         if chunk.visible is not None:
             names.update(dict.fromkeys(chunk.visible.fields_of_other_types()))
     book.check("field-types", not names, f"{', '.join(sorted(names))}: another type.", FOOTER_PLACE)
+
+
+def _check_folders(path: str, columns: Sequence[Column], book: RuleBook, table: TableCheck | None) -> None:
+    if "=" not in path and "%" not in path:
+        # What compares names takes long to import, for a look at a file without a configuration.
+        book.holds("folder-name")
+        return
+    from parquet_keytools.files.table_check import names_in_folders, protected_names
+
+    names = names_in_folders(path)
+    protected = [column.path for column in columns if column.encryption is not ColumnEncryption.PLAINTEXT]
+    for name, column in protected_names(names, protected, table).items():
+        book.broken("folder-name", f"the folder {names[name][:200]!r} gives values to column {column[:200]!r}.")
+    book.holds("folder-name")
 
 
 def _check_row_groups(

@@ -78,7 +78,10 @@ _FIELD_NAMES = {
 
 
 def inspect_source(
-    source: ByteSource, finder: MaterialFinder | None = None, aad_prefix: ExpectedAadPrefix | None = None
+    source: ByteSource,
+    finder: MaterialFinder | None = None,
+    aad_prefix: ExpectedAadPrefix | None = None,
+    path: str | None = None,
 ) -> Inspection:
     """Return what a file shows; only its footer is read, and with keys the headers of its pages.
 
@@ -86,16 +89,18 @@ def inspect_source(
         source: The file.
         finder: Where its keys come from; None shows what needs no key.
         aad_prefix: The AAD prefix that the file must have; needed for files that do not store theirs.
+        path: Where the file lies, whose folders must not give values to protected columns; None for the source's.
     """
     with paused_for(source.size_bytes):
-        return _Inspector(source, finder, aad_prefix).run()
+        return _Inspector(source, finder, aad_prefix, source.path if path is None else path).run()
 
 
 class _Inspector:
     def __init__(
-        self, source: ByteSource, keys: MaterialFinder | None, aad_prefix: ExpectedAadPrefix | None
+        self, source: ByteSource, keys: MaterialFinder | None, aad_prefix: ExpectedAadPrefix | None, path: str
     ) -> None:
         self._source = source
+        self._path = path
         self._keys = keys
         self._aad_prefix = aad_prefix
         self._book = RuleBook(FILE_SCOPES)
@@ -110,7 +115,7 @@ class _Inspector:
             return Inspection(source.path, source.size_bytes, flaws=self._flaws())
         is_encrypted = envelope.mode is not FooterMode.UNENCRYPTED
         metadata = self._open(envelope)
-        footer = check_footer(envelope, metadata, self._book) if metadata is not None else None
+        footer = check_footer(envelope, metadata, self._path, self._book) if metadata is not None else None
         self._add(FOOTER, source.size_bytes - envelope.footer_offset)
         prefix, file_unique = envelope.aad_prefix, envelope.aad_file_unique
         shown = Inspection(

@@ -20,7 +20,7 @@ from parquet_keytools.files.conversion import FileResult, Progress, plaintext_ou
 from parquet_keytools.files.denied_columns import refuse_digests
 from parquet_keytools.files.file_opening import check_column_keys, check_footer_key, refuse_ctr
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.files.table_check import TableCheck
+from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
 from parquet_keytools.storage.locations import FileLocation
@@ -146,6 +146,7 @@ def _own_footer(
     footer = envelope.open(finder.footer_dek(envelope.key_metadata), aad_prefix)
     if table_check is not None:
         check_column_keys(table_check, str(location), footer, finder)
+    refuse_folders_above(location, footer.protected_columns, table_check)
     return footer
 
 

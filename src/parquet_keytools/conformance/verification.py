@@ -91,7 +91,7 @@ def inspect_file(
     """Show how a file is protected; see `Keytools.inspect_file`."""
     with audit.about(location), open_source(location) as source:
         prefix = expected_prefix(keys, source, location, table_name, aad_prefix)
-        return inspect_source(source, finder_of(keys if with_keys else None, location), prefix)
+        return inspect_source(source, finder_of(keys if with_keys else None, location), prefix, location.path)
 
 
 def verify_folder(
@@ -171,7 +171,8 @@ class MemberVerifier:
     def _expectation(self, source: ByteSource, location: FileLocation) -> Expectation:
         keys, table_name, aad_prefix = self._keys, self._table_name, self._aad_prefix
         if keys is None:
-            return Expectation(None if aad_prefix is None else ExpectedAadPrefix.of(aad_prefix))
+            prefix = None if aad_prefix is None else ExpectedAadPrefix.of(aad_prefix)
+            return Expectation(prefix, path=location.path)
         number = len(keys.configuration.tables)
         table = None if table_name is None and number != 1 else keys.table_check(table_name)
         return Expectation(
@@ -179,6 +180,7 @@ class MemberVerifier:
             allow_plaintext=keys.configuration.reading.plaintext_files == "allow",
             table=table,
             without_table=f"there are {number} tables, and none was named" if table is None and number else "",
+            path=location.path,
         )
 
 

@@ -222,6 +222,13 @@ class Footer:
         return [path_bytes(column.path) for column in self.columns]
 
     @property
+    def protected_columns(self) -> frozenset[tuple[str, ...]]:
+        """Leaf paths of the columns that are encrypted."""
+        return frozenset(
+            column.path for column in self.columns if column.encryption is not ColumnEncryption.PLAINTEXT
+        )
+
+    @property
     def path(self) -> str:
         """The file's name, for error texts."""
         return self.envelope.path

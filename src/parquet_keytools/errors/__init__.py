@@ -35,6 +35,7 @@ __all__ = root.__all__ + [  # noqa: RUF005
     "DecryptionError",
     "FooterSignatureError",
     "AadPrefixError",
+    "FolderNameError",
     "KeyNotAvailableError",
     "ColumnAccessDeniedError",
 ]
@@ -252,6 +253,26 @@ class FooterSignatureError(DecryptionError):
 
 class AadPrefixError(DecryptionError):
     """The AAD prefix is missing, or not the one that is expected (spec 4.4.1)."""
+
+
+class FolderNameError(DecryptionError):
+    """The name of a folder gives values to a column that is under a key: readers would take them for its own.
+
+    Attributes:
+        folder: Name of the folder.
+        column: Name of the column.
+    """
+
+    def __init__(self, path: str, folder: str, column: str) -> None:
+        super().__init__(
+            f"{path}: the name of a folder gives values to {column[:200]!r}, which is under a key: "
+            f"{folder[:200]!r}. Nothing authenticates the names of folders.",
+            hint="The file was moved there, or a writer partitioned by that column. Move the file to a folder "
+            "with another name.",
+        )
+        self.path = path
+        self.folder = folder
+        self.column = column
 
 
 class KeyNotAvailableError(KeytoolsError):

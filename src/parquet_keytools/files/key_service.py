@@ -33,7 +33,7 @@ from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.denied_columns import with_digests
 from parquet_keytools.files.file_opening import WantedColumns, open_files
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, read_again_if_changed
-from parquet_keytools.files.table_check import TableCheck
+from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
@@ -233,6 +233,7 @@ class KeyService:
         kms_keys: KmsKeys | None = None,
         identities: FileIdentities | None = None,
         holds_metadata: bool = False,
+        reads_folder_names: bool = True,
     ) -> list[OpenedFile]:
         """Open files for reading, each only if it is what its table says; see `opened_file.open_files`.
 
@@ -245,8 +246,11 @@ class KeyService:
             kms_keys: Collects what the KMS answers, where that is for more than this.
             identities: Compares them with other files of their folder; None with all that were opened before.
             holds_metadata: Whether metadata of chunks is kept: for files that are rewritten as a whole at once.
+            reads_folder_names: Whether a reader may take the names of folders for values of columns; False only
+                where it surely does not.
 
         Raises:
+            FolderNameError: A folder that a file lies in gives values to a column that is under a key.
             ConfigurationError: There is no such table, or several to choose from.
             TableMismatchError: A file is not what the table says.
             ReusedKeysError: It shares data keys and file unique with another one of its folder.
@@ -269,7 +273,10 @@ class KeyService:
                 wanted=wanted,
                 holds_metadata=holds_metadata,
             )
-            return with_digests(self.configuration, self.kms_keys, table_name, opened)
+            files = with_digests(self.configuration, self.kms_keys, table_name, opened)
+            for file in files if reads_folder_names else ():
+                refuse_folders_above(file.location, file.protected_columns, self.table_check(table_name))
+            return files
 
         with about:
             # One that is replaced just now may be found with the key material of the other.

@@ -110,6 +110,12 @@ class OpenedFile:
         """Whether it is; a plaintext file is opened only where the configuration allows it."""
         return self.footer.mode is not FooterMode.UNENCRYPTED
 
+    @property
+    def protected_columns(self) -> frozenset[tuple[str, ...]]:
+        """Leaf paths of columns that are encrypted, or shown as digests."""
+        digested = frozenset(() if self.digests is None else self.digests.columns)
+        return digested | self.footer.protected_columns
+
     def refuse_unencrypted(self) -> None:
         """Raise `NotEncryptedError` if it is not encrypted."""
         if not self.is_encrypted:

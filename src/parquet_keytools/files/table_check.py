@@ -8,14 +8,17 @@ unwraps only under the very master key that was compared: who names another one 
 from __future__ import annotations
 
 import functools
+import re
+import unicodedata
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol
 from urllib.parse import unquote
 
 from parquet_keytools.config.key_policy import (
+    WILDCARD,
     ChosenKey,
     ColumnPath,
     DataKeyReference,
@@ -29,12 +32,14 @@ from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import (
     ConfigurationError,
-    DecryptionError,
+    FolderNameError,
     TableMismatch,
     TableMismatchError,
 )
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.printable import is_url
 
 _MOST_SCHEMAS = 64
 """So many schemas are remembered a table; the files of a data set have one, or a few."""
@@ -162,6 +167,14 @@ class TableCheck:
         keys = {name: whole.get(name) or self._key_of_part(name) for name in names}
         return {name: key_name for name, key_name in keys.items() if key_name is not None}
 
+    @functools.cached_property
+    def listed_names(self) -> frozenset[str]:
+        """Names, folded, of columns and parents of columns that `column_keys` lists letter by letter."""
+        patterns = [pattern for patterns in self._column_keys.values() for pattern in patterns]
+        parts = [pattern.split(".") for pattern in patterns]
+        names = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
+        return frozenset(_folded(name) for name in names if not WILDCARD.search(name))
+
     def refuse_folder_names(self, paths: Iterable[str]) -> None:
         """Refuse to leave values of columns under a key in the names of folders, where everyone reads them.
 
@@ -266,35 +279,96 @@ class TableCheck:
         return _Wanted(key, self._trusted[column.key_name], f"{_text(key)}{name}")
 
 
+# --- names of folders ---
+
+FolderNames = Mapping[str, str]
+"""Name of a column to which a folder gives values -> the name of the folder."""
+
+_SEPARATOR = re.compile(r"[/\\]")
+
+
+@functools.lru_cache(maxsize=1_024)
+def names_in_folders(path: str) -> FolderNames:
+    """Return the names of columns to which the folders of a path give values, by any reader's rules.
+
+    Readers differ in what they decode first, in which `=` ends a name, and in whether a backslash separates
+    folders: every name counts that one of them may see. The name of the file itself gives no values.
+
+    Args:
+        path: Of a file, as readers see it: links are not followed. It may be an address with a query.
+    """
+    text = path.partition("?")[0] if is_url(path) else path
+    found: dict[str, str] = {}
+    while "=" in text or "%" in text:
+        for folder in _SEPARATOR.split(text)[:-1]:
+            for position, character in enumerate(folder):
+                if character == "=" and position:
+                    found.setdefault(folder[:position], folder)
+        decoded = unquote(text)
+        if decoded == text:
+            break
+        text = decoded
+    return found
+
+
+def protected_names(
+    names: Iterable[str], protected: Iterable[ColumnPath], table_check: TableCheck | None
+) -> dict[str, str]:
+    """Return which names of folders mean a protected column: THE decision, for every reader and command.
+
+    Whether names that differ in case are one column is a matter of the reader, so they are one here, and so are
+    different Unicode forms of a name.
+
+    Args:
+        names: Names of columns to which folders give values.
+        protected: Leaf paths of columns that are under a key, in this file or in others of the data set. Parts of
+            a nested column protect its parents.
+        table_check: Of its table, whose `column_keys` protect columns that the file lacks; None without a table.
+
+    Returns:
+        The name that a folder has -> the name of the column.
+    """
+    folded = {name: _folded(name) for name in names}
+    if not folded:
+        return {}
+    columns = {} if table_check is None else dict.fromkeys(table_check.listed_names, "")
+    for leaf in protected:
+        for length in range(1, len(leaf) + 1):
+            name = ".".join(leaf[:length])
+            columns[_folded(name)] = name
+    return {name: columns[known] or name for name, known in folded.items() if known in columns}
+
+
 def refuse_values_of_folders(
-    table_check: TableCheck | None, path: str, names: Collection[str], encrypted: Collection[str]
+    path: str, names: FolderNames, protected: Iterable[ColumnPath], table_check: TableCheck | None
 ) -> None:
-    """Refuse a file whose folders give values to a column that is under a key.
+    """Refuse a file whose folders give values to a protected column; see `protected_names`.
 
     Readers of data sets take the values of `name=value` folders for those of a column, also in place of values
     that a file has. Nobody needs a key to name a folder.
 
-    Args:
-        table_check: Of its table; None where there is none.
-        path: The file.
-        names: Of the columns that its folders give values to.
-        encrypted: Names of top-level columns that are encrypted, in this file or in others of the data set.
+    Raises:
+        FolderNameError: A folder gives values to such a column.
+    """
+    for name, column in protected_names(names, protected, table_check).items():
+        raise FolderNameError(path, names[name], column)
+
+
+def refuse_folders_above(
+    location: FileLocation, protected: Iterable[ColumnPath], table_check: TableCheck | None
+) -> None:
+    """Refuse a file that lies below folders which give values to a protected column; see `protected_names`.
 
     Raises:
-        DecryptionError: There is such a column.
-        ConfigurationError: The table has two keys for one of them.
+        FolderNameError: A folder gives values to such a column.
     """
-    found = set(names) & set(encrypted)
-    if table_check is not None and names:
-        found |= table_check.keyed(names).keys()
-    if found:
-        shown = ", ".join(repr(name[:200]) for name in sorted(found))
-        raise DecryptionError(
-            f"{path}: the name of a folder gives values to {shown}, which is under a key: nothing authenticates "
-            "the names of folders.",
-            hint="Somebody moved the file there, or a writer partitioned by that column. Move it to a folder of "
-            "another name, or read without partitioning.",
-        )
+    refuse_values_of_folders(str(location), names_in_folders(location.path), protected, table_check)
+
+
+def _folded(name: str) -> str:
+    if name.isascii():
+        return name.lower()
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
 
 
 class KeySource(Protocol):

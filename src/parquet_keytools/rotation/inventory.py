@@ -27,6 +27,7 @@ from parquet_keytools.errors import (
     without_frames,
 )
 from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.table_check import refuse_folders_above
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH, TRAILER_LENGTH
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.rotation.batch import BatchFile, read_batch, step
@@ -173,6 +174,8 @@ class Inventory:
     def _open(self, work: BatchFile, unwrapped: Unwrapped | None) -> None:
         keys = work.read_keys
         keys.open(keys.footer_dek(unwrapped, self._data_keys) if keys.is_encrypted else None, work.aad_prefix)
+        assert keys.footer is not None
+        refuse_folders_above(work.location, keys.footer.protected_columns, None)
 
     def _prove(self, work: BatchFile, unwrapped: Unwrapped | None) -> None:
         for column, held in work.read_keys.column_keys():

@@ -191,24 +191,24 @@ class TableRequests:
 
         Raises:
             TableMismatchError: It is not.
-            DecryptionError: A folder gives values to a column that is under a key.
+            FolderNameError: A folder gives values to a column that is under a key.
             ConfigurationError: There is no such table, or none was named and there are several.
             ValueError: The content is no such request.
         """
         request = json.loads(content)
         columns = [_column(*column) for column in request.get("columns", [])]
-        # Names of columns that differ in the case of letters are the same to Spark.
-        folders = [name.lower() for name in request.get("folders", [])]
-        encrypted = [c.path[0].lower() for c in columns if c.encryption is not ColumnEncryption.PLAINTEXT]
+        folders = {name: f"{name}=..." for name in request.get("folders", [])}
+        encrypted = [column.path for column in columns if column.encryption is not ColumnEncryption.PLAINTEXT]
         if not self._configuration.tables:
-            refuse_values_of_folders(None, request["file"], folders, encrypted)
+            refuse_values_of_folders(request["file"], folders, encrypted, None)
             return b""
         check = self._check_of(request["table"], request["file"])
         algorithm = Algorithm(request["algorithm"])
         footer_key = _key(request["footer_key"])
         mismatches = check.footer_mismatches(algorithm, footer_key)
         check.refuse(request["file"], [*mismatches, *check.column_mismatches(footer_key, columns)])
-        refuse_values_of_folders(check, request["file"], folders, encrypted)
+        keyed = [(name,) for name in check.keyed(folders)]
+        refuse_values_of_folders(request["file"], folders, [*encrypted, *keyed], check)
         return (table_aad_prefix(self._configuration, check.table_name) or "").encode()
 
     def _check_of(self, table_name: str, file: str) -> TableCheck:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import inspect
+import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import fsspec
 from pyarrow import fs as pafs
 
-from parquet_keytools.errors import KEY_REFUSALS, KeytoolsError, KmsError, OutputError
+from parquet_keytools.errors import KEY_REFUSALS, FolderNameError, KeytoolsError, KmsError, OutputError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.plaintext_spool import SpoolRoom
 from parquet_keytools.keys.material_store import remove_key_materials
@@ -29,6 +30,8 @@ from parquet_keytools.storage.printable import escaped_path
 from parquet_keytools.storage.walk import infos_in
 from parquet_keytools.view.encrypted_output import EncryptedOutput, refuse_partition_folders
 from parquet_keytools.view.plain_files import PlainFiles, PlainInput
+
+_log = logging.getLogger(__name__)
 
 _TYPES = {pafs.FileType.Directory: "directory", pafs.FileType.File: "file"}
 
@@ -203,8 +206,27 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     # --- Folders: as they are in the file system below -----------------------------------------------------
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
-        """Return what is known of a file or folder: name, size, type, created and modified."""
-        return self._as_dict(self._found(self._location(path)))
+        """Return what is known of a file or folder: name, size, type, created and modified.
+
+        Raises:
+            FolderNameError: It is a file whose folders give values to its protected columns.
+        """
+        found = self._found(self._location(path))
+        self._refuse_misplaced(found)
+        return self._as_dict(found)
+
+    def _refuse_misplaced(self, info: pafs.FileInfo) -> None:
+        if info.type == pafs.FileType.File:
+            self._files.refuse_misplaced(info, FileLocation(self._root.filesystem, info.path))
+
+    def _may_be_listed(self, info: pafs.FileInfo) -> bool:
+        try:
+            self._refuse_misplaced(info)
+        except FolderNameError as error:
+            # A file that may not be opened does not hide those beside it.
+            _log.warning("not listed: %s", error)
+            return False
+        return True
 
     def _found(self, location: FileLocation) -> pafs.FileInfo:
         """Return what is known of a file or folder that is there."""
@@ -217,7 +239,11 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """Return what is in a folder, by name; see `infos_in` for names that are not UTF-8."""
         location = self._location(path)
         found = self._found(location)
-        infos = infos_in(location) if found.type == pafs.FileType.Directory else [found]
+        if found.type == pafs.FileType.Directory:
+            infos = [info for info in infos_in(location) if self._may_be_listed(info)]
+        else:
+            self._refuse_misplaced(found)
+            infos = [found]
         entries = sorted(map(self._as_dict, infos), key=lambda entry: str(entry["name"]))
         return entries if detail else [entry["name"] for entry in entries]
 

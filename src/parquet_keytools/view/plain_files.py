@@ -9,8 +9,10 @@ from typing import Any
 
 from pyarrow import fs as pafs
 
+from parquet_keytools.errors import KEY_REFUSALS, FolderNameError, KeytoolsError, KmsError, without_frames
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
+from parquet_keytools.files.table_check import names_in_folders
 from parquet_keytools.format.byte_ranges import RangedFile
 from parquet_keytools.runtime.endings import in_use, share_with_arrow
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
@@ -24,6 +26,11 @@ _MOST_KEPT = 128
 
 _MOST_FOLDERS = 1_000
 """How many folders are remembered, where files of any folder are opened."""
+
+_MOST_VERDICTS = 100_000
+"""How many files of a listing are remembered."""
+
+_UNKNOWN = FolderNameError("", "", "")
 
 _CLOCK_STEP_SECONDS = 2
 """Object stores say to the second when an object was written: within that, another may say the same."""
@@ -84,6 +91,8 @@ class PlainFiles:
         self._cache = PageCache()
         self._kept: OrderedDict[str, tuple[PlainFile, Version, float]] = OrderedDict()
         """Path -> view, version of its file, and when it was opened."""
+        self._verdicts: OrderedDict[tuple[str, int | None, int | None], FolderNameError | None] = OrderedDict()
+        """Path, length and time of a file that is listed -> why it is refused; None where it is not."""
         self._lock = ForkSafeLock()
 
     @in_use()
@@ -112,6 +121,42 @@ class PlainFiles:
                 while len(self._kept) > _MOST_KEPT:
                     self._kept.popitem(last=False)
         return file
+
+    def refuse_misplaced(self, info: pafs.FileInfo, location: FileLocation) -> None:
+        """Refuse a file whose folders give values to its protected columns; of others only the footer is read.
+
+        Each listing asks again: what was found is remembered, as long as length and time of the file stay.
+
+        Raises:
+            FolderNameError: A folder that it lies in gives values to such a column.
+            KmsError: The KMS could not be asked for the key of its footer.
+        """
+        if not names_in_folders(location.path):
+            return
+        key = location.path, info.size, info.mtime_ns
+        with self._lock:
+            verdict = self._verdicts.pop(key, _UNKNOWN)
+        if verdict is _UNKNOWN:
+            verdict = self._folder_name_error(location)
+        with self._lock:
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > _MOST_VERDICTS:
+                self._verdicts.popitem(last=False)
+        if verdict is not None:
+            raise FolderNameError(verdict.path, verdict.folder, verdict.column)
+
+    def _folder_name_error(self, location: FileLocation) -> FolderNameError | None:
+        try:
+            self._keys.open_files([location], self._table_name, self._aad_prefix, wanted=lambda _: ())
+        except FolderNameError as error:
+            return without_frames(error)
+        except KmsError as error:
+            # Who may not have the key sees a file that does not open.
+            if not isinstance(error, KEY_REFUSALS):
+                raise
+        except (KeytoolsError, OSError):
+            pass  # Who opens it gets the error.
+        return None
 
     def _identities_beside(self, location: FileLocation) -> FileIdentities:
         """Return what remembers the files that must not share keys with a file."""
