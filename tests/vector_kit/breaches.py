@@ -436,6 +436,7 @@ def _folder_vectors() -> Iterator[Vector]:
         return Vector(f"broken/{rule_id}", _title(rule_id), files, broken, rule_id, expected, is_folder=True)
 
     two = {"a.parquet": part(0, 2001), "b.parquet": part(1, 2002)}
+    yield folder("folder-name", {"id=7/a.parquet": part(0, 2017)})
     yield folder("part-missing", {**two}, parts=3)
     yield folder("part-doubled", {**two, "c.parquet": part(2, 2003, "copy.part1")}, parts=2)
     yield folder("file-copied", {"a.parquet": part(0, 2004), "b.parquet": part(1, 2004)})

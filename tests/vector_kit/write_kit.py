@@ -95,6 +95,7 @@ def place_vector(vector: Vector, folder: Path) -> Path:
     inside = path if vector.is_folder else path.parent
     inside.mkdir(parents=True, exist_ok=True)
     for name, content in vector.contents().items():
+        (inside / name).parent.mkdir(exist_ok=True)
         (inside / name).write_bytes(content)
     return path
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pyarrow import fs as pafs
 
-from parquet_keytools.errors import KEY_REFUSALS, FolderNameError, KeytoolsError, KmsError, without_frames
+from parquet_keytools.errors import KEY_REFUSALS, FolderNameError, KeytoolsError, KmsError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.files.table_check import names_in_folders
@@ -29,8 +29,6 @@ _MOST_FOLDERS = 1_000
 
 _MOST_VERDICTS = 100_000
 """How many files of a listing are remembered."""
-
-_UNKNOWN = FolderNameError("", "", "")
 
 _CLOCK_STEP_SECONDS = 2
 """Object stores say to the second when an object was written: within that, another may say the same."""
@@ -91,8 +89,8 @@ class PlainFiles:
         self._cache = PageCache()
         self._kept: OrderedDict[str, tuple[PlainFile, Version, float]] = OrderedDict()
         """Path -> view, version of its file, and when it was opened."""
-        self._verdicts: OrderedDict[tuple[str, int | None, int | None], FolderNameError | None] = OrderedDict()
-        """Path, length and time of a file that is listed -> why it is refused; None where it is not."""
+        self._verdicts: OrderedDict[tuple[str, int | None, int | None], tuple[str, str] | None] = OrderedDict()
+        """Path, length and time of a file that was listed -> what `_misplacement` returned."""
         self._lock = ForkSafeLock()
 
     @in_use()
@@ -135,21 +133,28 @@ class PlainFiles:
             return
         key = location.path, info.size, info.mtime_ns
         with self._lock:
-            verdict = self._verdicts.pop(key, _UNKNOWN)
-        if verdict is _UNKNOWN:
-            verdict = self._folder_name_error(location)
-        with self._lock:
-            self._verdicts[key] = verdict
-            if len(self._verdicts) > _MOST_VERDICTS:
-                self._verdicts.popitem(last=False)
+            is_known, verdict = key in self._verdicts, self._verdicts.get(key)
+        if not is_known:
+            verdict = self._misplacement(location)
+            with self._lock:
+                self._verdicts[key] = verdict
+                if len(self._verdicts) > _MOST_VERDICTS:
+                    self._verdicts.popitem(last=False)
         if verdict is not None:
-            raise FolderNameError(verdict.path, verdict.folder, verdict.column)
+            raise FolderNameError(str(location), *verdict)
 
-    def _folder_name_error(self, location: FileLocation) -> FolderNameError | None:
+    def _misplacement(self, location: FileLocation) -> tuple[str, str] | None:
+        """Return the folder that gives values to a protected column of a file, and this column."""
         try:
-            self._keys.open_files([location], self._table_name, self._aad_prefix, wanted=lambda _: ())
+            self._keys.open_files(
+                [location],
+                self._table_name,
+                self._aad_prefix,
+                wanted=lambda _: (),
+                identities=self._identities_beside(location),
+            )
         except FolderNameError as error:
-            return without_frames(error)
+            return error.folder, error.column or ""
         except KmsError as error:
             # Who may not have the key sees a file that does not open.
             if not isinstance(error, KEY_REFUSALS):
