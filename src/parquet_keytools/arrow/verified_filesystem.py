@@ -27,7 +27,7 @@ from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, with_trailer
 from parquet_keytools.format.pages import ChunkTemplate
-from parquet_keytools.format.partial_footers import selected_footer
+from parquet_keytools.format.partial_footers import selected_footer, shown_row_group
 from parquet_keytools.runtime.endings import in_use, share_with_arrow
 from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.sources import ArrowSource
@@ -214,7 +214,8 @@ def redacted_footer(opened: OpenedFile) -> RedactedFooter:
     denied = [column.path if column.path in opened.denied else None for column in footer.columns]
     types = [leaf.physical_type for leaf in footer.leaves]
     key_values = shown_key_values(opened, {column.path[0] for column in footer.columns})
-    metadata = selected_footer(footer.metadata, footer.leaves, None, None, key_values).metadata
+    metadata = selected_footer(footer.metadata, footer.leaves, None, None, key_values, shows_all=False).metadata
+    denied_ordinals = {column.ordinal for column in footer.columns if column.path in opened.denied}
 
     @functools.cache
     def redacted_chunks(num_rows: int) -> list[bytes | None]:
@@ -225,7 +226,8 @@ def redacted_footer(opened: OpenedFile) -> RedactedFooter:
         ]
 
     metadata.row_groups = [
-        row_group.with_chunks(redacted_chunks(row_group.num_rows)) for row_group in footer.row_groups
+        shown_row_group(row_group.with_chunks(redacted_chunks(row_group.num_rows)), denied_ordinals)[0]
+        for row_group in footer.row_groups
     ]
     tail = _tail(opened, metadata.serialise())
     chunks_end = chunks_offset + len(footer.columns) * _CHUNK_LENGTH

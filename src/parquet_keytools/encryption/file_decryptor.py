@@ -14,7 +14,12 @@ from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, Parq
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
 from parquet_keytools.format.collector import paused_collector, paused_for
 from parquet_keytools.format.file_layout import MAGIC
-from parquet_keytools.format.partial_footers import Selection, selected_footer, selected_sorting_columns
+from parquet_keytools.format.partial_footers import (
+    Selection,
+    selected_footer,
+    selected_sorting_columns,
+    shown_row_group,
+)
 from parquet_keytools.format.structs import ColumnChunk, FileMetaData
 from parquet_keytools.format.thrift_values import Struct, WireType
 from parquet_keytools.secret_bytes import SecretBytes
@@ -127,7 +132,8 @@ def decrypted_footer(
         DecryptionError: The metadata of a chunk does not authenticate.
         ParquetFormatError: It is not what the format says.
     """
-    selection = selected_footer(footer.metadata, footer.leaves, columns, None, key_values)
+    shows_all = len(columns) == len(footer.columns)
+    selection = selected_footer(footer.metadata, footer.leaves, columns, None, key_values, shows_all=shows_all)
     row_groups = open_chunks(footer, deks, lambda *_: None, None, selection.column_ordinals)
     return _plaintext_footer(footer, selection, row_groups, is_moved=False)
 
@@ -151,6 +157,12 @@ def _plaintext_footer(
         if len(chunks) < len(footer.leaves):
             selected_sorting_columns(new.struct, selection.column_ordinals)
             new.total_byte_size = sum(chunk.metadata.total_uncompressed_size for chunk in chunks)
+            if not is_moved:
+                if new.total_compressed_size is not None:
+                    new.total_compressed_size = sum(chunk.metadata.total_compressed_size for chunk in chunks)
+                # Where the first column lies, which may be one that is left out.
+                new.file_offset = None
+                new, _ = shown_row_group(new, ())
         new_row_groups.append(new)
     metadata: FileMetaData = selection.metadata
     metadata.row_groups = new_row_groups

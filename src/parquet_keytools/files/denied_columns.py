@@ -22,7 +22,7 @@ from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, value_or_raise
 from parquet_keytools.files.opened_file import ColumnDigests, OpenedFile
 from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY
-from parquet_keytools.format.schema_key_values import SPARK_SCHEMA_KEY, VisibleKeyValues, schema_alone
+from parquet_keytools.format.schema_key_values import SPARK_SCHEMA_KEY, VisibleKeyValues, schema_alone, short_word
 from parquet_keytools.format.structs import KeyValue
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import KmsKeys
@@ -120,8 +120,7 @@ def _with_digests(
     return replace(opened, refused=readable, digests=ColumnDigests(columns, secret, deks))
 
 
-_PANDAS_FIELDS = ("index_columns", "column_indexes", "columns", "creator", "pandas_version")
-"""Not `attributes` and what pandas may add: they may hold values."""
+_PANDAS_COLUMN = ("name", "field_name", "pandas_type", "numpy_type", "metadata")
 
 _ONLY_SCHEMA = VisibleKeyValues()
 
@@ -215,16 +214,33 @@ def _metadata_of_schema(
 
 
 def _pandas(known: Any, shown: Collection[str], denied: frozenset[str]) -> Any:
-    kept = {name: known[name] for name in _PANDAS_FIELDS if name in known}
-    kept["index_columns"] = [
-        index for index in known["index_columns"] if not isinstance(index, str) or index in shown
-    ]
-    kept["columns"] = columns = []
+    """Return which columns are the index, and the types of columns: not the ends of a range, which are values."""
+    kept: dict[str, Any] = {
+        "index_columns": [index for index in known["index_columns"] if isinstance(index, str) and index in shown],
+        "column_indexes": [_labels(level) for level in known.get("column_indexes") or ()],
+        "columns": [],
+    }
     for column in known["columns"]:
-        names = {column["name"], column["field_name"]}
         if column["field_name"] in shown:
-            columns.append({**column, "metadata": None} if names & denied else column)
-    return kept
+            alone = {name: column.get(name) for name in _PANDAS_COLUMN}
+            if {column["name"], column["field_name"]} & denied:
+                alone["metadata"] = None
+            kept["columns"].append(alone)
+    if isinstance(creator := known.get("creator"), dict):
+        kept["creator"] = _short(creator, ("library", "version"))
+    return kept | _short(known, ("pandas_version",))
+
+
+def _labels(level: Any) -> dict[str, Any]:
+    """Return what types the labels of columns have, as far as pandas needs it to make them again."""
+    metadata = _short(level.get("metadata") or {}, ("encoding", "timezone"))
+    types = _short(level, ("pandas_type", "numpy_type"))
+    return {"name": None, "field_name": None, **types, "metadata": metadata or None}
+
+
+def _short(known: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """Return entries whose values are short words."""
+    return {name: known[name] for name in names if isinstance(known.get(name), str) and short_word(known[name])}
 
 
 def _geo(known: Any, shown: Collection[str], denied: frozenset[str]) -> Any:

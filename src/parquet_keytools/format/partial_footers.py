@@ -1,7 +1,8 @@
-"""Footers that say less than that of their file: of some columns and row groups, or what may be shown of all.
+"""Footers that say less than the footer of their file: some columns and row groups, or what may be shown of all.
 
-A plaintext footer of a file with encrypted columns shows the fields on lists, if they have their types. What is
-not on a list may hold values, as statistics do, and as fields do that are not known yet.
+A plaintext footer of a file with encrypted columns shows the fields on lists, if they have their types; so does a
+view for readers who may not read every column. What is not on a list may hold values, as statistics do, and as
+fields do that are not known yet.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def selected_footer(
     columns: Collection[tuple[str, ...]] | None,
     row_group_ordinals: Sequence[int] | None,
     key_values: Mapping[str, str | None] | None,
+    *,
+    shows_all: bool = True,
 ) -> Selection:
     """Return a footer for some columns and row groups.
 
@@ -54,6 +57,8 @@ def selected_footer(
         columns: Paths of leaf columns; None for all. Top-level columns are taken whole.
         row_group_ordinals: Which row groups; None for all.
         key_values: Entries of the key-value metadata to replace, or to drop where the value is None.
+        shows_all: Whether its readers may see everything; others see what `shown_footer` shows, as in a plaintext
+            footer. `shown_row_group` is left to the caller.
 
     Raises:
         ParquetFormatError: There is no such column or row group.
@@ -80,6 +85,8 @@ def selected_footer(
             changes.setdefault(ARROW_SCHEMA_KEY, None)
     if changes:
         _change_key_values(new, changes)
+    if not shows_all:
+        new, _ = shown_footer(new)
     return Selection(new, chosen, kept)
 
 

@@ -13,7 +13,12 @@ from parquet_keytools.files.denied_columns import shown_key_values
 from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.format.file_layout import MAGIC, TAIL_LENGTH, with_trailer
 from parquet_keytools.format.pages import generated_chunk, null_page
-from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY, selected_footer, selected_sorting_columns
+from parquet_keytools.format.partial_footers import (
+    ARROW_SCHEMA_KEY,
+    selected_footer,
+    selected_sorting_columns,
+    shown_row_group,
+)
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift_values import WireType
 from parquet_keytools.view.digest_chunk import StandIn
@@ -158,10 +163,13 @@ class _TailBuilder:
         kinds = {c.ordinal: digest_kind(chains[c.ordinal][-1]) for c in footer.columns if c.path in digested}
         if kinds and key_values is not None and (arrow_schema := key_values.get(ARROW_SCHEMA_KEY)) is not None:
             key_values[ARROW_SCHEMA_KEY] = digest_arrow_schema(arrow_schema, footer.leaves, kinds)
-        self.selection = selected_footer(footer.metadata, footer.leaves, columns, None, key_values)
+        self.selection = selected_footer(
+            footer.metadata, footer.leaves, columns, None, key_values, shows_all=not self._denied
+        )
         if kinds:
-            self.selection.metadata.schema = digest_schema(footer.metadata.schema, kinds)
+            self.selection.metadata.schema = digest_schema(self.selection.metadata.schema, kinds)
         self._is_digested = bool(kinds)
+        self._refused_ordinals = {c.ordinal for c in footer.columns if c.path in self.refused}
 
     @functools.cached_property
     def _types(self) -> list[int]:
@@ -196,7 +204,8 @@ class _TailBuilder:
             new.total_compressed_size = sum(metadata.total_compressed_size for metadata in described)
         # Where its first column lay, which may be one of those that are not shown.
         new.file_offset = None
-        return new
+        shown, _ = shown_row_group(new, self._refused_ordinals)
+        return shown
 
     def _digests(self, row_group_ordinal: int, ordinal: int) -> ColumnChunk:
         stand_in = self._stand_ins[row_group_ordinal, ordinal]
