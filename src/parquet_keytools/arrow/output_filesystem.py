@@ -23,6 +23,7 @@ from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.storage.local_files import FolderIdentity, identity_of_folder, remove_beneath
 from parquet_keytools.storage.locations import FileLocation, key_material_location
 from parquet_keytools.storage.locks import exclusive_folder
+from parquet_keytools.storage.made_folders import MadeFolders
 from parquet_keytools.storage.outputs import PendingOutput, pending_output
 from parquet_keytools.storage.walk import all_files, names_passed_over
 
@@ -54,6 +55,7 @@ class PendingHandler(DelegatingHandler):
         self._key_materials: dict[str, NewKeyMaterial] = {}
         self._replaced: list[str] = []
         self._replaced_in: FolderIdentity | None = None
+        self._made = MadeFolders(folder.filesystem)
         self._state = threading.Condition()
         self._encrypting = 0
         self._discarded = False
@@ -131,10 +133,11 @@ class PendingHandler(DelegatingHandler):
         return [info for info in super().get_file_info_selector(selector) if info.type != pafs.FileType.Directory]
 
     def create_dir(self, path: str, recursive: bool) -> None:
-        """Create a folder."""
-        with self._failing_at_commit():
+        """Create a folder; `discard` removes it again. After a failure nothing is created."""
+        with self._failing_at_commit(), self._state:
             self._refuse_passed_over(path)
-            super().create_dir(path, recursive)
+            if not self._discarded and self._failure is None:
+                self._made.create(path, recursive=recursive)
 
     def _refuse_links(self, path: str) -> None:
         """Refuse to delete what is behind a link in the data set: whoever may write there can put one."""
@@ -210,12 +213,14 @@ class PendingHandler(DelegatingHandler):
         return [pending.target for pending in self._pending]
 
     def discard(self) -> None:
-        """Remove what was written, and what is being written just now."""
+        """Remove what was written, and what is being written just now, and folders made for it."""
         with self._state:
             self._discarded = True
             self._state.wait_for(lambda: self._encrypting == 0)
         for pending in self._pending:
             pending.discard()
+        with self._state:
+            self._made.remove_empty()
 
 
 class _EncryptedOnClose(io.RawIOBase):

@@ -308,6 +308,7 @@ def write_dataset(
     paths = arrow_leaf_paths(schema, write_options)
     refuse_more_than_ordinals(folder, columns=len(paths))
     policy = keys.policy(table_name, paths)
+    policy.refuse_folder_names(partition_names)
     reasons = arrow_limits(policy, write_options)
     if not policy.table.double_wrapping:
         reasons.append("it would call the KMS while it writes a data set with single wrapping")
@@ -422,6 +423,11 @@ def _partitioning(
 
     if partitioning is None:
         return None, frozenset()
+    if not isinstance(partitioning, (list, tuple, str, bytes)) and not hasattr(partitioning, "schema"):
+        raise TypeError(
+            f"{partitioning!r} is no partitioning to write with: give a list of names of columns, or a pyarrow "
+            "partitioning with a schema."
+        )
     if isinstance(partitioning, (list, tuple, str, bytes)):
         partitioning = list_of_names("partitioning", partitioning)
         fields = pa.schema([schema.field(name) for name in partitioning])

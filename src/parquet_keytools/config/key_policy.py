@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Literal
 
@@ -185,10 +185,12 @@ class ChosenKey:
     Attributes:
         kind: `plaintext`; `footer_key`, which means the footer's DEK; or `column_key`, a DEK of its own.
         key_name: Name of the key in the configuration; None for plaintext.
+        is_listed: Whether `column_keys` covers the column, whatever the kind of its key.
     """
 
     kind: Literal["plaintext", "footer_key", "column_key"]
     key_name: str | None
+    is_listed: bool = field(default=False, compare=False)
 
 
 def resolve_columns(
@@ -253,7 +255,9 @@ def resolve_columns(
                             f"and {other_key!r} by {other_pattern!r}."
                         )
                         mistakes.append(Mistake(path, message))
-                    keys[leaf] = ChosenKey("footer_key" if key_name == shared else "column_key", key_name)
+                    keys[leaf] = ChosenKey(
+                        "footer_key" if key_name == shared else "column_key", key_name, is_listed=True
+                    )
         return covered_by.keys()
 
     covered = give_keys(dotted_paths.covered_by, must_cover=not for_reading, spared=())

@@ -17,6 +17,7 @@ from parquet_keytools.files.file_plan import encrypted_contents, is_there_alread
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_verified, naming_place
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
+from parquet_keytools.files.table_check import partition_names
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.file_layout import MAGIC
 from parquet_keytools.storage.locations import FileLocation
@@ -186,7 +187,7 @@ def encrypt_pending(
     on_progress: Progress | None = None,
     *,
     threads: int = 2,
-    partition_names: Collection[str] = (),
+    folder_names: Collection[str] = (),
 ) -> NewKeyMaterial:
     """Encrypt a plaintext file into a pending output; `put_in_place` takes what it returns.
 
@@ -197,7 +198,7 @@ def encrypt_pending(
         pending: The output.
         on_progress: Called with the number of bytes after each write, by any thread.
         threads: How many threads work.
-        partition_names: Columns whose values are in the names of the file's folders.
+        folder_names: Names of columns to which the file's folders give values; see `names_in_folders`.
 
     Raises:
         AlreadyEncryptedError: The file is encrypted.
@@ -207,10 +208,11 @@ def encrypt_pending(
     """
     footer = file_encryptor.read_plaintext_footer(source)
     paths = [leaf.path for leaf in footer.leaves]
-    if partition_names:
-        with_partitions = dict.fromkeys([*paths, *((name,) for name in partition_names)])
-        keys.policy(table_name, list(with_partitions)).check_partition_columns(partition_names)
+    if names := partition_names(folder_names):
+        with_partitions = dict.fromkeys([*paths, *((name,) for name in names)])
+        keys.policy(table_name, list(with_partitions)).check_partition_columns(names)
     policy = keys.policy(table_name, paths)
+    policy.refuse_folder_names(folder_names)
     encryption, key_material = new_file_encryption(keys, policy, pending.target)
     with pending.open_sink() as sink:
         file_encryptor.encrypt_opened(

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.denied_columns import with_digests
 from parquet_keytools.files.file_opening import WantedColumns, open_files
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, read_again_if_changed
-from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
+from parquet_keytools.files.table_check import TableCheck, protected_names, refuse_folders_above
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
@@ -62,27 +62,44 @@ class TablePolicy:
     master_key_ids: Mapping[str, str]
 
     def check_partition_columns(self, names: Collection[str]) -> None:
-        """Refuse to put values of columns under a key into the names of folders, where everyone reads them.
+        """Refuse to put values of columns that `column_keys` covers into the names of folders.
 
-        Those under the footer key, which nobody named, only get a warning.
+        Everyone reads these. Columns that are encrypted without being listed only get a warning.
 
         Args:
             names: Of the columns that a data set is partitioned by.
 
         Raises:
-            ConfigurationError: One of them is under a key of its own.
+            ConfigurationError: `column_keys` covers one of them.
         """
         for path, key in self.columns.items():
             if path[0] not in names or key.kind == "plaintext":
                 continue
             message = f"the values of column {path[0]!r} would be in the names of folders, in plaintext"
-            if key.kind == "column_key":
+            if key.is_listed:
                 raise ConfigurationError(
                     f"{message}, and the table {self.table_name!r} has it under the key {key.key_name!r}.",
                     hint="Partition by another column, or take this one out of column_keys.",
                 )
             text = f"{message}, for the data set is partitioned by it"
             warnings.warn(text, UserWarning, stacklevel=levels_inside())
+
+    def refuse_folder_names(self, names: Iterable[str]) -> None:
+        """Refuse folders that would give values to encrypted columns of the files in them: no reader opens these.
+
+        Args:
+            names: Names of columns to which folders will give values.
+
+        Raises:
+            ConfigurationError: A file has such a column.
+        """
+        protected = [path for path, key in self.columns.items() if key.kind != "plaintext"]
+        for name, column in protected_names(names, protected, None).items():
+            raise ConfigurationError(
+                f"folders with the name {name!r} would give values to column {column!r}, which is encrypted in "
+                "the files: readers refuse such files.",
+                hint="Partition by another column, or leave this one out of the files.",
+            )
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,8 @@ class TableCheck:
             for_reading=True,
             ignores_case=self._ignores_case,
         )
-        whole = {path[0]: key.key_name for path, key in columns.items() if key.kind == "column_key"}
-        keys = {name: whole.get(name) or self._key_of_part(name) for name in names}
+        whole = {path[0]: key.key_name for path, key in columns.items() if key.is_listed}
+        keys = {name: whole.get(name) or self._listed_key(name) for name in names}
         return {name: key_name for name, key_name in keys.items() if key_name is not None}
 
     @functools.cached_property
@@ -175,45 +175,48 @@ class TableCheck:
         names = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
         return frozenset(_folded(name) for name in names if not WILDCARD.search(name))
 
-    def refuse_folder_names(self, paths: Iterable[str]) -> None:
+    def refuse_folder_names(self, paths: Iterable[str], *, is_planned: bool = False) -> None:
         """Refuse to leave values of columns under a key in the names of folders, where everyone reads them.
 
-        A column that is named letter by letter is missed in the files; a glob may fit others. Columns under the
-        footer key, which nobody named, only get a warning.
+        A column that is named letter by letter is missed in the files; a glob may fit others. Columns that are
+        encrypted without being listed only get a warning, if the folders are there already.
 
         Args:
             paths: Of files, from the folder of the data set on.
+            is_planned: Whether the folders are to be made; else they are there.
 
         Raises:
             ConfigurationError: There is such a column, or the table has two keys for it.
         """
-        parts = {part for path in paths for part in path.split("/")[:-1] if "=" in part}
-        names = sorted({unquote(part.partition("=")[0]) for part in parts})
+        names = sorted({name for path in paths for name in names_in_folders(path)})
         keyed = self.keyed(names)
+        verb, what = ("would be", "Partition") if is_planned else ("are", "Partition the source")
         for name in names:
-            message = f"the values of column {name!r} are in the names of folders, in plaintext"
+            message = f"the values of column {name!r} {verb} in the names of folders, in plaintext"
             if name in keyed:
                 raise ConfigurationError(
                     f"{message}, and the table {self.table_name!r} has it under the key {keyed[name]!r}.",
-                    hint="Partition the source by another column, or take this one out of column_keys.",
+                    hint=f"{what} by another column, or take this one out of column_keys.",
                 )
+        for name in partition_names(names):
+            message = f"the values of column {name!r} {verb} in the names of folders, in plaintext"
             if self._unlisted == "error" and not self._stays_plaintext(name):
                 raise ConfigurationError(
                     f"{message}, and the table {self.table_name!r} does not list it.",
-                    hint="List it under plaintext_columns, or partition the source by another column.",
+                    hint=f"List it under plaintext_columns, or {what.lower()} by another column.",
                 )
-            if self._unlisted == "footer_key":
+            if self._unlisted == "footer_key" and not is_planned:
                 warnings.warn(message, UserWarning, stacklevel=3)
 
     def _stays_plaintext(self, name: str) -> bool:
         folded = str.lower if self._ignores_case else str
         return any(fnmatchcase(folded(name), folded(pattern)) for pattern in self._plaintext_columns)
 
-    def _key_of_part(self, name: str) -> str | None:
-        """Return the key of a pattern that names a part of a top-level column, which no file may have."""
-        folded = str.lower if self._ignores_case else str
+    def _listed_key(self, name: str) -> str | None:
+        """Return the key of a pattern that names a column in another spelling, or a part that no file may have."""
+        folded = _folded(name)
         for key_name, patterns in self._column_keys.items():
-            if any(folded(pattern).startswith(f"{folded(name)}.") for pattern in patterns):
+            if any(f"{_folded(pattern)}.".startswith(f"{folded}.") for pattern in patterns):
                 return key_name
         return None
 
@@ -309,6 +312,11 @@ def names_in_folders(path: str) -> FolderNames:
             break
         text = decoded
     return found
+
+
+def partition_names(names: Iterable[str]) -> list[str]:
+    """Return the names that a writer means, of all that readers may see: decoded, and without a `=`."""
+    return [name for name in names if "=" not in name and unquote(name) == name]
 
 
 def protected_names(

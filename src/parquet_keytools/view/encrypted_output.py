@@ -8,17 +8,15 @@ import io
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import PurePosixPath
 from typing import Any
-from urllib.parse import unquote
 
 from parquet_keytools import audit
-from parquet_keytools.config.key_policy import resolve_columns
 from parquet_keytools.errors import KeytoolsError, OutputError
 from parquet_keytools.files.conversion import encrypt_pending
-from parquet_keytools.files.key_service import KeyService, TablePolicy
+from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
+from parquet_keytools.files.table_check import names_in_folders
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.runtime.endings import ExceptionWatch, share_with_arrow
 from parquet_keytools.runtime.fork_safety import OwnerProcess
@@ -46,10 +44,12 @@ class EncryptedOutput(io.RawIOBase):
         *,
         overwrite: bool = True,
         commits_on_close: bool = True,
+        on_discarded: Callable[[], None] = lambda: None,
     ) -> None:
         """Make one; nothing is written yet.
 
-        With `commits_on_close` it takes its place when it is closed; otherwise `commit` does that.
+        With `commits_on_close` it takes its place when it is closed; otherwise `commit` does that. If it does not
+        take its place, `on_discarded` is called.
 
         Raises:
             ConfigurationError: Values of a column under a key stand in the names of its folders.
@@ -68,6 +68,8 @@ class EncryptedOutput(io.RawIOBase):
         self._pending: PendingOutput | None = None
         self._finish: Callable[[], None] | None = None
         share_with_arrow(self)
+        self._on_discarded = on_discarded
+        self._is_done = False
         if target.name == "_metadata":
             raise OutputError(
                 f"{target} is not written: it would hold the statistics of all files, and the places of their "
@@ -133,6 +135,7 @@ class EncryptedOutput(io.RawIOBase):
             try:
                 with failing_as_output(self._target):
                     finish()
+                self._is_done = True
             finally:
                 self.discard()
 
@@ -144,6 +147,9 @@ class EncryptedOutput(io.RawIOBase):
         if not self.closed:
             super().close()
         self._spool.close()
+        if not self._is_done and self._owner.is_here:
+            self._is_done = True
+            self._on_discarded()
 
     def _encrypted(self, pending: PendingOutput) -> Callable[[], None]:
         """Encrypt the file; returns what puts it in its place."""
@@ -152,9 +158,9 @@ class EncryptedOutput(io.RawIOBase):
                 # A mark, such as _SUCCESS: there is nothing in it that would be protected.
                 return lambda: write_whole(self._target, b"")
             raise self._not_parquet()
-        names = [unquote(name) for name in _partition_names(PurePosixPath(self._target.path).parent)]
+        names = names_in_folders(self._target.path)
         new: NewKeyMaterial = encrypt_pending(
-            self._keys, self._table_name, self._spool, pending, partition_names=names
+            self._keys, self._table_name, self._spool, pending, folder_names=names
         )
         return lambda: put_in_place(pending, new)
 
@@ -181,18 +187,10 @@ class EncryptedOutput(io.RawIOBase):
 
 
 def refuse_partition_folders(keys: KeyService, table_name: str, path: str) -> None:
-    """Refuse a path in which values of a column under a key stand, before a folder or a file has that name."""
-    # Some engines escape names, as DuckDB does.
-    names = {name for raw in _partition_names(PurePosixPath(path)) for name in (raw, unquote(raw))}
-    if names:
-        columns = resolve_columns(keys.configuration, table_name, [(name,) for name in names], for_reading=True)
-        columns = {path: key for path, key in columns.items() if key.kind == "column_key"}
-        table = keys.configuration.tables[table_name]
-        TablePolicy(table_name, table, columns, {}).check_partition_columns(names)
-
-
-def _partition_names(path: PurePosixPath) -> list[str]:
-    return [part.partition("=")[0] for part in path.parts if "=" in part]
+    """Refuse a path in which values of a protected column stand, before a folder or a file has that name."""
+    check = keys.table_check(table_name)
+    assert check is not None
+    check.refuse_folder_names([f"{path}/"], is_planned=True)
 
 
 def _why_abandoned() -> str:

@@ -26,6 +26,7 @@ from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.listing import is_utf8
 from parquet_keytools.storage.locations import FileLocation, PathLike, key_material_location
 from parquet_keytools.storage.locks import exclusive_folder
+from parquet_keytools.storage.made_folders import MadeFolders
 from parquet_keytools.storage.printable import escaped_path
 from parquet_keytools.storage.walk import infos_in
 from parquet_keytools.view.encrypted_output import EncryptedOutput, refuse_partition_folders
@@ -84,6 +85,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         self._root = FileLocation.resolve("/" if root is None else root, filesystem)
         self._is_rooted = root is not None
         self._files = PlainFiles(keys, table_name, is_one_folder=self._is_rooted)
+        self._made = MadeFolders(self._root.filesystem)
         self._room: tuple[int, SpoolRoom] | None = None
         share_with_arrow(self)
 
@@ -153,6 +155,8 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             self._room_for(location),
             overwrite=mode == "wb",
             commits_on_close=autocommit,
+            # Engines make folders named after values, and leave them behind when a file in them is refused.
+            on_discarded=partial(self._made.remove_empty, location.path),
         )
 
     def _room_for(self, location: FileLocation) -> SpoolRoom:
@@ -270,7 +274,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         table_name, _ = self._keys.configuration.select_table(self._table_name)
         refuse_partition_folders(self._keys, table_name, location.path)
         if not (self._is_rooted and location == self._root):
-            location.filesystem.create_dir(location.path, recursive=create_parents)
+            self._made.create(location.path, recursive=create_parents)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Create a folder and those above it."""
