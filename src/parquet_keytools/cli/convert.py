@@ -14,6 +14,7 @@ import typer
 from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
+    FollowLinksOption,
     JsonOption,
     ModeOption,
     OverwriteOption,
@@ -173,6 +174,7 @@ def rekey_command(
     in_place: InPlaceOption = False,
     verify: VerifyOption = None,
     journal: JournalOption = None,
+    follow_links: FollowLinksOption = False,
     processes: ProcessesOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -188,8 +190,8 @@ def rekey_command(
         raise typer.BadParameter("--in-place replaces files in any case.", param_hint="--overwrite")
     if not in_place and target is None:
         raise typer.BadParameter("a file or folder to write is needed, or --in-place.", param_hint="DST")
-    if not in_place and (verify is not None or journal is not None):
-        option = "--journal" if journal is not None else "--verify"
+    if not in_place and (verify is not None or journal is not None or follow_links):
+        option = "--journal" if journal is not None else "--follow-links" if follow_links else "--verify"
         raise typer.BadParameter("this goes with --in-place only.", param_hint=option)
 
     from parquet_keytools.cli.file_work import convert_files, open_keytools
@@ -207,6 +209,7 @@ def rekey_command(
                 "verify": verify is not False,
                 "journal": journal,
                 "processes": processes,
+                "follow_links": follow_links,
             }
             _in_place(keytools, source, options, as_json=as_json)
             return

@@ -160,6 +160,13 @@ NewKeksOption = Annotated[
 KeepOldOption = Annotated[
     bool | None, typer.Option("--keep-old/--no-keep-old", help="Keep the old keys beside the files, for --undo.")
 ]
+FollowLinksOption = Annotated[
+    bool,
+    typer.Option(
+        "--follow-links",
+        help="Also change files outside of the named folder, where links lead. Without, they count as failed.",
+    ),
+]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Change nothing; tell what would change, and the KMS be asked for.")
 ]

@@ -17,6 +17,7 @@ from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
     DryRunOption,
+    FollowLinksOption,
     FromOption,
     JsonOption,
     KeepOldOption,
@@ -82,6 +83,7 @@ def rotate_command(
     dry_run: DryRunOption = False,
     journal: JournalOption = None,
     aad_prefix: AadPrefixOption = None,
+    follow_links: FollowLinksOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Re-wrap the keys of files; their data stays as it is.
@@ -115,10 +117,10 @@ def rotate_command(
         if table is not None:
             keytools.configuration.select_table(table)
         if undo:
-            _undo(keytools, location, table, aad_prefix, as_json=as_json)
+            _undo(keytools, location, table, aad_prefix, follow_links=follow_links, as_json=as_json)
             return
         if drop_old:
-            _drop_old(keytools, location, as_json=as_json)
+            _drop_old(keytools, location, follow_links=follow_links, as_json=as_json)
             return
         options: dict[str, Any] = {
             "moves": moves or None,
@@ -131,6 +133,7 @@ def rotate_command(
             "to": stack.enter_context(open_keytools(to_config)) if to_config is not None else None,
             "table_name": table,
             "aad_prefix": aad_prefix,
+            "follow_links": follow_links,
         }
         _rotate(keytools, location, options, as_json=as_json)
 
@@ -162,9 +165,15 @@ def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any],
 
 
 def _undo(
-    keytools: Keytools, location: FileLocation, table: str | None, aad_prefix: str | None, *, as_json: bool
+    keytools: Keytools,
+    location: FileLocation,
+    table: str | None,
+    aad_prefix: str | None,
+    *,
+    follow_links: bool,
+    as_json: bool,
 ) -> None:
-    report = keytools.undo_rotation(location, table_name=table, aad_prefix=aad_prefix)
+    report = keytools.undo_rotation(location, table_name=table, aad_prefix=aad_prefix, follow_links=follow_links)
     tally = RotationTally()
     with FilesDocument(wanted=as_json) as document:
         for file in report.files:
@@ -175,9 +184,11 @@ def _undo(
     exit_with(report)
 
 
-def _drop_old(keytools: Keytools, location: FileLocation, *, as_json: bool) -> None:
+def _drop_old(keytools: Keytools, location: FileLocation, *, follow_links: bool, as_json: bool) -> None:
     left: list[tuple[str, str]] = []
-    dropped = keytools.drop_old_keys(location, on_left=lambda path, why: left.append((path, why)))
+    dropped = keytools.drop_old_keys(
+        location, on_left=lambda path, why: left.append((path, why)), follow_links=follow_links
+    )
     if as_json:
         print_json({"dropped": dropped} | ({"left": [path for path, _ in left]} if left else {}))
     answer(f"Removed {number_of(dropped, 'file')} with old keys.")

@@ -17,6 +17,7 @@ from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
     DryRunOption,
+    FollowLinksOption,
     FromOption,
     IgnorePassedOverOption,
     JsonOption,
@@ -127,6 +128,7 @@ def rotate_with_spark(
     conf: SettingOption = None,
     max_tasks: TasksOption = None,
     file_on_nodes: FileOnNodesOption = None,
+    follow_links: FollowLinksOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Re-wrap the keys of files; their data stays as it is.
@@ -152,6 +154,7 @@ def rotate_with_spark(
             aad_prefix=aad_prefix,
             file_on_nodes=file_on_nodes,
             max_tasks=max_tasks,
+            follow_links=follow_links,
         )
         _tell(report, as_json=as_json)
 
@@ -166,6 +169,7 @@ def rekey_with_spark(
     conf: SettingOption = None,
     max_tasks: TasksOption = None,
     file_on_nodes: FileOnNodesOption = None,
+    follow_links: FollowLinksOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Re-encrypt files in place, with new data keys."""
@@ -180,6 +184,7 @@ def rekey_with_spark(
             aad_prefix=aad_prefix,
             file_on_nodes=file_on_nodes,
             max_tasks=max_tasks,
+            follow_links=follow_links,
         )
         _tell(report, as_json=as_json)
 

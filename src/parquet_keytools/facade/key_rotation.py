@@ -43,6 +43,7 @@ class KeyRotation(Configured):
         on_file: OnFile | None = None,
         on_progress: conversion.Progress | None = None,
         processes: int | None = 1,
+        follow_links: bool = False,
     ) -> RotationReport:
         """Encrypt a file, or all files under a folder, with new data keys, each in its place.
 
@@ -66,6 +67,8 @@ class KeyRotation(Configured):
             processes: How many processes share the small files; None takes as many as pay. More than one need a
                 `Keytools` that can be pickled, and files that other processes see; otherwise this process does
                 all.
+            follow_links: Whether files are changed, too, that links lead to outside of `path`. If not, each such
+                file is in the report as one that failed.
 
         Raises:
             ValueError: `processes` is less than 1.
@@ -87,6 +90,7 @@ class KeyRotation(Configured):
             on_file=on_file,
             on_progress=on_progress,
             processes=processes,
+            follow_links=follow_links,
         )
         return rekeying.rekey_data_set(
             self._keys, (new_keytools or self)._keys, FileLocation.resolve(path, filesystem), request
@@ -109,6 +113,7 @@ class KeyRotation(Configured):
         filesystem: Any = None,
         keep_results: bool = True,
         on_file: OnFile | None = None,
+        follow_links: bool = False,
     ) -> RotationReport:
         """Re-wrap the keys of a file, or of all files under a folder; their data stays as it is.
 
@@ -135,6 +140,8 @@ class KeyRotation(Configured):
             filesystem: A `pyarrow.fs` or fsspec file system.
             keep_results: Whether the report has all files, or only those that failed: a million take memory.
             on_file: Called with what became of each file.
+            follow_links: Whether files are changed, too, that links lead to outside of `path`. If not, each such
+                file is in the report as one that failed.
 
         Raises:
             ConfigurationError: There is no KMS, or the moves are not possible.
@@ -156,6 +163,7 @@ class KeyRotation(Configured):
             aad_prefix=aad_prefix,
             keep_results=keep_results,
             on_file=on_file,
+            follow_links=follow_links,
         )
         return run_rotation(self._keys, FileLocation.resolve(path, filesystem), request)
 
@@ -166,6 +174,7 @@ class KeyRotation(Configured):
         table_name: str | None = None,
         aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
+        follow_links: bool = False,
     ) -> RotationReport:
         """Put back the keys that `rotate` kept of a file, or of all files under a folder.
 
@@ -177,12 +186,14 @@ class KeyRotation(Configured):
             table_name: Table of the files, for an AAD prefix that they do not store.
             aad_prefix: The AAD prefix that they must have.
             filesystem: A `pyarrow.fs` or fsspec file system.
+            follow_links: Whether files are changed, too, that links lead to outside of `path`. If not, each such
+                file is in the report as one that failed.
 
         Raises:
             FileNotFoundError: There is no such file or folder.
         """
         check = RestoredCheck(self._keys, prefix_of(self._keys, table_name, aad_prefix))
-        return restoring.restore_data_set(FileLocation.resolve(path, filesystem), check)
+        return restoring.restore_data_set(FileLocation.resolve(path, filesystem), check, follow_links=follow_links)
 
     def drop_old_keys(
         self,
@@ -190,6 +201,7 @@ class KeyRotation(Configured):
         *,
         filesystem: Any = None,
         on_left: Callable[[str, str], None] | None = None,
+        follow_links: bool = False,
     ) -> int:
         """Remove the keys that `rotate` kept of a file, or of all files under a folder.
 
@@ -198,6 +210,7 @@ class KeyRotation(Configured):
             filesystem: A `pyarrow.fs` or fsspec file system.
             on_left: Called with the path of what is named like old keys and is none, such as a link, and why; it
                 is left in place.
+            follow_links: Whether old keys are removed, too, that lie outside of `path`, behind a link.
 
         Returns:
             How many kept files were removed.
@@ -205,7 +218,7 @@ class KeyRotation(Configured):
         Raises:
             FileNotFoundError: There is no such file or folder.
         """
-        return restoring.drop_data_set(FileLocation.resolve(path, filesystem), on_left)
+        return restoring.drop_data_set(FileLocation.resolve(path, filesystem), on_left, follow_links=follow_links)
 
     def key_inventory(
         self,

@@ -79,7 +79,7 @@ def plan_files(source: FileLocation, target: FileLocation, *, overwrite: bool = 
 
     Raises:
         FileNotFoundError: There is no source.
-        OutputError: The target exists, or is the source or a folder in it.
+        OutputError: The target exists, or is the source or a folder in it, or a link in it leads out of it.
         NoParquetFilesError: The source folder has no Parquet files.
     """
     is_folder = not file_or_folder(source).is_file
@@ -117,6 +117,14 @@ def _plan_folder(source: FileLocation, target: FileLocation, overwrite: bool) ->
         PlannedFile(file.location, target.child(path), file.size_bytes, path)
         for file, path in zip(parquet_files, paths, strict=True)
     )
+    if target.is_local:
+        root = PurePosixPath(_real_path(target))
+        for file in files:
+            if not PurePosixPath(_real_path(file.target)).is_relative_to(root):
+                raise OutputError(
+                    f"{file.target} is not written: a link leads out of the folder {target}.",
+                    hint="Remove the link, or name another folder.",
+                )
     if target.filesystem == source.filesystem:
         sources = {_real_path(file.source) for file in files}
         for file in files:

@@ -199,11 +199,17 @@ class TableCheck:
                     hint=f"{what} by another column, or take this one out of column_keys.",
                 )
         for name in partition_names(names):
+            if is_planned and self._unlisted == "error" and not self._stays_plaintext(name):
+                raise ConfigurationError(
+                    f"column {name!r} is not listed in the table {self.table_name!r}, and its values would be in "
+                    "the names of folders, in plaintext.",
+                    hint="List it under plaintext_columns, or partition by another column.",
+                )
             message = f"the values of column {name!r} {verb} in the names of folders, in plaintext"
             if self._unlisted == "error" and not self._stays_plaintext(name):
                 raise ConfigurationError(
                     f"{message}, and the table {self.table_name!r} does not list it.",
-                    hint=f"List it under plaintext_columns, or {what.lower()} by another column.",
+                    hint="List it under plaintext_columns, or partition the source by another column.",
                 )
             if self._unlisted == "footer_key" and not is_planned:
                 warnings.warn(message, UserWarning, stacklevel=3)

@@ -35,7 +35,15 @@ from parquet_keytools.storage.failures import naming_left_behind, storage_failur
 from parquet_keytools.storage.locations import FileLocation, folder_path, real_location
 from parquet_keytools.storage.locks import exclusive_folder
 from parquet_keytools.storage.temporary_files import without_leftovers
-from parquet_keytools.storage.walk import Entry, LeftOut, ParquetFile, Unseen, data_set
+from parquet_keytools.storage.walk import (
+    BehindLink,
+    Entry,
+    LeftOut,
+    ParquetFile,
+    Unseen,
+    data_set,
+    data_set_in_place,
+)
 
 CONCURRENT_FILES = 8
 ATTEMPTS = 3
@@ -76,12 +84,14 @@ class RunOptions:
         keep_results: Whether the report has all files, or only those that failed.
         on_file: Called with each result.
         raises_failures: Whether what fails with a file is raised: for a run over a single one.
+        follow_links: Whether files are changed that links lead to, outside of what was named.
     """
 
     journal: Path | None = None
     keep_results: bool = True
     on_file: OnFile | None = None
     raises_failures: bool = False
+    follow_links: bool = False
 
 
 class FileChange(ABC):
@@ -284,6 +294,15 @@ def _files_of(
             on_left_out(entry)
 
 
+def _entries(entries: Iterable[Entry | BehindLink], note: Callable[[FileRotation], None]) -> Iterator[Entry]:
+    """Yield what is to be changed, and note what is behind links that are not followed."""
+    for entry in entries:
+        if isinstance(entry, BehindLink):
+            note(FileRotation.of_link(entry))
+        else:
+            yield entry
+
+
 def change_data_set(
     path: FileLocation,
     change: FileChange,
@@ -308,7 +327,7 @@ def change_data_set(
     is_done = False
     try:
         with audit.about(path), naming_left_behind(report.note_left_behind), contextlib.ExitStack() as stack:
-            entries = data_set(path)
+            entries = _entries(data_set_in_place(path, follow_links=options.follow_links), note)
             if isinstance(change, EachFile) and change.processes != 1:
                 first = list(itertools.islice(entries, MOST_PROCESSES * FILES_PER_PROCESS))
                 entries = itertools.chain(first, entries)

@@ -106,6 +106,7 @@ class RekeyRequest:
     on_file: OnFile | None = None
     on_progress: Callable[[int], None] | None = None
     processes: int | None = 1
+    follow_links: bool = False
 
 
 class _Progress(StaysInParent):
@@ -140,7 +141,12 @@ def rekey_data_set(
     report = RotationReport()
     journal = _open_journal(path, keys, new_keys, request)
     rekeying = _Rekeying(keys, new_keys, request, journal, raises_not_encrypted=not is_folder)
-    options = RunOptions(keep_results=request.keep_results, on_file=request.on_file, raises_failures=not is_folder)
+    options = RunOptions(
+        keep_results=request.keep_results,
+        on_file=request.on_file,
+        raises_failures=not is_folder,
+        follow_links=request.follow_links,
+    )
     processes = request.processes if path.is_for_all_processes else 1
     change_data_set(path, EachFile(rekeying.rekey, processes), report, options, journal)
     return report

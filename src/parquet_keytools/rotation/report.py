@@ -9,7 +9,7 @@ from enum import Enum
 
 from parquet_keytools.errors import KeytoolsError, without_frames
 from parquet_keytools.runtime.presentation import Summarised
-from parquet_keytools.storage.walk import Unseen
+from parquet_keytools.storage.walk import BehindLink, Unseen
 
 MOST_LEFT_BEHIND = 100
 """How much of what is left behind, or shared, a report names; where nothing may be listed, each file has some."""
@@ -95,6 +95,13 @@ class FileRotation(Summarised):
     def failed(cls, path: str, error: KeytoolsError | OSError) -> FileRotation:
         """Return that of a file that could not be done and stays as it is."""
         return cls(path, RotationOutcome.FAILED, error=without_frames(error))
+
+    @classmethod
+    def of_link(cls, behind: BehindLink) -> FileRotation:
+        """Return that of a file or folder behind a link: outside of what was named, it fails."""
+        if behind.is_outside:
+            return cls.failed(behind.path, behind.error())
+        return cls(behind.path, RotationOutcome.NOTHING_TO_ROTATE, how="another name of a file of this run")
 
     @classmethod
     def of_unseen(cls, unseen: Unseen) -> FileRotation:

@@ -61,6 +61,7 @@ class RotationRequest:
     aad_prefix: str | bytes | None = None
     keep_results: bool = True
     on_file: OnFile | None = None
+    follow_links: bool = False
 
     def __post_init__(self) -> None:
         """Refuse one name in place of several."""
@@ -77,7 +78,7 @@ def run_rotation(keys: KeyService, path: FileLocation, request: RotationRequest)
         FileNotFoundError: There is no such file or folder.
         OutputError: The journal is of a rotation with other parameters, or cannot be written.
     """
-    options = RunOptions(request.journal, request.keep_results, request.on_file)
+    options = RunOptions(request.journal, request.keep_results, request.on_file, follow_links=request.follow_links)
     return rotate_data_set(path, rotation_context(keys, request), options)
 
 

@@ -50,7 +50,7 @@ from parquet_keytools.rotation.report import FileRotation, KmsCalls, RotationOut
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.tail import ReplacedTail, check_read_back, check_unchanged
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation, real_location
+from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import Unseen, raise_for_unseen
 
@@ -178,7 +178,7 @@ _NOT_KEPT = "it is named like old keys, and holds none"
 _ELSEWHERE = "it lies in another folder than the one that was named, behind a link"
 
 
-def restore_data_set(path: FileLocation, check: RestoredCheck) -> RotationReport:
+def restore_data_set(path: FileLocation, check: RestoredCheck, *, follow_links: bool = False) -> RotationReport:
     """Put back the old keys of a file, or of all files under a folder, as far as they were kept.
 
     Raises:
@@ -188,24 +188,22 @@ def restore_data_set(path: FileLocation, check: RestoredCheck) -> RotationReport
     kept_of = _KeptOf()
 
     def restore(location: FileLocation, locked_folder: str | None) -> FileRotation:
-        kept = kept_of(location)
-        if kept and _is_elsewhere(path, location):
-            raise OutputError(
-                f"{location}: {_ELSEWHERE}.", hint=f"Undo its rotation there: {real_location(location)}"
-            )
-        return _restore(location, kept, check, locked_folder)
+        return _restore(location, kept_of(location), check, locked_folder)
 
-    change_data_set(path, EachFile(restore), report, RunOptions())
+    change_data_set(path, EachFile(restore), report, RunOptions(follow_links=follow_links))
     report.kms_calls = check.calls
     return report
 
 
-def drop_data_set(path: FileLocation, on_left: Callable[[str, str], None] | None = None) -> int:
+def drop_data_set(
+    path: FileLocation, on_left: Callable[[str, str], None] | None = None, *, follow_links: bool = False
+) -> int:
     """Remove the old keys that were kept of a file, or of all files under a folder. Returns how many there were.
 
     Args:
         path: The file or folder.
         on_left: Called with the path of what is named like old keys and is left in place, and why.
+        follow_links: Whether old keys are removed, too, that lie outside of what was named, behind a link.
 
     Raises:
         FileNotFoundError: There is no such file or folder.
@@ -216,7 +214,7 @@ def drop_data_set(path: FileLocation, on_left: Callable[[str, str], None] | None
     unseen: list[Unseen] = []
     for location in data_set_files(path, unseen.append):
         kept_files = kept_of(location)
-        is_elsewhere = bool(kept_files) and _is_elsewhere(path, location)
+        is_elsewhere = bool(kept_files) and not follow_links and _is_elsewhere(path, location)
         for kept in kept_files:
             if is_elsewhere and on_left is not None:
                 on_left(str(kept.location), _ELSEWHERE)

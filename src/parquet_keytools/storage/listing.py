@@ -70,6 +70,10 @@ class Listing(_Folder):
     is_gone: bool = False
 
 
+RefusalOf = Callable[[str], OSError | None]
+"""Returns why something that a link leads to is not looked into; None where it is."""
+
+
 class FolderLister:
     """Lists folders, some at a time; used in a `with` block.
 
@@ -95,6 +99,7 @@ class FolderLister:
         *,
         into_passed_over: bool,
         follow_links: bool = True,
+        refusal_of: RefusalOf | None = None,
     ) -> Iterator[Listing]:
         """Yield the listings of a folder and of all below, each before those of its own folders.
 
@@ -103,6 +108,7 @@ class FolderLister:
             is_passed_over: Whether a folder of this name is passed over.
             into_passed_over: Whether folders that are passed over are listed too.
             follow_links: Whether a link to a folder is a folder.
+            refusal_of: Returns why a link to a folder is not followed; None follows it.
         """
         # Folders may lie deeper than Python calls functions.
         waiting: list[Iterator[Listing]] = [self._listings([_Folder(root)])]
@@ -114,6 +120,10 @@ class FolderLister:
             if not follow_links:
                 for listed in listing.listed:
                     listed.is_folder &= not listed.is_link
+            if refusal_of is not None:
+                for listed in listing.listed:
+                    if listed.is_link and listed.is_folder and (error := refusal_of(listed.path)) is not None:
+                        listed.is_folder, listed.error = False, error
             below = [
                 _Folder(listed.path, listing.is_passed_over or is_passed_over(listed.name), listing.above)
                 for listed in listing.listed

@@ -13,6 +13,7 @@ Every command, the facade, readers and Spark's pipelines ask here, so that all s
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -24,9 +25,9 @@ from functools import partial
 
 from pyarrow import fs as pafs
 
-from parquet_keytools.errors import IncompleteDataSetError, NoParquetFilesError, ParquetFormatError
+from parquet_keytools.errors import IncompleteDataSetError, NoParquetFilesError, OutputError, ParquetFormatError
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH
-from parquet_keytools.storage.listing import FolderLister, Listed, Listing, is_utf8, named, store_error
+from parquet_keytools.storage.listing import FolderLister, Listed, Listing, RefusalOf, is_utf8, named, store_error
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import escaped_path
 
@@ -109,12 +110,15 @@ Entry = ParquetFile | LeftOut | Unseen
 """What comes of a walk."""
 
 
-def data_set(path: FileLocation, *, into_passed_over: bool = False) -> Iterator[Entry]:
+def data_set(
+    path: FileLocation, *, into_passed_over: bool = False, refusal_of: RefusalOf | None = None
+) -> Iterator[Entry]:
     """Yield what a file is, or what lies in a folder: the files of a data set, by path.
 
     Args:
         path: A file or a folder, or what `FileLocation.resolve_all` made of a glob or a list.
         into_passed_over: Whether folders that are passed over are looked into too; all in them is left out.
+        refusal_of: Returns why a link to a folder is not followed; None follows it.
 
     Raises:
         FileNotFoundError: There is nothing of that name.
@@ -122,18 +126,140 @@ def data_set(path: FileLocation, *, into_passed_over: bool = False) -> Iterator[
         NoParquetFilesError: The folder has no Parquet files, and all in it was looked into. Raised at the end.
     """
     if path.only:
-        yield from _chosen(path, into_passed_over=into_passed_over)
+        yield from _chosen(path, into_passed_over=into_passed_over, refusal_of=refusal_of)
         return
     info = file_or_folder(path)
     if info.type == pafs.FileType.File:
         yield ParquetFile(path, info.size or 0)
         return
     is_empty = True
-    for entry in walk(path, into_passed_over=into_passed_over):
+    for entry in walk(path, into_passed_over=into_passed_over, refusal_of=refusal_of):
         is_empty &= isinstance(entry, LeftOut)
         yield entry
     if is_empty:
         raise NoParquetFilesError(path=str(path))
+
+
+# --- for work in place, which does not leave what was named ---
+
+
+@dataclass(frozen=True, slots=True)
+class BehindLink:
+    """A file or folder that is not changed under this name.
+
+    Attributes:
+        location: Where it is, by way of a link.
+        target: Where it is without links.
+        is_outside: Whether that is outside of what was named; else the file is changed under another name.
+    """
+
+    location: FileLocation
+    target: str
+    is_outside: bool
+
+    @property
+    def path(self) -> str:
+        """Its path, for people."""
+        return escaped_path(str(self.location))
+
+    def error(self) -> OutputError:
+        """Return why it is not changed, if it is outside."""
+        return OutputError(
+            f"{self.path} is not changed: it lies behind a link, outside of the folder that was named.",
+            hint=f"To change it, name {escaped_path(self.target)}, or use --follow-links (follow_links=True).",
+        )
+
+
+def data_set_in_place(
+    path: FileLocation, *, follow_links: bool, into_passed_over: bool = False
+) -> Iterator[Entry | BehindLink]:
+    """Yield the files of a data set that are to be changed in place, each file once; see `data_set`.
+
+    Whoever may write to one data set can put a link to another one there. So a link that leads out of what was
+    named is not followed, unless the caller says so; what was named may itself be a link.
+
+    Raises:
+        FileNotFoundError: There is nothing of that name.
+        ParquetFormatError: It is neither a file nor a folder.
+        NoParquetFilesError: The folder has no Parquet files, and all in it was looked into. Raised at the end.
+    """
+    if not path.is_local:
+        yield from data_set(path, into_passed_over=into_passed_over)
+        return
+    named = _NamedPlaces(path)
+    refusal_of = None if follow_links else named.refusal_of
+    for entry in data_set(path, into_passed_over=into_passed_over, refusal_of=refusal_of):
+        target = os.path.realpath(entry.location.path)
+        if isinstance(entry, Unseen) and entry.error is named.refusals.get(entry.location.path):
+            yield BehindLink(entry.location, target, is_outside=True)
+        elif not isinstance(entry, ParquetFile):
+            yield entry
+        elif not follow_links and not named.hold(target):
+            yield BehindLink(entry.location, target, is_outside=True)
+        elif named.is_another_name(entry.location.path, target):
+            yield BehindLink(entry.location, target, is_outside=False)
+        else:
+            yield entry
+
+
+class _NamedPlaces:
+    """What a caller named: a file, a folder, or several, also by globs.
+
+    Attributes:
+        refusals: Path of each link to a folder that was not followed -> why.
+    """
+
+    def __init__(self, path: FileLocation) -> None:
+        places = [FileLocation.resolve_all(path.below(name)) for name in path.only] or [path]
+        self._places = [
+            (
+                place.path.rstrip("/"),
+                os.path.realpath(place.path).rstrip("/"),
+                place.only[0].split("/") if place.only else None,
+            )
+            for place in places
+        ]
+        self._seen: set[str] = set()
+        self.refusals: dict[str, OSError] = {}
+
+    def hold(self, target: str) -> bool:
+        """Return whether something, by its path without links, was named or lies in what was named."""
+        return any(_within(target, root) is not None for _, root, _ in self._places)
+
+    def refusal_of(self, path: str) -> OSError | None:
+        """Return why a link to a folder is not followed."""
+        if self.hold(os.path.realpath(path)):
+            return None
+        error = OSError(errno.EXDEV, "a link that leads out of the folder that was named", escaped_path(path))
+        return self.refusals.setdefault(path, error)
+
+    def is_another_name(self, path: str, target: str) -> bool:
+        """Return whether a file comes under another name, too, or came before."""
+        is_direct = any(
+            rest is not None and root + rest == target
+            for rest, root in ((_within(path, place), root) for place, root, _ in self._places)
+        )
+        if is_direct and len(self._places) == 1:
+            return target in self._seen
+        if not is_direct and any(self._comes(target, root, pattern) for _, root, pattern in self._places):
+            return True
+        is_seen = target in self._seen
+        self._seen.add(target)
+        return is_seen
+
+    def _comes(self, target: str, root: str, pattern: Sequence[str] | None) -> bool:
+        """Return whether a walk comes to a file without links."""
+        rest = _within(target, root)
+        if rest is None or names_passed_over(rest):
+            return False
+        return pattern is None or _matches(rest.strip("/").split("/"), pattern)
+
+
+def _within(path: str, folder: str) -> str | None:
+    """Return what a path has after that of a folder, or None where it does not lie there."""
+    if path == folder:
+        return ""
+    return path[len(folder) :] if path.startswith(f"{folder}/") else None
 
 
 def file_or_folder(path: FileLocation) -> pafs.FileInfo:
@@ -151,18 +277,23 @@ def file_or_folder(path: FileLocation) -> pafs.FileInfo:
     return info
 
 
-def _chosen(folder: FileLocation, *, into_passed_over: bool) -> Iterator[Entry]:
+def _chosen(folder: FileLocation, *, into_passed_over: bool, refusal_of: RefusalOf | None) -> Iterator[Entry]:
     """Yield what paths and globs in a folder name, each once."""
     seen: set[str] = set()
     for name in folder.only:
         place = FileLocation.resolve_all(folder.below(name))
-        for entry in _matching(place) if place.only else data_set(place, into_passed_over=into_passed_over):
+        entries = (
+            _matching(place, refusal_of)
+            if place.only
+            else data_set(place, into_passed_over=into_passed_over, refusal_of=refusal_of)
+        )
+        for entry in entries:
             if entry.location.path not in seen:
                 seen.add(entry.location.path)
                 yield entry
 
 
-def _matching(glob: FileLocation) -> Iterator[Entry]:
+def _matching(glob: FileLocation, refusal_of: RefusalOf | None) -> Iterator[Entry]:
     """Yield what a glob names, and what could not be looked into and may hide some of it.
 
     Raises:
@@ -174,7 +305,7 @@ def _matching(glob: FileLocation) -> Iterator[Entry]:
         raise FileNotFoundError(f"nothing matches {glob}")
     skipped = len(glob.path.rstrip("/")) + 1 if glob.path else 0
     is_empty = True
-    for entry in walk(FileLocation(glob.filesystem, glob.path)):
+    for entry in walk(FileLocation(glob.filesystem, glob.path), refusal_of=refusal_of):
         parts = entry.location.path[skipped:].split("/")
         if _matches(parts, pattern) or (isinstance(entry, Unseen) and _may_lead_to(parts, pattern)):
             is_empty &= isinstance(entry, LeftOut)
@@ -198,7 +329,9 @@ def _may_lead_to(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatchcase(parts[0], pattern[0]) and _may_lead_to(parts[1:], pattern[1:])
 
 
-def walk(folder: FileLocation, *, into_passed_over: bool = False) -> Iterator[Entry]:
+def walk(
+    folder: FileLocation, *, into_passed_over: bool = False, refusal_of: RefusalOf | None = None
+) -> Iterator[Entry]:
     """Yield what lies under a folder: of each folder its files by name, then what is below; see `data_set`.
 
     One folder is in memory at a time, and some that are listed ahead on other machines. A folder is listed before
@@ -206,7 +339,9 @@ def walk(folder: FileLocation, *, into_passed_over: bool = False) -> Iterator[En
     Parquet file, and comes only where that is not there.
     """
     with FolderLister(folder.filesystem) as lister:
-        for listing in lister.folders(folder.path, is_passed_over, into_passed_over=into_passed_over):
+        for listing in lister.folders(
+            folder.path, is_passed_over, into_passed_over=into_passed_over, refusal_of=refusal_of
+        ):
             yield from _classified(folder.filesystem, lister, listing, into_passed_over=into_passed_over)
 
 

@@ -97,9 +97,11 @@ def test_files_that_did_not_go_together_again_are_not_passed_over(folder: FileLo
 
 
 def test_what_could_not_be_looked_into_is_a_failure(folder: FileLocation, monkeypatch: pytest.MonkeyPatch) -> None:
-    walk = data_set_run.data_set
+    walk = data_set_run.data_set_in_place
     unseen = Unseen(folder.child("locked"), PermissionError(errno.EACCES, "Permission denied"))
-    monkeypatch.setattr(data_set_run, "data_set", lambda path: itertools.chain([unseen], walk(path)))
+    monkeypatch.setattr(
+        data_set_run, "data_set_in_place", lambda path, **options: itertools.chain([unseen], walk(path, **options))
+    )
     report = run(folder, Changes())
     assert report.counts == {Outcome.ROTATED: 4, Outcome.FAILED: 1} and not report.succeeded
     assert [(file.path, file.error_class) for file in report.failures] == [(unseen.path, "PermissionError")]

@@ -22,10 +22,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from parquet_keytools.errors import ConfigurationError, KeytoolsError
+from parquet_keytools.rotation.report import FileRotation
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import escaped_path
-from parquet_keytools.storage.walk import LeftOut, ParquetFile, Unseen, data_set
+from parquet_keytools.storage.walk import (
+    BehindLink,
+    Entry,
+    LeftOut,
+    ParquetFile,
+    Unseen,
+    data_set,
+    data_set_in_place,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -89,22 +98,27 @@ class PlannedFiles:
         table: `path` within the folder, and `size_bytes`; a single file has an empty path.
         left_out: `path` of what else is there, and `reason`.
         unseen: What could not be looked into, such as names that are not valid UTF-8.
+        behind_links: What is not changed under this name, for work in place.
     """
 
     table: pa.Table
     left_out: pa.Table
     unseen: list[Unseen] = field(default_factory=list)
+    behind_links: list[FileRotation] = field(default_factory=list)
 
 
 def plan_data_set(
     root: FileLocation,
     refuse_folder: Callable[[str], None] | None = None,
     on_left_out: Callable[[LeftOut], None] | None = None,
+    *,
+    follow_links: bool | None = None,
 ) -> PlannedFiles:
     """List a folder, or take a single file.
 
     For each folder with files, `refuse_folder` raises where it must not be taken. `on_left_out` gets each thing
-    that does not belong to the data set.
+    that does not belong to the data set. For work in place, `follow_links` says whether files are taken that links
+    lead to, outside of what was named.
 
     Raises:
         FileNotFoundError: There is no such file or folder.
@@ -113,9 +127,16 @@ def plan_data_set(
     files = _Columns(pa.schema([("path", pa.string()), ("size_bytes", pa.int64())]))
     left_out = _Columns(pa.schema([("path", pa.string()), ("reason", pa.string())]))
     unseen: list[Unseen] = []
+    behind: list[FileRotation] = []
     start = len(root.path.rstrip("/")) + 1
     last_folder = None
-    for found in data_set(root, into_passed_over=True):
+    entries: Iterator[Entry | BehindLink] = data_set(root, into_passed_over=True)
+    if follow_links is not None:
+        entries = data_set_in_place(root, follow_links=follow_links, into_passed_over=True)
+    for found in entries:
+        if isinstance(found, BehindLink):
+            behind.append(FileRotation.of_link(found))
+            continue
         if isinstance(found, Unseen):
             unseen.append(found)
             continue
@@ -131,7 +152,7 @@ def plan_data_set(
             left_out.add(escaped_path(name), found.reason.value)
             if on_left_out is not None:
                 on_left_out(found)
-    return PlannedFiles(files.table(), left_out.table(), unseen)
+    return PlannedFiles(files.table(), left_out.table(), unseen, behind)
 
 
 def number_of_pieces(files: int, task_slots: int, most_tasks: int | None) -> int:

@@ -281,8 +281,11 @@ class Job:
         self._rows.append(result.rows)
 
     def add_unseen(self, plan: PlannedFiles, outcome: str = FAILED) -> None:
-        """Add the rows of what could not be looked into: no task can work on it."""
+        """Add the rows of what could not be looked into, or is behind links: no task works on it."""
         self.add_rows([file_row(entry.path, outcome, error=entry.error) for entry in plan.unseen])
+        self.add_rows(
+            [file_row(of.path, of.outcome.value, detail=of.how, error=of.error) for of in plan.behind_links]
+        )
 
     def report(self) -> PipelineReport:
         """Return what came of it; after the end."""

@@ -83,6 +83,7 @@ def rotate(
     aad_prefix: str | bytes | None = None,
     file_on_nodes: str | None = None,
     max_tasks: int | None = None,
+    follow_links: bool = False,
 ) -> PipelineReport:
     """Re-wrap the keys of a data set; see `Keytools.rotate`, which does the same on one machine.
 
@@ -109,6 +110,8 @@ def rotate(
         aad_prefix: The AAD prefix that they must have.
         file_on_nodes: See `encrypt`.
         max_tasks: How many tasks there may be.
+        follow_links: Whether files are changed, too, that links lead to outside of `path`; if not, each such file
+            or folder has a row as one that failed.
 
     Raises:
         ConfigurationError: There is no KMS, or the moves are not possible, or an executor lacks something.
@@ -131,7 +134,7 @@ def rotate(
         )
         context = rotation_context(job.keys, request)
         place = job.place
-        plan = plan_data_set(job.root)
+        plan = plan_data_set(job.root, follow_links=follow_links)
         grouped = job.grouped(plan.table)
         distinct: set[_KeyOf] = set()
         encrypted = grouped.filter(pc.field("is_encrypted"))
@@ -328,6 +331,7 @@ def rekey(
     aad_prefix: str | bytes | None = None,
     file_on_nodes: str | None = None,
     max_tasks: int | None = None,
+    follow_links: bool = False,
 ) -> PipelineReport:
     """Re-encrypt the files of a data set, in their place, with new data keys and KEKs, as after a leak.
 
@@ -342,6 +346,8 @@ def rekey(
         aad_prefix: The AAD prefix that they must have.
         file_on_nodes: See `encrypt`.
         max_tasks: How many tasks there may be.
+        follow_links: Whether files are changed, too, that links lead to outside of `path`; if not, each such file
+            or folder has a row as one that failed.
 
     Raises:
         ConfigurationError: The configuration is wrong here, or on an executor.
@@ -350,7 +356,7 @@ def rekey(
     """
     with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         new_table_name, _ = job.configuration.select_table(table_name)
-        plan = plan_data_set(job.root)
+        plan = plan_data_set(job.root, follow_links=follow_links)
         pieces = job.pieces(job.grouped(plan.table), whole_files=True)
         task = RekeyTask(job.carried_keys(len(pieces)), job.place, table_name, aad_prefix, new_table_name)
         job.work_on_files(f"rekey {job.root}", task, pieces)
