@@ -21,7 +21,7 @@ from parquet_keytools.errors import ConfigurationError, KeytoolsError
 from parquet_keytools.kms.in_memory import InMemoryKms
 
 CANARY = "CANARY"
-TABLE = pa.table({"id": [1, 2], "ssn": [f"{CANARY}-1", f"{CANARY}-2"], "month": ["a", "b"]})
+TABLE = pa.table({"id": [1, 2], "ssn": [f"{CANARY}-1", f"{CANARY}-2"], "salary": [7, 8], "month": ["a", "b"]})
 DATA_KEYS = {"kf": base64.b64encode(bytes(16)).decode(), "ka": base64.b64encode(bytes(range(16))).decode()}
 
 
@@ -133,7 +133,7 @@ def test_write_dataset_refuses(
     tmp_path: Path, table: dict[str, Any], options: Callable[[pa.Schema], dict[str, Any]]
 ) -> None:
     data = TABLE
-    with pytest.raises(ConfigurationError, match="column_keys"):
+    with pytest.raises(ConfigurationError, match="in the names of folders"):
         keytools(table).write_dataset(data, tmp_path / "d", **options(data.schema))
     assert nothing_named(tmp_path / "d")
 
