@@ -359,7 +359,7 @@ def refuse_values_of_folders(
     """Refuse a file whose folders give values to a protected column; see `protected_names`.
 
     Readers of data sets take the values of `name=value` folders for those of a column, also in place of values
-    that a file has. Nobody needs a key to name a folder.
+    that a file has. No key is needed to name a folder.
 
     Raises:
         FolderNameError: A folder gives values to such a column.

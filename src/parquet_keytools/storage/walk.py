@@ -175,7 +175,7 @@ def data_set_in_place(
 ) -> Iterator[Entry | BehindLink]:
     """Yield the files of a data set that are to be changed in place, each file once; see `data_set`.
 
-    Whoever may write to one data set can put a link to another one there. So a link that leads out of what was
+    Anyone who may write to one data set can put a link to another one there. So a link that leads out of what was
     named is not followed, unless the caller says so; what was named may itself be a link.
 
     Raises:
