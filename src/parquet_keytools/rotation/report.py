@@ -98,7 +98,7 @@ class FileRotation(Summarised):
 
     @classmethod
     def of_link(cls, behind: BehindLink) -> FileRotation:
-        """Return that of a file or folder behind a link: outside of what was named, it fails."""
+        """Return the result for a file or folder behind a link: outside of what was named, it fails."""
         if behind.is_outside:
             return cls.failed(behind.path, behind.error())
         return cls(behind.path, RotationOutcome.NOTHING_TO_ROTATE, how="another name of a file of this run")

@@ -256,7 +256,7 @@ class _NamedPlaces:
 
 
 def _within(path: str, folder: str) -> str | None:
-    """Return what a path has after that of a folder, or None where it does not lie there."""
+    """Return the rest of a path within a folder, or None where it does not lie there."""
     if path == folder:
         return ""
     return path[len(folder) :] if path.startswith(f"{folder}/") else None
