@@ -313,7 +313,8 @@ class _StubHandler(DelegatingHandler):
     def __init__(self, filesystem: pafs.FileSystem, schema: pa.Schema) -> None:
         super().__init__(filesystem)
         sink = pa.BufferOutputStream()
-        pq.write_table(schema.empty_table(), sink)
+        # Not `schema.empty_table()`, which Arrow cannot make of extension types in lists or structs.
+        pq.ParquetWriter(sink, schema).close()
         self._content = sink.getvalue()
 
     def open_input_file(self, path: str) -> pa.NativeFile:

@@ -34,7 +34,8 @@ class Views(Tables):
 
         Args:
             table_name: The table of all files; None where the configuration has only one.
-            filesystem: The `pyarrow.fs` or fsspec file system below; None for the local one.
+            filesystem: The `pyarrow.fs` or fsspec file system below, or the URI of a folder, at which paths begin;
+                None for the local one.
 
         Raises:
             ConfigurationError: There is no such table, or fsspec is not installed.
@@ -194,14 +195,14 @@ class Views(Tables):
 
     def _make(self, table_name: str | None, filesystem: Any, root: FileLocation | None) -> KeytoolsFileSystem:
         try:
-            from parquet_keytools.view.file_system import KeytoolsFileSystem, PlainView
+            from parquet_keytools.view.file_system import PlainView, class_over
         except ModuleNotFoundError as error:
             if error.name != "fsspec":
                 raise
             raise ConfigurationError("fsspec is not installed.", hint=install_hint("fsspec")) from None
         if root is None or table_name is not None or self.configuration.tables:
             self.configuration.select_table(table_name)
-        kind = KeytoolsFileSystem if root is None else PlainView
+        kind = class_over(filesystem) if root is None else PlainView
         return kind(self, self._keys, table_name, filesystem, root)
 
 

@@ -148,6 +148,7 @@ def with_sizes(facts: PageHeaderFacts, page_length: int, crc: int | None = None)
     return facts.before + size + field + facts.rest
 
 
+_PADDING_ID = 100
 _PADDING_HEADER = b"\x08\xc8\x01"
 """Field header of a binary field with the id 100, which no Parquet reader knows: all pass over it."""
 
@@ -159,6 +160,12 @@ def padded_header(header: bytes, length: int) -> bytes:
         header: Ends with the end of the struct.
         length: How many bytes it shall take.
     """
+    if _PADDING_HEADER in header:
+        # A copy of a view that was encrypted has padding already.
+        fields = PageHeader.read(memoryview(header), 0)[0].struct.fields
+        header = write_struct(
+            Struct({number: fields[number] for number in sorted(fields) if number != _PADDING_ID})
+        )
     room = length - len(header) - len(_PADDING_HEADER)
     # Where the varint of the length grows by a byte, it has one more than it needs: readers take it.
     width = 1

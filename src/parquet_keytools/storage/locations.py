@@ -10,7 +10,7 @@ import os
 import pickle
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -37,11 +37,13 @@ class FileLocation:
         filesystem: Where it lies.
         path: Its path there.
         only: Paths within this folder, or globs: nothing else in it is meant. Empty for all of it, and for a file.
+        makes_folders: Whether writing a local file creates its folders (`auto_mkdir` of fsspec).
     """
 
     filesystem: pafs.FileSystem
     path: str
     only: tuple[str, ...] = ()
+    makes_folders: bool = False
 
     @classmethod
     def resolve(cls, path: PathLike | FileLocation, filesystem: Any = None) -> FileLocation:
@@ -49,7 +51,8 @@ class FileLocation:
 
         Args:
             path: A path, a URI such as `s3://bucket/key` (then without `filesystem`), or a location.
-            filesystem: A `pyarrow.fs` or fsspec file system; None is the local one.
+            filesystem: A `pyarrow.fs` or fsspec file system, or the URI of a folder, at which paths begin; None is
+                the local one.
 
         Raises:
             ValueError: It is a URI that neither pyarrow nor fsspec opens.
@@ -64,22 +67,21 @@ class FileLocation:
             return cls(pafs.PyFileSystem(HttpHandler()), text)
         if filesystem is None and _URI.match(text):
             return _of_uri(text)
-        if filesystem is None:
-            filesystem = pafs.LocalFileSystem()
-        elif not isinstance(filesystem, pafs.FileSystem):
-            filesystem = pafs.PyFileSystem(pafs.FSSpecHandler(filesystem))
+        filesystem = arrow_filesystem(filesystem)
+        while isinstance(filesystem, pafs.SubTreeFileSystem):
+            text = _below(filesystem.base_path, text)
+            filesystem = filesystem.base_fs
+        makes_folders = False
         fsspec = fsspec_of(filesystem)
         if fsspec is not None:
             # The form in which fsspec lists paths: names that differ would be taken for different files.
             text = str(fsspec._strip_protocol(text))
-            if "file" in ([fsspec.protocol] if isinstance(fsspec.protocol, str) else fsspec.protocol):
+            if _is_local(fsspec):
                 filesystem = pafs.LocalFileSystem()
-        while isinstance(filesystem, pafs.SubTreeFileSystem):
-            text = str(PurePosixPath(filesystem.base_path) / text.lstrip("/"))
-            filesystem = filesystem.base_fs
+                makes_folders = bool(fsspec.auto_mkdir)
         if isinstance(filesystem, pafs.LocalFileSystem):
             text = str(expanded(text).absolute())
-        return cls(filesystem, filesystem.normalize_path(text))
+        return cls(filesystem, filesystem.normalize_path(text), makes_folders=makes_folders)
 
     @classmethod
     def resolve_all(cls, paths: PathOrPaths | FileLocation, filesystem: Any = None) -> FileLocation:
@@ -133,7 +135,7 @@ class FileLocation:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A file system that is made again for each file would connect again for each.
-        return _restored, (pickle.dumps(self.filesystem), self.path, self.only)
+        return _restored, (pickle.dumps(self.filesystem), self.path, self.only, self.makes_folders)
 
     @property
     def is_local(self) -> bool:
@@ -165,11 +167,11 @@ class FileLocation:
         if is_url(self.path):
             address, _, query = self.path.partition("?")
             return FileLocation(self.filesystem, f"{address.rpartition('/')[0]}/{name}{query and '?'}{query}")
-        return FileLocation(self.filesystem, str(PurePosixPath(self.path).with_name(name)))
+        return replace(self, path=str(PurePosixPath(self.path).with_name(name)), only=())
 
     def child(self, name: str) -> FileLocation:
         """Return the location of `name` in this folder."""
-        return FileLocation(self.filesystem, str(PurePosixPath(self.path) / name))
+        return replace(self, path=str(PurePosixPath(self.path) / name), only=())
 
     def below(self, path: str) -> FileLocation:
         """Return the location of a path within this folder, or of an address, which lies in none."""
@@ -232,13 +234,52 @@ class FileLocation:
         return f"{place.rstrip('/')}/{self.only[0]}{more}" if self.only else place
 
 
-def _restored(filesystem: bytes, path: str, only: tuple[str, ...]) -> FileLocation:
-    return FileLocation(_unpickled(filesystem), path, only)
+def _restored(filesystem: bytes, path: str, only: tuple[str, ...], makes_folders: bool) -> FileLocation:
+    return FileLocation(_unpickled(filesystem), path, only, makes_folders)
 
 
 @functools.lru_cache(maxsize=16)
 def _unpickled(filesystem: bytes) -> pafs.FileSystem:
     return pickle.loads(filesystem)  # noqa: S301 - of a pickle that was being read
+
+
+def arrow_filesystem(filesystem: Any) -> pafs.FileSystem:
+    """Return the `pyarrow.fs` file system that an argument `filesystem` names.
+
+    Args:
+        filesystem: A `pyarrow.fs` or fsspec file system; the URI of a folder, at which paths begin, as pyarrow
+            takes it; None for the local one.
+
+    Raises:
+        ValueError: It is a text that is not the URI of a folder.
+    """
+    if filesystem is None:
+        return pafs.LocalFileSystem()
+    if isinstance(filesystem, pafs.FileSystem):
+        return filesystem
+    if isinstance(filesystem, str):
+        if not (_URI.match(filesystem) or filesystem.startswith("/")):
+            raise ValueError(f"filesystem={filesystem!r} is neither a file system nor the URI of a folder")
+        folder = FileLocation.resolve(filesystem)
+        if not folder.is_folder():
+            raise ValueError(f"the URI of a file system must name a folder, and {folder} is not one")
+        return pafs.SubTreeFileSystem(folder.path, folder.filesystem)
+    return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem))
+
+
+def _below(base: str, path: str) -> str:
+    """Return the path of a file in a subtree, as the file system of the subtree forms it."""
+    path = path.lstrip("/")
+    if not base.strip("/"):
+        return base + path
+    return f"{base.rstrip('/')}/{path}" if path else base.rstrip("/")
+
+
+def _is_local(filesystem: Any) -> bool:
+    """Return whether this is fsspec's local file system; a class derived from it may put files elsewhere."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    return type(filesystem) is LocalFileSystem
 
 
 def _of_uri(uri: str) -> FileLocation:

@@ -338,7 +338,9 @@ def _check_target(target: FileLocation, *, overwrite: bool) -> None:
         raise OutputError(f"{target} is not a regular file.", hint="Name a file.")
     if not overwrite and kind != pafs.FileType.NotFound:
         raise exists_already(target)
-    if target.is_local and not Path(target.path).parent.is_dir():
+    if target.makes_folders:
+        Path(target.path).parent.mkdir(parents=True, exist_ok=True)
+    elif target.is_local and not Path(target.path).parent.is_dir():
         raise OutputError(f"the folder of {target} does not exist.", hint="Create it first.")
 
 

@@ -28,7 +28,7 @@ from pyarrow import fs as pafs
 from parquet_keytools.errors import IncompleteDataSetError, NoParquetFilesError, OutputError, ParquetFormatError
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH
 from parquet_keytools.storage.listing import FolderLister, Listed, Listing, RefusalOf, is_utf8, named, store_error
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import FileLocation, key_material_location
 from parquet_keytools.storage.printable import escaped_path
 
 _log = logging.getLogger(__name__)
@@ -458,6 +458,14 @@ def _reason_by_name(listing: Listing, listed: Listed, names: Collection[str]) ->
 def _is_key_material_of(name: str, names: Collection[str]) -> bool:
     parquet_file = name.removeprefix(_KEY_MATERIAL_PREFIX).removesuffix(".json")
     return name == f"{_KEY_MATERIAL_PREFIX}{parquet_file}.json" and parquet_file in names
+
+
+def parquet_file_of(key_material: FileLocation) -> FileLocation | None:
+    """Return the Parquet file beside which a file is its key material; None where it is no key material."""
+    name = key_material.name.removeprefix(_KEY_MATERIAL_PREFIX).removesuffix(".json")
+    parquet_file = key_material.sibling(name or "_")
+    is_named_so = key_material_location(parquet_file).name == key_material.name
+    return parquet_file if is_named_so and parquet_file.is_file() else None
 
 
 def _asks_for_magic(listing: Listing, listed: Listed) -> bool:

@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import inspect
+import itertools
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
+from glob import has_magic
 from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import Any, Protocol
 
 import fsspec
+from fsspec.callbacks import DEFAULT_CALLBACK
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import KEY_REFUSALS, FolderNameError, KeytoolsError, KmsError, OutputError
+from parquet_keytools.files.conversion import rekey_file
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.plaintext_spool import SpoolRoom
-from parquet_keytools.keys.material_store import remove_key_materials
+from parquet_keytools.keys.material_store import read_key_materials, remove_key_materials
 from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.listing import is_utf8
-from parquet_keytools.storage.locations import FileLocation, PathLike, key_material_location
+from parquet_keytools.storage.locations import (
+    FileLocation,
+    PathLike,
+    arrow_filesystem,
+    fsspec_of,
+    key_material_location,
+)
 from parquet_keytools.storage.locks import exclusive_folder
 from parquet_keytools.storage.made_folders import MadeFolders
 from parquet_keytools.storage.printable import escaped_path
-from parquet_keytools.storage.walk import infos_in
+from parquet_keytools.storage.walk import all_files, infos_in, names_in, parquet_file_of
 from parquet_keytools.view.encrypted_output import EncryptedOutput, refuse_partition_folders
 from parquet_keytools.view.plain_files import PlainFiles, PlainInput
 
 _log = logging.getLogger(__name__)
+
+_OBJECT_STORES = frozenset({"abfs", "gcs", "s3"})
+"""File systems of Arrow without folders, whose paths begin with a bucket and take no slash before it."""
 
 _TYPES = {pafs.FileType.Directory: "directory", pafs.FileType.File: "file"}
 
@@ -79,19 +95,31 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """
         super().__init__()
         self._keytools = keytools
-        self._pickled_as = secrets.token_hex(16)
         self._keys = keys
         self._table_name = table_name
-        self._root = FileLocation.resolve("/" if root is None else root, filesystem)
         self._is_rooted = root is not None
+        # What the caller named, with its subtree; a root says where it is itself.
+        self._below = root.filesystem if isinstance(root, FileLocation) else arrow_filesystem(filesystem)
+        self._root = FileLocation.resolve("/" if root is None else root, self._below)
         self._files = PlainFiles(keys, table_name, is_one_folder=self._is_rooted)
         self._made = MadeFolders(self._root.filesystem)
         self._room: tuple[int, SpoolRoom] | None = None
         share_with_arrow(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self._identity[0], self._keytools, *self._identity[1:])
+
+    @property
+    def _identity(self) -> tuple[str, str | None, pafs.FileSystem, FileLocation | None]:
+        """What makes two of them the same: configuration, table and place."""
         root = self._root if self._is_rooted else None
-        return _restored, (self._pickled_as, self._keytools, self._table_name, self._root.filesystem, root)
+        return _token_of(self._keytools), self._table_name, self._below, root
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeytoolsFileSystem) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash((_token_of(self._keytools), self._table_name, self._root.path))
 
     # fsspec keeps what a file system was made with, and shows and serialises it: here it may be a configuration.
 
@@ -121,7 +149,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     @cached_property
     def arrow(self) -> pafs.PyFileSystem:
         """The same as a `pyarrow.fs` file system."""
-        return pafs.PyFileSystem(_RootedHandler(self) if self._is_rooted else pafs.FSSpecHandler(self))
+        return pafs.PyFileSystem(_Handler(self))
 
     # --- Files ---------------------------------------------------------------------------------------------
 
@@ -137,27 +165,41 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """Open a file: `rb`, which decrypts what is read, or `wb` and `xb`, which encrypt when it is closed."""
         location = self._location(path)
         if mode == "rb":
-            return PlainInput(
+            file = PlainInput(
                 self._files.open(location),
                 partial(self.open, path),
                 whole_row_groups=_is_opened_by_duckdb(inspect.currentframe()),
             )
+            file.path = path  # By which caches of fsspec know it.
+            return file
         if mode not in ("wb", "xb"):
             raise OutputError(
                 f"{location} is not opened with mode {mode!r}: a Parquet file is written as a whole.",
                 hint="Use the mode 'wb'.",
             )
-        table_name, _ = self._keys.configuration.select_table(self._table_name)
+        if mode == "xb" and location.info().type != pafs.FileType.NotFound:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(location))
+        if location.is_local and not (location.makes_folders or Path(location.path).parent.is_dir()):
+            raise FileNotFoundError(errno.ENOENT, "the folder of this file does not exist", str(location))
+        return self._output(location, overwrite=mode == "wb", commits_on_close=autocommit)
+
+    def _output(
+        self, location: FileLocation, *, overwrite: bool = True, commits_on_close: bool = True
+    ) -> EncryptedOutput:
         return EncryptedOutput(
             self._keys,
-            table_name,
+            self._table_to_write(),
             location,
             self._room_for(location),
-            overwrite=mode == "wb",
-            commits_on_close=autocommit,
+            overwrite=overwrite,
+            commits_on_close=commits_on_close,
             # Engines make folders named after values, and leave them behind when a file in them is refused.
             on_discarded=partial(self._made.remove_empty, location.path),
         )
+
+    def _table_to_write(self) -> str:
+        table_name, _ = self._keys.configuration.select_table(self._table_name)
+        return table_name
 
     def _room_for(self, location: FileLocation) -> SpoolRoom:
         """Return where plaintext is collected: one room for all files that this process writes."""
@@ -165,30 +207,31 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             self._room = (os.getpid(), SpoolRoom(location))
         return self._room[1]
 
-    def _location(self, path: str) -> FileLocation:
+    def _location(self, path: str, *, follows_link: bool = True) -> FileLocation:
+        """Return the place of a file; unless `follows_link`, a path may be a link that leads out of the root."""
         text = str(self._strip_protocol(path))
         if not self._is_rooted:
-            return FileLocation.resolve(text if self._root.is_local else text.lstrip("/"), self._root.filesystem)
+            is_in_store = self._root.filesystem.type_name in _OBJECT_STORES
+            return FileLocation.resolve(text.lstrip("/") if is_in_store else text, self._below)
         parts = PurePosixPath(text.strip("/")).parts
         if not is_utf8(text):
             raise OSError(errno.EILSEQ, "this name is not valid UTF-8: rename it", escaped_path(text))
         location = self._root.child("/".join(parts)) if parts else self._root
-        if ".." in parts or "\0" in text or not self._is_within(location):
+        if ".." in parts or "\0" in text or not self._is_within(location, follows_link=follows_link):
             raise PermissionError(f"{path!r} is outside of {self._root}")
         return location
 
-    def _is_within(self, location: FileLocation) -> bool:
+    def _is_within(self, location: FileLocation, *, follows_link: bool) -> bool:
         """Return whether a file is below the root, wherever links lead."""
-        if not self._root.is_local:
+        if not self._root.is_local or location == self._root:
             return True
-        return Path(os.path.realpath(location.path)).is_relative_to(os.path.realpath(self._root.path))
+        path = Path(location.path)
+        leads_to = os.path.realpath(path if follows_link else path.parent)
+        return Path(leads_to).is_relative_to(os.path.realpath(self._root.path))
 
-    def _as_dict(self, info: pafs.FileInfo) -> dict[str, Any]:
-        path = PurePosixPath(info.path)
-        if self._is_rooted:
-            path = path.relative_to(self._root.path)
+    def _as_dict(self, name: str, info: pafs.FileInfo) -> dict[str, Any]:
         return {
-            "name": "" if path == PurePosixPath() else str(path),
+            "name": name,
             "size": self._size(info),
             # Neither is a pipe, a socket or a device; nobody opens one here.
             "type": _TYPES.get(info.type, "other"),
@@ -217,7 +260,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """
         found = self._found(self._location(path))
         self._refuse_misplaced(found)
-        return self._as_dict(found)
+        return self._as_dict(self._name(path), found)
 
     def _refuse_misplaced(self, info: pafs.FileInfo) -> None:
         if info.type == pafs.FileType.File:
@@ -232,6 +275,11 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             return False
         return True
 
+    def _name(self, path: str) -> str:
+        """Return the name of a file in listings: it begins as the caller's path does, also with a relative one."""
+        name = str(self._strip_protocol(path))
+        return "/".join(PurePosixPath(name).parts) if self._is_rooted else name
+
     def _found(self, location: FileLocation) -> pafs.FileInfo:
         """Return what is known of a file or folder that is there."""
         info = location.info()
@@ -243,12 +291,18 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """Return what is in a folder, by name; see `infos_in` for names that are not UTF-8."""
         location = self._location(path)
         found = self._found(location)
-        if found.type == pafs.FileType.Directory:
-            infos = [info for info in infos_in(location) if self._may_be_listed(info)]
-        else:
+        name = self._name(path)
+        if found.type != pafs.FileType.Directory:
             self._refuse_misplaced(found)
-            infos = [found]
-        entries = sorted(map(self._as_dict, infos), key=lambda entry: str(entry["name"]))
+            entries = [self._as_dict(name, found)]
+        else:
+            start = f"{name.rstrip('/')}/" if name else ""
+            infos = filter(self._may_be_listed, infos_in(location))
+            entries = [self._as_dict(start + PurePosixPath(info.path).name, info) for info in infos]
+            entries.sort(key=lambda entry: str(entry["name"]))
+            for entry in entries:
+                if entry["type"] == "directory" and _leads_back(location, str(entry["name"]).rpartition("/")[2]):
+                    entry["type"] = "other"  # Its end would never come.
         return entries if detail else [entry["name"] for entry in entries]
 
     def walk(
@@ -271,8 +325,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if self.exists(path):
             raise FileExistsError(path)
         location = self._location(path)
-        table_name, _ = self._keys.configuration.select_table(self._table_name)
-        refuse_partition_folders(self._keys, table_name, location.path)
+        refuse_partition_folders(self._keys, self._table_to_write(), location.path)
         if not (self._is_rooted and location == self._root):
             self._made.create(location.path, recursive=create_parents)
 
@@ -283,51 +336,222 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
-        if self.ls(path, detail=False):
-            raise OSError(f"the folder {path} is not empty")
         location = self._location(path)
-        location.filesystem.delete_dir(location.path)
+        if self._found(location).type != pafs.FileType.Directory or _is_link(location):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+        _remove_empty_folder(location)
 
     def rm_file(self, path: str) -> None:
-        """Remove a file, and the key material beside it."""
-        location = self._location(path)
+        """Remove a file, and the key material beside it; of a link the link itself."""
+        location = self._location(path, follows_link=False)
         with exclusive_folder(location):
             location.filesystem.delete_file(location.path)
             remove_key_materials(location, None)
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Remove files, or folders with what is in them."""
-        for name in reversed(self.expand_path(path, recursive=recursive, maxdepth=maxdepth)):
-            if self.isdir(name):
-                self.rmdir(name)
-            elif self.exists(name):  # Key material goes with its file.
+        """Remove files, or folders with what is in them; of a link the link itself, not what it leads to.
+
+        Args:
+            path: A path, a pattern, or a list of these.
+            recursive: Whether folders are removed, too.
+            maxdepth: How many levels of folders are emptied; None for all.
+
+        Raises:
+            FileNotFoundError: There is nothing of that name.
+            IsADirectoryError: It is a folder, and `recursive` is not set.
+        """
+        if maxdepth is not None and maxdepth < 1:
+            raise ValueError("maxdepth must be at least 1")
+        # Where a pattern names a folder and what is in it, the folder is removed last.
+        for name in sorted(self._existing(path), reverse=True):
+            location = self._location(name, follows_link=False)
+            kind = location.info().type
+            if _is_link(location):
+                self.rm_file(name)
+            elif kind == pafs.FileType.Directory:
+                if not recursive:
+                    raise IsADirectoryError(errno.EISDIR, "this is a folder: set recursive=True", name)
+                self._remove_folder(name, maxdepth)
+            elif kind != pafs.FileType.NotFound:  # Key material goes with its file.
                 self.rm_file(name)
 
+    def rm_contents(self, path: str, *, missing_ok: bool = False) -> None:
+        """Remove what is in a folder, and not the folder; links as `rm`."""
+        try:
+            names = self._names_in(path)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+        else:
+            self.rm([name for name in names if self._is_there(name)], recursive=True)
+
+    def _is_there(self, name: str) -> bool:
+        location = self._location(name, follows_link=False)
+        # Also a file that may not be opened where it lies.
+        return _is_link(location) or location.info().type != pafs.FileType.NotFound
+
+    def _existing(self, path: Any) -> set[str]:
+        """Return the names of files and folders that are there; one that is there is no pattern."""
+        names: set[str] = set()
+        for one in [path] if isinstance(path, (str, os.PathLike)) else path:
+            name = str(self._strip_protocol(one))
+            if self._is_there(name):
+                names.add(name)
+            elif has_magic(name):
+                names.update(self.expand_path(name))
+            else:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return names
+
+    def _names_in(self, path: str) -> list[str]:
+        """Return the names of all that is in a folder, also of links that lead nowhere."""
+        start = self._name(path).rstrip("/")
+        return [f"{start}/{name}" if start else name for name, _, _ in names_in(self._location(path))]
+
+    def _remove_folder(self, name: str, depth: int | None) -> None:
+        location = self._location(name)
+        if depth is None:
+            if location.path == "/" and location.is_local:
+                raise PermissionError("the root of the file system is not removed")
+            location.filesystem.delete_dir(location.path)  # It does not follow links.
+            return
+        for below in self._names_in(name):
+            inner = self._location(below, follows_link=False)
+            if _is_link(inner) or not inner.is_folder():
+                self.rm_file(below)
+            elif depth > 1:
+                self._remove_folder(below, depth - 1)
+            else:
+                self.rmdir(below)
+        self.rmdir(name)
+
+    # --- Copies and moves: what arrives is encrypted, as what is written is ---------------------------------
+
     def cp_file(self, path1: str, path2: str, **options: Any) -> None:
-        """Copy a file as it is stored: the copy has the same keys."""
-        source, target = self._moved(path1, path2)
-        source.filesystem.copy_file(source.path, target.path)
+        """Copy a file: the copy is encrypted with keys of its own, as its table says. For a folder, make one.
+
+        Raises:
+            NotEncryptedError: The file is not encrypted.
+            ColumnAccessDeniedError: A column of it cannot be read, and the copy would lack it.
+            OutputError: It would be copied onto itself, or cannot be written there.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys, or with the new place.
+        """
+        source = self._location(path1)
+        found = self._found(source)
+        if found.type == pafs.FileType.Directory:
+            self.makedirs(path2, exist_ok=True)
+        elif parquet_file_of(source) is None:  # The copy of its Parquet file gets its own.
+            with self._in_new_folders(path2):
+                target = self._location(path2)
+                if found.size:
+                    rekey_file(
+                        self._keys, self._keys, source, target, self._table_name, self._table_to_write(), None
+                    )
+                else:
+                    self._output(target).close()  # A mark, or refused.
+
+    def put_file(
+        self, lpath: Any, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **options: Any
+    ) -> None:
+        """Write a local file, which must be plain Parquet, as `open` does. For a folder, make one."""
+        with contextlib.nullcontext() if Path(lpath).is_dir() else self._in_new_folders(rpath):
+            super().put_file(lpath, rpath, callback, mode, **options)
+
+    @contextlib.contextmanager
+    def _in_new_folders(self, path: str) -> Iterator[None]:
+        """Make the folders of a file; those that are new do not stay if the file cannot be written."""
+        location = self._location(path)
+        refuse_partition_folders(self._keys, self._table_to_write(), location.path)
+        made: list[FileLocation] = []
+        if location.filesystem.type_name not in _OBJECT_STORES:
+            parents = (replace(location, path=str(path)) for path in PurePosixPath(location.path).parents)
+            made += itertools.takewhile(lambda folder: folder.name and not folder.is_folder(), parents)
+        if made:
+            location.filesystem.create_dir(made[0].path, recursive=True)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):
+                for folder in made:
+                    _remove_empty_folder(folder)
+            raise
 
     def mv(
         self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **options: Any
     ) -> None:
-        """Rename a file or folder as it is stored, with all that is in it."""
-        source, target = self._moved(path1, path2)
-        source.filesystem.move(source.path, target.path)
+        """Move a file or a folder; into `path2`, if that is a folder. A link is moved, not what it leads to.
 
-    def _moved(self, path1: str, path2: str) -> tuple[FileLocation, FileLocation]:
-        """Return both places, if the file can be read in the new one."""
-        source, target = self._location(path1), self._location(path2)
-        if self._found(source).type == pafs.FileType.Directory:
-            return source, target
+        A file keeps its bytes and keys. One that is bound to its name, by an AAD prefix or by key material beside
+        it, is copied as `cp_file` does, and removed then.
+
+        Raises:
+            NotEncryptedError: The file, or one in the folder, is not encrypted. Nothing is moved then.
+            KeytoolsError: Another subclass says what is wrong with a file or its keys, or with the new place.
+        """
+        source, target = self._location(path1, follows_link=False), self._location(path2)
+        if target.is_folder() and not source.is_same_file(target):
+            path2 = f"{str(self._strip_protocol(path2)).rstrip('/')}/{source.name}"
+            target = self._location(path2)
+        if source.is_same_file(target):
+            raise OutputError(f"{source} and {target} are the same file.", hint="Name another place.")
+        is_folder = not _is_link(source) and self._found(source).type == pafs.FileType.Directory
+        refuse_partition_folders(self._keys, self._table_to_write(), target.path)
+        for file in all_files(source) if is_folder else [source]:
+            inner = file.path_within(source)
+            if inner:
+                refuse_partition_folders(self._keys, self._table_to_write(), target.below(inner).path)
+            if not self._is_protected(file) or (not is_folder and self._is_bound(source, target)):
+                if is_folder or parquet_file_of(source) is not None:
+                    raise OutputError(
+                        f"{source} is not moved: {file} is not an encrypted Parquet file.",
+                        hint="Move the encrypted Parquet files, and other files through another file system.",
+                    )
+                self.cp_file(path1, path2)
+                self.rm_file(path1)
+                return
+        with exclusive_folder(target):
+            source.filesystem.move(source.path, target.path)
+            if not is_folder:
+                remove_key_materials(target, None)
+
+    def _is_protected(self, file: FileLocation) -> bool:
+        """Return whether a file may come to another place as it is stored; errors as `PlainFiles.open`."""
+        if _is_link(file) and not file.is_file():
+            return True  # No data comes with it.
+        if parquet_file := parquet_file_of(file):
+            read_key_materials(parquet_file)
+            return True
+        if file.name.startswith(("_", ".")) and not file.size_bytes():
+            return True  # A mark, such as _SUCCESS.
+        return self._files.open(file).is_encrypted
+
+    def _is_bound(self, source: FileLocation, target: FileLocation) -> bool:
+        """Return whether a file could not be read under another name."""
         prefixes = [table.aad_prefix or "" for table in self._keys.configuration.tables.values()]
-        is_bound = source.name != target.name and any("{file_name}" in prefix for prefix in prefixes)
-        if is_bound or key_material_location(source).is_file():
-            raise OutputError(
-                f"{source} is not renamed: it is bound to its name by an AAD prefix or by key material beside it.",
-                hint="Write the file again under the other name.",
-            )
-        return source, target
+        is_renamed = source.name != target.name and any("{file_name}" in prefix for prefix in prefixes)
+        return is_renamed or key_material_location(source).is_file()
+
+
+def _is_link(location: FileLocation) -> bool:
+    return location.is_local and Path(location.path).is_symlink()
+
+
+def _leads_back(folder: FileLocation, name: str) -> bool:
+    """Return whether an entry of a folder is a link to a folder that was passed on the way to it."""
+    path = Path(folder.path, name)
+    if not (folder.is_local and path.is_symlink()):
+        return False
+    passed = {os.path.realpath(parent) for parent in path.parents}
+    return os.path.realpath(path) in passed
+
+
+def _remove_empty_folder(location: FileLocation) -> None:
+    if location.is_local:
+        Path(location.path).rmdir()
+    elif infos_in(location):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), location.path)
+    else:
+        location.filesystem.delete_dir(location.path)
 
 
 def _is_opened_by_duckdb(frame: FrameType | None) -> bool:
@@ -342,12 +566,38 @@ def _raise_unless_missing(error: OSError) -> None:
         raise error
 
 
-class _RootedHandler(pafs.FSSpecHandler):  # type: ignore[misc]
-    """Takes "/" and "." for the root, too: pyarrow would find no files there, for their names begin otherwise."""
+class _Handler(pafs.FSSpecHandler):  # type: ignore[misc]
+    """The handler of pyarrow, with the root of a view, and links as in Arrow's local file system."""
+
+    fs: KeytoolsFileSystem
 
     def normalize_path(self, path: str) -> str:
-        """Return a path as `ls` names it."""
-        return "/".join(PurePosixPath(path.strip("/")).parts)
+        """Return a path as `ls` names it: pyarrow would find no files in a view whose root is "/" or "."."""
+        return "/".join(PurePosixPath(path.strip("/")).parts) if isinstance(self.fs, PlainView) else path
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        """Remove what is in a folder, links that lead nowhere or out of a view included."""
+        self.fs.rm_contents(path, missing_ok=missing_dir_ok)
+
+    def delete_root_dir_contents(self) -> None:
+        """Remove what is in a view; what is in a whole file system is not removed."""
+        if not isinstance(self.fs, PlainView):
+            raise PermissionError("the contents of the root of the file system are not removed")
+        self.delete_dir_contents("")
+
+
+class _StoreFileSystem(KeytoolsFileSystem):
+    """One whose paths begin with a bucket, or another name, and with no slash."""
+
+    root_marker = ""
+
+
+def class_over(filesystem: Any) -> type[KeytoolsFileSystem]:
+    """Return the class for a file system, by how paths begin there."""
+    below = arrow_filesystem(filesystem)
+    fsspec = fsspec_of(below)
+    has_slash = isinstance(below, pafs.LocalFileSystem) if fsspec is None else fsspec.root_marker == "/"
+    return KeytoolsFileSystem if has_slash else _StoreFileSystem
 
 
 class PlainView(KeytoolsFileSystem):
@@ -361,27 +611,38 @@ class PlainView(KeytoolsFileSystem):
         return stripped.strip("/") if isinstance(stripped, str) else stripped
 
 
+_tokens: weakref.WeakKeyDictionary[_MakesFileSystems, str] = weakref.WeakKeyDictionary()
+"""What names a `Keytools` in all processes that it was pickled to."""
+_tokens_lock = ForkSafeLock()
+
 _MOST_RESTORED = 16
-_restored_before: dict[str, KeytoolsFileSystem] = {}
+_restored_before: list[KeytoolsFileSystem] = []
 _restored_lock = ForkSafeLock()
 
 
+def _token_of(keytools: _MakesFileSystems) -> str:
+    with _tokens_lock:
+        return _tokens.setdefault(keytools, secrets.token_hex(16))
+
+
 def _restored(
-    pickled_as: str,
+    token: str,
     keytools: _MakesFileSystems,
     table_name: str | None,
     filesystem: Any,
     root: FileLocation | None,
 ) -> KeytoolsFileSystem:
     """Return what was pickled: one for all tasks of a worker process, so that these share KEKs and connections."""
+    with _tokens_lock:
+        _tokens[keytools] = token
     with _restored_lock:
-        restored = _restored_before.get(pickled_as)
-        if restored is None:
-            if len(_restored_before) >= _MOST_RESTORED:
-                del _restored_before[next(iter(_restored_before))]
-            if root is None:
-                restored = keytools.filesystem(table_name, filesystem)
-            else:
-                restored = keytools.view(root, table_name=table_name)
-            _restored_before[pickled_as] = restored
-    return restored
+        if root is None:
+            made = keytools.filesystem(table_name, filesystem)
+        else:
+            made = keytools.view(root, table_name=table_name)
+        for restored in _restored_before:
+            if restored == made:
+                return restored
+        _restored_before.append(made)
+        del _restored_before[:-_MOST_RESTORED]
+    return made

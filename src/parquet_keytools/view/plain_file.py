@@ -135,6 +135,11 @@ class PlainFile:
             with paused_collector():
                 self._lay_out(denied_columns, gap)
 
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether the file itself is encrypted."""
+        return self._opened.is_encrypted
+
     def _lay_out(self, denied_columns: str, gap: int) -> None:
         opened = self._opened
         footer = opened.footer

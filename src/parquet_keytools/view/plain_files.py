@@ -40,18 +40,35 @@ class PlainInput(RangedFile):
     """The view of one file, to read and seek in; any number may be open."""
 
     mode = "rb"
+    blocksize = 4 * 1024 * 1024
+    """With `cache`, what fsspec's `blockcache` asks for. Its cache is not used and stays empty."""
+    cache: Any = None
 
     def __init__(
         self, file: PlainFile, reopen: Callable[[], Any] | None = None, *, whole_row_groups: bool = False
     ) -> None:
         """Make one; `reopen` opens it again in another process. For `whole_row_groups` see `PlainFile.read_at`."""
         super().__init__()
-        self.name = file.path
+        self.name = self.path = file.path
         self.size = self.size_bytes = file.size_bytes
         self._file = file
         self._reopen = reopen
         self._whole_row_groups = whole_row_groups
         share_with_arrow(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed; `blockcache` sets that, too, after it has closed it."""
+        return super().closed
+
+    @closed.setter
+    def closed(self, value: bool) -> None:
+        if value:
+            self.close()
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        """Return a range, as fsspec's caches ask for it."""
+        return self.read_at(start, end - start)
 
     @in_use()
     def read_at(self, offset: int, length: int) -> bytes:

@@ -15,6 +15,7 @@ import pytest
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.arrow.writing import as_stream
+from parquet_keytools.kms.in_memory import InMemoryKms
 
 TABLE = pa.table({"a": range(50), "b": [f"text {number % 5}" for number in range(50)]})
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -112,3 +113,69 @@ def test_strings_of_polars_within_lists_and_structs_are_no_views() -> None:
     assert "string_view" not in str(table.schema)
     # Arrow has no such filter for views.
     assert table.filter(pa.array([False, True])).to_pylist() == frame.to_dicts()[1:]
+
+
+def _extension_arrays() -> dict[str, pa.Array]:
+    def of(kind: Any, values: list[Any]) -> pa.Array:
+        return pa.ExtensionArray.from_storage(kind, pa.array(values, kind.storage_type))
+
+    kinds = {
+        "uuid": of(pa.uuid(), [b"0123456789abcdef", b"fedcba9876543210"]),
+        "json": of(pa.json_(), ['{"a": 1}', "2"]),
+        "bool8": of(pa.bool8(), [1, 0]),
+        "tensor": of(pa.fixed_shape_tensor(pa.int32(), [2]), [[1, 2], [3, 4]]),
+        "opaque": of(pa.opaque(pa.binary(), "type", "vendor"), [b"a", b"b"]),
+    }
+    arrays: dict[str, pa.Array] = {}
+    for name, values in kinds.items():
+        struct = pa.StructArray.from_arrays([values], ["field"])
+        arrays |= {
+            name: values,
+            f"list of {name}": pa.ListArray.from_arrays([0, 1, 2], values),
+            f"large list of {name}": pa.LargeListArray.from_arrays([0, 1, 2], values),
+            f"fixed list of {name}": pa.FixedSizeListArray.from_arrays(values, 1),
+            f"struct of {name}": struct,
+            f"list of structs of {name}": pa.ListArray.from_arrays([0, 1, 2], struct),
+            f"map to {name}": pa.MapArray.from_arrays([0, 1, 2], ["a", "b"], values),
+        }
+    return arrays
+
+
+@pytest.mark.parametrize("name", _extension_arrays())
+@pytest.mark.parametrize("settings", [{}, {"aad_prefix": "{file_name}"}], ids=["pyarrow", "module encryptor"])
+def test_extension_types_at_any_depth_are_read_from_folders(
+    tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    keytools = tools(**settings)
+    table = pa.table({"a": _extension_arrays()[name], "n": [1, 2]})
+    keytools.write_table(table, tmp_path / "one.parquet")
+    expected = keytools.read_table(tmp_path / "one.parquet")
+    assert expected.num_rows == 2
+    dataset = keytools.dataset(tmp_path)
+    assert dataset.schema == keytools.schema(tmp_path) == expected.schema
+    assert dataset.to_table().equals(expected)
+    assert keytools.read_table(tmp_path).equals(expected)
+    assert keytools.read_table(tmp_path, columns=["a"]).equals(expected.select(["a"]))
+    assert keytools.read_table(tmp_path, filters=[("n", "=", 2)]).equals(expected.slice(1))
+    keytools.write_dataset(table, tmp_path / "set", partitioning=["n"])
+    assert (
+        keytools.read_table(tmp_path / "set").sort_by("n")["a"].combine_chunks() == expected["a"].combine_chunks()
+    )
+
+
+@pytest.mark.parametrize("denied_columns", ["hide", "null"])
+@pytest.mark.parametrize("name", ["list of uuid", "struct of json", "map to bool8"])
+def test_refused_extension_types(tmp_path: Path, name: str, denied_columns: str) -> None:
+    kms = InMemoryKms(dict.fromkeys(("kf", "ka")))
+    table = {"footer_key": "kf", "column_keys": {"ka": ["a"]}, "unlisted_columns": "plaintext"}
+    document = {"version": 1, "tables": {"t": table}, "reading": {"denied_columns": denied_columns}}
+    keytools = Keytools.from_mapping(document, kms=kms)
+    written = pa.table({"a": _extension_arrays()[name], "n": [1, 2]})
+    keytools.write_table(written, tmp_path / "one.parquet")
+    kms.deny("ka")
+    keytools = Keytools.from_mapping(document, kms=kms)
+    for found in (keytools.read_table(tmp_path), keytools.read_table(tmp_path / "one.parquet")):
+        assert found["n"].to_pylist() == [1, 2]
+        assert found.column_names == (["n"] if denied_columns == "hide" else ["a", "n"])
+        assert denied_columns == "hide" or found["a"].null_count == 2
+    assert keytools.schema(tmp_path).names == found.column_names

@@ -181,18 +181,23 @@ def test_methods_take_arguments_by_position_as_fsspec_has_them(tmp_path: Path) -
     assert files_in(tmp_path) == [tmp_path / "b" / "x.parquet"]
 
 
-def test_what_cannot_be_read_under_another_name_is_not_renamed(tmp_path: Path) -> None:
-    keytools = tools(aad_prefix="{file_name}")
-    keytools.filesystem().pipe_file(str(tmp_path / "x.parquet"), _plain())
-    with pytest.raises(OutputError, match="bound to its name"):
-        keytools.filesystem().mv(str(tmp_path / "x.parquet"), str(tmp_path / "y.parquet"))
-    assert keytools.read_table(tmp_path / "x.parquet").num_rows == 100
-    external = tools(key_material="external")
-    external.filesystem().pipe_file(str(tmp_path / "e.parquet"), _plain())
-    with pytest.raises(OutputError, match="bound to its name"):
-        external.filesystem().cp_file(str(tmp_path / "e.parquet"), str(tmp_path / "y.parquet"))
-    external.filesystem().rm(str(tmp_path / "e.parquet"))
-    assert files_in(tmp_path) == [tmp_path / "x.parquet"]
+@pytest.mark.parametrize("settings", [{"aad_prefix": "{file_name}"}, {"key_material": "external"}])
+@pytest.mark.parametrize("method", ["mv", "cp_file", "copy", "arrow move", "arrow copy"])
+def test_a_file_that_is_bound_to_its_name_is_readable_under_another_one(
+    tmp_path: Path, settings: dict[str, Any], method: str
+) -> None:
+    keytools = tools(**settings)
+    filesystem = keytools.filesystem()
+    old, new = str(tmp_path / "x.parquet"), str(tmp_path / "new" / "y.parquet")
+    filesystem.pipe_file(old, _plain())
+    (tmp_path / "new").mkdir()
+    filesystem.pipe_file(new, _plain(TABLE.slice(50)))  # With key material of its own.
+    methods = {"arrow move": filesystem.arrow.move, "arrow copy": filesystem.arrow.copy_file}
+    (methods.get(method) or getattr(filesystem, method))(old, new)
+    assert keytools.read_table(new).equals(TABLE) and keytools.verify_file(new).conforms
+    is_moved = method in ("mv", "arrow move")
+    assert filesystem.exists(old) is not is_moved
+    assert len(files_in(tmp_path)) == (1 if is_moved else 2) * (2 if "key_material" in settings else 1)
 
 
 @pytest.mark.parametrize("root", ["/", "", "."])

@@ -1,0 +1,104 @@
+"""fsspec's own abstract tests over `filesystem()` and views: their payloads are written as Parquet."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.tests import abstract
+
+from parquet_keytools import Keytools
+
+
+class Payload(io.BytesIO):
+    """What a test writes; the file below gets it as a Parquet file."""
+
+    def __init__(self, below: Any) -> None:
+        super().__init__()
+        self._below = below
+
+    def close(self) -> None:
+        if not self.closed:
+            with self._below as file:
+                pq.write_table(pa.table({"payload": [self.getvalue()]}), file)
+            super().close()
+
+
+def with_payloads(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a file system whose `open` takes any bytes."""
+    opened = filesystem._open
+
+    def opening(path: str, mode: str = "rb", **options: Any) -> Any:
+        file = opened(path, mode, **options)
+        if mode != "rb":
+            return Payload(file)
+        with file:
+            return io.BytesIO(pq.read_table(file)["payload"][0].as_py())
+
+    monkeypatch.setattr(filesystem, "_open", opening)
+    return filesystem
+
+
+class Fixtures(abstract.AbstractFixtures):
+    """The file system under test, and where it is tested."""
+
+    @pytest.fixture(params=["local", "view", "memory"])
+    def place(self, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+    @pytest.fixture
+    def fs(self, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+        keytools = Keytools.from_mapping(
+            {
+                "version": 1,
+                "kms": {"type": "in_memory", "keys": ["footer"]},
+                "tables": {"t": {"footer_key": "footer", "unlisted_columns": "footer_key"}},
+            }
+        )
+        (tmp_path / "lake").mkdir()
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
+        # The tests write into folders that are not there.
+        local = LocalFileSystem(auto_mkdir=True)
+        made = {
+            "local": lambda: keytools.filesystem(filesystem=local),
+            "view": lambda: keytools.view(tmp_path, filesystem=local),
+            "memory": lambda: keytools.filesystem(filesystem=MemoryFileSystem()),
+        }[place]()
+        yield with_payloads(made, monkeypatch)
+        for file in (tmp_path / "lake").rglob("*"):
+            assert not file.is_file() or file.read_bytes()[-4:] == b"PARE"
+
+    @pytest.fixture
+    def fs_path(self, place: str, tmp_path: Path) -> str:
+        return {"view": "lake", "memory": "/lake"}.get(place, str(tmp_path / "lake"))
+
+    @pytest.fixture
+    def fs_join(self) -> Any:
+        return lambda *parts: "/".join(parts)
+
+    @pytest.fixture
+    def supports_empty_directories(self) -> bool:
+        return True
+
+
+class TestCopy(abstract.AbstractCopyTests, Fixtures): ...
+
+
+class TestGet(abstract.AbstractGetTests, Fixtures): ...
+
+
+class TestPut(abstract.AbstractPutTests, Fixtures): ...
+
+
+class TestPipe(abstract.AbstractPipeTests, Fixtures): ...
+
+
+class TestOpen(abstract.AbstractOpenTests, Fixtures): ...
