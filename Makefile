@@ -47,7 +47,7 @@ install = { $(UV_INSTALL) --editable '.[$(1)]' || $(PIP_INSTALL) --editable '.[$
 endif
 
 # Without rules, for a second make beside the tests could install again.
-CHECKS := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+CHECKS := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy --platform linux && $(BIN)/mypy --platform darwin && $(BIN)/mypy --platform win32
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test java check soak mutants mutation docs lock vectors bench clean

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import signal
+import sys
 from collections.abc import Generator
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,23 @@ from soak import SOAK
 __all__ = ["pytest_addoption", "pytest_configure", "pytest_handlecrashitem", "pytest_xdist_make_scheduler"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+collect_ignore = []
+if sys.platform != "linux":
+    # They stop at calls that only Linux has, or look into /proc.
+    collect_ignore += [
+        "fuzz/test_state_mutants.py",
+        "tamper/test_other_writers.py",
+        "tamper/test_rotation_crashes.py",
+        "tamper/test_two_users.py",
+        "tamper/test_write_crashes.py",
+        "unit/cli/test_processes.py",
+        "unit/files/test_replacement.py",
+        "unit/rotation/test_kernel_copy.py",
+        "unit/rotation/test_rekeying_in_processes.py",
+        "unit/storage/test_outputs.py",
+        "unit/storage/test_storage.py",
+    ]
 
 remembered_scrypt.install()
 # In the background of a script, Ctrl-C is ignored, and so it would be by all that tests start.

@@ -70,11 +70,13 @@ def current_subject() -> str | None:
 
 def default_principal() -> str:
     """Return user and host of this process, as the operating system knows them."""
-    try:
-        import pwd
+    user = ""
+    if sys.platform != "win32":
+        with contextlib.suppress(ImportError, KeyError):
+            import pwd
 
-        user = pwd.getpwuid(os.geteuid()).pw_name
-    except (ImportError, KeyError):
+            user = pwd.getpwuid(os.geteuid()).pw_name
+    if not user:
         try:
             user = getpass.getuser()
         except (OSError, KeyError, ImportError):

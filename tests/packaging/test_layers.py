@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "audit": set(),
     "telemetry": {"runtime"},
     # bytes of a Parquet file; knows no keys and no ciphers
-    "format": {"errors"},
+    "format": {"errors", "runtime"},
     # files and folders on any file system; says which packages an address needs
     "storage": {"errors", "format", "runtime"},
     # ciphers, used by several threads; knows no KMS, and meets `keys` only at the protocol KeyRetriever
@@ -88,6 +88,7 @@ OUTSIDE: dict[str, list[str]] = {
     # package, or part of it -> the source files that may import it; the longest name decides
     "boto3": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
     "botocore": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
+    "filelock": ["runtime/operating_system.py"],
     "fsspec": ["fsspec_chain.py", "storage/locations.py", "view/*.py"],
     "google": ["kms/gcp/*.py"],
     "grpc": ["kms/gcp/*.py"],

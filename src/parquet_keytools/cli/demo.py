@@ -143,9 +143,11 @@ class _Files:
 def _write_passphrase(path: Path) -> None:
     import secrets
 
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
+    from parquet_keytools.runtime.operating_system import open_file
+
+    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, follow_link=False)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_urlsafe(32).encode() + b"\n")
 
 
 def _keys_of_columns(keytools: Keytools) -> dict[str, str]:

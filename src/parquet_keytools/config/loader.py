@@ -32,6 +32,7 @@ from parquet_keytools.config.yaml_document import MOST_BYTES, UnreadableYamlErro
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
 from parquet_keytools.kms.registry import client_class, is_known, known_names
+from parquet_keytools.runtime.operating_system import own_user_id, permissions
 from parquet_keytools.runtime.presentation import expanded
 
 
@@ -146,13 +147,13 @@ def _can_be_read_again(file: Path, found: os.stat_result) -> bool:
 
 
 def exposed_to(found: os.stat_result) -> str:
-    """Return who may read a file beside this user and the superuser."""
-    if found.st_mode & stat.S_IROTH:
+    """Return who may read a file beside this user and the superuser; on Windows it is unknown."""
+    if permissions(found, stat.S_IROTH):
         return "everybody on this machine"
-    if found.st_mode & stat.S_IRGRP:
+    if permissions(found, stat.S_IRGRP):
         return "its group"
     # Who owns a file can change its permissions.
-    return "" if found.st_uid in (0, os.geteuid()) else "its owner, another user,"
+    return "" if found.st_uid in (0, own_user_id()) else "its owner, another user,"
 
 
 def _parse(

@@ -12,6 +12,7 @@ from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesCtr, Ae
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import FormatLimitError
 from parquet_keytools.format.byte_ranges import Bytes
+from parquet_keytools.runtime.operating_system import register_at_fork
 from parquet_keytools.secret_bytes import SecretBytes
 
 LENGTH_LENGTH = 4
@@ -81,7 +82,7 @@ def _begin_anew() -> None:
     _nonces = _Nonces()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+register_at_fork(after_in_child=_begin_anew)
 
 
 class ModuleCipher:

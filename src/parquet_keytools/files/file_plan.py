@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -19,7 +18,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.format.structs import ColumnMetaData
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOut, ParquetFile, Unseen, all_files, data_set, file_or_folder
 
@@ -174,7 +173,7 @@ def _has_files(folder: FileLocation) -> bool:
 
 def _real_path(location: FileLocation) -> str:
     """Return the path without links in it, as far as it exists."""
-    return os.path.realpath(location.path) if location.is_local else location.path.rstrip("/")
+    return real_location(location).path if location.is_local else location.path.rstrip("/")
 
 
 @dataclass(frozen=True)

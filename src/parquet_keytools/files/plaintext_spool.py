@@ -7,7 +7,6 @@ ever has: no plaintext touches a disk, and what is left of a killed process is w
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections import OrderedDict, deque
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import IO, NamedTuple
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
 from parquet_keytools.errors import OutputError
 from parquet_keytools.format.byte_ranges import Bytes, check_range
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.runtime.fork_safety import ForkSafeLock, OwnerProcess
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
@@ -78,7 +78,7 @@ class SpoolRoom:
         view, offset = memoryview(sealed), slot * _SLOT_BYTES
         with failing_as_output(self._target, only_writing=True):
             while len(view):
-                written = os.pwrite(self._file.fileno(), view, offset)
+                written = operating_system.write_at(self._file.fileno(), view, offset)
                 view, offset = view[written:], offset + written
         return stored
 
@@ -92,7 +92,7 @@ class SpoolRoom:
         if isinstance(kept, bytearray):
             return kept
         assert self._file is not None
-        sealed = os.pread(self._file.fileno(), kept.length + TAG_LENGTH, kept.slot * _SLOT_BYTES)
+        sealed = operating_system.read_at(self._file.fileno(), kept.length + TAG_LENGTH, kept.slot * _SLOT_BYTES)
         plaintext = bytearray(kept.length)
         try:
             self._cipher.decrypt_into(kept.nonce, sealed, b"", plaintext)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from parquet_keytools.errors import FileChangedError, ParquetFormatError
+from parquet_keytools.runtime import operating_system
 
 Bytes = bytes | bytearray | memoryview
 
@@ -73,14 +74,14 @@ class FileSource:
             OSError: It cannot be read.
         """
         check_range(self, offset, length)
-        data = os.pread(self.file_descriptor, length, offset)
+        data = operating_system.read_at(self.file_descriptor, length, offset)
         if len(data) == length:
             return data
         # The operating system reads no more than about 2 GiB at a time.
         parts = [data]
         while data and (length := length - len(data)):
             offset += len(data)
-            data = os.pread(self.file_descriptor, length, offset)
+            data = operating_system.read_at(self.file_descriptor, length, offset)
             parts.append(data)
         if not data:
             raise shortened(self.path)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 from collections.abc import Iterator
+
+from parquet_keytools.runtime.operating_system import register_at_fork
 
 _lock = threading.Lock()
 _pauses = 0
@@ -59,4 +60,4 @@ def _start_anew() -> None:
     _pauses = 0
 
 
-os.register_at_fork(after_in_child=_start_anew)
+register_at_fork(after_in_child=_start_anew)

@@ -7,12 +7,12 @@ lists. No repetition is tried again, so that matching takes time proportional to
 from __future__ import annotations
 
 import functools
-import os
 import re
 import threading
 from collections.abc import Callable
 
 from parquet_keytools.format.thrift_values import IntegerFields, WireType
+from parquet_keytools.runtime.operating_system import register_at_fork
 
 Match = Callable[[bytes, int], re.Match[bytes] | None]
 
@@ -59,7 +59,7 @@ def _start_anew() -> None:
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+register_at_fork(after_in_child=_start_anew)
 
 
 @functools.cache

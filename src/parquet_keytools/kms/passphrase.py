@@ -1,11 +1,11 @@
 """A keystore's passphrase, and files that only their owner may read.
 
-Such a file is read with care and replaced in one step, by one writer at a time.
+Such a file is read with care and replaced in one step, by one writer at a time. On Windows
+nothing here looks at who may read it: there Python makes up the permissions, and does not know access lists.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import time
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from parquet_keytools.errors import KmsConfigurationError, KmsUnavailableError
 from parquet_keytools.kms.contract import CallFacts
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.secret_bytes import SecretBytes
 
 _CONNECT = CallFacts("keystore", "connect")
@@ -51,6 +52,9 @@ def passphrase_from_file(path: Path) -> SecretBytes:
         KmsUnavailableError: The file system failed.
     """
     content, _ = read_private_file(path, max_length=_MAX_PASSPHRASE_LENGTH + 1)
+    if not operating_system.POSIX:
+        # As editors there end lines.
+        content = content.removesuffix(b"\r\n")
     return _checked_passphrase(content.removesuffix(b"\n"), f"the passphrase in {path}")
 
 
@@ -80,7 +84,8 @@ def read_private_file(path: Path, *, max_length: int, hint_if_missing: str = "")
     """Return the bytes of a file that nobody but its owner may read, at most `max_length`.
 
     Raises:
-        KmsConfigurationError: There is no such file, others may read it, or it is too long.
+        KmsConfigurationError: There is no such file, others may read it (not checked on Windows), or it is too
+            long.
         KmsUnavailableError: The file system failed.
     """
     detail = hint = ""
@@ -89,7 +94,7 @@ def read_private_file(path: Path, *, max_length: int, hint_if_missing: str = "")
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 detail = f"{path} is not a regular file"
-            elif status.st_mode & 0o077:
+            elif operating_system.permissions(status, 0o077):
                 detail = f"others than its owner may read or write {path}"
                 hint = f"Run: chmod 600 {str(path)!r}"
             elif len(content := file.read(max_length + 1)) > max_length:
@@ -116,23 +121,24 @@ def replace_private_file(path: Path, content: bytes) -> None:
     new = path.with_name(f".{path.name}.new")
     with suppress(FileNotFoundError):
         new.unlink()  # what a crash left
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = operating_system.open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, follow_link=False)
     try:
         with os.fdopen(descriptor, "wb") as file:
             _keep_owner(path, descriptor)
             file.write(content)
             file.flush()
-            os.fsync(descriptor)
+            operating_system.sync(descriptor)
         new.replace(path)
     except OSError:
         with suppress(OSError):
             new.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)  # only then the new name survives a loss of power
-    finally:
-        os.close(folder)
+    folder = operating_system.open_folder(path.parent)
+    if folder is not None:
+        try:
+            operating_system.sync(folder)  # only then the new name survives a loss of power
+        finally:
+            os.close(folder)
 
 
 @contextmanager
@@ -146,10 +152,14 @@ def exclusive_lock(path: Path, *, timeout_seconds: float = _LOCK_TIMEOUT_SECONDS
         OSError: The file system failed.
     """
     lock = path.with_name(f".{path.name}.lock")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not operating_system.POSIX:
+        with operating_system.locked_path(lock, timeout_seconds):
+            yield
+        return
+    descriptor = operating_system.open_file(lock, os.O_RDWR | os.O_CREAT, follow_link=False)
     try:
         deadline = time.monotonic() + timeout_seconds
-        while not _try_lock(descriptor):
+        while not operating_system.try_lock(descriptor):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"another process has held {lock} for {timeout_seconds:g} seconds")
             time.sleep(_LOCK_POLL_SECONDS)
@@ -160,22 +170,14 @@ def exclusive_lock(path: Path, *, timeout_seconds: float = _LOCK_TIMEOUT_SECONDS
 
 def _open_at_once(path: str, flags: int) -> int:
     """Open a file; a named pipe does not wait for its writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return operating_system.open_file(path, flags, follow_link=True)
 
 
 def _keep_owner(path: Path, descriptor: int) -> None:
     """Give the file to the owner of the one it replaces, so that root can rotate a service's keystore."""
     with suppress(FileNotFoundError, PermissionError):
         status = path.stat()
-        os.fchown(descriptor, status.st_uid, status.st_gid)
+        operating_system.change_owner(descriptor, status.st_uid, status.st_gid)
 
 
 def _identity(status: os.stat_result) -> FileIdentity:

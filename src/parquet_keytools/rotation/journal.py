@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError, OutputError, StorageFailedError
 from parquet_keytools.rotation.rewrapper import Remembered, WrappedKey
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.runtime.worker_processes import StaysInParent
 from parquet_keytools.storage.locations import FileLocation
@@ -85,7 +85,8 @@ class Journal(StaysInParent):
         self._versions: dict[str, str | None] = {}
         self._synced_at = time.monotonic()
         self._lock = threading.Lock()
-        self._file_descriptor = _open_locked(self.path)
+        self._open = contextlib.ExitStack()
+        self._file_descriptor = _open_locked(self.path, self._open)
         try:
             end = self._read(json.loads(json.dumps(parameters)))
             # A line that was cut off goes; the next one must not be glued to it.
@@ -94,7 +95,7 @@ class Journal(StaysInParent):
                 self._write(_head_line(parameters))
             self.sync()
         except BaseException:
-            os.close(self._file_descriptor)
+            self._open.close()
             raise
 
         if path is None:
@@ -146,20 +147,20 @@ class Journal(StaysInParent):
     def sync(self) -> None:
         """Have what was written on the disk."""
         with self._failing():
-            os.fsync(self._file_descriptor)
+            operating_system.sync(self._file_descriptor)
         self._synced_at = time.monotonic()
 
     def close(self, *, remove: bool) -> None:
         """End the run, and remove the journal if all files were processed."""
         try:
             if remove:
-                _remove(self.path, self._file_descriptor)
+                _remove(self.path, self._file_descriptor, self._open)
             else:
                 self.sync()
         finally:
             # Worker processes may still say what they made, if they were not waited for: not to another file.
             with self._lock:
-                os.close(self._file_descriptor)
+                self._open.close()
                 self._file_descriptor = -1
 
     @contextlib.contextmanager
@@ -299,12 +300,10 @@ def _remove_stale(folder: Path) -> None:
         with contextlib.suppress(OSError, OutputError):
             if _is_stale(path.lstat()):
                 # One that a run has just now is in use, and stays.
-                file_descriptor = _open_locked(path)
-                try:
+                with contextlib.ExitStack() as opened:
+                    file_descriptor = _open_locked(path, opened)
                     if _is_stale(os.fstat(file_descriptor)):
-                        _remove(path, file_descriptor)
-                finally:
-                    os.close(file_descriptor)
+                        _remove(path, file_descriptor, opened)
 
 
 def _is_stale(found: os.stat_result) -> bool:
@@ -312,7 +311,8 @@ def _is_stale(found: os.stat_result) -> bool:
 
 
 def _is_own(found: os.stat_result) -> bool:
-    return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_MAY_WRITE
+    may_write = operating_system.permissions(found, _OTHERS_MAY_WRITE)
+    return found.st_uid == operating_system.own_user_id() and not may_write
 
 
 def _head_line(parameters: dict[str, Any]) -> bytes:
@@ -333,31 +333,40 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_LENGTH).digest()
 
 
-def _open_locked(path: Path) -> int:
-    """Open a journal for this process alone."""
-    # Neither a link nor a pipe that somebody else put there is followed or waited for.
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+def _open_locked(path: Path, opened: contextlib.ExitStack) -> int:
+    """Open a journal for this process alone, until `opened` is closed."""
     while True:
         try:
-            file_descriptor = os.open(path, flags, 0o600)
+            # Neither a link nor a pipe that somebody else put there is followed or waited for.
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+            file_descriptor = operating_system.open_file(path, flags, follow_link=False)
         except OSError as error:
             if path.is_symlink():
                 raise JournalUnsafeError(f"the journal {path} is a link.", hint=_HINT) from None
             reason = os.strerror(error.errno or 0)
             raise OutputError(f"the journal {path} cannot be written: {reason}.", hint=_HINT) from None
+        opened.callback(os.close, file_descriptor)
         try:
             _check_own(path, file_descriptor)
-            fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _try_lock(path, file_descriptor, opened):
+                raise JournalInUseError(f"another run writes the journal {path} now.")
             # A run that ended in between may have removed what was opened.
             if _is_there(path, file_descriptor):
                 return file_descriptor
-        except BlockingIOError:
-            os.close(file_descriptor)
-            raise JournalInUseError(f"another run writes the journal {path} now.") from None
         except BaseException:
-            os.close(file_descriptor)
+            opened.close()
             raise
-        os.close(file_descriptor)
+        opened.close()
+
+
+def _try_lock(path: Path, file_descriptor: int, opened: contextlib.ExitStack) -> bool:
+    if operating_system.POSIX:
+        return operating_system.try_lock(file_descriptor)
+    try:
+        opened.enter_context(operating_system.locked_path(f"{path}.lock", 0))
+    except TimeoutError:
+        return False
+    return True
 
 
 def _check_own(path: Path, file_descriptor: int) -> None:
@@ -376,6 +385,9 @@ def _is_there(path: Path, file_descriptor: int) -> bool:
         return False
 
 
-def _remove(path: Path, file_descriptor: int) -> None:
+def _remove(path: Path, file_descriptor: int, opened: contextlib.ExitStack) -> None:
     if _is_there(path, file_descriptor):
+        if not operating_system.POSIX:
+            # It does not remove files that are open.
+            opened.close()
         path.unlink(missing_ok=True)

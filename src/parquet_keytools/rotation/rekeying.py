@@ -306,9 +306,8 @@ def _identity(footer: Footer, material_of: Callable[[bytes | None], KeyMaterial 
 def _refuse_two_names(opened: OpenedFile, new: NewFileKeys) -> None:
     """Refuse a link where the file's name matters, which is another one for who does not come by the link."""
     location, real = opened.location, real_location(opened.location)
-    is_elsewhere = location.is_local and os.path.realpath(Path(location.path).parent) != str(
-        Path(real.path).parent
-    )
+    folder = Path(os.path.realpath(Path(location.path).parent))
+    is_elsewhere = location.is_local and folder != Path(real.path).parent
     is_external = new.key_materials is not None or opened.retriever.key_materials is not None
     if location.name != real.name or (is_elsewhere and is_external):
         raise OutputError(

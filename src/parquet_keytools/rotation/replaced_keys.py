@@ -8,7 +8,6 @@ belongs to, so that nothing is restored over what another writer made.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -17,6 +16,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -36,6 +36,7 @@ from parquet_keytools.rotation.tail import (
     check_read_back,
     check_unchanged,
 )
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.storage.failures import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.outputs import LocalSink, whole_output
@@ -136,12 +137,12 @@ def copy_beginning(source: int, target: int, length: int) -> str:
     if copied == length:
         return COPIED_IN_KERNEL
     while copied < length:
-        data = os.pread(source, min(COPY_LENGTH, length - copied), copied)
+        data = operating_system.read_at(source, min(COPY_LENGTH, length - copied), copied)
         if not data:
             raise ChangedMeanwhileError("the file became shorter while it was copied.", hint="Try again.")
         view = memoryview(data)
         while view:
-            written = os.pwrite(target, view, copied)
+            written = operating_system.write_at(target, view, copied)
             copied += written
             view = view[written:]
     return COPIED
@@ -149,6 +150,10 @@ def copy_beginning(source: int, target: int, length: int) -> str:
 
 def _reflink(source: int, target: int, length: int) -> bool:
     """Have the whole file shared and cut off: ranges would have to fit the file system's blocks."""
+    if sys.platform != "linux" or not operating_system.POSIX:
+        return False
+    import fcntl
+
     try:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError as error:
@@ -164,6 +169,8 @@ def _reflink(source: int, target: int, length: int) -> bool:
 def _copy_in_kernel(source: int, target: int, length: int) -> int:
     """Return how many bytes the kernel copied; fewer than all where it cannot go on."""
     copied = 0
+    if sys.platform != "linux" or not hasattr(os, "copy_file_range"):
+        return copied
     while copied < length:
         try:
             # The kernel copies no more than about 2 GiB at a time, and may copy less.

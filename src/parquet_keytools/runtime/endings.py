@@ -14,13 +14,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+
+from parquet_keytools.runtime.operating_system import register_at_fork
 
 
 class ExceptionWatch:
@@ -141,5 +142,4 @@ def _forget_parent() -> None:
 
 
 atexit.register(_wait_for_arrow)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parent)
+register_at_fork(after_in_child=_forget_parent)

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from parquet_keytools.runtime.operating_system import register_at_fork
+
 T = TypeVar("T")
 
 _all_locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
@@ -55,7 +57,7 @@ def _renew_all() -> None:
         lock._renew()
 
 
-os.register_at_fork(after_in_child=_renew_all)
+register_at_fork(after_in_child=_renew_all)
 
 
 class OwnerProcess:
@@ -93,7 +95,7 @@ def _keep_for_ever() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(writer))
 
 
-os.register_at_fork(after_in_child=_keep_for_ever)
+register_at_fork(after_in_child=_keep_for_ever)
 
 
 _inherited: list[object] = []

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from parquet_keytools.errors import WorkerProcessEndedError
+from parquet_keytools.runtime.operating_system import POSIX, signals_blocked
 from parquet_keytools.runtime.presentation import (
     levels_inside,
     say_what_is_waited_for_elsewhere,
@@ -128,6 +129,9 @@ class WorkerProcesses(Generic[P, R]):
         self._function = function
         self._staying: list[StaysInParent] = []
         check_number_of_processes(processes)
+        # Windows hands no sockets over to other programs as file descriptors.
+        if not POSIX:
+            processes = 1
         self._processes = min(processes, files) if processes else automatic_processes(files)
         self._setup = self._pickled(calls_at_a_time) if self._processes > 1 and _runs_python() else None
         self.calls_at_a_time = calls_at_a_time * (1 if self._setup is None else self._processes)
@@ -237,17 +241,15 @@ class _Worker:
                 str(theirs.fileno()),
             ]
             # The masks of threads are inherited; those of this process's other threads are not touched.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             try:
-                self._process = subprocess.Popen(  # noqa: S603 - this interpreter
-                    command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()]
-                )
+                with signals_blocked(signal.SIGINT, signal.SIGTERM):
+                    self._process = subprocess.Popen(  # noqa: S603 - this interpreter
+                        command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()]
+                    )
             except OSError:
                 self._connection.close()
                 self._socket.close()
                 raise
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # Where it ended already, the reader hears of it.
         with contextlib.suppress(OSError):
             self._connection.send(sys.path)

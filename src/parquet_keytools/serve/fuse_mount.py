@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from parquet_keytools.errors import (
     FileChangedError,
     KmsAccessDeniedError,
 )
+from parquet_keytools.runtime.operating_system import own_group_id, own_user_id
 from parquet_keytools.runtime.presentation import install_hint
 from parquet_keytools.serve.requests_and_answers import logged_outcome
 from parquet_keytools.serve.served_tree import FileReader, ServedFile, ServedTree
@@ -89,8 +91,8 @@ class MountedTree:
             "st_atime": local.st_atime_ns if local else other,
             "st_mtime": local.st_mtime_ns if local else other,
             "st_ctime": local.st_ctime_ns if local else other,
-            "st_uid": os.getuid(),
-            "st_gid": os.getgid(),
+            "st_uid": own_user_id(),
+            "st_gid": own_group_id(),
         }
 
     def statfs(self, path: str) -> dict[str, int]:
@@ -218,7 +220,7 @@ def _mfusepy() -> Any:
         raise ConfigurationError(
             "libfuse is not installed.", hint="On Debian: apt install fuse3 libfuse3-3; on macOS install macFUSE."
         ) from None
-    if not Path("/dev/fuse").exists() and os.uname().sysname == "Linux":
+    if not Path("/dev/fuse").exists() and sys.platform == "linux":
         raise ConfigurationError(
             "this machine has no /dev/fuse, and cannot mount.", hint="Use `parquet-keytools serve` in its place."
         )

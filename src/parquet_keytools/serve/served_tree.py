@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -167,9 +168,11 @@ class ServedTree:
         self._path_of(key)
         return None if self._local_folder is None else (self._local_folder / key).stat()
 
-    def local_space(self) -> os.statvfs_result | None:
-        """Return what is known of the disk on which the folder lies; None for a folder that lies elsewhere."""
-        return None if self._local_folder is None else os.statvfs(self._local_folder)
+    def local_space(self) -> Any:
+        """Return the `os.statvfs_result` of the disk with the folder; None for a folder that lies elsewhere."""
+        if sys.platform == "win32" or self._local_folder is None:
+            return None
+        return os.statvfs(self._local_folder)
 
     def as_served(self, text: str) -> str | None:
         """Return a text with paths as clients know them; None if it has other absolute paths of this machine."""

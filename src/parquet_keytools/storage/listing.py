@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from pyarrow import fs as pafs
 
-from parquet_keytools.storage.locations import fsspec_of
+from parquet_keytools.storage.locations import fsspec_of, with_slashes
 from parquet_keytools.storage.printable import escaped_path
 
 AT_A_TIME = 16
@@ -206,7 +206,7 @@ def _list_local(listing: Listing) -> None:
 
 
 def _look_at(entry: os.DirEntry[str]) -> Listed:
-    listed = Listed(entry.name, entry.path, is_link=entry.is_symlink())
+    listed = Listed(entry.name, with_slashes(entry.path), is_link=entry.is_symlink())
     try:
         listed.is_folder = entry.is_dir()
         if not listed.is_folder:

@@ -1,6 +1,6 @@
-"""Local files by descriptor of their folder: renames, attributes of another file, removal.
+"""Local folders and the files in them: renames, attributes of another file, removal.
 
-A path may lead elsewhere by now.
+On POSIX systems all is done by descriptor of the folder, for a path may lead elsewhere by now.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
+from typing import Self
 
 from parquet_keytools.errors import OutputError
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.storage.locations import FileLocation
 
 _NOREPLACE = 1
@@ -23,14 +26,12 @@ _EXCHANGE = 2
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 """What a kernel or a file system answers that has no such rename."""
 
-_FOLDER_AND_NO_LINK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
 
 class UnsupportedRenameError(Exception):
     """The file system has no such rename."""
 
 
-def exchange(folder: int, first: str, second: str) -> None:
+def exchange(folder: int | None, first: str, second: str) -> None:
     """Exchange two names of a folder in one step.
 
     Raises:
@@ -41,7 +42,7 @@ def exchange(folder: int, first: str, second: str) -> None:
     _rename(folder, first, second, _EXCHANGE)
 
 
-def rename_new(folder: int, name: str, new_name: str) -> None:
+def rename_new(folder: int | None, name: str, new_name: str) -> None:
     """Rename within a folder; nothing is replaced.
 
     Raises:
@@ -52,9 +53,9 @@ def rename_new(folder: int, name: str, new_name: str) -> None:
     _rename(folder, name, new_name, _NOREPLACE)
 
 
-def _rename(folder: int, old: str, new: str, flags: int) -> None:
+def _rename(folder: int | None, old: str, new: str, flags: int) -> None:
     function = _renameat2()
-    if function is None:
+    if function is None or folder is None:
         raise UnsupportedRenameError
     while function(folder, os.fsencode(old), folder, os.fsencode(new), flags):
         number = ctypes.get_errno()
@@ -67,6 +68,8 @@ def _rename(folder: int, old: str, new: str, flags: int) -> None:
 
 @cache
 def _renameat2() -> Callable[..., int] | None:
+    if sys.platform != "linux" or not operating_system.POSIX:
+        return None
     try:
         function = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -88,7 +91,7 @@ def may_give_attributes(file: os.stat_result, folder: os.stat_result) -> bool:
     """
     if not stat.S_ISREG(file.st_mode):
         return False
-    return not folder.st_mode & stat.S_IWOTH or file.st_uid == os.geteuid()
+    return not folder.st_mode & stat.S_IWOTH or file.st_uid == operating_system.own_user_id()
 
 
 def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
@@ -102,46 +105,107 @@ def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
     found = os.fstat(old)
     mode = stat.S_IMODE(found.st_mode) & 0o777
     try:
-        os.fchown(new, found.st_uid, found.st_gid)
+        operating_system.change_owner(new, found.st_uid, found.st_gid)
     except OSError:
         try:
             # Who may not give files away may still give them to a group of his own, whose members read them.
-            os.fchown(new, -1, found.st_gid)
+            operating_system.change_owner(new, -1, found.st_gid)
         except OSError:
             # What the old group was allowed is nothing for another one.
             mode = mode & ~0o070 | ((mode & 0o007) << 3)
-    with contextlib.suppress(OSError):
-        for name in os.listxattr(old):
-            if all_attributes or name.startswith(_ACCESS_LISTS):
-                # What the system guards for itself cannot be set.
-                with contextlib.suppress(OSError):
-                    os.setxattr(new, name, os.getxattr(old, name))
-    os.fchmod(new, mode)
-
-
-def open_folder(path: str) -> int:
-    """Return a file descriptor of a folder."""
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
-@contextlib.contextmanager
-def opened_folder(path: str) -> Iterator[int]:
-    """Open a folder for as long as a block runs."""
-    folder = open_folder(path)
-    try:
-        yield folder
-    finally:
-        os.close(folder)
+    operating_system.copy_attributes(new, old, lambda name: all_attributes or name.startswith(_ACCESS_LISTS))
+    operating_system.change_mode(new, mode)
 
 
 FolderIdentity = tuple[int, int]
 """Device and inode: a path may lead to another folder by now."""
 
 
-def identity_of_folder(folder: int | str) -> FolderIdentity:
-    """Return device and inode of a folder, by its file descriptor or path."""
-    found = os.stat(folder)  # noqa: PTH116
+def identity_of_folder(path: str) -> FolderIdentity:
+    """Return device and inode of a folder."""
+    found = os.stat(path)  # noqa: PTH116
     return found.st_dev, found.st_ino
+
+
+class Folder:
+    """An open folder, and what is done with names in it; links are never followed.
+
+    On POSIX systems names are looked up in the folder that was opened. Windows has no such calls: there each is
+    by path, and a folder whose path leads elsewhere meanwhile is not noticed.
+
+    Attributes:
+        path: Its path when it was opened.
+        descriptor: Its file descriptor; None on Windows.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: str, outer: Folder | None = None) -> None:
+        self.path = path
+        if outer is None:
+            self.descriptor = operating_system.open_folder(path)
+        else:
+            name = PurePosixPath(path).name
+            self.descriptor = operating_system.open_folder_within(outer.descriptor, name, path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+
+    def status(self) -> os.stat_result:
+        """Return what the system says of the folder."""
+        return os.stat(self.path if self.descriptor is None else self.descriptor)  # noqa: PTH116
+
+    def identity(self) -> FolderIdentity:
+        """Return its device and inode."""
+        found = self.status()
+        return found.st_dev, found.st_ino
+
+    def names(self) -> list[str]:
+        """Return the names in it."""
+        return os.listdir(self.path if self.descriptor is None else self.descriptor)  # noqa: PTH208
+
+    def look(self, name: str) -> os.stat_result:
+        """Return what the system says of a name in it."""
+        return os.stat(self._place(name), dir_fd=self.descriptor, follow_symlinks=False)
+
+    def open(self, name: str, flags: int, mode: int = 0o600) -> int:
+        """Open a file in it, and return its file descriptor."""
+        place = self._place(name)
+        return operating_system.open_file(place, flags, mode, follow_link=False, folder=self.descriptor)
+
+    def unlink(self, name: str) -> None:
+        """Remove a name from it."""
+        os.unlink(self._place(name), dir_fd=self.descriptor)
+
+    def replace(self, name: str, new_name: str) -> None:
+        """Give a file another name, in place of what has that."""
+        os.replace(
+            self._place(name), self._place(new_name), src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor
+        )
+
+    def link(self, name: str, new_name: str) -> None:
+        """Give a file a second name, if nothing has that."""
+        if self.descriptor is None:
+            os.link(self._place(name), self._place(new_name))
+        else:
+            os.link(name, new_name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor, follow_symlinks=False)
+
+    def sync(self) -> None:
+        """Bring to the disk which names it has. Windows keeps that in the journal of its file system."""
+        if self.descriptor is not None:
+            operating_system.sync(self.descriptor)
+
+    def _place(self, name: str) -> str:
+        return f"{self.path}/{name}" if self.descriptor is None else name
 
 
 def state_of_local(path: str) -> tuple[int, ...]:
@@ -170,14 +234,14 @@ class Identity:
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
-def remove_hadoop_checksums(folder: int, target: str) -> None:
+def remove_hadoop_checksums(folder: Folder, target: str) -> None:
     """Remove the checksums that Hadoop keeps beside a local file: Spark would refuse what takes the file's place.
 
     Before it does so, for without checksums Hadoop reads both the old file and the new one.
     """
     name = f".{target}.crc"
     with contextlib.suppress(FileNotFoundError, OSError):
-        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        file = folder.open(name, os.O_RDONLY)
         try:
             is_hadoops = (
                 stat.S_ISREG(os.fstat(file).st_mode)
@@ -186,7 +250,7 @@ def remove_hadoop_checksums(folder: int, target: str) -> None:
         finally:
             os.close(file)
         if is_hadoops:
-            os.unlink(name, dir_fd=folder)
+            folder.unlink(name)
 
 
 def remove_beneath(base: FileLocation, folder: FolderIdentity, location: FileLocation) -> None:
@@ -198,21 +262,20 @@ def remove_beneath(base: FileLocation, folder: FolderIdentity, location: FileLoc
         OSError: The file system failed.
     """
     *folders, name = PurePosixPath(location.path).relative_to(base.path).parts
-    with contextlib.ExitStack() as descriptors:
-        inner = descriptors.enter_context(opened_folder(base.path))
-        if identity_of_folder(inner) != folder:
+    with contextlib.ExitStack() as opened:
+        inner = opened.enter_context(Folder(base.path))
+        if inner.identity() != folder:
             raise folder_moved(location)
         for part in folders:
             try:
-                inner = os.open(part, _FOLDER_AND_NO_LINK, dir_fd=inner)
+                inner = opened.enter_context(Folder(f"{inner.path}/{part}", inner))
             except OSError as error:
                 if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                     raise
                 raise OutputError(
                     f"{location} is not removed: {part!r} is a link.", hint="Remove what is in it by hand."
                 ) from None
-            descriptors.callback(os.close, inner)
-        os.unlink(name, dir_fd=inner)
+        inner.unlink(name)
 
 
 def remove_from_folder(location: FileLocation, folder: FolderIdentity | None) -> None:
@@ -230,4 +293,5 @@ def remove_from_folder(location: FileLocation, folder: FolderIdentity | None) ->
     if folder is None or not location.is_local:
         location.filesystem.delete_file(location.path)
     else:
-        remove_beneath(FileLocation(location.filesystem, str(Path(location.path).parent)), folder, location)
+        base = FileLocation(location.filesystem, str(PurePosixPath(location.path).parent))
+        remove_beneath(base, folder, location)

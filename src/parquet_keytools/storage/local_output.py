@@ -1,8 +1,8 @@
-"""A local file that is written beside its target and then takes the target's place, all by descriptor.
+"""A local file that is written beside its target and then takes the target's place.
 
-The folder is opened once, and what happens in it is asked for relative to that: a path leads elsewhere when
-somebody who may write to one of its folders puts a link there. The new file has no name until it is complete,
-where the file system can do that (`O_TMPFILE`): nothing is left of it when the process is killed.
+The folder is opened once, and what happens in it is asked for relative to that (not on Windows): a path leads
+elsewhere when somebody who may write to one of its folders puts a link there. The new file has no name until it is
+complete, where the file system can do that (`O_TMPFILE`): nothing is left of it when the process is killed.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from parquet_keytools.errors import ChangedMeanwhileError, OutputError
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.local_files import (
+    Folder,
     FolderIdentity,
     Identity,
     UnsupportedRenameError,
@@ -23,8 +26,6 @@ from parquet_keytools.storage.local_files import (
     folder_moved,
     identity_of_folder,
     may_give_attributes,
-    open_folder,
-    opened_folder,
     remove_hadoop_checksums,
     rename_new,
     take_attributes,
@@ -33,11 +34,10 @@ from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.temporary_files import Swap, remove_leftovers, temporary_name
 
 _DESCRIPTORS = "/proc/self/fd"
-_NO_DESCRIPTORS = not (hasattr(os, "O_TMPFILE") and os.path.isdir(_DESCRIPTORS))  # noqa: PTH112 - of this system
+_NO_DESCRIPTORS = not (operating_system.POSIX and hasattr(os, "O_TMPFILE") and Path(_DESCRIPTORS).is_dir())
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.ENOTDIR)
-_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_REOPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_NOT_THE_FILE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
+_NOT_THE_FILE = operating_system.NOT_A_FILE | {errno.ENOENT}
 _MOST_EXCHANGES = 10
 
 Check = Callable[[], None]
@@ -77,10 +77,10 @@ class LocalFile:
         self._like = like
         self._is_synced = False
         self._temporary: str | None = None
-        self._folder: int | None = open_folder(self._folder_path)
+        self._folder: Folder | None = Folder(self._folder_path)
         self._file: int | None = None
         try:
-            self.folder = identity_of_folder(self._folder)
+            self.folder = self._folder.identity()
             if folder not in (None, self.folder):
                 raise folder_moved(target)
             remove_leftovers(self._folder)
@@ -119,19 +119,30 @@ class LocalFile:
         """
         with self._opened() as (folder, file), failing_as_output(self._target, only_writing=True):
             self._sync(folder, file)
-            self._require_same_folder()
-            if check is not None:
-                self._replace_checked(folder, file, check)
-            elif overwrite:
-                remove_hadoop_checksums(folder, self._name)
-                self._replace_any(folder, file)
-            else:
-                self._appear(folder, file)
-                remove_hadoop_checksums(folder, self._name)
-            self._require_in_place(folder, file)
-            if syncs_folder:
-                os.fsync(folder)
+            if operating_system.POSIX:
+                self._put_in_place(folder, file, overwrite, check)
+                if syncs_folder:
+                    folder.sync()
+        if not operating_system.POSIX:
+            # It does not rename files that are open.
+            self._close_descriptors()
+            with Folder(self._folder_path) as folder, failing_as_output(self._target, only_writing=True):
+                self._put_in_place(folder, -1, overwrite, check)
         self.close()
+
+    def _put_in_place(self, folder: Folder, file: int, overwrite: bool, check: Check | None) -> None:
+        self._require_same_folder()
+        if check is not None:
+            self._replace_checked(folder, file, check)
+        elif overwrite:
+            remove_hadoop_checksums(folder, self._name)
+            self._replace_any(folder, file)
+        else:
+            self._appear(folder, file)
+            remove_hadoop_checksums(folder, self._name)
+        found = self._look(folder, self._name)
+        if found is None or (found.device, found.inode) != self._identity[:2]:
+            raise self._exchanged()
 
     def sync(self) -> None:
         """Bring the complete file to the disk, which may take long: before locks are taken.
@@ -142,72 +153,71 @@ class LocalFile:
         with self._opened() as (folder, file), failing_as_output(self._target, only_writing=True):
             self._sync(folder, file)
 
-    def _sync(self, folder: int, file: int) -> None:
+    def _sync(self, folder: Folder, file: int) -> None:
         if not self._is_synced:
             self._set_attributes(folder, file)
             self._identity = _identity(os.fstat(file))
             if self._durable:
-                os.fsync(file)
+                operating_system.sync(file)
             self._is_synced = True
 
     def close(self) -> None:
         """Remove what is not in its place, and close what is open."""
+        if not operating_system.POSIX:
+            # It does not remove files that are open.
+            self._close_descriptors()
         with contextlib.suppress(OSError):
             if self._temporary is not None:
-                folder = self._folder if self._folder is not None else open_folder(self._folder_path)
-                try:
-                    found = os.stat(self._temporary, dir_fd=folder, follow_symlinks=False)
-                    if _identity(found) == self._identity:
-                        os.unlink(self._temporary, dir_fd=folder)
-                finally:
-                    if folder != self._folder:
-                        os.close(folder)
+                with contextlib.ExitStack() as opened:
+                    folder = self._folder or opened.enter_context(Folder(self._folder_path))
+                    if _identity(folder.look(self._temporary)) == self._identity:
+                        folder.unlink(self._temporary)
         self._temporary = None
         self._close_descriptors()
 
     # --- how it comes to be ---
 
-    def _permissions(self, folder: int) -> int:
+    def _permissions(self, folder: Folder) -> int:
         """Return the most that others may do with it while it is written."""
         if self._mode is not None or self._like is not None:
             return 0o600
         found = self._replaced(folder)
         return 0o666 if found is None else found.st_mode & 0o666 | 0o600
 
-    def _replaced(self, folder: int) -> os.stat_result | None:
+    def _replaced(self, folder: Folder) -> os.stat_result | None:
         """Return what is there and decides who may use what replaces it."""
         try:
-            found = os.stat(self._name, dir_fd=folder, follow_symlinks=False)
+            found = folder.look(self._name)
         except FileNotFoundError:
             return None
-        return found if may_give_attributes(found, os.fstat(folder)) else None
+        return found if may_give_attributes(found, folder.status()) else None
 
-    def _create(self, folder: int, permissions: int, *, anonymous: bool) -> int:
+    def _create(self, folder: Folder, permissions: int, *, anonymous: bool) -> int:
         with failing_as_output(self._target, only_writing=True):
-            if anonymous and not _NO_DESCRIPTORS:
+            if sys.platform == "linux" and anonymous and not _NO_DESCRIPTORS:
                 try:
-                    return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, permissions, dir_fd=folder)
+                    return os.open(".", os.O_TMPFILE | os.O_RDWR, permissions, dir_fd=folder.descriptor)
                 except OSError as error:
                     if error.errno not in _NO_TMPFILE:
                         raise
             name = temporary_name(self._name)
-            file = os.open(name, _CREATE, permissions, dir_fd=folder)
+            file = folder.open(name, _CREATE, permissions)
             self._temporary = name
             return file
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[tuple[int, int]]:
+    def _opened(self) -> Iterator[tuple[Folder, int]]:
         """Yield folder and file; they are opened again where they did not stay open."""
         if self._folder is not None and self._file is not None:
             yield self._folder, self._file
             return
         assert self._temporary is not None
         with contextlib.ExitStack() as descriptors:
-            folder = descriptors.enter_context(opened_folder(self._folder_path))
-            if identity_of_folder(folder) != self.folder:
+            folder = descriptors.enter_context(Folder(self._folder_path))
+            if folder.identity() != self.folder:
                 raise folder_moved(self._target)
             try:
-                file = os.open(self._temporary, _REOPEN, dir_fd=folder)
+                file = folder.open(self._temporary, os.O_RDWR)
             except OSError as error:
                 if error.errno not in _NOT_THE_FILE:
                     raise
@@ -218,70 +228,69 @@ class LocalFile:
             yield folder, file
 
     def _close_descriptors(self) -> None:
-        for descriptor in (self._file, self._folder):
-            if descriptor is not None:
-                os.close(descriptor)
+        if self._file is not None:
+            os.close(self._file)
+        if self._folder is not None:
+            self._folder.close()
         self._file = self._folder = None
 
     # --- how it takes its place ---
 
-    def _set_attributes(self, folder: int, file: int) -> None:
+    def _set_attributes(self, folder: Folder, file: int) -> None:
         if self._mode is not None:
-            os.fchmod(file, self._mode)
+            operating_system.change_mode(file, self._mode)
             return
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         try:
             if self._like is not None:
-                old = os.open(self._like.path, flags)
+                old = operating_system.open_file(self._like.path, os.O_RDONLY, follow_link=True)
             elif self._replaced(folder) is not None:
-                old = os.open(self._name, flags | os.O_NOFOLLOW, dir_fd=folder)
+                old = folder.open(self._name, os.O_RDONLY)
             else:
                 return
         except FileNotFoundError:
             return
         except PermissionError:
             # Its owner may not even read it; nobody else may then.
-            os.fchmod(file, 0o600)
+            operating_system.change_mode(file, 0o600)
             return
         try:
             found = os.fstat(old)
-            if self._like is not None or may_give_attributes(found, os.fstat(folder)):
+            if self._like is not None or may_give_attributes(found, folder.status()):
                 take_attributes(file, old, all_attributes=self._like is not None)
         finally:
             os.close(old)
 
-    def _replace_any(self, folder: int, file: int) -> None:
-        name = self._named(folder, file)
-        os.replace(name, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+    def _replace_any(self, folder: Folder, file: int) -> None:
+        folder.replace(self._named(folder, file), self._name)
         self._temporary = None
 
-    def _appear(self, folder: int, file: int) -> None:
+    def _appear(self, folder: Folder, file: int) -> None:
         """Take a name that nothing has."""
         try:
             if self._temporary is None:
-                os.link(f"{_DESCRIPTORS}/{file}", self._name, dst_dir_fd=folder, follow_symlinks=True)
+                os.link(f"{_DESCRIPTORS}/{file}", self._name, dst_dir_fd=folder.descriptor, follow_symlinks=True)
                 return
             try:
-                rename_new(folder, self._temporary, self._name)
+                rename_new(folder.descriptor, self._temporary, self._name)
             except UnsupportedRenameError:
                 self._appear_by_link(folder, self._temporary)
         except FileExistsError:
             raise exists_already(self._target) from None
         self._temporary = None
 
-    def _appear_by_link(self, folder: int, temporary: str) -> None:
+    def _appear_by_link(self, folder: Folder, temporary: str) -> None:
         try:
-            os.link(temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+            folder.link(temporary, self._name)
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                 raise
             # A file system without links: an empty file holds the place.
-            os.close(os.open(self._name, _CREATE, 0o600, dir_fd=folder))
-            os.replace(temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.close(folder.open(self._name, _CREATE))
+            folder.replace(temporary, self._name)
         else:
-            os.unlink(temporary, dir_fd=folder)
+            folder.unlink(temporary)
 
-    def _replace_checked(self, folder: int, file: int, check: Check) -> None:
+    def _replace_checked(self, folder: Folder, file: int, check: Check) -> None:
         """Exchange names with what is there, and look at what that was: it may have come after the check."""
         found = self._look(folder, self._name)
         check()
@@ -292,38 +301,37 @@ class LocalFile:
             except OutputError:
                 raise changed_meanwhile(self._target) from None
             return
-        new = os.fstat(file)
-        name = self._named(folder, file, Swap(new.st_ino, found.inode, found.changed_ns))
+        name = self._named(folder, file, Swap(self._identity[1], found.inode, found.changed_ns))
         remove_hadoop_checksums(folder, self._name)
         try:
-            exchange(folder, name, self._name)
+            exchange(folder.descriptor, name, self._name)
         except FileNotFoundError:
             raise changed_meanwhile(self._target) from None
         except UnsupportedRenameError:
             # As near to the rename as it can be.
             if self._look(folder, self._name) != found:
                 raise changed_meanwhile(self._target) from None
-            os.replace(name, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+            folder.replace(name, self._name)
             self._temporary = None
             return
         self._temporary = None  # What has this name now is not ours to remove before it was looked at.
         out = self._look(folder, name)
         if out == found:
-            os.unlink(name, dir_fd=folder)
+            folder.unlink(name)
             return
         self._put_back(folder, name, Identity.of(os.fstat(file)))
         raise changed_meanwhile(self._target)
 
-    def _put_back(self, folder: int, name: str, ours: Identity) -> None:
+    def _put_back(self, folder: Folder, name: str, ours: Identity) -> None:
         """Give the name back to a file that was not to be replaced, and what comes out meanwhile its own."""
         newest, replaced = self._look(folder, name), ours
         for _ in range(_MOST_EXCHANGES):
-            exchange(folder, name, self._name)
+            exchange(folder.descriptor, name, self._name)
             out = self._look(folder, name)
             if out is None:
                 return
             if (out.device, out.inode) == (replaced.device, replaced.inode):
-                os.unlink(name, dir_fd=folder)
+                folder.unlink(name)
                 return
             # Someone replaced that in this moment: what came out is the newest, and goes back in its turn.
             newest, replaced = out, newest or ours
@@ -332,22 +340,22 @@ class LocalFile:
             hint="Stop its writers, and check which version is right.",
         )
 
-    def _named(self, folder: int, file: int, swap: Swap | None = None) -> str:
+    def _named(self, folder: Folder, file: int, swap: Swap | None = None) -> str:
         """Give the file a temporary name, or another one."""
         name = temporary_name(self._name, swap)
         if self._temporary is None:
-            os.link(f"{_DESCRIPTORS}/{file}", name, dst_dir_fd=folder, follow_symlinks=True)
+            os.link(f"{_DESCRIPTORS}/{file}", name, dst_dir_fd=folder.descriptor, follow_symlinks=True)
         elif swap is None:
             return self._temporary
         else:
-            os.rename(self._temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            folder.replace(self._temporary, name)
         self._temporary = name
         return name
 
     @staticmethod
-    def _look(folder: int, name: str) -> Identity | None:
+    def _look(folder: Folder, name: str) -> Identity | None:
         try:
-            return Identity.of(os.stat(name, dir_fd=folder, follow_symlinks=False))
+            return Identity.of(folder.look(name))
         except FileNotFoundError:
             return None
 
@@ -360,11 +368,6 @@ class LocalFile:
             raise folder_moved(self._target) from None
         if found != self.folder:
             raise folder_moved(self._target)
-
-    def _require_in_place(self, folder: int, file: int) -> None:
-        found, ours = self._look(folder, self._name), os.fstat(file)
-        if found is None or (found.device, found.inode) != (ours.st_dev, ours.st_ino):
-            raise self._exchanged()
 
     def _exchanged(self) -> OutputError:
         return OutputError(

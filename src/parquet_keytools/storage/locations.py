@@ -9,6 +9,7 @@ import itertools
 import os
 import pickle
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -327,7 +328,12 @@ def real_location(location: FileLocation) -> FileLocation:
     """Return the file that a link leads to: replaced is the file, and the link stays."""
     if not location.is_local:
         return location
-    return FileLocation(location.filesystem, os.path.realpath(location.path))
+    return FileLocation(location.filesystem, with_slashes(os.path.realpath(location.path)))
+
+
+def with_slashes(path: str) -> str:
+    """Return a path of the operating system as Arrow has it: with slashes on Windows, too."""
+    return path.replace("\\", "/") if sys.platform == "win32" else path
 
 
 def folder_path(location: FileLocation) -> str:

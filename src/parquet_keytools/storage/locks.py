@@ -8,18 +8,17 @@ was killed leaves of it is no lock.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import logging
 import os
 import stat
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import PurePosixPath
 
 from parquet_keytools.errors import OutputError
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.runtime.presentation import waiting_for
-from parquet_keytools.storage.local_files import opened_folder
+from parquet_keytools.storage.local_files import Folder
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.temporary_files import LOCK_NAME
 
@@ -27,7 +26,6 @@ FOREIGN_LOCK_SECONDS = 60.0
 """How long a lock file is waited for that this user may not open: nobody can say whether its owner is alive."""
 
 _POLL_SECONDS = 0.1
-_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _log = logging.getLogger(__name__)
 
@@ -43,21 +41,28 @@ def exclusive_folder(target: FileLocation) -> Iterator[None]:
     if not target.is_local:
         yield
         return
-    path = str(Path(target.path).parent)
-    with opened_folder(path) as folder:
-        name, lock = _locked(folder, path)
+    path = str(PurePosixPath(target.path).parent)
+    if not operating_system.POSIX:
+        with contextlib.ExitStack() as held:
+            with waiting_for(f"the lock of the folder {path}, which another process holds"):
+                held.enter_context(operating_system.locked_path(f"{path}/{LOCK_NAME}"))
+            yield
+        return
+    with Folder(path) as folder:
+        name, lock = _locked(folder)
         try:
             yield
         finally:
             # Removed while it is locked: who waits for it sees that it is gone, and makes another one.
             with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=folder)
+                folder.unlink(name)
             os.close(lock)
 
 
-def _locked(folder: int, path: str) -> tuple[str, int]:
+def _locked(folder: Folder) -> tuple[str, int]:
     """Return name and file descriptor of the lock file, locked."""
-    found = os.fstat(folder)
+    path = folder.path
+    found = folder.status()
     name, mode = _name_and_mode(found)
     deadline = time.monotonic() + FOREIGN_LOCK_SECONDS
     while True:
@@ -74,7 +79,7 @@ def _locked(folder: int, path: str) -> tuple[str, int]:
             time.sleep(_POLL_SECONDS)
             continue
         except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO):
+            if error.errno not in operating_system.NOT_A_FILE:
                 raise
             raise _not_ours(path, name, "is not a regular file") from None
         try:
@@ -85,7 +90,7 @@ def _locked(folder: int, path: str) -> tuple[str, int]:
                 pass  # Put there in this moment.
             elif stat.S_IMODE(status.st_mode) & ~mode & 0o077:
                 # From when the folder had other permissions, or put there: others could hold it for ever.
-                os.unlink(name, dir_fd=folder)
+                folder.unlink(name)
             else:
                 with waiting_for(f"the lock of the folder {path}, which another process holds"):
                     _wait(lock, path, name)
@@ -103,7 +108,7 @@ def _name_and_mode(folder: os.stat_result) -> tuple[str, int]:
     if folder.st_mode & stat.S_IWOTH:
         # There nobody replaces files of others, or all do.
         stem, _, suffix = LOCK_NAME.rpartition(".")
-        return f"{stem}.{os.geteuid()}.{suffix}", 0o600
+        return f"{stem}.{operating_system.own_user_id()}.{suffix}", 0o600
     # Who may write to the folder may read and write the lock, and nobody else.
     writers = folder.st_mode & stat.S_IWGRP
     return LOCK_NAME, 0o600 | writers | writers << 1
@@ -112,56 +117,55 @@ def _name_and_mode(folder: os.stat_result) -> tuple[str, int]:
 def _is_foreign(folder: os.stat_result, lock: os.stat_result) -> bool:
     """Return whether a lock is of somebody who may not keep others out of the folder."""
     if folder.st_mode & stat.S_IWOTH:
-        return lock.st_uid != os.geteuid()
+        return lock.st_uid != operating_system.own_user_id()
     if folder.st_mode & stat.S_IWGRP:
         return False
-    return lock.st_uid not in (folder.st_uid, os.geteuid(), 0)
+    return lock.st_uid not in (folder.st_uid, operating_system.own_user_id(), 0)
 
 
-def _remove_foreign(folder: int, folder_found: os.stat_result, name: str, path: str) -> None:
+def _remove_foreign(folder: Folder, folder_found: os.stat_result, name: str, path: str) -> None:
     """Remove a lock that somebody put there who could hold it for ever.
 
     Raises:
         OutputError: It cannot be removed.
     """
     with contextlib.suppress(FileNotFoundError):
-        if _is_foreign(folder_found, os.stat(name, dir_fd=folder, follow_symlinks=False)):
+        if _is_foreign(folder_found, folder.look(name)):
             try:
-                os.unlink(name, dir_fd=folder)
+                folder.unlink(name)
             except (PermissionError, IsADirectoryError):
                 raise _not_ours(path, name, "was put there by another user") from None
 
 
-def _open_lock(folder: int, folder_found: os.stat_result, name: str, mode: int) -> int:
+def _open_lock(folder: Folder, folder_found: os.stat_result, name: str, mode: int) -> int:
     try:
-        return os.open(name, _OPEN, dir_fd=folder)
+        return folder.open(name, os.O_RDWR)
     except FileNotFoundError:
         pass
-    lock = os.open(name, _OPEN | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+    lock = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     # So that no other writer stands before a lock that a dead process of this user left.
     with contextlib.suppress(OSError):
-        os.fchown(lock, folder_found.st_uid if os.geteuid() == 0 else -1, folder_found.st_gid)
+        owner = folder_found.st_uid if operating_system.own_user_id() == 0 else -1
+        operating_system.change_owner(lock, owner, folder_found.st_gid)
     if os.fstat(lock).st_gid == folder_found.st_gid:
         with contextlib.suppress(OSError):
-            os.fchmod(lock, mode)
+            operating_system.change_mode(lock, mode)
     return lock
 
 
 def _wait(lock: int, path: str, name: str) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not operating_system.try_lock(lock):
         _log.info("waiting for another process that writes to %s, which holds %s there", path, name)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        operating_system.wait_for_lock(lock)
 
 
-def _is_still(folder: int, name: str, lock: int) -> bool:
-    return os.path.samestat(os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(lock))
+def _is_still(folder: Folder, name: str, lock: int) -> bool:
+    return os.path.samestat(folder.look(name), os.fstat(lock))
 
 
-def _exists(folder: int, name: str) -> bool:
+def _exists(folder: Folder, name: str) -> bool:
     try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
+        folder.look(name)
     except FileNotFoundError:
         return False
     return True

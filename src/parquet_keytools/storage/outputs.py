@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -14,9 +14,10 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.errors import OutputError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource, FileSource
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.runtime.fork_safety import OwnerProcess
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
-from parquet_keytools.storage.local_files import FolderIdentity, opened_folder
+from parquet_keytools.storage.local_files import Folder, FolderIdentity
 from parquet_keytools.storage.local_output import LocalFile, exists_already
 from parquet_keytools.storage.locations import FileLocation, fsspec_of
 from parquet_keytools.storage.printable import is_url
@@ -44,17 +45,17 @@ class LocalSink:
         return self._file_descriptor
 
     def reserve(self, length: int) -> None:
-        """Take the space now, so that a full disk is noticed before the work is done."""
+        """Take the space now, where the system can, so that a full disk is noticed before the work is done."""
         if length:
             with failing_as_output(self._target, only_writing=True):
-                os.posix_fallocate(self._file_descriptor, 0, length)
+                operating_system.reserve(self._file_descriptor, length)
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Write all of `data` at `offset`."""
         view = memoryview(data)
         with failing_as_output(self._target, only_writing=True):
             while len(view):
-                written = os.pwrite(self._file_descriptor, view, offset)
+                written = operating_system.write_at(self._file_descriptor, view, offset)
                 view = view[written:]
                 offset += written
 
@@ -369,9 +370,9 @@ def sync_folder(target: FileLocation) -> None:
         StorageFailedError: The file system failed.
     """
     if target.is_local:
-        path = str(Path(target.path).parent)
-        with failing_as_output(target, only_writing=True), opened_folder(path) as folder:
-            os.fsync(folder)
+        path = str(PurePosixPath(target.path).parent)
+        with failing_as_output(target, only_writing=True), Folder(path) as folder:
+            folder.sync()
 
 
 def write_whole(

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSource, FileSource, check_range, shortened
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.runtime.presentation import waiting_for
 from parquet_keytools.storage.locations import FileLocation
 
@@ -82,7 +83,7 @@ def open_source(location: FileLocation) -> Iterator[ByteSource]:
         return
     _refuse_irregular(location)
     # Not as a file of Python, which looks up a dozen things that nobody here needs.
-    descriptor = os.open(location.path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = operating_system.open_file(location.path, os.O_RDONLY, follow_link=True)
     try:
         yield FileSource.of(str(location), descriptor)
     finally:

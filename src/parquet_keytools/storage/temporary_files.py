@@ -8,7 +8,6 @@ tells. What a process left that was killed while it wrote is removed when somebo
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -25,8 +24,9 @@ from pathlib import Path
 
 from pyarrow import fs as pafs
 
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.storage.failures import warn_left_behind
-from parquet_keytools.storage.local_files import UnsupportedRenameError, exchange, opened_folder
+from parquet_keytools.storage.local_files import Folder, UnsupportedRenameError, exchange
 from parquet_keytools.storage.locations import FileLocation
 
 DEAD_AFTER_SECONDS = 24 * 3600.0
@@ -75,9 +75,8 @@ class TemporaryName:
 
     def is_dead(self, age_seconds: float) -> bool:
         """Return whether nobody writes there any more."""
-        if self.machine != _machine():
-            return age_seconds > DEAD_AFTER_SECONDS
-        return not _is_alive(self.process_id, self.began)
+        is_alive = _is_alive(self.process_id, self.began) if self.machine == _machine() else None
+        return age_seconds > DEAD_AFTER_SECONDS if is_alive is None else not is_alive
 
 
 def temporary_name(target: str, swap: Swap | None = None) -> str:
@@ -117,14 +116,9 @@ def _machine() -> str:
     return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:8]
 
 
-def _is_alive(process_id: int, began: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return _began(process_id) in (began, 0)
+def _is_alive(process_id: int, began: int) -> bool | None:
+    is_running = operating_system.is_running(process_id)
+    return _began(process_id) in (began, 0) if is_running else is_running
 
 
 def _began(process_id: int) -> int:
@@ -174,26 +168,26 @@ def without_leftovers(locations: Iterable[FileLocation]) -> Iterator[FileLocatio
                 folder = str(Path(path).parent)
                 if folder not in folders:
                     folders.add(folder)
-                    with contextlib.suppress(OSError), opened_folder(folder) as descriptor:
-                        remove_leftovers(descriptor)
+                    with contextlib.suppress(OSError), Folder(folder) as opened:
+                        remove_leftovers(opened)
         yield location
 
 
-def remove_leftovers(folder: int) -> None:
+def remove_leftovers(folder: Folder) -> None:
     """Remove temporary files from a folder whose processes are gone.
 
     Only those that are surely ours and dead; what cannot be looked at or removed stays. A folder is not looked
     through again and again: that would take as long as there are files in it, for each file in it.
     """
     with contextlib.suppress(OSError):
-        found = os.fstat(folder)
+        found = folder.status()
         key = found.st_dev, found.st_ino
         if not _scans.is_due(key):
             return
         started = time.monotonic()
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.name.startswith(".")]
-        for name in names:
+        for name in folder.names():
+            if not name.startswith("."):
+                continue
             if _LOCK_NAME.fullmatch(name):
                 with contextlib.suppress(OSError):
                     _remove_lock(folder, name)
@@ -203,47 +197,49 @@ def remove_leftovers(folder: int) -> None:
         _scans.done(key, time.monotonic() - started)
 
 
-def _remove_lock(folder: int, name: str) -> None:
+def _remove_lock(folder: Folder, name: str) -> None:
     """Remove the file of a lock that nobody holds."""
-    lock = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    if not operating_system.POSIX:
+        # It is refused as long as the file is open.
+        folder.unlink(name)
+        return
+    lock = folder.open(name, os.O_RDWR)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        status = os.fstat(lock)
-        if stat.S_ISREG(status.st_mode) and os.path.samestat(
-            os.stat(name, dir_fd=folder, follow_symlinks=False), status
-        ):
-            os.unlink(name, dir_fd=folder)
+        if operating_system.try_lock(lock):
+            status = os.fstat(lock)
+            if stat.S_ISREG(status.st_mode) and os.path.samestat(folder.look(name), status):
+                folder.unlink(name)
     finally:
         os.close(lock)
 
 
-def _remove(folder: int, folder_found: os.stat_result, name: str, parsed: TemporaryName) -> None:
-    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+def _remove(folder: Folder, folder_found: os.stat_result, name: str, parsed: TemporaryName) -> None:
+    found = folder.look(name)
     if not stat.S_ISREG(found.st_mode) or not parsed.is_dead(time.time() - found.st_mtime):
         return
     swap = parsed.swap
     try:
-        target = os.stat(parsed.target, dir_fd=folder, follow_symlinks=False)
+        target = folder.look(parsed.target)
     except FileNotFoundError:
         target = None
     if swap is not None and (found.st_ino, found.st_mtime_ns) == (swap.old, swap.old_time):
-        os.unlink(name, dir_fd=folder)
+        folder.unlink(name)
         return
     if swap is None or found.st_ino == swap.new:
-        owners = {os.geteuid()}
-        if os.geteuid() == 0:
+        owners = {operating_system.own_user_id()}
+        if operating_system.own_user_id() == 0:
             # Who may do all gives a new file to the owner of the old one before it is in its place.
             owners |= {folder_found.st_uid} | (set() if target is None else {target.st_uid})
         if found.st_uid in owners:
-            os.unlink(name, dir_fd=folder)
+            folder.unlink(name)
         return
     # It was killed after it had taken the place of a file that came meanwhile, and before it could put that back.
     if target is None or target.st_ino != swap.new or not _may_replace(found, target, folder_found):
         _log.warning("%r is a version of %r that somebody wrote meanwhile; it is kept", name, parsed.target)
         return
-    exchange(folder, name, parsed.target)
-    if os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino == swap.new:
-        os.unlink(name, dir_fd=folder)
+    exchange(folder.descriptor, name, parsed.target)
+    if folder.look(name).st_ino == swap.new:
+        folder.unlink(name)
 
 
 def _may_replace(file: os.stat_result, target: os.stat_result, folder: os.stat_result) -> bool:

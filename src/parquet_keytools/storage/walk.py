@@ -27,6 +27,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.errors import IncompleteDataSetError, NoParquetFilesError, OutputError, ParquetFormatError
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.storage.listing import FolderLister, Listed, Listing, RefusalOf, is_utf8, named, store_error
 from parquet_keytools.storage.locations import FileLocation, key_material_location
 from parquet_keytools.storage.printable import escaped_path
@@ -478,11 +479,11 @@ def _asks_for_magic(listing: Listing, listed: Listed) -> bool:
 def _has_magic(path: str) -> bool | OSError:
     try:
         # A pipe that took its place must not make this wait.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = operating_system.open_file(path, os.O_RDONLY, follow_link=True)
         try:
-            start = os.pread(descriptor, MAGIC_LENGTH, 0)
-            size = os.fstat(descriptor).st_size
-            return not _MAGIC.isdisjoint((start, os.pread(descriptor, MAGIC_LENGTH, max(0, size - MAGIC_LENGTH))))
+            start = operating_system.read_at(descriptor, MAGIC_LENGTH, 0)
+            end = max(0, os.fstat(descriptor).st_size - MAGIC_LENGTH)
+            return not _MAGIC.isdisjoint((start, operating_system.read_at(descriptor, MAGIC_LENGTH, end)))
         finally:
             os.close(descriptor)
     except OSError as error:

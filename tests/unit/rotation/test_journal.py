@@ -324,7 +324,7 @@ def test_a_journal_that_is_removed_while_it_is_opened(path: Path, monkeypatch: p
             path.unlink()
             removed.append(path)
 
-    monkeypatch.setattr(journals.fcntl, "flock", lock)
+    monkeypatch.setattr(fcntl, "flock", lock)
     journal = Journal(path, PARAMETERS)
     assert removed and path.exists()
     journal.close(remove=True)

@@ -519,7 +519,7 @@ def test_mode_owner_attributes_and_links(tmp_path: Path, key_material: str) -> N
     real.chmod(0o640)
     try:
         os.setxattr(real, "user.note", b"kept")
-    except OSError:
+    except (AttributeError, OSError):
         pytest.skip("no extended attributes here")
     case.add_version()
     assert case.tools().rotate(path).succeeded

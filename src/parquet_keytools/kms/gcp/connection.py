@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import threading
 import time
@@ -30,6 +29,7 @@ from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.kms.contract import CallFacts, RemoteKmsSettings, bytes_of_context
 from parquet_keytools.kms.transport import SdkLogs, is_loopback
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.operating_system import register_at_fork
 
 _ENDPOINT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?")
 _EMAIL = r"^[^@\s]+@[^@\s]+$"
@@ -320,7 +320,7 @@ class CallGate:
 GRPC_CALLS = CallGate()
 """One for all clients of a process: a call of any of them would break a fork."""
 
-os.register_at_fork(
+register_at_fork(
     before=GRPC_CALLS.before_fork, after_in_parent=GRPC_CALLS.after_fork, after_in_child=GRPC_CALLS.renew
 )
 

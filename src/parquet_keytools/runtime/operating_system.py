@@ -1,0 +1,260 @@
+"""What Linux, macOS and Windows do differently with open files: the one place that decides which calls are made.
+
+POSIX systems open relative to a folder's descriptor, do not follow links if asked, and have permission bits. On
+Windows there is none of that: files are opened by path, and Python makes up permissions, which say nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+POSIX = sys.platform != "win32" and find_spec("fcntl") is not None
+"""Whether the system has POSIX calls: all have but Windows, and Pythons that run in a WebAssembly machine."""
+
+if sys.platform != "win32" and POSIX:
+    import fcntl
+
+    # A named pipe is opened without a wait for its other end, and no terminal becomes that of this process.
+    _ALWAYS, _NO_LINK = os.O_NONBLOCK | os.O_NOCTTY, os.O_NOFOLLOW
+else:
+    # Without O_BINARY, Windows translates line endings.
+    _ALWAYS, _NO_LINK = getattr(os, "O_BINARY", 0), 0
+
+
+def open_file(
+    path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, follow_link: bool, folder: int | None = None
+) -> int:
+    """Open a file, and return its file descriptor, which no child process inherits.
+
+    Args:
+        path: Its path, or its name in `folder`.
+        flags: Of `os.open`, as far as all systems have them.
+        mode: Its permissions if it is created; Windows ignores them.
+        follow_link: Whether a link in the place of the file is followed.
+        folder: File descriptor of the folder; always None on Windows.
+
+    Raises:
+        OSError: It cannot be opened; with number ELOOP (or what the system has for that) if it is a link.
+    """
+    if not follow_link:
+        flags |= _NO_LINK
+        if not POSIX and os.path.islink(path):  # noqa: PTH114 - as the rest of this
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+    return os.open(path, flags | _ALWAYS, mode, dir_fd=folder)
+
+
+NOT_A_FILE = frozenset({errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.EOPNOTSUPP})
+"""Numbers of errors of `open_file` for a link, a folder, a pipe or a socket; systems differ in them."""
+
+
+_position = threading.Lock()
+"""A descriptor has one position, which reads and writes at an offset move where the system has none of these."""
+
+
+def read_at(descriptor: int, length: int, offset: int) -> bytes:
+    """Read at most `length` bytes at an offset; any number of threads may."""
+    if sys.platform != "win32" and POSIX:
+        return os.pread(descriptor, length, offset)
+    with _position:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.read(descriptor, length)
+
+
+def write_at(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> int:
+    """Write at an offset, and return how many bytes were written; any number of threads may."""
+    if sys.platform != "win32" and POSIX:
+        return os.pwrite(descriptor, data, offset)
+    with _position:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.write(descriptor, data)
+
+
+def reserve(descriptor: int, length: int) -> None:
+    """Take space on the disk, where the system can, so that a full disk is noticed early."""
+    # Pythons that were built for old Linux systems lack this, too, and what else is looked for by name here.
+    if sys.platform == "linux" and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, length)
+
+
+def sync(descriptor: int) -> None:
+    """Bring a file or folder to the disk."""
+    if sys.platform == "darwin":
+        # There `fsync` ends when the drive has the data, which may not have written it.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(descriptor)
+
+
+def open_folder(path: str | os.PathLike[str]) -> int | None:
+    """Return a file descriptor of a folder; None on Windows, which has none."""
+    if sys.platform != "win32" and POSIX:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    return None
+
+
+def open_folder_within(folder: int | None, name: str, path: str) -> int | None:
+    """Return a file descriptor of a folder in a folder; a link is not followed.
+
+    Args:
+        folder: Descriptor of the outer folder; None on Windows.
+        name: Of the inner one.
+        path: Of the inner one; the system is only asked for it on Windows.
+
+    Raises:
+        OSError: It cannot be opened; with number ELOOP or ENOTDIR if it is a link.
+    """
+    if sys.platform != "win32" and POSIX:
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+    # Junctions are no links to Python 3.11.
+    if Path(os.path.realpath(path)) != Path(os.path.realpath(Path(path).parent)) / name:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+    return None
+
+
+# --- locks ---
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file, unless another process has locked it; closing it ends that. Not on Windows.
+
+    Returns:
+        Whether it is locked now.
+    """
+    if sys.platform != "win32" and POSIX:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+    raise NotImplementedError
+
+
+def wait_for_lock(descriptor: int) -> None:
+    """Lock an open file, however long another process has it. Not on Windows."""
+    if sys.platform != "win32" and POSIX:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return
+    raise NotImplementedError
+
+
+@contextlib.contextmanager
+def locked_path(path: str | os.PathLike[str], timeout_seconds: float = -1) -> Iterator[None]:
+    """Hold a lock by the path of its file, as it is done on Windows.
+
+    Args:
+        path: The file, which is created, and removed at the end.
+        timeout_seconds: How long another holder is waited for; a negative number means for ever.
+
+    Raises:
+        TimeoutError: Another process has held it for so long.
+        OSError: The file system failed.
+    """
+    # Elsewhere locks are opened by descriptor of their folder, which filelock does not do.
+    from filelock import FileLock
+
+    with FileLock(os.fspath(path), timeout=timeout_seconds, thread_local=False):
+        yield
+
+
+# --- owners and permissions ---
+
+
+def own_user_id() -> int:
+    """Return the number of the user whose permissions this process has; on Windows 0, as of every file there."""
+    if sys.platform != "win32" and POSIX:
+        return os.geteuid()
+    return 0
+
+
+def own_group_id() -> int:
+    """Return the number of the group of this process; on Windows 0, as of every file there."""
+    if sys.platform != "win32" and POSIX:
+        return os.getegid()
+    return 0
+
+
+def permissions(found: os.stat_result, bits: int) -> int:
+    """Return which of these permission bits a file has; none on Windows, where Python makes them up."""
+    if sys.platform != "win32" and POSIX:
+        return found.st_mode & bits
+    return 0
+
+
+def change_mode(descriptor: int, mode: int) -> None:
+    """Set the permissions of an open file, where there are any."""
+    if sys.platform != "win32" and POSIX:
+        os.fchmod(descriptor, mode)
+
+
+def change_owner(descriptor: int, user_id: int, group_id: int) -> None:
+    """Set owner and group of an open file, where there are any; -1 leaves one as it is.
+
+    Raises:
+        PermissionError: This user may not.
+    """
+    if sys.platform != "win32" and POSIX:
+        os.fchown(descriptor, user_id, group_id)
+
+
+def copy_attributes(new: int, old: int, wanted: Callable[[str], bool]) -> None:
+    """Give an open file the extended attributes of another one, as far as this user may: Python has them on Linux.
+
+    Args:
+        new: File descriptor of the new file.
+        old: File descriptor of the old file.
+        wanted: Whether an attribute of this name is copied.
+    """
+    if sys.platform == "linux" and hasattr(os, "listxattr"):
+        with contextlib.suppress(OSError):
+            for name in filter(wanted, os.listxattr(old)):
+                # What the system guards for itself cannot be set.
+                with contextlib.suppress(OSError):
+                    os.setxattr(new, name, os.getxattr(old, name))
+
+
+# --- processes ---
+
+
+def register_at_fork(
+    *,
+    before: Callable[[], object] = lambda: None,
+    after_in_parent: Callable[[], object] = lambda: None,
+    after_in_child: Callable[[], object] = lambda: None,
+) -> None:
+    """Have functions called when this process forks, as `os.register_at_fork` does; Windows never forks."""
+    if sys.platform != "win32" and POSIX:
+        os.register_at_fork(before=before, after_in_parent=after_in_parent, after_in_child=after_in_child)
+
+
+@contextlib.contextmanager
+def signals_blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Let this thread, and what it starts, get these signals only after the block; Windows has none to block."""
+    if sys.platform != "win32" and POSIX:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        if sys.platform != "win32" and POSIX:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def is_running(process_id: int) -> bool | None:
+    """Return whether a process is running; None on Windows, where `os.kill` would end it."""
+    if not POSIX:
+        return None
+    try:
+        os.kill(process_id, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
