@@ -46,7 +46,7 @@ from parquet_keytools.keytools import Keytools
 from parquet_keytools.runtime.worker_processes import WorkerProcesses
 from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.failures import storage_failure
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation
 from parquet_keytools.storage.printable import printable
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ _SMALL_BYTES = 4 << 20
 """Larger files are written by several threads each."""
 
 _SMALL_FILES_AT_A_TIME = 4
-_OBJECT_STORES = ("s3", "gcs", "abfs")
-"""They have no folders; to create one would leave an empty object of its name."""
 
 
 class Convert(Protocol):
@@ -282,7 +280,7 @@ class _Work:
 
 
 def _create_folder_of(file: FileLocation) -> None:
-    if file.filesystem.type_name not in _OBJECT_STORES:
+    if file.filesystem.type_name not in OBJECT_STORES:
         file.filesystem.create_dir(file.path.rpartition("/")[0], recursive=True)
 
 

@@ -26,6 +26,12 @@ PathLike = str | os.PathLike[str]
 PathOrPaths = PathLike | Sequence[PathLike]
 """A file, a folder, a glob such as `data/year=*/*.parquet`, or a list of these."""
 
+OBJECT_STORES = ("s3", "gcs", "abfs")
+"""File systems of Arrow that have no folders: to create one would leave an empty object with its name.
+
+Their paths begin with a bucket, and take no slash before it.
+"""
+
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _GLOB = re.compile(r"[*?[]")
 

@@ -9,10 +9,7 @@ from typing import Any
 
 from pyarrow import fs as pafs
 
-from parquet_keytools.storage.locations import fsspec_of
-
-_OBJECT_STORES = ("s3", "gcs", "abfs")
-"""They have no folders; to create one would leave an empty object with its name."""
+from parquet_keytools.storage.locations import OBJECT_STORES, fsspec_of
 
 
 class MadeFolders:
@@ -28,14 +25,15 @@ class MadeFolders:
         Raises:
             OSError: It cannot be created.
         """
-        if self._filesystem.type_name in _OBJECT_STORES:
+        if self._filesystem.type_name in OBJECT_STORES:
             return
         missing = []
         for folder in map(str, (PurePosixPath(path), *PurePosixPath(path).parents)):
-            if folder in ("/", ".") or self._filesystem.get_file_info(folder).type != pafs.FileType.NotFound:
+            if folder in ("", "/", ".") or self._filesystem.get_file_info(folder).type != pafs.FileType.NotFound:
                 break
             missing.append(folder)
-        self._filesystem.create_dir(path, recursive=recursive)
+        if path not in ("", "/", "."):
+            self._filesystem.create_dir(path, recursive=recursive)
         self._made.update(dict.fromkeys(reversed(missing)))
 
     def remove_empty(self, below: str | None = None) -> None:

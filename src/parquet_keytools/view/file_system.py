@@ -6,13 +6,11 @@ import contextlib
 import datetime
 import errno
 import inspect
-import itertools
 import logging
 import os
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property, partial
 from glob import has_magic
 from pathlib import Path, PurePosixPath
@@ -32,6 +30,7 @@ from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.listing import is_utf8
 from parquet_keytools.storage.locations import (
+    OBJECT_STORES,
     FileLocation,
     PathLike,
     arrow_filesystem,
@@ -46,9 +45,6 @@ from parquet_keytools.view.encrypted_output import EncryptedOutput, refuse_parti
 from parquet_keytools.view.plain_files import PlainFiles, PlainInput
 
 _log = logging.getLogger(__name__)
-
-_OBJECT_STORES = frozenset({"abfs", "gcs", "s3"})
-"""File systems of Arrow without folders, whose paths begin with a bucket and take no slash before it."""
 
 _TYPES = {pafs.FileType.Directory: "directory", pafs.FileType.File: "file"}
 
@@ -211,7 +207,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """Return the place of a file; unless `follows_link`, a path may be a link that leads out of the root."""
         text = str(self._strip_protocol(path))
         if not self._is_rooted:
-            is_in_store = self._root.filesystem.type_name in _OBJECT_STORES
+            is_in_store = self._root.filesystem.type_name in OBJECT_STORES
             return FileLocation.resolve(text.lstrip("/") if is_in_store else text, self._below)
         parts = PurePosixPath(text.strip("/")).parts
         if not is_utf8(text):
@@ -462,18 +458,11 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """Make the folders of a file; those that are new do not stay if the file cannot be written."""
         location = self._location(path)
         refuse_partition_folders(self._keys, self._table_to_write(), location.path)
-        made: list[FileLocation] = []
-        if location.filesystem.type_name not in _OBJECT_STORES:
-            parents = (replace(location, path=str(path)) for path in PurePosixPath(location.path).parents)
-            made += itertools.takewhile(lambda folder: folder.name and not folder.is_folder(), parents)
-        if made:
-            location.filesystem.create_dir(made[0].path, recursive=True)
+        self._made.create(str(PurePosixPath(location.path).parent), recursive=True)
         try:
             yield
         except BaseException:
-            with contextlib.suppress(OSError):
-                for folder in made:
-                    _remove_empty_folder(folder)
+            self._made.remove_empty(location.path)
             raise
 
     def mv(
