@@ -1,7 +1,14 @@
 # `make help` says what there is. Needs python3 (3.11 or newer) with venv, and nothing else installed.
 
-PYTHON ?= python3
-VENV   := .venv
+VERSIONS ?= locked
+ifeq ($(filter locked newest lowest,$(VERSIONS)),)
+$(error VERSIONS is "$(VERSIONS)"; it can be locked, newest or lowest)
+endif
+
+# The lowest versions are stated for the oldest Python.
+PYTHON ?= $(if $(filter lowest,$(VERSIONS)),$(shell command -v python3.11 || echo python3),python3)
+# Each choice of versions has an environment of its own: to switch back and forth installs nothing.
+VENV   := .venv$(if $(filter locked,$(VERSIONS)),,-$(VERSIONS))
 BIN    := $(VENV)/bin
 FOLDER ?= demo
 VECTORS ?= vectors
@@ -25,9 +32,10 @@ endif
 
 DEMO_INSTALLED := $(VENV)/.installed-demo
 TEST_INSTALLED := $(VENV)/.installed-test
-DOCS_INSTALLED := $(VENV)/.installed-docs
 
 LOCK := requirements-dev.txt
+# The part of it that the demo needs, so that nobody waits for the test tools' 2 GB to see the demo.
+DEMO_LOCK := requirements-demo.txt
 # Python compiles what is imported, the first time: a small part of what is installed.
 # PySpark comes as source: the wheel that is made of its 450 MB and unpacked at once need not be compressed.
 UNCOMPRESSED := --config-settings=--build-option=--compression=stored
@@ -36,15 +44,22 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile $(UNCOMPRESSED)
 # that of the environment, of [install], or of [global].
 PIP_INDEX = $${PIP_INDEX_URL:-$$($(BIN)/python -m pip config list 2>/dev/null | \
 	sed -nE 's/^(global|install)[.]index-url=.(.*).$$/\2/p' | tail -n 1)}
-UV_INSTALL = $(PIP_INSTALL) 'uv>=0.9' && UV_DEFAULT_INDEX="$(PIP_INDEX)" \
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $(UNCOMPRESSED)
-ifeq ($(LOCKED),yes)
-# The versions of the lock, checked against its hashes; it has all extras.
-install = $(PIP_INSTALL) --require-hashes -r $(LOCK) && $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
-else
+UV = sed -n '/^uv==/,/[^\]$$/p' $(DEMO_LOCK) | $(PIP_INSTALL) --require-hashes -r /dev/stdin && \
+	UV_DEFAULT_INDEX="$(PIP_INDEX)" $(BIN)/uv
+UV_INSTALL = $(UV) pip install --quiet --python $(BIN)/python $(UNCOMPRESSED)
 # Where there is no uv, or it cannot reach what pip can, pip installs.
-install = { $(UV_INSTALL) --editable '.[$(1)]' || $(PIP_INSTALL) --editable '.[$(1)]'; }
-endif
+install = { $(UV_INSTALL) $(1) || $(PIP_INSTALL) $(1); }
+# With the versions of a lock, checked against its hashes, which also has what builds the editable installation.
+install_locked = $(call install,--require-hashes -r $(1)) && \
+	$(call install,--no-deps --no-build-isolation --editable .)
+ALL := '.[docs,test]'
+# Without the extra `test`: moto and others in it need newer versions than the lowest. Only uv can choose these.
+CORE := '.[aws,fsspec,gcp,vault]'
+CORE_TOOLS := hypothesis pandas pytest pytest-timeout pytest-xdist
+install_lowest = $(UV_INSTALL) --resolution lowest-direct --editable $(CORE) && $(UV_INSTALL) $(CORE_TOOLS)
+
+# How many tests were skipped, and why: the last line, after the linters' output.
+SKIPPED := $(VENV)/skipped.txt
 
 # Without rules, for a second make beside the tests could install again.
 CHECKS := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy --platform linux && $(BIN)/mypy --platform darwin && $(BIN)/mypy --platform win32
@@ -58,36 +73,43 @@ help: ## Say what there is
 demo: $(DEMO_INSTALLED) ## Encrypt 336,776 flights and read them back; files go to ./demo, or FOLDER=...
 	@$(BIN)/parquet-keytools demo --folder "$(FOLDER)"
 
-test: $(TEST_INSTALLED) java ## Linters, types, and all tests with their coverage; SPARK=no leaves those with Spark out
+test: $(TEST_INSTALLED) java ## All tests, linters, types; SPARK=no leaves Spark out, VERSIONS=newest or lowest the lock
 	@if [ -n "$$PARQUET_TEST_DATA" ]; then echo "Test data: $$PARQUET_TEST_DATA"; \
 	else echo "PARQUET_TEST_DATA is not set: tests on the public Parquet files are skipped."; fi
+ifeq ($(VERSIONS),lowest)
+	@$(BIN)/python -m pytest --core --skipped-to=$(SKIPPED) $(PYTEST_ARGUMENTS); STATUS=$$?; cat $(SKIPPED); exit $$STATUS
+else
 	@# An archive of Spark's classes comes meanwhile: the JVMs that start after that start faster.
 	@# Linters and types are checked in the time that tests wait. One process compiles what all of them import.
 	@nice sh -xc '$(CHECKS)' >$(VENV)/check.log 2>&1 & CHECK=$$!; \
 	$(BIN)/python tests/services/spark_jvm.py >/dev/null 2>&1 & \
 	$(BIN)/python -m pytest --coverage --collect-only -qq >/dev/null 2>&1; \
-	$(BIN)/python -m pytest --coverage $(PYTEST_ARGUMENTS); STATUS=$$?; \
-	wait $$CHECK || STATUS=1; cat $(VENV)/check.log; exit $$STATUS
+	$(BIN)/python -m pytest --coverage --skipped-to=$(SKIPPED) $(PYTEST_ARGUMENTS); STATUS=$$?; \
+	wait $$CHECK || STATUS=1; cat $(VENV)/check.log $(SKIPPED); exit $$STATUS
+endif
 
 # Spark needs it. Where it cannot be installed here, the tests stop and say what to install.
 java:
-	@[ "$(SPARK)" = no ] || command -v java >/dev/null || \
+	@[ "$(SPARK)" = no ] || [ $(VERSIONS) = lowest ] || command -v java >/dev/null || \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "Installing openjdk-17-jre-headless ..."; \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends openjdk-17-jre-headless >/dev/null || true; \
 	fi
 
-check: $(TEST_INSTALLED) ## Linters and types; LOCKED=yes, here and elsewhere, installs the versions of the lock
+check: $(TEST_INSTALLED) ## Linters and types
 	$(CHECKS)
 
-docs: $(DOCS_INSTALLED) ## The documentation site, into ./site; broken links and missing pages are errors
+docs: $(TEST_INSTALLED) ## The documentation site, into ./site; broken links and missing pages are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-lock: | $(BIN)/python ## Update requirements-dev.txt: the newest versions that pyproject.toml allows, with hashes
-	@$(PIP_INSTALL) 'uv>=0.9'
-	@# What builds an editable installation is pinned, too. No index is named: the file works with any of them.
-	@echo editables | $(BIN)/uv --no-config pip compile pyproject.toml - --extra test --extra docs --upgrade --quiet \
-		--universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command 'make lock' -o $(LOCK)
+# What builds an editable installation is pinned, too, and uv. No index is named: the files work with any of them.
+COMPILE = printf 'editables\nhatchling\nuv\n' | $(BIN)/uv --no-config pip compile pyproject.toml - --upgrade --quiet \
+	--universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command 'make lock'
+
+lock: | $(BIN)/python ## Update the locks: the newest versions that pyproject.toml allows, with hashes
+	@$(PIP_INSTALL) --upgrade 'uv>=0.9'
+	@$(COMPILE) --extra test --extra docs -o $(LOCK)
+	@$(COMPILE) --extra demo -c $(LOCK) -o $(DEMO_LOCK)
 
 vectors: $(TEST_INSTALLED) ## Write the vector kit for other engines' maintainers to ./vectors, or VECTORS=...
 	@PYTHONPATH=tests $(BIN)/python -m vector_kit.write_kit "$(VECTORS)"
@@ -116,24 +138,20 @@ bench: $(TEST_INSTALLED) ## Benchmarks on small data
 	$(BIN)/python benchmarks/arrow_overhead.py --megabytes 50 --rounds 3
 
 clean: ## Remove what was made here: virtual environment, caches, the demo's files
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage.txt build dist demo mutants site
+	rm -rf .venv .venv-lowest .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage.txt build dist demo mutants site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One after the other: all install into the same virtual environment.
-$(DEMO_INSTALLED): pyproject.toml | $(BIN)/python
+# One after the other: both install into the same virtual environment.
+$(DEMO_INSTALLED): pyproject.toml $(DEMO_LOCK) | $(BIN)/python
 	@echo "Installing parquet-keytools and what the demo needs into $(VENV) ..."
-	@$(call install,demo)
+	@$(if $(filter locked,$(VERSIONS)),$(call install_locked,$(DEMO_LOCK)),$(call install,--editable '.[demo]'))
 	@touch $@
 
-$(TEST_INSTALLED): pyproject.toml | $(BIN)/python
-	@echo "Installing parquet-keytools and what the tests need into $(VENV) ..."
-	@$(call install,test)
+$(TEST_INSTALLED): pyproject.toml $(LOCK) | $(BIN)/python
+	@echo "Installing parquet-keytools and what the tests need into $(VENV): $(VERSIONS) versions ..."
+	@$(if $(filter lowest,$(VERSIONS)),$(install_lowest),$(if $(filter newest,$(VERSIONS)),\
+		$(call install,--upgrade --editable $(ALL)),$(call install_locked,$(LOCK))))
 	@touch $@ $(DEMO_INSTALLED)
-
-$(DOCS_INSTALLED): pyproject.toml | $(BIN)/python
-	@echo "Installing parquet-keytools and what the documentation site needs into $(VENV) ..."
-	@$(call install,docs)
-	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("python3 is %d.%d; 3.11 or newer is needed" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'

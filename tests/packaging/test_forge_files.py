@@ -107,11 +107,24 @@ def test_scripts_name_files_that_there_are() -> None:
 
 
 def test_all_supported_versions_are_tested() -> None:
-    matrix = jobs(GITHUB / "workflows" / "tests.yml")["tests"]["strategy"]["matrix"]
+    tests = jobs(GITHUB / "workflows" / "tests.yml")["tests"]
+    matrix = tests["strategy"]["matrix"]
     classified = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if ":: 3." in line]
     assert matrix["python"] == classified
     assert PROJECT["requires-python"] == f">={classified[0]}"
-    assert {item["python"] for item in matrix["include"]} <= set(classified)
+    assert matrix["versions"] == ["locked"]
+    included = {(item["os"].partition("-")[0], item["python"], item["versions"]) for item in matrix["include"]}
+    assert included == {("macos", "3.13", "locked"), ("ubuntu", classified[0], "lowest")}
+    assert "continue-on-error" not in tests
+
+
+def test_the_newest_versions_block_nobody() -> None:
+    workflow = GITHUB / "workflows" / "tests.yml"
+    newest = jobs(workflow)["newest"]
+    assert newest["if"] == "github.event_name == 'schedule'"
+    assert newest["continue-on-error"] is True
+    assert "make test VERSIONS=newest" in [step.get("run") for step in newest["steps"]]
+    assert "schedule" in parsed(workflow)[True]
 
 
 def test_security_problems_do_not_become_issues() -> None:
