@@ -200,6 +200,16 @@ def test_collectors_of_statistics_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_write_options_that_pyarrow_does_not_have_are_refused_by_name(tmp_path: Path) -> None:
+    """Older versions have fewer of them."""
+    refused = pytest.raises(TypeError, match=r"pyarrow .* has no write option 'no_such_option'")
+    with refused:
+        keytools().write_table(TABLE, tmp_path / "x.parquet", no_such_option=1)
+    with refused:
+        keytools().write_dataset(TABLE, tmp_path / "d", write_options={"no_such_option": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_options_of_a_folder_are_not_dropped(tmp_path: Path) -> None:
     tools = keytools()
     tools.write_dataset(TABLE, tmp_path / "d")

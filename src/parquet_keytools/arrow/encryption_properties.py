@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -74,6 +75,10 @@ def arrow_limits(policy: TablePolicy, write_options: Mapping[str, Any] | None = 
         )
     if "footer_key" in kinds and kinds != {"footer_key"}:
         limits.append("it encrypts either all columns with the footer key or none")
+    if not limits and kinds == {"footer_key"} and not _encrypts_uniformly():
+        limits.append(f"version {pa.__version__} does not encrypt all columns with the footer key")
+    if not limits and table.key_material == "external" and not takes_file_path():
+        limits.append(f"version {pa.__version__} does not write external key material")
     if kinds <= {"plaintext"}:
         limits.append("it does not encrypt a footer without any column")
     limits += _name_limits(policy)
@@ -87,10 +92,27 @@ NO_ARROW_ENCRYPTION = "it was built without encryption"
 def has_arrow_encryption() -> bool:
     """Tell whether this pyarrow was built with encryption."""
     try:
-        importlib.import_module("pyarrow.parquet.encryption")
+        arrow_encryption()
     except ImportError:
         return False
     return True
+
+
+def arrow_encryption() -> Any:
+    """Return `pyarrow.parquet.encryption`, which a pyarrow that was built without encryption cannot import."""
+    return importlib.import_module("pyarrow.parquet.encryption")
+
+
+def _encrypts_uniformly() -> bool:
+    """Return whether pyarrow can encrypt all columns with the footer key: it can from version 21 on."""
+    return hasattr(arrow_encryption().EncryptionConfiguration, "uniform_encryption")
+
+
+@functools.cache
+def takes_file_path() -> bool:
+    """Return whether pyarrow takes the path that external key material lies beside: it does from version 23 on."""
+    method = arrow_encryption().CryptoFactory.file_encryption_properties
+    return "parquet_file_path" in inspect.signature(method).parameters
 
 
 def _name_limits(policy: TablePolicy) -> list[str]:
@@ -176,11 +198,9 @@ class ArrowEncryptor:
         # together would each wrap a KEK.
         with self._lock:
             factory = self._factory(policy.table.cache_lifetime_seconds)
+            place = (file_name, pafs.PyFileSystem(folder)) if takes_file_path() else ()
             properties = factory.file_encryption_properties(
-                self.connection_config(),
-                encryption_configuration(policy),
-                file_name,
-                pafs.PyFileSystem(folder),
+                self.connection_config(), encryption_configuration(policy), *place
             )
         return factory, properties, folder
 
@@ -226,8 +246,8 @@ def encryption_configuration(policy: TablePolicy) -> pe.EncryptionConfiguration:
                 names.append(".".join(path))
     return pe.EncryptionConfiguration(
         encode_master_key_id(policy.master_key_ids[table.footer_key]),
-        column_keys=column_keys or None,
-        uniform_encryption=not column_keys,
+        # A version that has no uniform encryption is never asked for it (`arrow_limits`).
+        **({"column_keys": column_keys} if column_keys else {"uniform_encryption": True}),
         encryption_algorithm=table.algorithm,
         plaintext_footer=table.plaintext_footer,
         double_wrapping=table.double_wrapping,

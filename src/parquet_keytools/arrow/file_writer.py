@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import operator
 import weakref
@@ -98,6 +99,7 @@ class EncryptedParquetWriter:
     ) -> None:
         """Begin a file; see `Keytools.writer`."""
         options = without_ours(options)
+        check_write_options(options)
         paths = arrow_leaf_paths(schema, options)
         # Some versions of Arrow count on after the last ordinal.
         refuse_more_than_ordinals(target, columns=len(paths))
@@ -263,6 +265,18 @@ def whole_number(argument: str, given: Any, *, least: int) -> int:
     if number < least:
         raise ValueError(f"{argument} takes {least} or more, not {given!r}.")
     return number
+
+
+def check_write_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of a Parquet writer that the installed pyarrow does not have; older versions have fewer."""
+    for name in options.keys() - inspect.signature(pq.write_table).parameters.keys():
+        try:
+            with contextlib.suppress(ValueError):
+                pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([]), **{name: None}).close()
+        except TypeError:
+            raise TypeError(
+                f"pyarrow {pa.__version__} has no write option {name!r}: leave it out, or install a newer pyarrow"
+            ) from None
 
 
 def because(reasons: Sequence[str]) -> str:

@@ -15,7 +15,13 @@ import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.callbacks import MaterialFolder
-from parquet_keytools.arrow.encryption_properties import FOREVER, NO_ARROW_ENCRYPTION, has_arrow_encryption
+from parquet_keytools.arrow.encryption_properties import (
+    FOREVER,
+    NO_ARROW_ENCRYPTION,
+    arrow_encryption,
+    has_arrow_encryption,
+    takes_file_path,
+)
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import UnsupportedByArrowError
@@ -127,9 +133,15 @@ def has_stand_ins(opened: OpenedFile, denied_columns: str) -> bool:
 _NAME_COLUMNS = "Name the columns that you need: decryption_properties(path, columns=[...])."
 
 
+_DECRYPTS_IN_THREADS = 20
+"""Before this version of pyarrow, threads share a cipher: reads fail, or end the process (apache/arrow#43057)."""
+
+
 def arrow_read_limits(opened: OpenedFile) -> list[str]:
     """Return why pyarrow cannot decrypt a file by itself, a phrase each; empty if it can."""
     limits = [] if has_arrow_encryption() else [NO_ARROW_ENCRYPTION]
+    if int(pa.__version__.partition(".")[0]) < _DECRYPTS_IN_THREADS:
+        limits.append(f"version {pa.__version__} does not decrypt correctly in several threads")
     if opened.digests is not None:
         limits.append("it shows values, and `denied_columns: hash` is set")
     has_own_keys = any(column.encryption is ColumnEncryption.COLUMN_KEY for column in opened.footer.columns)
@@ -137,6 +149,14 @@ def arrow_read_limits(opened: OpenedFile) -> list[str]:
         limits.append("it has no data keys for single columns")
     if opened.footer.envelope.supply_aad_prefix and not opened.retriever.uses_data_keys:
         limits.append("it has no AAD prefix together with KMS keys")
+    if (
+        not limits
+        and opened.retriever.uses_data_keys
+        and not hasattr(arrow_encryption(), "create_decryption_properties")
+    ):
+        limits.append(f"version {pa.__version__} has no data keys that the caller manages")
+    if not limits and opened.retriever.key_materials is not None and not takes_file_path():
+        limits.append(f"version {pa.__version__} does not read external key material")
     return limits
 
 
@@ -173,11 +193,9 @@ def make_decryption_properties(
         folder.contents[name] = serialise_key_materials(opened.retriever.key_materials)
     # It answers from the keys of the opened file, and nothing else.
     kms = AnsweringKms(opened.kms_keys.answers, _RefusalBeforeArrow(opened, columns).check)
+    place = (opened.location.name, pafs.PyFileSystem(folder)) if takes_file_path() else ()
     return pe.CryptoFactory(lambda _: kms).file_decryption_properties(
-        pe.KmsConnectionConfig(**READING_CONNECTION),
-        pe.DecryptionConfiguration(cache_lifetime=FOREVER),
-        opened.location.name,
-        pafs.PyFileSystem(folder),
+        pe.KmsConnectionConfig(**READING_CONNECTION), pe.DecryptionConfiguration(cache_lifetime=FOREVER), *place
     )
 
 

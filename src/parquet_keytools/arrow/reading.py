@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -147,8 +148,10 @@ def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, o
     if partitioning == "hive":
         # As in `pyarrow.parquet.read_table`, and other than in data sets.
         partitioning = ds.HivePartitioning.discover(infer_dictionary=True)
-    # The default of `pyarrow.parquet.read_table`, which data sets do not have.
-    of_files = replace(options, format={"arrow_extensions_enabled": True, **options.format})
+    of_files = options
+    if "arrow_extensions_enabled" in inspect.signature(pq.read_table).parameters:
+        # Its default, which data sets do not have; versions before 21 lack it.
+        of_files = replace(options, format={"arrow_extensions_enabled": True, **options.format})
     # What is not asked for is not read: other columns may be refused.
     files = DataSetFiles(keys, folder, request, of_files)
     dataset = files.dataset(partitioning, schema, knows_denied=hides_denied(keys))

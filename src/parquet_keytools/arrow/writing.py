@@ -25,6 +25,7 @@ from parquet_keytools.arrow.file_writer import (
     ModuleEncryptedFile,
     WriteResult,
     because,
+    check_write_options,
     refusing_beyond_ordinals,
     row_group_rows,
     whole_number,
@@ -301,6 +302,7 @@ def write_dataset(
     if schema is None:
         schema = data[0].schema if isinstance(data, list) else data.schema
     partitioning, partition_names = _partitioning(partitioning, partitioning_flavor, schema)
+    check_write_options(write_options)
     if partition_names:
         all_columns = keys.policy(table_name, arrow_leaf_paths(schema, write_options))
         all_columns.check_partition_columns(partition_names)

@@ -30,6 +30,18 @@ def _check_length(dek: SecretBytes) -> None:
         raise FormatLimitError(f"a key of {dek.length_bits} bits is not an AES key (128, 192 or 256 bits).")
 
 
+def _copied_into(cipher: Callable[[Bytes, Bytes, Bytes], bytes]) -> Callable[[Bytes, Bytes, Bytes, Bytes], int]:
+    """Return `encrypt` or `decrypt` of a cipher as `encrypt_into` or `decrypt_into`."""
+
+    def into(nonce: Bytes, data: Bytes, aad: Bytes, out: Bytes) -> int:
+        result = cipher(nonce, data, aad)
+        # Raises ValueError where the lengths differ.
+        memoryview(out)[:] = result
+        return len(result)
+
+    return into
+
+
 class AesGcm:
     """AES-GCM under one key, for any number of threads (NIST SP 800-38D, spec 4.1.1).
 
@@ -54,8 +66,13 @@ class AesGcm:
         # The bound methods themselves: pages are many, and a call in between costs as much as a small page.
         self.encrypt = cipher.encrypt
         self.decrypt = cipher.decrypt
-        self.encrypt_into = cipher.encrypt_into
-        self.decrypt_into = cipher.decrypt_into
+        # From cryptography 48 on; before, each result is copied.
+        if hasattr(cipher, "encrypt_into"):
+            self.encrypt_into = cipher.encrypt_into
+            self.decrypt_into = cipher.decrypt_into
+        else:
+            self.encrypt_into = _copied_into(cipher.encrypt)
+            self.decrypt_into = _copied_into(cipher.decrypt)
 
     def tag(self, nonce: Bytes, data: Bytes, aad: bytes) -> bytes:
         """Return the tag alone, of 16 bytes, which is all that a signature keeps (spec 5.5)."""

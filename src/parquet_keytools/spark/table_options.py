@@ -160,7 +160,7 @@ def _leaves(data_type: DataType, path: ColumnPath) -> Iterator[ColumnPath]:
         yield from _leaves(data_type.valueType, (*path, "key_value", "value"))
     elif isinstance(data_type, types.UserDefinedType):
         yield from _leaves(data_type.sqlType(), path)
-    elif isinstance(data_type, types.VariantType):
+    elif isinstance(data_type, getattr(types, "VariantType", ())):  # From Spark 4.0 on.
         yield (*path, "value")
         yield (*path, "metadata")
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import inspect
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -271,6 +272,10 @@ def _with_leaf(column: pa.Array, leaf: pa.Array) -> pa.Array:
     return pa.Array.from_buffers(kind, len(column), own, column.null_count, 0, [inner])
 
 
+_PYARROW_LIMITS_ROWS = "max_rows_per_page" in inspect.signature(pq.write_table).parameters
+"""From version 23 on, pyarrow begins a new page after 20,000 rows, unless a page may have more."""
+
+
 def _arrow_page(rows: pa.Table) -> tuple[bytes, int]:
     """Return a page of rows as pyarrow writes it, without its header, and how many values it has."""
     sink = pa.BufferOutputStream()
@@ -283,8 +288,8 @@ def _arrow_page(rows: pa.Table) -> tuple[bytes, int]:
         data_page_version="1.0",
         data_page_size=MAX_PAGE_LENGTH,
         row_group_size=rows.num_rows,
-        max_rows_per_page=rows.num_rows,
         store_schema=False,
+        **({"max_rows_per_page": rows.num_rows} if _PYARROW_LIMITS_ROWS else {}),
     )
     written = memoryview(sink.getvalue()).cast("B")
     facts = read_page_header(written, len(MAGIC))

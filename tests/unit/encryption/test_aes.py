@@ -6,7 +6,9 @@ RFC 3686 builds its counter blocks as Parquet does: 12 bytes of nonce, and a cou
 from __future__ import annotations
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from parquet_keytools.encryption import aes
 from parquet_keytools.encryption.aes import AesCtr, AesGcm, InvalidTag
 from parquet_keytools.errors import FormatLimitError
 from parquet_keytools.secret_bytes import SecretBytes
@@ -134,6 +136,36 @@ def test_gcm_refuses_what_was_altered(
     module = bytes(parts["ciphertext"] + parts["tag"])
     with pytest.raises(InvalidTag):
         cipher.decrypt_into(bytes(parts["nonce"]), module, bytes(parts["aad"]), bytearray(len(module) - 16))
+
+
+class _OldAesGcm:
+    """AESGCM as it is before cryptography 48: without `encrypt_into` and `decrypt_into`."""
+
+    def __init__(self, key: bytes) -> None:
+        cipher = AESGCM(key)
+        self.encrypt, self.decrypt = cipher.encrypt, cipher.decrypt
+
+
+@pytest.mark.parametrize(("key", "nonce", "plaintext", "aad", "ciphertext", "tag"), GCM_VECTORS)
+def test_an_old_cryptography_does_the_same(
+    monkeypatch: pytest.MonkeyPatch, key: str, nonce: str, plaintext: str, aad: str, ciphertext: str, tag: str
+) -> None:
+    monkeypatch.setattr(aes, "AESGCM", _OldAesGcm)
+    cipher = AesGcm(SecretBytes(bytes.fromhex(key)))
+    data, nonce_bytes, aad_bytes = bytes.fromhex(plaintext), bytes.fromhex(nonce), bytes.fromhex(aad)
+    # Views into larger memory, as for the pages of a file.
+    room = bytearray(len(data) + 20)
+    out = memoryview(room)[2:-2]
+    assert cipher.encrypt_into(memoryview(nonce_bytes), memoryview(data), aad_bytes, out) == len(out)
+    assert room.hex() == "0000" + ciphertext + tag + "0000"
+    back = bytearray(len(data))
+    assert cipher.decrypt_into(memoryview(nonce_bytes), out, aad_bytes, memoryview(back)) == len(data)
+    assert back == data
+    room[-3] ^= 1
+    with pytest.raises(InvalidTag):
+        cipher.decrypt_into(nonce_bytes, out, aad_bytes, bytearray(len(data)))
+    with pytest.raises(ValueError):
+        cipher.encrypt_into(nonce_bytes, data, aad_bytes, bytearray(len(data) + 15))
 
 
 @pytest.mark.parametrize(("key", "nonce", "plaintext", "ciphertext"), CTR_VECTORS)
