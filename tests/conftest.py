@@ -17,10 +17,11 @@ import remembered_scrypt
 import typer.testing
 from hypothesis import HealthCheck, settings
 from order import position, pytest_handlecrashitem, pytest_xdist_make_scheduler
-from package_coverage import pytest_addoption, pytest_configure
 from soak import SOAK
 
-__all__ = ["pytest_addoption", "pytest_configure", "pytest_handlecrashitem", "pytest_xdist_make_scheduler"]
+__all__ = ["pytest_handlecrashitem", "pytest_xdist_make_scheduler"]
+
+pytest_plugins = ["core_tests", "package_coverage", "skipped_tests"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

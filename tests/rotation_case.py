@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import inspect
 import json
 import tempfile
 from collections.abc import Mapping
@@ -134,10 +135,17 @@ def crypto_factory(kms: KmsClient) -> pe.CryptoFactory:
     return pe.CryptoFactory(lambda _: AnyKms(kms))
 
 
+def place_of(path: Path) -> tuple[str, pa.fs.FileSystem] | tuple[()]:
+    """Return the arguments by which pyarrow finds external key material, from version 23 on."""
+    method = pe.CryptoFactory.file_encryption_properties
+    takes_place = "parquet_file_path" in inspect.signature(method).parameters
+    return (str(path), pa.fs.LocalFileSystem()) if takes_place else ()
+
+
 def read_with_pyarrow(kms: KmsClient, path: Path) -> pa.Table:
     """Read with a plain CryptoFactory of pyarrow."""
     properties = crypto_factory(kms).file_decryption_properties(
-        pe.KmsConnectionConfig(), parquet_file_path=str(path), filesystem=pa.fs.LocalFileSystem()
+        pe.KmsConnectionConfig(), pe.DecryptionConfiguration(), *place_of(path)
     )
     with pq.ParquetFile(path, decryption_properties=properties) as file:
         return file.read()
@@ -151,7 +159,7 @@ def write_with_pyarrow(kms: KmsClient, path: Path, table: pa.Table = TABLE, **op
     }
     configuration = pe.EncryptionConfiguration(**{**defaults, **options})
     properties = crypto_factory(kms).file_encryption_properties(
-        pe.KmsConnectionConfig(), configuration, parquet_file_path=str(path), filesystem=pa.fs.LocalFileSystem()
+        pe.KmsConnectionConfig(), configuration, *place_of(path)
     )
     with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
         writer.write_table(table, row_group_size=100)

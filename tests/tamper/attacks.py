@@ -88,11 +88,11 @@ class Scene:
             compression="none",
             use_dictionary=False,
             row_group_size=30,
-            max_rows_per_page=10,
+            data_page_size=1,
             write_batch_size=10,
             store_schema=False,
         )
-        options = {"row_group_size": 30, "max_rows_per_page": 10, "write_batch_size": 10, "store_schema": False}
+        options = {"row_group_size": 30, "data_page_size": 1, "write_batch_size": 10, "store_schema": False}
         pq.write_table(table(7), folder / "b.plain", compression="none", use_dictionary=False, **options)
         for policy in POLICIES:
             for name in ("a", "b"):

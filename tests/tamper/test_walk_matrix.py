@@ -110,6 +110,7 @@ def of_report(report: Any) -> Seen:
 
 
 def pipeline(place: Place, name: str, *more: Any, **options: Any) -> Seen:
+    pytest.importorskip("pyspark")
     spark: Any = FakeSpark([2], spark_master="local[2]")
     report = getattr(pipelines, name)(spark, place.folder, *more, place.config, **options)
     rows = [row for row in report.rows() if row["outcome"] not in ("left out", "copied")]

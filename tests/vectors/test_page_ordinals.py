@@ -90,7 +90,7 @@ class Pages:
             pa.table({"id": pa.array(range(WRAPPED))}, schema=schema),
             sink,
             use_dictionary=False,
-            max_rows_per_page=1,
+            data_page_size=1,
             write_batch_size=1,
             compression="none",
             write_page_index=True,

@@ -36,7 +36,7 @@ PROVABLE: dict[str, dict[str, Any]] = {
     "dictionary": {},
     "no dictionary": {"use_dictionary": False},
     "row groups": {"row_group_size": 500},
-    "small pages": {"max_rows_per_page": 50, "write_batch_size": 50},
+    "small pages": {"data_page_size": 1, "write_batch_size": 50},
     "pages V2": {"data_page_version": "2.0"},
     "pages V2, no dictionary": {"data_page_version": "2.0", "use_dictionary": False},
     "pages V2, uncompressed": {"data_page_version": "2.0", "compression": "none", "use_dictionary": False},

@@ -5,7 +5,6 @@ import string
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pyarrow._parquet_encryption import KeyMaterial as ArrowKeyMaterial
 
 from parquet_keytools.errors import KeyMaterialError
 from parquet_keytools.keys.key_material import (
@@ -80,24 +79,6 @@ def test_fields_are_exactly_those_of_parquet_java(
     material: KeyMaterial, internal: bool, expected: dict[str, object]
 ) -> None:
     assert json.loads(material.serialise(internal=internal)) == expected
-
-
-@pytest.mark.parametrize("material", [FOOTER, COLUMN, SINGLE])
-@pytest.mark.parametrize("internal", [True, False])
-def test_arrow_reads_what_we_write(material: KeyMaterial, internal: bool) -> None:
-    arrow = ArrowKeyMaterial.parse(material.serialise(internal=internal).encode())
-    assert arrow.master_key_id == material.master_key_id
-    assert arrow.wrapped_dek == material.wrapped_dek
-    assert arrow.is_footer_key is material.is_footer_key
-    assert arrow.is_double_wrapped is material.double_wrapping
-    if material.kek_id is not None:
-        assert (arrow.kek_id, arrow.wrapped_kek) == (
-            base64.b64encode(material.kek_id).decode(),
-            material.wrapped_kek,
-        )
-    if material.is_footer_key:
-        assert arrow.kms_instance_id == material.kms_instance_id
-        assert arrow.kms_instance_url == material.kms_instance_url
 
 
 def test_reads_what_parquet_java_wrote(parquet_test_data) -> None:
