@@ -384,7 +384,7 @@ def test_existing_data(tmp_path: Path, settings: dict[str, Any]) -> None:
         return {name: found.count(name) for name in sorted(set(found))}
 
     write(TABLE, "error")
-    with pytest.raises(pa.ArrowInvalid, match="directory is not empty"):
+    with pytest.raises(pa.ArrowInvalid):
         write(TABLE, "error")
     assert rows() == {"x": 500, "y": 500}
     write(TABLE.slice(0, 10), "overwrite_or_ignore", basename_template="more-{i}.parquet")

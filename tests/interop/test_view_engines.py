@@ -362,7 +362,7 @@ def test_refused_columns(lake: Lake, denied_columns: str, tmp_path: Path) -> Non
             found = connection.sql(f"select count(*), count(carrier), count(legs) from {source}").fetchall()
             assert found == [(3 * ROWS, 0, 0)]
         else:
-            with pytest.raises(Exception, match="carrier"):
+            with pytest.raises((duckdb.Error, KeytoolsError)):
                 connection.sql(f"select max(carrier) from {source}").fetchall()
     frames = pd.read_parquet("", filesystem=view, columns=["id", "price"])
     assert len(frames) == 3 * ROWS
@@ -407,7 +407,7 @@ def test_a_query_for_all_other_columns_works(
         with pytest.raises(ColumnAccessDeniedError, match="secret"):
             pq.read_table("x.parquet", filesystem=filesystem)
         assert pq.read_table("x.parquet", filesystem=filesystem, columns=["c0", "c39"]).num_columns == 2
-    with view.open("x.parquet") as file, pytest.raises(Exception, match=r"(?i)thrift|secret"):
+    with view.open("x.parquet") as file, pytest.raises((pl.exceptions.PolarsError, KeytoolsError)):
         pl.read_parquet(file, columns=["c0", "secret"])
 
 
@@ -421,5 +421,5 @@ def test_a_read_of_round_lengths_passes_over_refused_columns(tmp_path: Path) -> 
         file.read_at(start, min(4_093, file.size_bytes - start)) for start in range(0, file.size_bytes, 4_093)
     )
     assert pq.read_table(pa.BufferReader(whole), columns=["id"])["id"].to_pylist() == list(range(50_000))
-    with pytest.raises(OSError, match=r"(?i)thrift"):
+    with pytest.raises(OSError):
         pq.read_table(pa.BufferReader(whole))

@@ -230,6 +230,6 @@ def test_a_data_set_is_written_where_a_killed_process_left_a_part(
         assert names(folder) == ["part-0.parquet"]
         return
     before = names(folder)
-    with pytest.raises(pa.ArrowInvalid, match="not empty"):
+    with pytest.raises(pa.ArrowInvalid):
         case.tools().write_dataset(TABLE, folder)
     assert names(folder) == before

@@ -479,7 +479,7 @@ def test_pyarrow_reads_part10_as_part1(tmp_path: Path) -> None:
     expected = pe.create_decryption_properties(key, aad_prefix=b"employees_23May2018.part1")
     assert pq.read_table(tmp_path / "part1", decryption_properties=expected).equals(data(1000))
     # Its own file does not read under the name of the other one as long as nothing is moved.
-    with pytest.raises(OSError, match="decryption"):
+    with pytest.raises(OSError):
         pq.read_table(path, decryption_properties=expected)
     present(tmp_path / "part1", b"employees_23May2018.part1", b"0" + (unique or b""))
     assert pq.read_table(tmp_path / "part1", decryption_properties=expected).equals(data(1000))

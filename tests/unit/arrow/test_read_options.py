@@ -102,7 +102,7 @@ def test_options_reach_arrow(tmp_path: Path, data: Path, tools: Keytools) -> Non
         assert pa.types.is_dictionary(tools.read_table(there, read_dictionary=["b"]).schema.field("b").type)
     assert pa.types.is_dictionary(tools.dataset(data, read_dictionary=["b"]).schema.field("b").type)
     for there in (path, data):
-        with pytest.raises(OSError, match="size limit"):
+        with pytest.raises(OSError):
             tools.read_table(there, thrift_string_size_limit=1)
 
 

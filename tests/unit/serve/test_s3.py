@@ -76,7 +76,7 @@ def test_pyarrow_reads() -> None:
         data = ds.dataset("view/2013", filesystem=filesystem, format="parquet", partitioning="hive")
         assert data.count_rows() == 3_000
         assert data.to_table(filter=pc.field("month") == "1 ü+", columns=["a"]).equals(table)
-        with pytest.raises(OSError, match=r"METHOD_NOT_ALLOWED|405|MethodNotAllowed"):
+        with pytest.raises(OSError):
             filesystem.delete_file(f"view/{next(iter(files))}")
 
 

@@ -108,9 +108,7 @@ def test_nothing_of_a_refused_column_is_served(case: ViewCase, denied_columns: s
         if denied_columns == "null":
             assert scan.select(pl.col("name").null_count()).collect().item() == len(TABLE)
         else:
-            with pytest.raises(
-                (pl.exceptions.PolarsError, PermissionError), match="name" if denied_columns == "hide" else "403"
-            ):
+            with pytest.raises((pl.exceptions.PolarsError, PermissionError)):
                 scan.select("name").collect()
         served.append(whole)
         served.append(ask(server, "")[2])

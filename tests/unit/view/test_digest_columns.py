@@ -420,7 +420,7 @@ def test_nothing_else_gives_values_out(people: ViewCase, tmp_path: Path) -> None
     fragment = next(iter(keytools.dataset(path).get_fragments()))
     assert fragment.physical_schema.field("id").type == pa.string()
     assert fragment.to_table().to_pydict() == DIGESTS
-    with pytest.raises(OSError, match="encrypted"):
+    with pytest.raises(OSError):
         keytools.dataset(path).format.make_fragment(str(path), pafs.LocalFileSystem()).to_table()
     statistics = [group.statistics for group in fragment.row_groups]
     assert "VISIBLE" in str(statistics) and "PLAIN" not in str(statistics) and "'id'" not in str(statistics)
