@@ -111,7 +111,7 @@ LIMITS = (
     ),
     Limit(
         DUCKDB,
-        "reads flat columns with one V1 page a chunk and no Bloom filter, and nothing else.",
+        "reads flat columns with one page a chunk and no Bloom filter, and nothing else.",
         lambda file, reader: reader == DUCKDB and not file.policy.flat,
     ),
     Limit(

@@ -76,7 +76,7 @@ FLAT = TABLE.select(FLAT_COLUMNS)
         pytest.param(TABLE.select(["tags"]), {}, False, id="list"),
         pytest.param(TABLE.select(["place"]), {}, False, id="struct"),
         pytest.param(FLAT, {"max_rows_per_page": 50, "write_batch_size": 50}, False, id="several pages a chunk"),
-        pytest.param(FLAT, {"data_page_version": "2.0"}, False, id="V2 pages"),
+        pytest.param(FLAT, {"data_page_version": "2.0"}, True, id="V2 pages"),
         pytest.param(FLAT, BLOOM_FILTERS, False, id="Bloom filters"),
     ],
 )
