@@ -148,7 +148,8 @@ def _compile(jars: Path, target: Path) -> None:
     except subprocess.TimeoutExpired:
         problem = f"it took more than {_TIMEOUT_SECONDS} seconds"
     # The compiler's exit status is 0 in any case.
-    if not list(target.rglob("KeytoolsCryptoFactory.class")):
+    made = {path.stem for path in target.rglob("*.class")}
+    if not made >= {path.stem for path in _source_files()}:
         raise ConfigurationError(
             f"our Java classes do not compile with the Spark in {jars.parent}: {problem[:2000]}.",
             hint="Spark 4 is supported.",

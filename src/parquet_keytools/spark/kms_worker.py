@@ -28,7 +28,7 @@ from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.spark.table_options import TableRequests
+from parquet_keytools.spark.table_options import TableRequests, WriteRequests
 from parquet_keytools.spark.transport import (
     PREAMBLE,
     Frame,
@@ -140,6 +140,7 @@ class KmsWorker:
         self._waiting = WaitingRequests()
         self._kms = kms
         self._tables: TableRequests | None = None
+        self._writes: WriteRequests | None = None
         self._iceberg: IcebergKeys | None = None
 
     def run(self) -> int:
@@ -166,7 +167,15 @@ class KmsWorker:
                 self._answer(frame, Status.FAILED, _NO_CONFIGURATION)
             case Operation.WRAP_KEK | Operation.UNWRAP_KEK if self._iceberg is None:
                 self._answer(frame, Status.FAILED, _NO_CONFIGURATION)
-            case Operation.WRAP | Operation.UNWRAP | Operation.WRAP_KEK | Operation.UNWRAP_KEK:
+            case Operation.CHECK_WRITE if self._writes is None:
+                self._answer(frame, Status.FAILED, _NO_CONFIGURATION)
+            case (
+                Operation.WRAP
+                | Operation.UNWRAP
+                | Operation.WRAP_KEK
+                | Operation.UNWRAP_KEK
+                | Operation.CHECK_WRITE
+            ):
                 self._waiting.put(frame)
             case Operation.CHECK if self._tables is not None:
                 self._answer_with(frame, self._tables.check, "a file cannot be compared with its table")
@@ -187,12 +196,31 @@ class KmsWorker:
         configuration = received_configuration(text.decode(), Path(os.fsdecode(folder)))
         self._kms = _kms_of(configuration)
         self._tables = TableRequests(configuration)
-        self._iceberg = IcebergKeys(KeyService(configuration, self._kms, time.monotonic))
+        keys = KeyService(configuration, self._kms, time.monotonic)
+        self._writes = WriteRequests(keys)
+        self._iceberg = IcebergKeys(keys)
+        return b""
+
+    def _check_write(self, content: bytes) -> bytes:
+        """Compare a write with its table; where the request says so, prove that its keys can be wrapped."""
+        assert self._kms is not None and self._writes is not None
+        master_key_ids = self._writes.check(content)
+        if json.loads(content).get("keys"):
+            outcomes = self._kms.wrap_many(
+                [WrapRequest(SecretBytes.random(128), master_key_id) for master_key_id in master_key_ids]
+            )
+            self.statistics.add("wrap", len(master_key_ids))
+            for outcome in outcomes:
+                if isinstance(outcome, KmsError):
+                    raise outcome
         return b""
 
     def _answer_with(self, frame: Frame, work: Callable[[bytes], bytes], failure: str) -> None:
         try:
             status, content = Status.OK, work(frame.content)
+        except KmsError as error:
+            self._refuse(frame, error)
+            return
         except KeytoolsError as error:
             status, content = Status.FAILED, str(error).encode(errors="replace")
         except Exception as error:
@@ -225,6 +253,9 @@ class KmsWorker:
         elif operation is Operation.WRAP_KEK and iceberg is not None:
             keks = self._readable(frames, lambda p: (_key_to_wrap(p), p.master_key_id))
             self._answer_each("wrap", keks, lambda request: iceberg.wrap_kek(*request))
+        elif operation is Operation.CHECK_WRITE:
+            for frame in frames:
+                self._answer_with(frame, self._check_write, "the write cannot be compared with its table")
         elif iceberg is not None:
             requests = self._readable(frames, lambda p: p)
             self._answer_each("unwrap", requests, lambda p: iceberg.kek(p.key, p.master_key_id).reveal())

@@ -25,6 +25,8 @@ PLAINTEXT_FILES = {"parquet.keytools.plaintext.reads": "allow", "parquet.keytool
 TIMEOUT_SECONDS = 120
 
 _FACTORY = "parquet_keytools.KeytoolsCryptoFactory"
+_EXTENSIONS = "spark.sql.extensions"
+_COMMIT_PROTOCOL = "spark.sql.streaming.commitProtocolClass"
 
 FACTORY_OPTIONS = {
     "parquet.crypto.factory.class": _FACTORY,
@@ -89,12 +91,13 @@ def configure(
     if "PYSPARK_GATEWAY_PORT" in os.environ or SparkContext._gateway is not None:
         SparkContext._ensure_initialized()
         _add_to_running_jvm(SparkContext._jvm, settings["spark.jars"])
-    ours = settings["spark.jars"]
-    if given.get("spark.jars"):
-        settings["spark.jars"] = f"{given['spark.jars']},{ours}"
     for name, value in settings.items():
-        builder = builder.config(name, value)
-    _check_what_it_makes(builder, settings | {"spark.jars": ours})
+        other = given.get(name)
+        if name in ("spark.jars", _EXTENSIONS) and other:
+            builder = builder.config(name, f"{other},{value}")
+        elif name != _COMMIT_PROTOCOL or not other:
+            builder = builder.config(name, value)
+    _check_what_it_makes(builder, settings)
     return builder
 
 
@@ -186,6 +189,10 @@ def _configure_running(spark: SparkSession, settings: dict[str, str]) -> None:
             )
         for name, value in wanted.items():
             hadoop.set(name, value)
+    # Spark ignores an extension that it cannot load, and takes none for a session that runs.
+    context._jvm.parquet_keytools.SessionExtension.install(spark._jsparkSession)
+    if spark.conf.get(_COMMIT_PROTOCOL, "").endswith(".ManifestFileCommitProtocol"):
+        spark.conf.set(_COMMIT_PROTOCOL, settings[_COMMIT_PROTOCOL])
 
 
 def _forget_missing_classes(hadoop: Any) -> None:
@@ -270,8 +277,11 @@ def session_settings(
     if prefix is not None:
         # The text: ExpectedAadPrefix.java looks for it with NUL at its end, and without.
         properties[AAD_PREFIX] = prefix
-    return {"spark.jars": jar or str(cached_jar())} | {
-        f"{_HADOOP}{name}": value for name, value in properties.items()
+    return {
+        "spark.jars": jar or str(cached_jar()),
+        _EXTENSIONS: "parquet_keytools.SessionExtension",
+        _COMMIT_PROTOCOL: "parquet_keytools.StreamCommitProtocol",
+        **{f"{_HADOOP}{name}": value for name, value in properties.items()},
     }
 
 

@@ -1,11 +1,11 @@
-"""Tables and Spark: what one asks for as options of a write, and files that a JVM saw compared with theirs."""
+"""Tables and Spark: options of a write, and the writes and files of a JVM compared with their table."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote_plus
+from urllib.parse import quote_plus, unquote_plus
 
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.config.key_policy import ColumnPath, KeyReference, MasterKeyReference
@@ -19,15 +19,23 @@ from parquet_keytools.spark.session import (
     AAD_PREFIX,
     FACTORY_OPTIONS,
     TABLE,
-    cache_name,
     refuse_digests_in_spark,
     table_aad_prefix,
 )
-from parquet_keytools.spark.transport import carried, configuration_identity
+from parquet_keytools.spark.transport import carried
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
+_COLUMNS = "parquet.keytools.columns"
+_COLUMN_KEYS = "parquet.encryption.column.keys"
+_KEY_OPTIONS = (
+    "parquet.encryption.uniform.key",
+    "parquet.encryption.footer.key",
+    _COLUMN_KEYS,
+    "parquet.encryption.complete.columns",
+)
+_SHREDDING = "spark.sql.variant.infershreddingschema"
 _HINT = "`parquet-keytools spark encrypt` can: let Spark write plaintext files, and encrypt these."
 
 
@@ -46,7 +54,9 @@ def table_options(
     reasons = spark_limits(policy)
     if reasons:
         raise UnsupportedBySparkError(reasons, hint=_HINT)
-    return _key_options(policy) | _other_options(keys.configuration, policy, written)
+    # A configuration that executors cannot have is refused here, before a job starts.
+    carried(keys.configuration)
+    return _key_options(policy) | _other_options(policy, written)
 
 
 def read_options(configuration: Configuration, table_name: str | None) -> dict[str, str]:
@@ -101,14 +111,12 @@ def _key_options(policy: TablePolicy) -> dict[str, str]:
         return {"parquet.encryption.uniform.key": footer_key}
     return {
         "parquet.encryption.footer.key": footer_key,
-        "parquet.encryption.column.keys": ";".join(f"{key}:{','.join(c)}" for key, c in column_keys.items()),
+        _COLUMN_KEYS: ";".join(f"{key}:{','.join(c)}" for key, c in column_keys.items()),
         "parquet.encryption.complete.columns": str(table.unlisted_columns == "footer_key").lower(),
     }
 
 
-def _other_options(
-    configuration: Configuration, policy: TablePolicy, written: Sequence[ColumnPath]
-) -> dict[str, str]:
+def _other_options(policy: TablePolicy, written: Sequence[ColumnPath]) -> dict[str, str]:
     table = policy.table
     options = {
         # Else a session that was not configured would write plaintext, and so would one that inserts into a
@@ -121,15 +129,13 @@ def _other_options(
         "parquet.encryption.key.material.store.internally": "true",
         "parquet.encryption.cache.lifetime.seconds": str(int(table.cache_lifetime_seconds)),
         TABLE: policy.table_name,
-        "parquet.keytools.options.identity": configuration_identity(configuration),
-        "parquet.keytools.columns": ",".join(quote_plus(".".join(path)) for path in written),
-        # Tables share KEKs where these may be the same.
-        "parquet.encryption.key.access.token": cache_name(
-            carried(configuration), "writing", table.effective_kek_length_bits, table.cache_lifetime_seconds
-        ),
+        _COLUMNS: ",".join(quote_plus(".".join(path)) for path in written),
     }
     if table.double_wrapping:
         options["parquet.encryption.kek.length.bits"] = str(table.effective_kek_length_bits)
+    if any(path[-1:] == ("metadata",) for path in written):
+        # Shredded, a variant would have other columns in each file. Spark 4.3 shreds by default.
+        options[_SHREDDING] = "false"
     return options
 
 
@@ -165,6 +171,100 @@ def _leaves(data_type: DataType, path: ColumnPath) -> Iterator[ColumnPath]:
         yield (*path, "metadata")
     else:
         yield path
+
+
+# --- writes that a JVM plans ---
+
+
+class WriteRequests:
+    """Compares writes with the tables of one configuration; `WriteCheck.java` is the other side.
+
+    A request is a JSON object: `table`; `columns`, the paths of the leaf columns that are written; `expected`, the
+    columns that the options of the write were made for; `options`, these options; on the driver also `partitions`,
+    the columns that the write is partitioned by, and `catalog_table`, the name of the table in a catalog. May be
+    used by any number of threads.
+    """
+
+    def __init__(self, keys: KeyService) -> None:
+        self._keys = keys
+
+    def check(self, content: bytes) -> list[str]:
+        """Refuse a write whose options are not what its table asks for, for the columns that are written.
+
+        Returns:
+            The identifiers of the master keys that it needs.
+
+        Raises:
+            ConfigurationError: The columns are others than those of the options, or no policy covers them; the
+                options are others than those of the table; or it is partitioned by a column under a key.
+            UnsupportedBySparkError: Spark cannot do what the table asks for now.
+            ValueError: The content is no such request.
+        """
+        request = json.loads(content)
+        name, options = request["table"], request["options"]
+        leaves = [tuple(path) for path in request["columns"]]
+        found = {".".join(path) for path in leaves}
+        expected = {unquote_plus(column) for column in request["expected"].split(",")}
+        partitions = request.get("partitions", [])
+        new, missing = sorted(found - expected), sorted(expected - found)
+        mismatch = (
+            f"The columns are not those that the options of table {name} were made for"
+            + (f": new are [{', '.join(new)}]" if new else "")
+            + (f": missing are [{', '.join(missing)}]" if missing else "")
+            + "."
+        )
+        try:
+            wanted = table_options(
+                self._keys, name, [*leaves, *((column,) for column in partitions)], partition_by=partitions
+            )
+        except ConfigurationError as error:
+            if new or missing:
+                raise ConfigurationError(mismatch, hint=f"First, {error}") from error
+            raise
+        differing = [option for option in (*_KEY_OPTIONS, *wanted) if _differs(option, options, wanted)]
+        if new or missing:
+            names = [*differing, _COLUMNS, *wanted.keys() & {_SHREDDING}]
+            raise ConfigurationError(mismatch, hint=_new_options(request, names, wanted))
+        if differing:
+            raise ConfigurationError(
+                "The options of this write were made by another configuration than the one that the session has: "
+                f"for table {name} they differ in {', '.join(sorted(set(differing)))}.",
+                hint=_new_options(request, differing, wanted),
+            )
+        policy = self._keys.policy(name, leaves)
+        used = {policy.table.footer_key, *(key.key_name for key in policy.columns.values())}
+        return sorted({master_key for key, master_key in policy.master_key_ids.items() if key in used})
+
+
+def _differs(option: str, options: dict[str, str], wanted: dict[str, str]) -> bool:
+    if not option.startswith("parquet.encryption.") or option in FACTORY_OPTIONS:
+        return False
+    given, asked = options.get(option, ""), wanted.get(option, "")
+    return given != asked and (option != _COLUMN_KEYS or _by_column(given) != _by_column(asked))
+
+
+def _by_column(column_keys: str) -> dict[str, str]:
+    """Return column -> key: the order is that of a frame."""
+    lists = [entry.partition(":") for entry in column_keys.split(";")]
+    return {column.strip(): key.strip() for key, _, columns in lists for column in columns.split(",")}
+
+
+def _new_options(request: dict[str, Any], names: Iterable[str], wanted: dict[str, str]) -> str:
+    """Return how the right options come to a write."""
+    table = request.get("catalog_table")
+    if table is None:
+        return (
+            "Give the write .options(**keytools.spark_options(table, df.schema)) of the frame that is written, "
+            "with partition_by where it is partitioned."
+        )
+    # A catalog keeps what is not named; no option can be taken away.
+    properties = {name: wanted.get(name, "") for name in sorted(set(names))}
+    listed = ", ".join(f"{_sql(name)} = {_sql(value)}" for name, value in properties.items())
+    return f"Give the table its new options: ALTER TABLE {table} SET SERDEPROPERTIES ({listed})"
+
+
+def _sql(text: str) -> str:
+    return "'" + text.replace("\\", r"\\").replace("'", r"\'") + "'"
 
 
 # --- files that a JVM saw ---

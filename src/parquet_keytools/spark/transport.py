@@ -107,7 +107,7 @@ def refuse_generated_keys(kms: KmsClient | None) -> None:
 PREAMBLE = b"\x89PKTW1\r\n"
 """What a worker sends before its first frame; what Python's start-up may print comes before that."""
 
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 24
 """Of a frame, its length not counted."""
 
 _LENGTH = struct.Struct(">I")
@@ -125,6 +125,7 @@ class Operation(enum.IntEnum):
     CHECK = 5
     WRAP_KEK = 6
     UNWRAP_KEK = 7
+    CHECK_WRITE = 8
 
 
 class Status(enum.IntEnum):

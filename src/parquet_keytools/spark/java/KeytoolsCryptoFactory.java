@@ -1,14 +1,19 @@
 package parquet_keytools;
 
+import com.fasterxml.jackson.databind.ObjectMapper;
+import com.fasterxml.jackson.databind.node.ArrayNode;
+import com.fasterxml.jackson.databind.node.ObjectNode;
 import java.nio.charset.StandardCharsets;
-import java.util.TreeSet;
+import java.util.Map;
 import org.apache.hadoop.conf.Configuration;
 import org.apache.hadoop.fs.Path;
 import org.apache.parquet.column.ColumnDescriptor;
 import org.apache.parquet.column.ParquetProperties.WriterVersion;
+import org.apache.parquet.crypto.EncryptionPropertiesFactory;
 import org.apache.parquet.crypto.FileDecryptionProperties;
 import org.apache.parquet.crypto.FileEncryptionProperties;
 import org.apache.parquet.crypto.ParquetCryptoRuntimeException;
+import org.apache.parquet.crypto.keytools.KeyToolkit;
 import org.apache.parquet.crypto.keytools.PropertiesDrivenCryptoFactory;
 import org.apache.parquet.hadoop.ParquetOutputFormat;
 import org.apache.parquet.hadoop.api.WriteSupport;
@@ -18,25 +23,45 @@ import org.apache.parquet.hadoop.api.WriteSupport;
  * thought of, levels of V2 pages in plaintext, and plaintext files in place of encrypted ones.
  */
 public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
+  private static final ObjectMapper JSON = new ObjectMapper();
   private static final String PLAINTEXT_WRITES = "parquet.keytools.plaintext.writes";
   private static final String PLAINTEXT_READS = "parquet.keytools.plaintext.reads";
   private static final String COLUMNS = "parquet.keytools.columns";
   private static final String TABLE = CheckedFile.TABLE;
-  private static final String OPTIONS_IDENTITY = "parquet.keytools.options.identity";
-  private static final String SESSION_IDENTITY = "parquet.keytools.session.identity";
   private static final String CTR_FILES = "parquet.keytools.ctr.files";
+  private static final String ENCRYPTION = "parquet.encryption.";
   private static final String HINT = "Give the write .options(**keytools.spark_options(table, df.schema))";
 
   public FileEncryptionProperties getFileEncryptionProperties(
       Configuration configuration, Path path, WriteSupport.WriteContext context) {
-    if (!isSet(configuration, FOOTER_KEY_PROPERTY_NAME)
-        && !isSet(configuration, COLUMN_KEYS_PROPERTY_NAME)
-        && !isSet(configuration, UNIFORM_KEY_PROPERTY_NAME)) {
-      if (isAllowed(configuration, PLAINTEXT_WRITES)) {
-        return null;
+    if (!checkWrite(configuration, path.getName(), context, JSON.createObjectNode())) {
+      return null;
+    }
+    // Options that a catalog has stored may name the cache of another configuration.
+    Configuration ours = new Configuration(configuration);
+    ours.set(KeyToolkit.KEY_ACCESS_TOKEN_PROPERTY_NAME, cacheName(configuration));
+    FileEncryptionProperties properties = super.getFileEncryptionProperties(ours, path, context);
+    if (properties == null) {
+      throw new ParquetCryptoRuntimeException(path.getName() + " would be written in plaintext.");
+    }
+    return properties;
+  }
+
+  /**
+   * Fails where files would not be encrypted as their table says.
+   *
+   * @param place what is written, for messages
+   * @param request what the worker is asked, besides what is the same for each file
+   * @return whether files are encrypted; false where plaintext is meant
+   */
+  static boolean checkWrite(
+      Configuration configuration, String place, WriteSupport.WriteContext context, ObjectNode request) {
+    if (keyOption(configuration) == null) {
+      if (isPlaintextAllowed(configuration)) {
+        return false;
       }
       throw new ParquetCryptoRuntimeException(
-          path.getName() + " would be written in plaintext. " + HINT + ", or " + PLAINTEXT_WRITES
+          place + " would be written in plaintext. " + HINT + ", or " + PLAINTEXT_WRITES
               + "=allow where plaintext is meant.");
     }
     // The same text as parquet-java reads; it knows `v2` as a name for PARQUET_2_0.
@@ -61,12 +86,61 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
           "A summary file would show the statistics of encrypted columns in plaintext. "
               + "Leave parquet.summary.metadata.level at NONE.");
     }
-    checkColumns(configuration, context);
-    FileEncryptionProperties properties = super.getFileEncryptionProperties(configuration, path, context);
-    if (properties == null) {
-      throw new ParquetCryptoRuntimeException(path.getName() + " would be written in plaintext.");
+    String expected = configuration.get(COLUMNS);
+    if (expected == null || configuration.get(TABLE) == null) {
+      throw new ParquetCryptoRuntimeException(
+          "The encryption options of this write were not made by parquet-keytools. " + HINT + ".");
     }
-    return properties;
+    if (configuration.get(KmsWorker.CONFIGURATION) == null) {
+      throw new ParquetCryptoRuntimeException(
+          "This session has no configuration of parquet-keytools. Make it with parquet_keytools.spark.configure, or"
+              + " give it one with configure_session.");
+    }
+    request.put("table", configuration.get(TABLE));
+    request.put("expected", expected);
+    ArrayNode columns = request.putArray("columns");
+    for (Object column : context.getSchema().getColumns()) {
+      ArrayNode path = columns.addArray();
+      for (String name : ((ColumnDescriptor) column).getPath()) {
+        path.add(name);
+      }
+    }
+    ObjectNode options = request.putObject("options");
+    for (Object option : configuration.getPropsWithPrefix(ENCRYPTION).entrySet()) {
+      Map.Entry entry = (Map.Entry) option;
+      options.put(ENCRYPTION + entry.getKey(), (String) entry.getValue());
+    }
+    KmsWorker.of(configuration).checkWrite(request);
+    return true;
+  }
+
+  /** Returns the option that names a key for what is written; null where none does. */
+  static String keyOption(Configuration configuration) {
+    String[] names = {FOOTER_KEY_PROPERTY_NAME, COLUMN_KEYS_PROPERTY_NAME, UNIFORM_KEY_PROPERTY_NAME};
+    for (String name : names) {
+      if (!configuration.getTrimmed(name, "").isEmpty()) {
+        return name;
+      }
+    }
+    return null;
+  }
+
+  /** Returns whether parquet-java asks this factory. */
+  static boolean isOurs(Configuration configuration) {
+    return KeytoolsCryptoFactory.class.getName().equals(
+        configuration.getTrimmed(EncryptionPropertiesFactory.CRYPTO_FACTORY_CLASS_PROPERTY_NAME));
+  }
+
+  static boolean isPlaintextAllowed(Configuration configuration) {
+    return isAllowed(configuration, PLAINTEXT_WRITES);
+  }
+
+  /** Returns what parquet-java keeps KEKs and KMS clients by: no two that differ may have the same. */
+  private static String cacheName(Configuration configuration) {
+    String text = KmsWorker.of(configuration).identity() + '\n'
+        + configuration.get(KeyToolkit.KEK_LENGTH_PROPERTY_NAME) + '\n'
+        + configuration.get(KeyToolkit.CACHE_LIFETIME_PROPERTY_NAME);
+    return FileTail.digest(text.getBytes(StandardCharsets.UTF_8));
   }
 
   public FileDecryptionProperties getFileDecryptionProperties(Configuration configuration, Path path) {
@@ -104,46 +178,6 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
           path.getName() + " says AES_GCM_CTR_V1: its page data would not be authenticated, and the configuration has"
               + " ctr_files: reject.");
     }
-  }
-
-  /** Checks that a file has the columns which its options were made for: no others, and none fewer. */
-  private static void checkColumns(Configuration configuration, WriteSupport.WriteContext context) {
-    String expected = configuration.get(COLUMNS);
-    String identity = configuration.get(OPTIONS_IDENTITY);
-    if (expected == null || identity == null) {
-      throw new ParquetCryptoRuntimeException(
-          "The encryption options of this write were not made by parquet-keytools. " + HINT + ".");
-    }
-    if (configuration.get(SESSION_IDENTITY) == null) {
-      throw new ParquetCryptoRuntimeException(
-          "This session has no configuration of parquet-keytools. Make it with parquet_keytools.spark.configure, or"
-              + " give it one with configure_session.");
-    }
-    if (!identity.equals(configuration.get(SESSION_IDENTITY))) {
-      throw new ParquetCryptoRuntimeException(
-          "The options of this write were made by another configuration than the one that the session has.");
-    }
-    TreeSet missing = new TreeSet();
-    for (String column : expected.split(",")) {
-      missing.add(java.net.URLDecoder.decode(column, StandardCharsets.UTF_8));
-    }
-    TreeSet unknown = new TreeSet();
-    for (Object column : context.getSchema().getColumns()) {
-      String name = String.join(".", ((ColumnDescriptor) column).getPath());
-      if (!missing.remove(name)) {
-        unknown.add(name);
-      }
-    }
-    if (!unknown.isEmpty() || !missing.isEmpty()) {
-      throw new ParquetCryptoRuntimeException(
-          "The columns are not those that the options of table " + configuration.get(TABLE) + " were made for"
-              + (unknown.isEmpty() ? "" : ": new are " + unknown) + (missing.isEmpty() ? "" : ": missing are " + missing)
-              + ". " + HINT + " of the frame that is written, with partition_by where it is partitioned.");
-    }
-  }
-
-  private static boolean isSet(Configuration configuration, String name) {
-    return !configuration.getTrimmed(name, "").isEmpty();
   }
 
   private static boolean isAllowed(Configuration configuration, String name) {

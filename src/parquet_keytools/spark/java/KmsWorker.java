@@ -24,11 +24,12 @@ final class KmsWorker {
   static final int CHECK = 5;
   static final int WRAP_KEK = 6;
   static final int UNWRAP_KEK = 7;
+  static final int CHECK_WRITE = 8;
 
   static final int OK = 0;
   static final int DENIED = 1;
 
-  private static final String CONFIGURATION = "parquet.keytools.configuration";
+  static final String CONFIGURATION = "parquet.keytools.configuration";
   private static final String PYTHON = "parquet.keytools.worker.python";
   private static final String DRIVER_PYTHON = "parquet.keytools.worker.python.driver";
   private static final String TIMEOUT = "parquet.keytools.worker.timeout.seconds";
@@ -97,20 +98,34 @@ final class KmsWorker {
    * @return the AAD prefix that the table has, {file_name} in it; empty where it has none
    */
   String check(ObjectNode seen, String file) {
-    String content = seen.toString();
-    synchronized (checked) {
-      if (checked.containsKey(content)) {
-        return (String) checked.get(content);
-      }
-    }
     ObjectNode request = seen.deepCopy();
     request.put("file", file);
-    String answer = new String(ask(CHECK, request.toString().getBytes(StandardCharsets.UTF_8)), StandardCharsets.UTF_8);
+    return askOnce(CHECK, seen.toString(), request);
+  }
+
+  /** Fails where a write is not as its table says, or where "keys" is true and one of its keys cannot be wrapped. */
+  void checkWrite(ObjectNode write) {
+    if (write.path("keys").asBoolean()) {
+      ask(CHECK_WRITE, write.toString().getBytes(StandardCharsets.UTF_8));
+    } else {
+      askOnce(CHECK_WRITE, CHECK_WRITE + " " + write, write);
+    }
+  }
+
+  /** Asks once for requests that are answered alike. */
+  private String askOnce(int operation, String alike, ObjectNode request) {
+    synchronized (checked) {
+      if (checked.containsKey(alike)) {
+        return (String) checked.get(alike);
+      }
+    }
+    String answer =
+        new String(ask(operation, request.toString().getBytes(StandardCharsets.UTF_8)), StandardCharsets.UTF_8);
     synchronized (checked) {
       if (checked.size() >= MOST_CHECKED) {
         checked.clear();
       }
-      checked.put(content, answer);
+      checked.put(alike, answer);
     }
     return answer;
   }

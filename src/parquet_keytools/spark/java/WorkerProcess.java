@@ -24,7 +24,7 @@ final class WorkerProcess {
   private static final Logger LOG = LoggerFactory.getLogger(WorkerProcess.class);
   private static final byte[] PREAMBLE = new byte[] {(byte) 0x89, 'P', 'K', 'T', 'W', '1', '\r', '\n'};
   private static final int HEADER_LENGTH = 9;
-  private static final int MOST_BYTES = 1 << 20;
+  private static final int MOST_BYTES = 1 << 24;
   private static final int MOST_LINE_CHARACTERS = 2000;
 
   private final Process process;
