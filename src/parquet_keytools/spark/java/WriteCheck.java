@@ -31,6 +31,7 @@ import org.apache.spark.sql.execution.datasources.SaveIntoDataSourceCommand;
 import org.apache.spark.sql.execution.datasources.V1WriteCommand;
 import org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat;
 import org.apache.spark.sql.execution.datasources.parquet.ParquetWriteSupport;
+import org.apache.spark.sql.execution.datasources.v2.FileDataSourceV2;
 import org.apache.spark.sql.types.StructField;
 import org.apache.spark.sql.types.StructType;
 import scala.Option;
@@ -53,6 +54,7 @@ final class WriteCheck extends SparkStrategy {
   private static final String EXPLAINED = "parquet.keytools.explained.execution";
   private static final String FACTORY = EncryptionPropertiesFactory.CRYPTO_FACTORY_CLASS_PROPERTY_NAME;
 
+  private static final String CONVERT = "spark.sql.hive.convert";
   private static final String INFERS_SHREDDING = "spark.sql.variant.inferShreddingSchema";
 
   private final SparkSession session;
@@ -125,14 +127,13 @@ final class WriteCheck extends SparkStrategy {
     checkFormat(write.fileFormat(), place, write.options(), table, schema, partitions, mode);
   }
 
-  /** A table that is there is dropped before the write is planned in which it is made again. */
+  /** Spark before 4.3 drops a table that is there before it plans the write in which the table is made again. */
   private void checkSaveAsTable(Product save) {
     CatalogTable table = (CatalogTable) save.productElement(0);
     if (save.productElement(1) != SaveMode.Overwrite
         || !session.sessionState().catalog().tableExists(table.identifier())) {
       return;
     }
-    Class format = DataSource.lookupDataSource((String) table.provider().get(), session.sessionState().conf());
     StructType schema = new StructType();
     TreeSet partitions = new TreeSet();
     for (StructField field : ((LogicalPlan) save.productElement(2)).schema().fields()) {
@@ -142,18 +143,31 @@ final class WriteCheck extends SparkStrategy {
         schema = schema.add(field);
       }
     }
-    Object instance;
-    try {
-      instance = format.getDeclaredConstructor(new Class[0]).newInstance(new Object[0]);
-    } catch (ReflectiveOperationException error) {
-      return; // Spark says so, before it drops the table.
-    }
-    FileFormat files = instance instanceof FileFormat ? (FileFormat) instance : null;
+    String provider = (String) table.provider().get();
     Map options = table.storage().properties();
-    if (files == null) {
-      refuseOthers((String) table.provider().get(), options, table);
+    if ("hive".equalsIgnoreCase(provider) && isHiveParquet(options)) {
+      if (!"true".equals(setting(CONVERT + "MetastoreParquet")) || !"true".equals(setting(CONVERT + "MetastoreCtas"))) {
+        refuseHive(options);
+      }
+      provider = "parquet";
+    }
+    Object source = instance(DataSource.lookupDataSource(provider, session.sessionState().conf()));
+    if (source instanceof FileDataSourceV2) {
+      source = instance(((FileDataSourceV2) source).fallbackFileFormat());
+    }
+    if (source instanceof FileFormat) {
+      FileFormat format = (FileFormat) source;
+      checkFormat(format, table.identifier().table(), options, null, schema, partitions, SaveMode.Overwrite);
     } else {
-      checkFormat(files, table.identifier().table(), options, null, schema, partitions, SaveMode.Overwrite);
+      refuseOthers(provider, options, table);
+    }
+  }
+
+  private static Object instance(Class source) {
+    try {
+      return source.getDeclaredConstructor(new Class[0]).newInstance(new Object[0]);
+    } catch (ReflectiveOperationException error) {
+      return null; // Spark fails in the same way.
     }
   }
 
@@ -161,6 +175,9 @@ final class WriteCheck extends SparkStrategy {
       FileFormat format, String place, Map options, CatalogTable table, StructType schema, TreeSet partitions,
       SaveMode mode) {
     if (!(format instanceof ParquetFileFormat)) {
+      if (table != null && isHiveParquet(table.storage())) {
+        refuseHive(options);
+      }
       refuseOthers(format.toString(), options, table);
       return;
     }
@@ -200,13 +217,7 @@ final class WriteCheck extends SparkStrategy {
   private void refuseShredding(StructType schema, Map options) {
     // Names of columns have no quotes in JSON.
     if (schema.json().contains("ype\":\"variant\"")) {
-      String infers = null;
-      for (Iterator entries = options.iterator(); entries.hasNext(); ) {
-        Tuple2 entry = (Tuple2) entries.next();
-        if (INFERS_SHREDDING.equalsIgnoreCase((String) entry._1())) {
-          infers = (String) entry._2();
-        }
-      }
+      String infers = value(options, INFERS_SHREDDING);
       if (infers == null) {
         infers = setting(INFERS_SHREDDING);
       }
@@ -235,9 +246,46 @@ final class WriteCheck extends SparkStrategy {
       if (element instanceof Map) {
         refuseOthers(plan.nodeName(), (Map) element, table);
       } else if (element instanceof CatalogStorageFormat) {
+        if (isHiveParquet((CatalogStorageFormat) element)) {
+          refuseHive(((CatalogStorageFormat) element).properties());
+        }
         refuseOthers(plan.nodeName(), ((CatalogStorageFormat) element).properties(), table);
       }
     }
+  }
+
+  /** Hive's writer asks parquet-java's factory, and tells it nothing of the options of the table. */
+  private void refuseHive(Map options) {
+    Configuration configuration = session.sessionState().newHadoopConfWithOptions(options);
+    if (KeytoolsCryptoFactory.isOurs(configuration) && !KeytoolsCryptoFactory.isPlaintextAllowed(configuration)) {
+      throw new ParquetCryptoRuntimeException(
+          "Hive's own Parquet writer would be used, which encrypts nothing: it would be written in plaintext. Leave all"
+              + " settings " + CONVERT + "... at true, so that Spark's writer is used.");
+    }
+  }
+
+  private static boolean isHiveParquet(CatalogStorageFormat storage) {
+    return storage.outputFormat().isDefined() && isParquet((String) storage.outputFormat().get());
+  }
+
+  private static boolean isHiveParquet(Map options) {
+    return isParquet(value(options, "fileFormat")) || isParquet(value(options, "outputFormat"));
+  }
+
+  private static boolean isParquet(String format) {
+    return format != null && format.toLowerCase(Locale.ROOT).contains("parquet");
+  }
+
+  /** Returns the value of an option in whatever case Spark has its name; null where there is none. */
+  private static String value(Map options, String name) {
+    String found = null;
+    for (Iterator entries = options.iterator(); entries.hasNext(); ) {
+      Tuple2 entry = (Tuple2) entries.next();
+      if (name.equalsIgnoreCase((String) entry._1())) {
+        found = (String) entry._2();
+      }
+    }
+    return found;
   }
 
   /** Refuses what would be plaintext although options, a table or the session say that it is to be encrypted. */
