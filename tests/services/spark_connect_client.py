@@ -30,7 +30,8 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
 def write(session: Session, arguments: dict[str, Any]) -> None:
     """Write the frame of an attempt."""
     session.label = arguments["label"]
-    session.frame().write.options(**arguments["options"]).parquet(session.path)
+    writer = session.frame().write.mode(arguments.get("mode", "error"))
+    writer.options(**arguments["options"]).parquet(session.path)
 
 
 def read(session: Session, builder: Any) -> dict[str, object]:

@@ -19,6 +19,7 @@ from parquet_keytools.spark.session import (
     AAD_PREFIX,
     FACTORY_OPTIONS,
     TABLE,
+    cache_name,
     refuse_digests_in_spark,
     table_aad_prefix,
 )
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
 _COLUMNS = "parquet.keytools.columns"
+_CACHE_NAME = "parquet.encryption.key.access.token"
 _COLUMN_KEYS = "parquet.encryption.column.keys"
 _KEY_OPTIONS = (
     "parquet.encryption.uniform.key",
@@ -130,6 +132,8 @@ def _other_options(policy: TablePolicy, written: Sequence[ColumnPath]) -> dict[s
         "parquet.encryption.cache.lifetime.seconds": str(int(table.cache_lifetime_seconds)),
         TABLE: policy.table_name,
         _COLUMNS: ",".join(quote_plus(".".join(path)) for path in written),
+        # Tables share KEKs where these may be the same; our factory adds the configuration of the session.
+        _CACHE_NAME: cache_name("writing", table.effective_kek_length_bits, table.cache_lifetime_seconds),
     }
     if table.double_wrapping:
         options["parquet.encryption.kek.length.bits"] = str(table.effective_kek_length_bits)
@@ -237,7 +241,7 @@ class WriteRequests:
 
 
 def _differs(option: str, options: dict[str, str], wanted: dict[str, str]) -> bool:
-    if not option.startswith("parquet.encryption.") or option in FACTORY_OPTIONS:
+    if not option.startswith("parquet.encryption.") or option in (*FACTORY_OPTIONS, _CACHE_NAME):
         return False
     given, asked = options.get(option, ""), wanted.get(option, "")
     return given != asked and (option != _COLUMN_KEYS or _by_column(given) != _by_column(asked))

@@ -17,11 +17,14 @@ from typing import BinaryIO
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fake_spark import key_request_bytes
+from pyspark.sql.types import LongType, StructField, StructType
 
-from parquet_keytools import SecretBytes, load_configuration
+from parquet_keytools import Keytools, SecretBytes, load_configuration
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsUnavailableError
 from parquet_keytools.kms.client import UnwrapRequest, WrapRequest
 from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.passphrase import passphrase_from_text
 from parquet_keytools.spark.kms_worker import MOST_TOGETHER, THREADS, KmsWorker, WaitingRequests
 from parquet_keytools.spark.transport import (
     PREAMBLE,
@@ -169,6 +172,36 @@ def test_files_are_compared_with_their_table(kms: SlowKms, tmp_path: Path) -> No
             unreadable = asker.ask(Operation.CHECK, content)
             assert unreadable.kind == Status.FAILED
             assert unreadable.content.startswith(b"a file cannot be compared with its table: ")
+
+
+def test_writes_are_compared_with_their_table_and_prove_their_keys(kms: SlowKms, tmp_path: Path) -> None:
+    path = tmp_path / "keys" / "c.yaml"
+    path.parent.mkdir()
+    keystore = Keystore.create(tmp_path / "k.json", lambda: passphrase_from_text("of a test"), scrypt_n=2**14)
+    for name in ("footer", "pii"):
+        keystore.create_key(name)
+    path.write_text(
+        "{version: 1, kms: {type: keystore, path: ../k.json, passphrase: of a test}, "
+        "tables: {t: {footer_key: footer, column_keys: {pii: [a]}}}}"
+    )
+    options = Keytools.from_yaml(path).spark_options("t", StructType([StructField("a", LongType())]))
+    write = {"table": "t", "expected": "a", "columns": [["a"]], "options": options}
+    with worker(kms) as asker:
+        before = asker.ask(Operation.CHECK_WRITE, json.dumps(write).encode())
+        assert (before.kind, before.content) == (Status.FAILED, b"the worker was given no configuration")
+        assert asker.ask(Operation.START, b"\n" + carried_file(str(path)).encode()).kind == Status.OK
+        for content, keys in ((write, 0), (write | {"keys": True}, 2)):
+            assert asker.ask(Operation.CHECK_WRITE, json.dumps(content).encode()).kind == Status.OK
+            assert json.loads(asker.ask(Operation.STATISTICS).content)["wrap keys"] == keys
+        refused = asker.ask(Operation.CHECK_WRITE, json.dumps(write | {"columns": [["b"]]}).encode())
+        assert refused.kind == Status.FAILED and b"new are [b]" in refused.content
+        keystore.set_enabled("pii", enabled=False)
+        denied = asker.ask(Operation.CHECK_WRITE, json.dumps(write | {"keys": True}).encode())
+        assert denied.kind == Status.DENIED and b"pii" in denied.content
+        for content in (b"", b"[]", b"{}", b"\xff"):
+            unreadable = asker.ask(Operation.CHECK_WRITE, content)
+            assert unreadable.kind == Status.FAILED
+            assert unreadable.content.startswith(b"the write cannot be compared with its table: ")
 
 
 def test_identifiers_come_encoded(kms: SlowKms) -> None:

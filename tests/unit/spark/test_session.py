@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from parquet_keytools import Keytools, load_configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.spark import bridge_jar, configure, configure_session, session_settings
 
@@ -46,6 +45,8 @@ def test_settings(file: Path) -> None:
     assert found["parquet.keytools.worker.python"] == sys.executable
     assert found["parquet.keytools.worker.timeout.seconds"] == "7"
     assert found["parquet.keytools.aad.prefix"] == "t/{file_name}"
+    assert found["spark.sql.extensions"] == "parquet_keytools.SessionExtension"
+    assert found["spark.sql.streaming.commitProtocolClass"] == "parquet_keytools.StreamCommitProtocol"
     carried = json.loads(base64.b64decode(found["parquet.keytools.configuration"]))
     assert carried["folder"] == str(file.parent)
     assert SECRET not in str(found) + str(carried)
@@ -67,26 +68,6 @@ def test_plaintext_files_may_be_allowed_for_reading_only(file: Path) -> None:
     assert found["parquet.keytools.plaintext.reads"] == "allow"
     assert found["parquet.keytools.plaintext.writes"] == "reject"
     assert found["parquet.encryption.cache.lifetime.seconds"] == "2"
-
-
-def test_options_and_session_have_the_same_identity(file: Path) -> None:
-    from pyspark.sql.types import LongType, StructField, StructType
-
-    file.write_text(YAML.replace(', aad_prefix: "{table_name}/{file_name}"', ""))
-    (file.parent / "keystore.json").touch()
-    configuration = load_configuration(file)
-    tools = Keytools.from_mapping(
-        {
-            "version": 1,
-            "kms": {"type": "in_memory", "keys": ["footer", "pii"]},
-            "tables": {"t": {"footer_key": "footer", "column_keys": {"pii": ["a"]}}},
-        }
-    )
-    options = tools.spark_options("t", StructType([StructField("a", LongType())]))
-    session = hadoop(session_settings(tools.configuration, jar="j"))
-    assert options["parquet.keytools.options.identity"] == session["parquet.keytools.session.identity"]
-    other = hadoop(session_settings(configuration, jar="j"))
-    assert options["parquet.keytools.options.identity"] != other["parquet.keytools.session.identity"]
 
 
 def test_data_keys_alone_are_no_use_to_spark(tmp_path: Path) -> None:
@@ -116,9 +97,14 @@ def test_configure_adds_to_what_is_there(file: Path, monkeypatch: pytest.MonkeyP
     # Another test of this process may have a session, or have left a JVM.
     for name in ("_active_spark_context", "_gateway", "_jvm"):
         monkeypatch.setattr(SparkContext, name, None)
-    builder = Builder(spark_jars="/other.jar", spark_pyspark_python="/opt/python")
+    builder = Builder(
+        spark_jars="/other.jar", spark_pyspark_python="/opt/python", spark_sql_extensions="org.example.Theirs"
+    )
+    builder.config("spark.sql.streaming.commitProtocolClass", "org.example.Protocol")
     assert configure(builder, file, jar="/ours.jar") is builder  # type: ignore[arg-type,comparison-overlap]
     assert builder._options["spark.jars"] == "/other.jar,/ours.jar"
+    assert builder._options["spark.sql.extensions"] == "org.example.Theirs,parquet_keytools.SessionExtension"
+    assert builder._options["spark.sql.streaming.commitProtocolClass"] == "org.example.Protocol"
     assert builder._options["spark.hadoop.parquet.keytools.worker.python"] == "/opt/python"
 
 
@@ -148,7 +134,10 @@ class FakeSession:
         self._finds_class = finds_class
         self._takes_jars = takes_jars
         self._jsc = self.sparkContext = self
+        self._jsparkSession = object()
+        self.checked: list[object] = []
         self._jvm = SimpleNamespace(
+            parquet_keytools=SimpleNamespace(SessionExtension=SimpleNamespace(install=self.checked.append)),
             java=SimpleNamespace(
                 lang=SimpleNamespace(
                     Thread=SimpleNamespace(
@@ -158,9 +147,13 @@ class FakeSession:
                 io=SimpleNamespace(
                     File=lambda path: SimpleNamespace(toURI=lambda: SimpleNamespace(toURL=lambda: path))
                 ),
-            )
+            ),
         )
-        self.conf = SimpleNamespace(get=lambda name, default: {"spark.pyspark.python": "/p"}.get(name, default))
+        self.settings = {
+            "spark.pyspark.python": "/p",
+            "spark.sql.streaming.commitProtocolClass": "org.apache.spark.ManifestFileCommitProtocol",
+        }
+        self.conf = SimpleNamespace(get=self.settings.get, set=self.settings.__setitem__)
 
     def hadoopConfiguration(self) -> Any:  # noqa: N802 - Spark's names
         found = object() if self._finds_class else None
@@ -194,6 +187,10 @@ def test_a_session_that_runs_gets_all_settings_and_the_jar(file: Path) -> None:
     assert configure_session(as_session(spark), file, jar="/ours.jar") is as_session(spark)
     expected = hadoop(session_settings(file, jar="/ours.jar", python="/p"))
     assert expected.pop("spark.jars") == "/ours.jar"
+    # A session that runs takes no extension.
+    assert expected.pop("spark.sql.extensions") and spark.checked == [spark._jsparkSession]
+    protocol = expected.pop("spark.sql.streaming.commitProtocolClass")
+    assert spark.settings["spark.sql.streaming.commitProtocolClass"] == protocol
     assert spark.hadoop == expected
     assert spark.jars == spark.urls == ["/ours.jar"]
     configure_session(as_session(spark), file, jar="/ours.jar")

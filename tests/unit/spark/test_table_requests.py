@@ -1,15 +1,23 @@
-"""What a JVM saw of a file, compared with its table: the check itself is tested with `files`."""
+"""What a JVM saw of a file, or plans to write, compared with its table."""
 
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
+from pyspark.sql import types as t
 
-from parquet_keytools import parse_configuration
-from parquet_keytools.errors import ConfigurationError, DecryptionError, TableMismatchError
-from parquet_keytools.spark.table_options import TableRequests
+from parquet_keytools import Keytools, parse_configuration
+from parquet_keytools.errors import (
+    ConfigurationError,
+    DecryptionError,
+    TableMismatchError,
+    UnsupportedBySparkError,
+)
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.spark.table_options import TableRequests, WriteRequests
 
 KMS = {"type": "in_memory", "keys": ["footer", "pii", "other"]}
 TABLES = {
@@ -87,3 +95,106 @@ def test_without_tables_there_is_nothing_to_compare_with() -> None:
 def test_what_is_no_request(columns: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         answer(columns=columns)
+
+
+# --- writes ---
+
+WRITTEN: dict[str, Any] = {"footer_key": "footer", "column_keys": {"pii": ["a"]}, "unlisted_columns": "footer_key"}
+
+
+def stored_options(table: dict[str, Any] = WRITTEN, names: str = "abm", by: tuple[str, ...] = ("m",)) -> Any:
+    """Return options as they were made for a frame."""
+    schema = t.StructType([t.StructField(name, t.StringType()) for name in names])
+    tools = Keytools.from_mapping({"version": 1, "kms": KMS, "tables": {"t": table}})
+    return tools.spark_options("t", schema, partition_by=by)
+
+
+def check_write(
+    options: dict[str, str], columns: str = "ab", tables: dict[str, Any] | None = None, **more: Any
+) -> list[str]:
+    document = {"version": 1, "kms": KMS, "tables": {"t": WRITTEN} if tables is None else tables}
+    request = {
+        "table": "t",
+        "expected": options["parquet.keytools.columns"],
+        "columns": [[name] for name in columns],
+        "options": {name: value for name, value in options.items() if name.startswith("parquet.encryption.")},
+        **more,
+    }
+    keys = KeyService(parse_configuration(document), None, time.monotonic)
+    return WriteRequests(keys).check(json.dumps(request).encode())
+
+
+def test_a_write_as_its_table_says_needs_these_master_keys() -> None:
+    assert check_write(stored_options()) == check_write(stored_options(), partitions=["m"]) == ["footer", "pii"]
+    # Keys that no column has are not needed.
+    table = {"footer_key": "footer", "unlisted_columns": "footer_key"}
+    assert check_write(stored_options(table), tables={"t": table}) == ["footer"]
+
+
+def test_only_its_own_table_concerns_a_write() -> None:
+    tables = {"t": WRITTEN | {"also_trusted": ["other"]}, "unrelated": {"footer_key": "other"}}
+    assert check_write(stored_options(), tables=tables) == ["footer", "pii"]
+    # A frame may have its columns in another order.
+    table = WRITTEN | {"column_keys": {"pii": ["a", "b"]}}
+    assert check_write(stored_options(table, "bam"), "ab", {"t": table}) == ["footer", "pii"]
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        ({"footer_key": "other"}, "footer.key"),
+        ({"column_keys": {"other": ["a"]}}, "column.keys"),
+        ({"column_keys": {"pii": ["a", "b"]}}, "column.keys"),
+        ({"column_keys": {}}, "uniform.key"),
+        ({"unlisted_columns": "plaintext"}, "complete.columns"),
+        ({"data_key_length_bits": 256}, "data.key.length.bits"),
+        ({"double_wrapping": False}, "double.wrapping"),
+        ({"algorithm": "AES_GCM_CTR_V1"}, "algorithm"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning")
+def test_a_table_that_changed_since_its_options_were_made(change: dict[str, Any], option: str) -> None:
+    tables = {"t": WRITTEN | change}
+    with pytest.raises(ConfigurationError, match=rf"made by another configuration.*parquet\.encryption\.{option}"):
+        check_write(stored_options(), tables=tables)
+    with pytest.raises(ConfigurationError, match=r"ALTER TABLE `d`\.`x` SET SERDEPROPERTIES") as caught:
+        check_write(stored_options(), tables=tables, catalog_table="`d`.`x`")
+    assert f"'parquet.encryption.{option}' = '" in str(caught.value)
+
+
+def test_other_columns_than_the_options_were_made_for() -> None:
+    with pytest.raises(ConfigurationError, match=r"new are \[c\]: missing are \[b\].*spark_options.*partition_by"):
+        check_write(stored_options(), "ac")
+    statement = r"ALTER TABLE `x` SET SERDEPROPERTIES \('parquet.keytools.columns' = 'a,b,c'\)$"
+    with pytest.raises(ConfigurationError, match=statement):
+        check_write(stored_options(), "abc", catalog_table="`x`")
+
+
+def test_a_new_column_that_no_policy_covers() -> None:
+    """The statement comes after the configuration."""
+    tables = {"t": WRITTEN | {"unlisted_columns": "error", "plaintext_columns": ["b"]}}
+    with pytest.raises(ConfigurationError, match=r"new are \[c\]\. First, .*'c'") as caught:
+        check_write(stored_options(), "abc", tables, catalog_table="`x`")
+    assert "ALTER TABLE" not in str(caught.value)
+
+
+def test_a_partition_column_that_got_a_key() -> None:
+    tables = {"t": WRITTEN | {"column_keys": {"pii": ["a", "m"]}}}
+    with pytest.raises(ConfigurationError, match="'m' would be in the names of folders"):
+        check_write(stored_options(), tables=tables, partitions=["m"])
+
+
+def test_a_table_that_spark_cannot_write_any_more() -> None:
+    with pytest.raises(UnsupportedBySparkError, match="AAD prefix"):
+        check_write(stored_options(), tables={"t": WRITTEN | {"aad_prefix": "x/{file_name}"}})
+
+
+def test_statements_quote_what_names_contain() -> None:
+    table = WRITTEN | {"column_keys": {"pii": ["a", "it's \\"]}}
+    keys = KeyService(
+        parse_configuration({"version": 1, "kms": KMS, "tables": {"t": table}}), None, time.monotonic
+    )
+    request = {"table": "t", "expected": "a", "columns": [["a"], ["it's \\"]], "options": {}}
+    with pytest.raises(ConfigurationError) as caught:
+        WriteRequests(keys).check(json.dumps(request | {"catalog_table": "`x`"}).encode())
+    assert r"'pii:a,it\'s \\'" in str(caught.value)

@@ -37,7 +37,7 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
     if (!checkWrite(configuration, path.getName(), context, JSON.createObjectNode())) {
       return null;
     }
-    // Options that a catalog has stored may name the cache of another configuration.
+    // A catalog may have stored the options when the session had another configuration.
     Configuration ours = new Configuration(configuration);
     ours.set(KeyToolkit.KEY_ACCESS_TOKEN_PROPERTY_NAME, cacheName(configuration));
     FileEncryptionProperties properties = super.getFileEncryptionProperties(ours, path, context);
@@ -138,8 +138,7 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
   /** Returns what parquet-java keeps KEKs and KMS clients by: no two that differ may have the same. */
   private static String cacheName(Configuration configuration) {
     String text = KmsWorker.of(configuration).identity() + '\n'
-        + configuration.get(KeyToolkit.KEK_LENGTH_PROPERTY_NAME) + '\n'
-        + configuration.get(KeyToolkit.CACHE_LIFETIME_PROPERTY_NAME);
+        + configuration.get(KeyToolkit.KEY_ACCESS_TOKEN_PROPERTY_NAME, "");
     return FileTail.digest(text.getBytes(StandardCharsets.UTF_8));
   }
 

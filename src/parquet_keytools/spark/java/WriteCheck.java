@@ -68,7 +68,13 @@ final class WriteCheck extends SparkStrategy {
       // It plans a command without running it, in the execution that it has itself.
       session.sparkContext().setLocalProperty(EXPLAINED, execution());
     } else if (isWrite(plan) && !isExplained()) {
-      check(plan);
+      try {
+        check(plan);
+      } catch (ParquetCryptoRuntimeException refused) {
+        // Python shows the trace, which says how Spark plans, and hides what is refused.
+        refused.setStackTrace(new StackTraceElement[0]);
+        throw refused;
+      }
     }
     return Nil$.MODULE$;
   }
@@ -201,13 +207,19 @@ final class WriteCheck extends SparkStrategy {
       request.put("catalog_table", table.identifier().quotedString());
     }
     // An append deletes nothing.
-    request.put("keys", mode != SaveMode.Append);
+    boolean needsKeys = mode != SaveMode.Append;
+    boolean isLocal = session.sparkContext().isLocal();
+    // Executors have caches of their own: what is in that of the driver proves nothing for them.
+    request.put("keys", needsKeys && !isLocal);
     try {
       // What Spark itself does on the driver, and in each task, later.
       Job job = Job.getInstance(configuration);
       format.prepareWrite(session, job, options, schema);
       WriteSupport.WriteContext context = new ParquetWriteSupport().init(job.getConfiguration());
-      KeytoolsCryptoFactory.checkWrite(job.getConfiguration(), place, context, request);
+      if (KeytoolsCryptoFactory.checkWrite(job.getConfiguration(), place, context, request) && needsKeys && isLocal) {
+        // Tasks find the KEKs in the cache that they share with the driver.
+        new KeytoolsCryptoFactory().getFileEncryptionProperties(job.getConfiguration(), new Path(place), context);
+      }
     } catch (IOException error) {
       throw new ParquetCryptoRuntimeException("The write cannot be checked", error);
     }
