@@ -180,7 +180,13 @@ def with_prefix(spark_reader: Any, prefix: str) -> Any:
 def refused_columns(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
     """Read with a master key that was disabled before."""
     frame = reader(spark).parquet(str(folder / "spark"))
+    before = {path: path.read_bytes() for path in (folder / "spark").rglob("*.parquet")}
+    rows = plain_flights(spark, folder).limit(10)
+    overwrite = rows.write.mode("overwrite").options(**keytools.spark_options("flights", rows.schema))
+    overwritten = error_of(lambda: overwrite.parquet(str(folder / "spark")))
     return {
+        "overwritten": overwritten,
+        "kept": before == {path: path.read_bytes() for path in (folder / "spark").rglob("*.parquet")},
         "others": sorted(map(tuple, frame.filter(CONDITION).select("flight").collect()), key=str),
         "selected": error_of(lambda: frame.select("tailnum").collect()),
         "filtered": error_of(lambda: frame.filter("tailnum = 'N14228'").select("flight").collect()),

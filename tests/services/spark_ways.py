@@ -486,6 +486,9 @@ def configured_later(session: Session) -> dict[str, Any]:
         if given == "with options":
             reader = session.spark.read.options(**session.keytools.spark_read_options("few"))
             found["read"] = attempt(lambda path=session.path, reader=reader: len(reader.parquet(path).collect()))
+            before, overwrite = files(Path(session.path)), session.frame().write.mode("overwrite")
+            found["overwritten"] = attempt(lambda path=session.path, write=overwrite: write.parquet(path))
+            found["kept"] = files(Path(session.path)) == before
     found["plaintext"] = attempt(
         lambda: session.spark.read.parquet(str(session.folder / "inputs" / "plaintext")).count()
     )

@@ -461,6 +461,9 @@ def test_columns_of_a_refused_key(
     text = "KeyAccessDeniedException: keystore: unwrap with master key 'pii': the master key is disabled"
     assert text in found["selected"] and text in found["filtered"]
     assert "wrap with master key 'pii': the master key is disabled" in found["written"]
+    # The driver asks before anything is deleted.
+    assert "wrap with master key 'pii': the master key is disabled" in found["overwritten"]
+    assert found["kept"]
     if place.cluster is None:
         # No worker is left when the JVM is gone.
         assert job["statistics"]

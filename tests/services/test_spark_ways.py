@@ -203,6 +203,8 @@ def test_a_session_that_runs_is_configured(bare: dict[str, Any]) -> None:
     assert later["returned"] is True
     assert later["with options"]["outcome"] == "encrypted"
     assert later["read"] == 20
+    assert "would be written in plaintext" in later["overwritten"]
+    assert later["kept"] is True
     assert later["without options"]["outcome"] == "refused"
     assert "would be written in plaintext" in later["without options"]["error"]
     assert is_error(later["plaintext"])

@@ -190,8 +190,9 @@ def _configure_running(spark: SparkSession, settings: dict[str, str]) -> None:
         for name, value in wanted.items():
             hadoop.set(name, value)
     # Spark ignores an extension that it cannot load, and takes none for a session that runs.
-    context._jvm.parquet_keytools.SessionExtension.install(spark._jsparkSession)
-    if spark.conf.get(_COMMIT_PROTOCOL, "").endswith(".ManifestFileCommitProtocol"):
+    jvm: Any = context._jvm
+    jvm.parquet_keytools.SessionExtension.install(spark._jsparkSession)
+    if (spark.conf.get(_COMMIT_PROTOCOL, "") or "").endswith(".ManifestFileCommitProtocol"):
         spark.conf.set(_COMMIT_PROTOCOL, settings[_COMMIT_PROTOCOL])
 
 
