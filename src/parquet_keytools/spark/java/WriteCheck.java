@@ -71,9 +71,7 @@ final class WriteCheck extends SparkStrategy {
       try {
         check(plan);
       } catch (ParquetCryptoRuntimeException refused) {
-        // Python shows the trace, which says how Spark plans, and hides what is refused.
-        refused.setStackTrace(new StackTraceElement[0]);
-        throw refused;
+        throw new RefusedWriteException(refused.getMessage());
       }
     }
     return Nil$.MODULE$;
@@ -93,7 +91,7 @@ final class WriteCheck extends SparkStrategy {
         || plan instanceof V2WriteCommand || plan instanceof V2CreateTableAsSelectPlan || isSaveAsTable(plan);
   }
 
-  /** Spark 4.0 has no such class: there, saveAsTable drops a table without a plan. */
+  /** Earlier versions of Spark 4 have no such class: there, saveAsTable drops a table without a plan. */
   private static boolean isSaveAsTable(LogicalPlan plan) {
     return "SaveAsV1TableCommand".equals(plan.getClass().getSimpleName());
   }
@@ -115,7 +113,7 @@ final class WriteCheck extends SparkStrategy {
     if (write instanceof InsertIntoHadoopFsRelationCommand) {
       InsertIntoHadoopFsRelationCommand files = (InsertIntoHadoopFsRelationCommand) write;
       mode = files.mode();
-      place = files.outputPath().getName();
+      place = files.outputPath().toString();
       if ((mode == SaveMode.Ignore || mode == SaveMode.ErrorIfExists) && exists(files.outputPath())) {
         return; // Spark writes nothing.
       }
@@ -133,7 +131,10 @@ final class WriteCheck extends SparkStrategy {
     checkFormat(write.fileFormat(), place, write.options(), table, schema, partitions, mode);
   }
 
-  /** Spark before 4.3 drops a table that is there before it plans the write in which the table is made again. */
+  /**
+   * A table that is there may be dropped before the write is planned in which it is made again: tables of Hive are, and
+   * in earlier versions of Spark all tables.
+   */
   private void checkSaveAsTable(Product save) {
     CatalogTable table = (CatalogTable) save.productElement(0);
     if (save.productElement(1) != SaveMode.Overwrite
@@ -218,10 +219,10 @@ final class WriteCheck extends SparkStrategy {
       WriteSupport.WriteContext context = new ParquetWriteSupport().init(job.getConfiguration());
       if (KeytoolsCryptoFactory.checkWrite(job.getConfiguration(), place, context, request) && needsKeys && isLocal) {
         // Tasks find the KEKs in the cache that they share with the driver.
-        new KeytoolsCryptoFactory().getFileEncryptionProperties(job.getConfiguration(), new Path(place), context);
+        new KeytoolsCryptoFactory().getFileEncryptionProperties(job.getConfiguration(), new Path("/new"), context);
       }
     } catch (IOException error) {
-      throw new ParquetCryptoRuntimeException("The write cannot be checked", error);
+      throw new ParquetCryptoRuntimeException("The write cannot be checked: " + error);
     }
   }
 
