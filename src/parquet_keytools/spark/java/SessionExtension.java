@@ -12,7 +12,7 @@ import scala.runtime.BoxedUnit;
 
 /** What `spark.sql.extensions` names: it lets a session check each write while Spark plans it. */
 public class SessionExtension implements Function1 {
-  /** Sessions with the check. Spark makes the strategies of a session once, with its state. */
+  /** Sessions with the check. */
   private static final Set CHECKED = Collections.synchronizedSet(Collections.newSetFromMap(new WeakHashMap()));
 
   public Object apply(Object extensions) {
@@ -27,7 +27,8 @@ public class SessionExtension implements Function1 {
 
   /** Lets a session that runs check its writes, which `spark.sql.extensions` cannot change any more. */
   public static void install(SparkSession session) {
-    session.sessionState();
+    // Spark asks an extension for its strategies with each plan.
+    session.sessionState().planner().strategies();
     if (CHECKED.add(session)) {
       Seq strategies = session.experimental().extraStrategies();
       session.experimental().extraStrategies_$eq((Seq) strategies.prepended((SparkStrategy) new WriteCheck(session)));

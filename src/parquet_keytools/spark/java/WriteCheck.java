@@ -52,6 +52,7 @@ final class WriteCheck extends SparkStrategy {
   private static final ObjectMapper JSON = new ObjectMapper();
   private static final String EXECUTION = "spark.sql.execution.id";
   private static final String EXPLAINED = "parquet.keytools.explained.execution";
+  private static final String PROVEN = "parquet.keytools.proven.write";
   private static final String FACTORY = EncryptionPropertiesFactory.CRYPTO_FACTORY_CLASS_PROPERTY_NAME;
 
   private static final String CONVERT = "spark.sql.hive.convert";
@@ -207,8 +208,11 @@ final class WriteCheck extends SparkStrategy {
     if (table != null) {
       request.put("catalog_table", table.identifier().quotedString());
     }
+    // Spark may plan a write again while it runs.
+    String write = execution() + ' ' + place + ' ' + options.hashCode();
+    boolean isProven = execution() != null && write.equals(session.sparkContext().getLocalProperty(PROVEN));
     // An append deletes nothing.
-    boolean needsKeys = mode != SaveMode.Append;
+    boolean needsKeys = mode != SaveMode.Append && !isProven;
     boolean isLocal = session.sparkContext().isLocal();
     // Executors have caches of their own: what is in that of the driver proves nothing for them.
     request.put("keys", needsKeys && !isLocal);
@@ -220,6 +224,9 @@ final class WriteCheck extends SparkStrategy {
       if (KeytoolsCryptoFactory.checkWrite(job.getConfiguration(), place, context, request) && needsKeys && isLocal) {
         // Tasks find the KEKs in the cache that they share with the driver.
         new KeytoolsCryptoFactory().getFileEncryptionProperties(job.getConfiguration(), new Path("/new"), context);
+      }
+      if (needsKeys) {
+        session.sparkContext().setLocalProperty(PROVEN, write);
       }
     } catch (IOException error) {
       throw new ParquetCryptoRuntimeException("The write cannot be checked: " + error);
