@@ -76,6 +76,8 @@ def read_flights() -> pa.Table:
     import pyarrow as pa
     from pyarrow import csv
 
+    from parquet_keytools.runtime.endings import share_with_arrow
+
     # Parquet has no timestamps of seconds.
     options = csv.ConvertOptions(
         column_types={"time_hour": pa.timestamp("ms", tz="UTC")}, strings_can_be_null=True
@@ -84,6 +86,7 @@ def read_flights() -> pa.Table:
         ZipFile(Path(spec.origin).parent / "data" / "flights.csv.zip") as archive,
         archive.open("flights.csv") as file,
     ):
+        share_with_arrow(file)
         return csv.read_csv(file, convert_options=options)
 
 

@@ -15,6 +15,7 @@ from pyarrow import fs as pafs
 from parquet_keytools.errors import OutputError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource, FileSource
 from parquet_keytools.runtime import operating_system
+from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.runtime.fork_safety import OwnerProcess
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
 from parquet_keytools.storage.local_files import Folder, FolderIdentity
@@ -181,7 +182,9 @@ class _LocalOutput:
             if again.exists():
                 # The same file, whatever has its name by now.
                 return pafs.LocalFileSystem().open_output_stream(str(again), compression=None)
-            return pa.PythonFile(io.FileIO(os.dup(descriptor), "wb"), mode="w")
+            file = io.FileIO(os.dup(descriptor), "wb")
+            share_with_arrow(file)
+            return pa.PythonFile(file, mode="w")
 
     @contextlib.contextmanager
     def open_written(self) -> Iterator[ByteSource]:
