@@ -383,8 +383,13 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def _is_there(self, name: str) -> bool:
         location = self._location(name, follows_link=False)
-        # Also a file that may not be opened where it lies.
-        return _is_link(location) or location.info().type != pafs.FileType.NotFound
+        if _is_link(location):
+            return True
+        try:
+            # Also a file that may not be opened where it lies.
+            return bool(location.info().type != pafs.FileType.NotFound)
+        except OSError:
+            return False
 
     def _existing(self, path: Any) -> set[str]:
         """Return the names of files and folders that are there; one that is there is no pattern."""
