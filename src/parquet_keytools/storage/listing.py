@@ -269,6 +269,7 @@ def store_error(error: Exception, path: str) -> OSError:
     if isinstance(error, UnicodeDecodeError):
         return OSError(errno.EILSEQ, "a name in it is not valid UTF-8: rename it", escaped_path(path))
     if isinstance(error, OSError):
+        number = error.errno or (errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO)
         lines = str(error.strerror or error).splitlines() or [type(error).__name__]
-        return OSError(error.errno or errno.EIO, lines[0], escaped_path(path))
+        return OSError(number, lines[0], escaped_path(path))
     return OSError(errno.EIO, f"the store failed ({type(error).__name__})", escaped_path(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import hashlib
 import inspect
 import logging
 import os
@@ -314,7 +315,21 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def modified(self, path: str) -> datetime.datetime:
         """Return when a file was changed last."""
         changed: datetime.datetime = self.info(path)["modified"]
-        return changed
+        location = self._location(path)
+        below: Any = fsspec_of(location.filesystem)
+        # Arrow knows no times of other file systems of fsspec.
+        return below.modified(location.path) if changed is None and below is not None else changed
+
+    def ukey(self, path: str) -> str:
+        """Return what changes with a file: caches of fsspec read a file again when it differs."""
+        key = str(super().ukey(path))
+        location = self._location(path)
+        below: Any = fsspec_of(location.filesystem)
+        return key if below is None else f"{key}-{below.ukey(location.path)}"
+
+    def checksum(self, path: str) -> int:
+        """Return a number that changes with a file, as `ukey` does."""
+        return int(hashlib.sha256(self.ukey(path).encode()).hexdigest(), 16)
 
     def mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
         """Create a folder; not the root of a view, which may become a file."""
@@ -338,8 +353,13 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         _remove_empty_folder(location)
 
     def rm_file(self, path: str) -> None:
-        """Remove a file, and the key material beside it; of a link the link itself."""
+        """Remove a file, and the key material beside it; of a link the link itself.
+
+        Raises:
+            OutputError: It lies behind a partition folder that is a link.
+        """
         location = self._location(path, follows_link=False)
+        _refuse_linked_partitions(location)
         with exclusive_folder(location):
             location.filesystem.delete_file(location.path)
             remove_key_materials(location, None)
@@ -355,12 +375,14 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         Raises:
             FileNotFoundError: There is nothing of that name.
             IsADirectoryError: It is a folder, and `recursive` is not set.
+            OutputError: It lies behind a partition folder that is a link.
         """
         if maxdepth is not None and maxdepth < 1:
             raise ValueError("maxdepth must be at least 1")
         # Where a pattern names a folder and what is in it, the folder is removed last.
         for name in sorted(self._existing(path), reverse=True):
             location = self._location(name, follows_link=False)
+            _refuse_linked_partitions(location)
             kind = location.info().type
             if _is_link(location):
                 self.rm_file(name)
@@ -372,7 +394,12 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 self.rm_file(name)
 
     def rm_contents(self, path: str, *, missing_ok: bool = False) -> None:
-        """Remove what is in a folder, and not the folder; links as `rm`."""
+        """Remove what is in a folder, and not the folder; links as `rm`.
+
+        Raises:
+            OutputError: It is a link: what it leads to would be removed.
+        """
+        _refuse_link(self._location(path, follows_link=False))
         try:
             names = self._names_in(path)
         except FileNotFoundError:
@@ -383,26 +410,40 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def _is_there(self, name: str) -> bool:
         location = self._location(name, follows_link=False)
-        if _is_link(location):
-            return True
         try:
             # Also a file that may not be opened where it lies.
-            return bool(location.info().type != pafs.FileType.NotFound)
-        except OSError:
-            return False
+            return _is_link(location) or bool(location.info().type != pafs.FileType.NotFound)
+        except OSError as error:
+            # A link to itself, in a file system of fsspec that does not show links.
+            if error.errno == errno.ELOOP:
+                return False
+            raise
 
     def _existing(self, path: Any) -> set[str]:
-        """Return the names of files and folders that are there; one that is there is no pattern."""
+        """Return the names of files and folders that are there; one that is there is no pattern.
+
+        A pattern names links, and not what is behind a link that it matches.
+        """
         names: set[str] = set()
         for one in [path] if isinstance(path, (str, os.PathLike)) else path:
             name = str(self._strip_protocol(one))
             if self._is_there(name):
                 names.add(name)
             elif has_magic(name):
-                names.update(self.expand_path(name))
+                names.update(self._matching(name))
             else:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return names
+
+    def _matching(self, pattern: str) -> Iterator[str]:
+        """Yield the names that a pattern has."""
+        parts = pattern.split("/")
+        fixed = next(number for number, part in enumerate(parts) if has_magic(part))
+        for name in self.expand_path(pattern):
+            above = name.split("/")[:-1]
+            folders = ("/".join(above[:length]) for length in range(fixed + 1, len(above) + 1))
+            if not any(_is_link(self._location(folder, follows_link=False)) for folder in folders):
+                yield name
 
     def _names_in(self, path: str) -> list[str]:
         """Return the names of all that is in a folder, also of links that lead nowhere."""
@@ -528,6 +569,27 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
 def _is_link(location: FileLocation) -> bool:
     return location.is_local and Path(location.path).is_symlink()
+
+
+def _refuse_link(location: FileLocation) -> None:
+    """Refuse to remove what is behind a link: anyone who may write to a data set can put one there."""
+    if _is_link(location):
+        raise OutputError(
+            f"{location} is a link, and what is behind it would be deleted.",
+            hint="Remove the link first, or name the folder that it leads to.",
+        )
+
+
+def _refuse_linked_partitions(location: FileLocation) -> None:
+    """Refuse to remove what is behind a partition folder that is a link.
+
+    Engines that overwrite a partition remove each file in its folder. That the folder is a link does not show in
+    the calls that they make.
+    """
+    if location.is_local:
+        for folder in PurePosixPath(location.path).parents:
+            if "=" in folder.name:
+                _refuse_link(FileLocation(location.filesystem, str(folder)))
 
 
 def _leads_back(folder: FileLocation, name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs as pafs
 
@@ -142,6 +143,8 @@ def test_a_path_through_a_link_names_what_is_there(lake: Path, keytools: Keytool
     assert archived(lake) == ["back", "precious.parquet"]
     with pytest.raises(NotADirectoryError):
         filesystem.rmdir(f"{lake}/top")
+    with pytest.raises(OutputError, match="is a link"):
+        filesystem.arrow.delete_dir_contents(f"{lake}/top")
     with pytest.raises(PermissionError):
         filesystem.rm("/", recursive=True)
     with pytest.raises(PermissionError):
@@ -214,6 +217,72 @@ def test_writing_with_delete_matching_keeps_what_links_lead_to(lake: Path, keyto
     )
     assert archived(lake) == ARCHIVED
     assert (lake / "job/new-0.parquet").exists() and not (lake / "job/a.parquet").exists()
+
+
+def _pandas(folder: str, filesystem: Any) -> None:
+    PARTED.to_pandas().to_parquet(
+        folder, partition_cols=["part"], filesystem=filesystem, existing_data_behavior="delete_matching"
+    )
+
+
+PARTED = pa.table({"x": [1, 2], "part": ["a", "b"]})
+OVERWRITES: dict[str, Callable[[str, Any], object]] = {
+    "pyarrow": lambda folder, filesystem: pq.write_to_dataset(
+        PARTED,
+        folder,
+        partition_cols=["part"],
+        filesystem=filesystem.arrow,
+        existing_data_behavior="delete_matching",
+    ),
+    "pyarrow's handler": lambda folder, filesystem: pq.write_to_dataset(
+        PARTED, folder, partition_cols=["part"], filesystem=filesystem, existing_data_behavior="delete_matching"
+    ),
+    "folders without names": lambda folder, filesystem: ds.write_dataset(
+        PARTED,
+        folder,
+        partitioning=["part"],
+        format="parquet",
+        filesystem=filesystem.arrow,
+        existing_data_behavior="delete_matching",
+    ),
+    "pandas": _pandas,
+}
+
+
+@pytest.mark.parametrize("kind", ["filesystem", "view", "subtree", "fsspec"])
+@pytest.mark.parametrize("overwrite", OVERWRITES)
+def test_no_overwrite_empties_a_linked_partition(
+    lake: Path, keytools: Keytools, kind: str, overwrite: str
+) -> None:
+    filesystem, start = FILE_SYSTEMS[kind](keytools, lake)
+    (lake / "job/part=a").symlink_to("../archive")
+    (lake / "job/a").symlink_to("../archive")
+    with pytest.raises(Exception, match="link"):
+        OVERWRITES[overwrite](f"{start}job", filesystem)
+    assert archived(lake) == ARCHIVED
+
+
+def test_nor_does_duckdb(lake: Path, keytools: Keytools) -> None:
+    (lake / "set").mkdir()
+    (lake / "set/part=a").symlink_to("../archive")
+    connection = pytest.importorskip("duckdb").connect()
+    connection.register_filesystem(keytools.filesystem())
+    connection.register("parted", PARTED)
+    with pytest.raises(Exception, match="is a link"):
+        connection.sql(
+            f"copy (from parted) to 'keytools://{lake}/set' (format parquet, partition_by (part), overwrite)"
+        )
+    assert archived(lake) == ARCHIVED
+
+
+@pytest.mark.parametrize("pattern", ["job/**", "job/*/*", "job/l*/**", "j*/link/*", "**/precious.parquet"])
+def test_a_pattern_names_nothing_behind_the_links_that_it_matches(
+    lake: Path, keytools: Keytools, pattern: str
+) -> None:
+    (lake / "archive").rename(lake.with_name(f"{lake.name}_archive"))
+    (lake / "archive").symlink_to(lake.with_name(f"{lake.name}_archive"))
+    keytools.filesystem().rm(f"{lake}/{pattern}", recursive=True)
+    assert archived(lake) == ARCHIVED
 
 
 def test_dask_overwrites_a_folder_and_not_what_links_lead_to(lake: Path, keytools: Keytools) -> None:

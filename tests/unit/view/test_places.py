@@ -370,6 +370,48 @@ def test_caches_above_and_below(tmp_path: Path, keytools: Keytools, protocol: st
         assert pq.read_table(f"{tmp_path}/x.parquet", filesystem=filesystem).equals(TABLE)
 
 
+@pytest.mark.parametrize("place", ["memory", "subtree of memory", "local"])
+def test_a_cache_that_checks_files_notices_a_new_one(tmp_path: Path, keytools: Keytools, place: str) -> None:
+    memory = MemoryFileSystem()
+    name = f"{tmp_path}/x.parquet"
+    below: Any = {
+        "memory": memory,
+        "subtree of memory": pafs.SubTreeFileSystem("/sub", pafs.PyFileSystem(pafs.FSSpecHandler(memory))),
+        "local": None,
+    }[place]
+    filesystem = keytools.filesystem(filesystem=below)
+    seen = []
+    for value in (1, 2):
+        filesystem.makedirs(str(tmp_path), exist_ok=True)
+        pq.write_table(pa.table({"x": [value]}), name, filesystem=filesystem)
+        cache = fsspec.filesystem(
+            "filecache",
+            fs=filesystem,
+            check_files=True,
+            cache_storage=str(tmp_path / "cache"),
+            skip_instance_cache=True,
+        )
+        assert pq.read_table(cache.open(name))["x"].to_pylist() == [value]
+        seen.append((filesystem.ukey(name), filesystem.checksum(name), filesystem.modified(name)))
+    assert all(before != after for before, after in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("below", ["memory", "file"])
+def test_delete_matching_makes_a_data_set_that_was_not_there(
+    tmp_path: Path, keytools: Keytools, below: str
+) -> None:
+    filesystem = keytools.filesystem(filesystem=fsspec.filesystem(below))
+    for _ in range(2):
+        pq.write_to_dataset(
+            pa.table({"x": [1, 2], "part": ["a", "b"]}),
+            f"{tmp_path}/set",
+            partition_cols=["part"],
+            filesystem=filesystem.arrow,
+            existing_data_behavior="delete_matching",
+        )
+    assert len(filesystem.find(f"{tmp_path}/set")) == 2
+
+
 def test_urls_of_chains(tmp_path: Path, keytools: Keytools) -> None:
     document = {
         "version": 1,
