@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import string
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -88,6 +89,11 @@ def _checked_template(text: str) -> str:
     return text
 
 
+def _text_of_prefix(value: Any) -> Any:
+    """Return the text form of a prefix that a mapping gives as bytes."""
+    return BASE64 + base64.b64encode(value).decode() if isinstance(value, bytes) and value else value
+
+
 def broken_rules(mistakes: list[Mistake]) -> PydanticCustomError:
     """Make the error that a validator of several fields raises; paths start at its model."""
     text = " ".join(mistake.text for mistake in mistakes)
@@ -103,7 +109,9 @@ DataKey = Annotated[
     WithJsonSchema({"type": "string", "contentEncoding": "base64", "writeOnly": True}),
 ]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-AadPrefixTemplate = Annotated[str, Field(min_length=1), AfterValidator(_checked_template)]
+AadPrefixTemplate = Annotated[
+    str, BeforeValidator(_text_of_prefix), Field(min_length=1), AfterValidator(_checked_template)
+]
 Version = Annotated[Literal[1], BeforeValidator(_checked_whole_number)]
 DeniedColumns = Annotated[
     Literal["error", "hide", "null", "hash"],

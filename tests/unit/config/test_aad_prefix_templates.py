@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 from pathlib import Path
@@ -135,3 +136,11 @@ def test_no_renderings_begin_another_unnoticed(tables: dict[str, str]) -> None:
         )
     }
     assert shown <= found
+
+
+@pytest.mark.parametrize("prefix", [b"\xff\x00\xfe", b"text", b"{file_name}", b"a{"])
+def test_a_prefix_may_be_bytes(prefix: bytes) -> None:
+    """Bytes are no template, and nothing is added to them."""
+    given: Any = prefix
+    text = f"base64:{base64.b64encode(prefix).decode()}"
+    assert parse_configuration(document("exact", t=given)).tables["t"].aad_prefix == text
