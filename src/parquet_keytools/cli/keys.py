@@ -31,6 +31,7 @@ from parquet_keytools.cli.output import (
     print_table,
     say,
 )
+from parquet_keytools.errors import FolderNameError
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
@@ -258,7 +259,7 @@ class KeysTally:
         self._needs = {key: _Need() for key in wanted}
         self._uses: dict[tuple[str, str, str | None], _Uses] = {}
         self._encrypted = self._plaintext = self._not_all_seen = self._not_looked_into = 0
-        self._passed_over = 0
+        self._passed_over = self._misplaced = 0
         self._passed_over_examples: list[str] = []
         self._unseen: list[str] = []
 
@@ -269,8 +270,8 @@ class KeysTally:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all files could be checked, and no encrypted one is skipped."""
-        return not self._not_looked_into and not self._passed_over
+        """Whether all files could be checked, no encrypted one is skipped, and none is where readers refuse it."""
+        return not (self._not_looked_into or self._passed_over or self._misplaced)
 
     def add(self, file: FileKeyUses) -> None:
         """Count the keys of a file."""
@@ -285,6 +286,7 @@ class KeysTally:
             self._not_looked_into += 1
         else:
             self._encrypted += 1
+            self._misplaced += isinstance(file.unknown, FolderNameError)
         for key, need in self._needs.items():
             need.add(file.path, file.depends_on(key.master_key_id, key.version, self._same))
         seen = set()

@@ -85,6 +85,17 @@ def test_what_cannot_be_told_is_1(run, keystore_case) -> None:
     assert keys_of(done) == {("footer", "1", 2, 2, ())}
 
 
+def test_a_file_whose_folder_gives_values_to_a_column_does_not_pass(run, keystore_case) -> None:
+    case = keystore_case()
+    folder = case.data / "Name=x"
+    folder.mkdir()
+    case.files[0].rename(folder / "a.parquet")
+    done = run("keys", case.data, "--config", case.config, "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["complete"] is False
+    assert "'name'" in done.stderr and "Keys unknown" in done.stderr
+
+
 def test_damaged_files_cannot_be_told(run, keystore_case) -> None:
     case = keystore_case()
     case.files[0].write_bytes(b"PAR1, and no more")
