@@ -8,6 +8,7 @@ from parquet_keytools.errors import (
     ColumnAccessDeniedError,
     ConfigurationError,
     DecryptionError,
+    FolderNameError,
     IncompleteDataSetError,
     KeytoolsError,
     KmsAccessDeniedError,
@@ -19,6 +20,7 @@ from parquet_keytools.errors import (
     TableMismatch,
     TableMismatchError,
     UnsupportedByArrowError,
+    UnsupportedBySparkError,
     WorkerProcessEndedError,
 )
 
@@ -35,7 +37,7 @@ def example(cls: type[KeytoolsError]) -> KeytoolsError:
         return cls("why", backend="vault", operation="wrap", master_key_id="pii", hint="Do that.")
     if issubclass(cls, ConfigurationError):
         return cls("wrong", file="a.yaml", line=3, yaml_path="tables.t", hint="Do that.")
-    if issubclass(cls, UnsupportedByArrowError):
+    if issubclass(cls, (UnsupportedByArrowError, UnsupportedBySparkError)):
         return cls(["no CTR", "no Bloom filters"], hint="Do that.")
     if issubclass(cls, IncompleteDataSetError):
         return cls([("a/b", "a pipe")], hint="Do that.")
@@ -44,6 +46,10 @@ def example(cls: type[KeytoolsError]) -> KeytoolsError:
     if issubclass(cls, TableMismatchError):
         mismatch = TableMismatch("column key", "a.b", "the master key 'pii'", "the master key 'ads'")
         return cls("a.parquet", "flights", [mismatch, mismatch], hint="Do that.")
+    if issubclass(cls, FolderNameError):
+        error = cls("a.parquet", "ssn=1", "ssn")
+        error.hint = "Do that."
+        return error
     if issubclass(cls, DecryptionError):
         ordinals = {"row_group_ordinal": 0, "column_ordinal": 1, "page_ordinal": 2}
         return cls("wrong", module_type="DATA_PAGE", **ordinals, hint="Do that.")
