@@ -3,46 +3,81 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
+import pyarrow as pa
+
+from parquet_keytools import audit
+from parquet_keytools.arrow import writing
+from parquet_keytools.arrow.encryption_properties import ArrowEncryptor
+from parquet_keytools.arrow.file_writer import EncryptedParquetWriter, WriteResult
+from parquet_keytools.config.key_policy import MasterKeyReference, hash_key_reference, resolve_key
 from parquet_keytools.config.loader import load_configuration, parse_configuration
-from parquet_keytools.config.settings import Configuration
-from parquet_keytools.facade.key_rotation import KeyRotation
-from parquet_keytools.facade.views import Views
-from parquet_keytools.facade.whole_files import WholeFiles
+from parquet_keytools.config.settings import Configuration, HashKeySettings
+from parquet_keytools.conformance import salvage, verification
+from parquet_keytools.conformance.inspection import Inspection
+from parquet_keytools.conformance.report import DataSetReport, FileReport
+from parquet_keytools.errors import ConfigurationError, KmsResponseInvalidError
+from parquet_keytools.files import conversion
+from parquet_keytools.files.denied_columns import SECRET_LENGTH_BITS, unwrapped_secret
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.runtime.presentation import Summarised
-from parquet_keytools.storage.locations import PathLike
+from parquet_keytools.kms.contract import CallFacts
+from parquet_keytools.rotation import rekeying, restoring
+from parquet_keytools.rotation.data_set_run import OnFile
+from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
+from parquet_keytools.rotation.report import RotationReport
+from parquet_keytools.rotation.request import RotationRequest, master_key_id, prefix_of, run_rotation
+from parquet_keytools.rotation.restoring import RestoredCheck
+from parquet_keytools.rotation.rotation_plan import same_master_key
+from parquet_keytools.runtime.presentation import Summarised, install_hint
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation, PathLike, PathOrPaths
+from parquet_keytools.view.plain_files import PlainFiles, PlainInput
+
+if TYPE_CHECKING:
+    import polars as pl
+    import pyarrow.dataset as ds
+    import pyarrow.parquet as pq
+    from pyspark.sql.types import StructType
+
+    from parquet_keytools.arrow.data_sets import ReadRequest
+    from parquet_keytools.arrow.read_options import Filters, ReadOptions
+    from parquet_keytools.view.file_system import KeytoolsFileSystem
 
 
-class Keytools(Views, WholeFiles, KeyRotation, Summarised):
-    """Encrypts and decrypts Parquet files as a configuration says.
+class Keytools(Summarised):
+    """Encrypts and decrypts Parquet files according to a configuration.
 
-    May be used from any number of threads, after a fork, and pickled to worker processes; a pickle holds the
-    configuration without its secrets, and no key.
+    An object may be used by any number of threads, and after a fork. It may be pickled to worker processes: the
+    pickle holds the configuration without its secrets, and no key.
 
-    Each part has the methods of one subject: `Tables` reads and writes with pyarrow and Spark, `Views` shows files
-    to programs that know nothing of encryption, `WholeFiles` converts and checks files as they are, and
-    `KeyRotation` changes keys.
+    Attributes:
+        configuration: The configuration.
     """
 
     def __init__(
         self, configuration: Configuration, *, kms: KmsClient | None = None, clock: Clock = time.monotonic
     ) -> None:
-        """Make one; the KMS is asked nothing yet.
+        """Take a configuration; no KMS call is made yet.
 
         Args:
             configuration: Made by `load_configuration` or `parse_configuration`.
-            kms: A KMS client to use in place of the configuration's; a configuration that was made with it
-                needs no `kms`.
-            clock: Seconds for the expiry of caches.
+            kms: A KMS client to use instead of the one that the configuration describes. A configuration that was
+                loaded with it needs no `kms`.
+            clock: Seconds, for the expiry of caches.
 
         Raises:
             ConfigurationError: The configuration names keys that do not exist.
         """
-        super().__init__(configuration, kms=kms, clock=clock)
+        self.configuration = configuration
+        self._keys = KeyService(configuration, kms, clock)
+        self._arrow_encryptor = ArrowEncryptor(self._keys, clock)
 
     @classmethod
     def from_yaml(cls, path: PathLike, *, kms: KmsClient | None = None) -> Self:
@@ -50,28 +85,38 @@ class Keytools(Views, WholeFiles, KeyRotation, Summarised):
 
         Args:
             path: The file.
-            kms: A KMS client to use; with it the file needs no `kms`, and no client is made of what it says there.
+            kms: A KMS client to use. The file then needs no `kms`, and no client is made from one that it has.
 
         Raises:
-            ConfigurationError: It has mistakes; the text says in which line, and what to write instead.
+            ConfigurationError: The file has mistakes; the message names each line, and what to write instead.
         """
         return cls(load_configuration(path, kms=kms), kms=kms)
 
     @classmethod
     def from_mapping(cls, document: Mapping[str, Any], *, kms: KmsClient | None = None) -> Self:
-        """Take a configuration from a mapping with the same content as a YAML file.
+        """Take a configuration from a mapping that has the same content as a YAML file.
 
         Args:
             document: The mapping.
             kms: As with `from_yaml`.
 
         Raises:
-            ConfigurationError: It has mistakes.
+            ConfigurationError: The mapping has mistakes.
         """
         return cls(parse_configuration(document, kms=kms), kms=kms)
 
+    @property
+    def kms(self) -> KmsClient | None:
+        """The KMS client; None if the configuration has only data keys."""
+        return self._keys.kms
+
+    def clear_caches(self) -> None:
+        """Forget all keys: reading calls the KMS again, and new files get fresh KEKs."""
+        self._keys.clear_caches()
+        self._arrow_encryptor.clear_cache()
+
     def close(self) -> None:
-        """Give back the connections of the KMS client, and forget all keys."""
+        """Close the connections of the KMS client, and forget all keys."""
         self.clear_caches()
         if self._keys.kms is not None:
             self._keys.kms.close()
@@ -83,6 +128,1131 @@ class Keytools(Views, WholeFiles, KeyRotation, Summarised):
         self.close()
 
     def summary(self) -> Mapping[str, object]:
-        """Return the facts in short."""
+        """Return a short description: the KMS and the tables."""
         backend = self._keys.kms.backend if self._keys.kms is not None else None
         return {"kms": backend, "tables": sorted(self.configuration.tables)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, (configuration, identities) = self._keys.__reduce__()
+        return type(self), (configuration,), identities
+
+    def __setstate__(self, identities: FileIdentities) -> None:
+        self._keys.identities = identities
+
+    # --- tables ---
+
+    def write_table(
+        self,
+        data: Any,
+        path: PathLike,
+        *,
+        table_name: str | None = None,
+        filesystem: Any = None,
+        **options: Any,
+    ) -> WriteResult:
+        """Write data to an encrypted Parquet file, as its table in the configuration says.
+
+        The file appears whole under its name or not at all. pyarrow encrypts it if it supports what the table asks
+        for; otherwise the module encryptor does. The result says which.
+
+        Args:
+            data: A pyarrow table, batch, reader, data set or scanner; a list of tables or batches; or an object
+                with `__arrow_c_stream__`, such as a pandas or Polars DataFrame or a DuckDB relation.
+            path: A path, or a URI such as `s3://bucket/key.parquet`.
+            table_name: The table in the configuration; None if it has only one.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            options: Further arguments of `pyarrow.parquet.write_table`, such as `compression`.
+
+        Raises:
+            TypeError: An option does not exist, or has a value of the wrong type.
+            ValueError: An option has an invalid value.
+            ConfigurationError: The table's columns do not fit the schema.
+            KmsError: A key cannot be wrapped; nothing is written.
+            OutputError: The file cannot be written.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        with audit.about(location):
+            return writing.write_table(self._arrow_encryptor, data, location, table_name, options)
+
+    def writer(
+        self,
+        path: PathLike,
+        schema: pa.Schema,
+        *,
+        table_name: str | None = None,
+        filesystem: Any = None,
+        **options: Any,
+    ) -> EncryptedParquetWriter:
+        """Return a writer of one encrypted file, with the methods of `pyarrow.parquet.ParquetWriter`.
+
+        The writer works for every table. If pyarrow cannot encrypt the row groups, the module encryptor does, one
+        row group at a time, so that only one is in memory. The file appears whole when the writer is closed; after
+        an exception there is no file.
+
+        `with keytools.writer("flights.parquet", schema) as writer: writer.write_table(table)`
+
+        Args:
+            path: A path, or a URI such as `s3://bucket/key.parquet`.
+            schema: The schema of the data.
+            table_name: The table in the configuration; None if it has only one.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            options: Further arguments of `pyarrow.parquet.ParquetWriter`, such as `compression`.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema.
+            KmsError: A key cannot be wrapped; nothing is written.
+            OutputError: The file cannot be written.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        return EncryptedParquetWriter(self._arrow_encryptor, location, schema, table_name, options)
+
+    def read_table(
+        self,
+        path: PathOrPaths,
+        *,
+        columns: Sequence[str] | None = None,
+        filters: Filters = None,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+        **options: Any,
+    ) -> pa.Table:
+        """Read an encrypted Parquet file, a folder of them, or several.
+
+        Args:
+            path: A path or URI of a file or folder, a glob such as `data/year=*/*.parquet`, or a list of these.
+            columns: Names of columns; None reads all of them.
+            filters: As `pyarrow.parquet.read_table` takes them.
+            table_name: The table of the files, whose AAD prefix they must have; None if the configuration has only
+                one.
+            aad_prefix: The AAD prefix that the files must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            options: Further arguments of `pyarrow.parquet.read_table`, the same for files and folders, such as
+                `use_threads`, `pre_buffer`, `memory_map`, `read_dictionary` or `coerce_int96_timestamp_unit`.
+
+        Raises:
+            ColumnAccessDeniedError: The keys of requested columns are unavailable.
+            NotEncryptedError: A file is not encrypted.
+            ReusedKeysError: Two files share data keys and file unique.
+            KeytoolsError: Another subclass says what is wrong with a file or its keys.
+            TypeError: An option does not exist, or `columns` is not a list of names.
+        """
+        from parquet_keytools.arrow.data_sets import ReadRequest
+        from parquet_keytools.arrow.read_options import ReadOptions
+        from parquet_keytools.arrow.reading import read_table
+
+        read_options = ReadOptions.parse(options, method="read_table")
+        request = ReadRequest(columns, filters, table_name, aad_prefix)
+        return read_table(self._keys, FileLocation.resolve_all(path, filesystem), request, read_options)
+
+    # --- data sets ---
+
+    def write_dataset(
+        self,
+        data: Any,
+        folder: PathLike,
+        *,
+        table_name: str | None = None,
+        partitioning: Any = None,
+        partitioning_flavor: str | None = None,
+        filesystem: Any = None,
+        write_options: Mapping[str, Any] | None = None,
+        durable: bool = True,
+        **options: Any,
+    ) -> WriteResult:
+        """Write a data set of encrypted files. The files appear when all of them are complete.
+
+        Args:
+            data: As with `write_table`. Streams are written as they arrive.
+            folder: A path or URI.
+            table_name: The table in the configuration; None if it has only one.
+            partitioning: Names of columns, or a pyarrow partitioning.
+            partitioning_flavor: `hive`, unless `partitioning` says otherwise.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            write_options: For the Parquet writer, such as `compression`.
+            durable: Whether all local files are synced to disk before the first of them appears. If not, a crash
+                of the machine may leave empty or damaged files.
+            options: Further arguments of `pyarrow.dataset.write_dataset`.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema.
+            KmsError: A key cannot be wrapped; nothing is written.
+        """
+        location = FileLocation.resolve(folder, filesystem)
+        with audit.about(location):
+            return writing.write_dataset(
+                self._arrow_encryptor,
+                data,
+                location,
+                table_name,
+                partitioning=partitioning,
+                partitioning_flavor=partitioning_flavor,
+                write_options=write_options or {},
+                durable=durable,
+                options=options,
+            )
+
+    def dataset(
+        self,
+        folder: PathOrPaths,
+        *,
+        columns: Sequence[str] | None = None,
+        filters: Filters = None,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        partitioning: Any = "hive",
+        filesystem: Any = None,
+        schema: pa.Schema | None = None,
+        **options: Any,
+    ) -> ds.Dataset:
+        """Return a pyarrow data set of encrypted files, with projection, filters and batches.
+
+        This call opens the first file, for the schema. A scan opens the others when it reaches them, some of them
+        in advance, and reports what is wrong with them. Files that a filter excludes by the names of their folders
+        are never opened.
+
+        The schema leaves out columns whose keys are refused, if the configuration says `denied_columns: hide` or
+        if `columns` does not name them. To find these columns, this call opens all files that `filters` select.
+
+        Args:
+            folder: A path or URI of a folder or file, a glob such as `data/year=*/*.parquet`, or a list of these.
+            columns: The columns that will be read or filtered; None means all of them.
+            filters: The filters that the data will be read with; a scan still needs its own filter.
+            table_name: The table of the files; None if the configuration has only one.
+            aad_prefix: The AAD prefix that every file must have.
+            partitioning: As `pyarrow.dataset.dataset` takes it.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            schema: The schema of the data set; by default, the schema of its first file.
+            options: How pyarrow reads files, as with `read_table`: `pre_buffer`, `memory_map`, `read_dictionary`
+                and others. `use_threads` is an option of the scan.
+
+        Raises:
+            ColumnAccessDeniedError: The keys of requested columns are unavailable.
+            NotEncryptedError: A file is not encrypted.
+            KeytoolsError: Another subclass says what is wrong with a file or its keys.
+            TypeError: An option does not exist, or `columns` is not a list of names.
+        """
+        from parquet_keytools.arrow.data_sets import ReadRequest
+        from parquet_keytools.arrow.read_options import ReadOptions
+
+        read_options = ReadOptions.parse(options, method="dataset")
+        request = ReadRequest(columns, filters, table_name, aad_prefix)
+        location = FileLocation.resolve_all(folder, filesystem)
+        return self._open_dataset(location, request, read_options, partitioning, None, schema)
+
+    def _open_dataset(
+        self,
+        folder: FileLocation,
+        request: ReadRequest,
+        options: ReadOptions,
+        partitioning: Any,
+        paths: Sequence[str] | None,
+        schema: pa.Schema | None,
+    ) -> ds.Dataset:
+        from parquet_keytools.arrow.data_sets import open_dataset
+
+        reopen = partial(self._open_dataset, folder, request, options, partitioning)
+        return open_dataset(self._keys, folder, request, options, partitioning, schema, paths, reopen)
+
+    # --- lazy frames of Polars ---
+
+    def scan_polars(
+        self,
+        path: PathLike,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        partitioning: Any = "hive",
+        filesystem: Any = None,
+    ) -> pl.LazyFrame:
+        """Return a Polars lazy frame over an encrypted file, or a folder of them.
+
+        Projections, and filters that pyarrow supports, are passed to pyarrow's reader. Collecting a query unwraps
+        only the keys of the columns that it needs. If the key of one of them is refused, the query fails, or shows
+        the column as `denied_columns` in the configuration says.
+
+        Args:
+            path: A path or URI of a folder, or of one file.
+            table_name: The table of the files; None if the configuration has only one.
+            aad_prefix: The AAD prefix that every file must have.
+            partitioning: As `pyarrow.dataset.dataset` takes it.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            ConfigurationError: Polars is not installed.
+            NotEncryptedError: The first file is not encrypted.
+            KeytoolsError: Another subclass says what is wrong with the first file or its keys.
+        """
+        from parquet_keytools.arrow.reading import scan_polars
+
+        location = FileLocation.resolve(path, filesystem)
+        return scan_polars(
+            partial(
+                self.dataset,
+                path,
+                table_name=table_name,
+                aad_prefix=aad_prefix,
+                partitioning=partitioning,
+                filesystem=filesystem,
+            ),
+            partial(_open_file, location, PlainFiles(self._keys, table_name, aad_prefix)),
+        )
+
+    # --- footers, authenticated and decrypted ---
+
+    def metadata(
+        self,
+        path: PathLike,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+    ) -> pq.FileMetaData:
+        """Return the authenticated metadata of a file, as `pyarrow.parquet.read_metadata` does.
+
+        Only the footer is read. Statistics are decrypted; offsets are offsets in the encrypted file. Columns whose
+        keys are refused are left out if the configuration says `denied_columns: hide`.
+
+        Args:
+            path: A path or URI of a file.
+            table_name: The table of the file; None if the configuration has only one.
+            aad_prefix: The AAD prefix that the file must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            ColumnAccessDeniedError: The keys of columns are unavailable.
+            NotEncryptedError: The file is not encrypted.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys.
+            OSError: The file cannot be read, or is a folder.
+        """
+        from parquet_keytools.arrow.reading import read_metadata
+
+        return read_metadata(self._keys, FileLocation.resolve(path, filesystem), table_name, aad_prefix)
+
+    def schema(
+        self,
+        path: PathOrPaths,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+    ) -> pa.Schema:
+        """Return the schema of a file, as `pyarrow.parquet.read_schema` does, or of a data set, as `dataset` does.
+
+        Args:
+            path: A path or URI, a glob, or a list of these.
+            table_name: The table; None if the configuration has only one.
+            aad_prefix: The AAD prefix that each file must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            KeytoolsError: As with `metadata` and `dataset`.
+        """
+        from parquet_keytools.arrow.reading import read_schema
+
+        location = FileLocation.resolve_all(path, filesystem)
+        return read_schema(self._keys, location, table_name, aad_prefix)
+
+    # --- views: encrypted files as plain Parquet, for other programs ---
+
+    def filesystem(self, table_name: str | None = None, filesystem: Any = None) -> KeytoolsFileSystem:
+        """Return an fsspec file system that encrypts what is written through it, for every policy.
+
+        Pass it to `DataFrame.to_parquet`, `pyarrow.parquet.write_to_dataset`, Dask, Ray or DuckDB as `filesystem`.
+        Its attribute `arrow` is the same file system for `pyarrow.fs`. Each file gets keys of its own, and appears
+        whole when it is closed, or not at all. Only Parquet can be written.
+
+        A file is collected before it is encrypted. All files that are being written share 64 MiB of memory; the
+        rest is in an unnamed temporary file beside them, encrypted with a key of this process.
+
+        Args:
+            table_name: The table of all files; None if the configuration has only one.
+            filesystem: The underlying `pyarrow.fs` or fsspec file system, or the URI of a folder at which paths
+                begin; None for the local file system.
+
+        Raises:
+            ConfigurationError: The table does not exist, or fsspec is not installed.
+        """
+        if table_name is not None and table_name not in self.configuration.tables and "/" in table_name:
+            raise ConfigurationError(
+                f"{table_name!r} is a path, and `filesystem` takes the name of a table.",
+                hint="Open files by their paths: `keytools.filesystem().open(path)`; `filesystem=` is the file "
+                "system that holds them. For a file system whose root is a folder, use `keytools.view(path)`.",
+            )
+        return self._file_system(table_name, filesystem, None)
+
+    def view(
+        self, path: PathLike | FileLocation, *, table_name: str | None = None, filesystem: Any = None
+    ) -> KeytoolsFileSystem:
+        """Return an fsspec file system in which the encrypted files of a folder read as plain Parquet.
+
+        Its paths begin at the folder; the path of a single file is empty. Pass it to DuckDB
+        (`register_filesystem`), pandas, Dask or Ray. Its attribute `arrow` is the same file system for
+        `pyarrow.fs`. The view decrypts the ranges that an engine reads, and returns a page only after it
+        authenticates. Every guarantee of `read_table` holds for each file. Columns whose keys are refused appear
+        as `denied_columns` in the configuration says. Files that are written into the view are encrypted, as with
+        `filesystem`.
+
+        Args:
+            path: A path or URI of a folder, or of one file.
+            table_name: The table of all files; None if the configuration has only one.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            ConfigurationError: The table does not exist, or fsspec is not installed.
+        """
+        return self._file_system(table_name, None, FileLocation.resolve(path, filesystem))
+
+    def open(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+    ) -> BinaryIO:
+        """Open an encrypted file as a seekable file object that reads as plain Parquet.
+
+        Args:
+            path: A path or URI.
+            table_name: The table of the file; None if the configuration has only one.
+            aad_prefix: The AAD prefix that the file must have; None for the prefix of the table.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            NotEncryptedError: The file is not encrypted.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys. Reading the file may
+                raise it, too.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        file = PlainFiles(self._keys, table_name, aad_prefix).open(location)
+        reopen = partial(self.open, location, table_name=table_name, aad_prefix=aad_prefix)
+        return cast("BinaryIO", PlainInput(file, reopen))
+
+    def _file_system(
+        self, table_name: str | None, filesystem: Any, root: FileLocation | None
+    ) -> KeytoolsFileSystem:
+        try:
+            from parquet_keytools.view.file_system import PlainView, class_over
+        except ModuleNotFoundError as error:
+            if error.name != "fsspec":
+                raise
+            raise ConfigurationError("fsspec is not installed.", hint=install_hint("fsspec")) from None
+        if root is None or table_name is not None or self.configuration.tables:
+            self.configuration.select_table(table_name)
+        kind = class_over(filesystem) if root is None else PlainView
+        return kind(self, self._keys, table_name, filesystem, root)
+
+    # --- properties and options for pyarrow's and Spark's own readers and writers ---
+
+    def encryption_properties(
+        self, table_name: str | None, schema: pa.Schema, path: PathLike, *, filesystem: Any = None
+    ) -> pq.FileEncryptionProperties:
+        """Return encryption properties for one file that pyarrow writes.
+
+        Use them for one file only. Two files with the same properties share DEKs and file unique, and reading both
+        from one folder is refused. To write a folder, as pandas' `DataFrame.to_parquet` does with
+        `partition_cols`, use `filesystem` or `write_dataset`; to write many row groups, use `writer`.
+
+        Args:
+            table_name: The table in the configuration; None if it has only one.
+            schema: The schema of the data.
+            path: Where the file will be written.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema.
+            UnsupportedByArrowError: pyarrow does not support what the table asks for; `writer` and `filesystem`
+                do.
+            OutputError: External key material would make an existing file unreadable.
+            KmsError: A key cannot be wrapped.
+        """
+        return self._arrow_encryptor.properties(table_name, schema, FileLocation.resolve(path, filesystem))
+
+    def decryption_properties(
+        self,
+        path: PathLike,
+        *,
+        columns: Sequence[str] | None = None,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+    ) -> pq.FileDecryptionProperties:
+        """Return decryption properties for one file. The keys are unwrapped by this call, not while pyarrow reads.
+
+        If the KMS refuses the keys of some columns, `pyarrow.parquet.read_table` reads the others, and raises our
+        error for the refused ones. pyarrow's other readers would hang or abort: for them, name the columns that
+        will be read in `columns`, and make new properties for each read, since Arrow keeps the keys of the first
+        one. `read_table` and `dataset` of this class have none of these limits.
+
+        Args:
+            path: A path or URI of the file.
+            columns: The columns that will be read; None for the columns that pyarrow is asked for.
+            table_name: The table of the file, whose AAD prefix it must have; None if the configuration has only
+                one.
+            aad_prefix: The AAD prefix that the file must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            NotEncryptedError: The file is not encrypted.
+            ColumnAccessDeniedError: One of `columns` cannot be read.
+            TypeError: `columns` is not a list of names.
+            UnsupportedByArrowError: pyarrow cannot decrypt the file; `read_table` can.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys.
+        """
+        # Imported here, since pyarrow's data sets import pandas if it is installed.
+        from parquet_keytools.arrow.read_options import make_decryption_properties
+
+        location = FileLocation.resolve(path, filesystem)
+        (opened,) = self._keys.open_files([location], table_name, aad_prefix)
+        return make_decryption_properties(opened, columns)
+
+    def spark_options(
+        self, table_name: str | None, schema: StructType, *, partition_by: Sequence[str] = ()
+    ) -> dict[str, str]:
+        """Return the options with which Spark writes a frame as a file of a table.
+
+        They need a session that was made with `parquet_keytools.spark.configure` and this configuration:
+        `frame.write.options(**keytools.spark_options("flights", frame.schema)).parquet(path)`.
+
+        Args:
+            table_name: The table in the configuration; None if it has only one.
+            schema: The schema of the frame.
+            partition_by: The columns that the write passes to `partitionBy`. Their values are not protected.
+
+        Raises:
+            ConfigurationError: The table's columns do not fit the schema, or an encrypted column is in
+                `partition_by`.
+            UnsupportedBySparkError: Spark's writer does not support what the table asks for.
+        """
+        from parquet_keytools.spark.table_options import spark_leaf_paths, table_options
+
+        if self._keys.given_kms:
+            raise ConfigurationError(
+                "a KMS client that was passed in cannot be sent to Spark's executors.",
+                hint="Describe the KMS under `kms:` in the configuration instead.",
+            )
+        return table_options(self._keys, table_name, spark_leaf_paths(schema), partition_by)
+
+    def spark_read_options(self, table_name: str | None = None) -> dict[str, str]:
+        """Return the options with which Spark reads files of a table, and refuses other files.
+
+        `spark.read.options(**keytools.spark_read_options("flights")).parquet(path)`. If the configuration has only
+        one table, Spark takes all files for files of this table without these options. Catalog tables that were
+        written with `spark_options` do not need them either.
+
+        Args:
+            table_name: The table in the configuration; None if it has only one.
+
+        Raises:
+            ConfigurationError: The table does not exist.
+        """
+        from parquet_keytools.spark.table_options import read_options
+
+        return read_options(self.configuration, table_name)
+
+    # --- whole files, converted without decoding a value ---
+
+    def encrypt_file(
+        self,
+        source: PathLike,
+        target: PathLike,
+        *,
+        table_name: str | None = None,
+        overwrite: bool = True,
+        skip_existing: bool = False,
+        source_filesystem: Any = None,
+        target_filesystem: Any = None,
+        on_progress: conversion.Progress | None = None,
+    ) -> conversion.FileResult:
+        """Encrypt a plaintext Parquet file. The target appears whole or not at all.
+
+        Args:
+            source: A path or URI.
+            target: A path or URI.
+            table_name: The table in the configuration; None if it has only one.
+            overwrite: Whether an existing target is replaced. If not, a target is an error, even one that appears
+                during the work.
+            skip_existing: Whether to skip a target that is newer than the source, has the same rows, columns and
+                statistics, and is encrypted with the keys that the table wants now. The result says whether the
+                file was skipped.
+            source_filesystem: A `pyarrow.fs` or fsspec file system.
+            target_filesystem: A `pyarrow.fs` or fsspec file system.
+            on_progress: Called with the number of bytes after each write, from any thread.
+
+        Raises:
+            AlreadyEncryptedError: The source is encrypted; use `rekey_file`.
+            ConfigurationError: The table's columns do not fit the file.
+            OutputError: The target is the source, or cannot be written.
+            ParquetFormatError: The source is damaged, or not a Parquet file.
+            KmsError: A key cannot be wrapped.
+        """
+        return conversion.encrypt_file(
+            self._keys,
+            FileLocation.resolve(source, source_filesystem),
+            FileLocation.resolve(target, target_filesystem),
+            table_name,
+            on_progress,
+            overwrite=overwrite,
+            skip_existing=skip_existing,
+        )
+
+    def decrypt_file(
+        self,
+        source: PathLike,
+        target: PathLike,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        overwrite: bool = True,
+        skip_existing: bool = False,
+        mode: int | None = None,
+        identities: FileIdentities | None = None,
+        source_filesystem: Any = None,
+        target_filesystem: Any = None,
+        on_progress: conversion.Progress | None = None,
+    ) -> conversion.FileResult:
+        """Decrypt a Parquet file. The target appears whole or not at all.
+
+        A plaintext file is copied if the configuration says `plaintext_files: allow`.
+
+        Args:
+            source: A path or URI.
+            target: A path or URI.
+            table_name: The table of the source, whose AAD prefix it must have; None if the configuration has only
+                one.
+            aad_prefix: The AAD prefix that the source must have.
+            overwrite: Whether an existing target is replaced. If not, a target is an error, even one that appears
+                during the work.
+            skip_existing: Whether to skip a target that is newer than the source, has the same rows, columns and
+                statistics, and is encrypted with the keys that the table wants now. The result says whether the
+                file was skipped.
+            mode: Permissions of a local target, such as `0o640`. By default, only its owner may read and write it.
+            identities: One `FileIdentities(refuses=True)` for all files of a folder that are decrypted one by one:
+                a file that shares data keys and file unique with another file is refused. Without it, there is
+                only a warning.
+            source_filesystem: A `pyarrow.fs` or fsspec file system.
+            target_filesystem: A `pyarrow.fs` or fsspec file system.
+            on_progress: Called with the number of bytes after each write, from any thread.
+
+        Raises:
+            NotEncryptedError: The source is not encrypted.
+            ColumnAccessDeniedError: The key of a column is unavailable.
+            DecryptionError: A part of the source does not authenticate.
+            ReusedKeysError: The source shares data keys and file unique with another file.
+            OutputError: The target is the source, or cannot be written.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys.
+        """
+        return conversion.decrypt_file(
+            self._keys,
+            FileLocation.resolve(source, source_filesystem),
+            FileLocation.resolve(target, target_filesystem),
+            table_name,
+            aad_prefix,
+            on_progress,
+            overwrite=overwrite,
+            skip_existing=skip_existing,
+            mode=mode,
+            identities=identities,
+        )
+
+    def rekey_file(
+        self,
+        source: PathLike,
+        target: PathLike,
+        *,
+        table_name: str | None = None,
+        new_table_name: str | None = None,
+        new_keytools: Self | None = None,
+        aad_prefix: str | bytes | None = None,
+        overwrite: bool = True,
+        skip_existing: bool = False,
+        source_filesystem: Any = None,
+        target_filesystem: Any = None,
+        on_progress: conversion.Progress | None = None,
+    ) -> conversion.FileResult:
+        """Encrypt an encrypted Parquet file with new data keys, under another table if one is named.
+
+        Args:
+            source: A path or URI.
+            target: A path or URI.
+            table_name: The table of the source, whose AAD prefix it must have.
+            new_table_name: The table of the target; by default `table_name`.
+            new_keytools: A `Keytools` with another configuration, whose keys and tables the target uses.
+            aad_prefix: The AAD prefix that the source must have.
+            overwrite: Whether an existing target is replaced. If not, a target is an error, even one that appears
+                during the work.
+            skip_existing: Whether to skip a target that is newer than the source, has the same rows, columns and
+                statistics, and is encrypted with the keys that the table wants now. The result says whether the
+                file was skipped.
+            source_filesystem: A `pyarrow.fs` or fsspec file system.
+            target_filesystem: A `pyarrow.fs` or fsspec file system.
+            on_progress: Called with the number of bytes after each write, from any thread.
+
+        Raises:
+            KeytoolsError: As with `decrypt_file` and `encrypt_file`.
+        """
+        return conversion.rekey_file(
+            self._keys,
+            (new_keytools or self)._keys,
+            FileLocation.resolve(source, source_filesystem),
+            FileLocation.resolve(target, target_filesystem),
+            table_name,
+            new_table_name or (table_name if new_keytools is None else None),
+            aad_prefix,
+            on_progress,
+            overwrite=overwrite,
+            skip_existing=skip_existing,
+        )
+
+    def salvage_file(
+        self,
+        source: PathLike,
+        target: PathLike,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        overwrite: bool = True,
+        mode: int | None = None,
+        source_filesystem: Any = None,
+        target_filesystem: Any = None,
+        on_progress: conversion.Progress | None = None,
+    ) -> salvage.SalvageResult:
+        """Decrypt the intact row groups of a damaged file. The result lists what is missing.
+
+        Args:
+            source: A path or URI.
+            target: A path or URI.
+            table_name: The table of the source, whose AAD prefix it must have; None if the configuration has only
+                one.
+            aad_prefix: The AAD prefix that the source must have.
+            overwrite: Whether an existing target is replaced. If not, a target is an error, even one that appears
+                during the work.
+            mode: Permissions of a local target, such as `0o640`. By default, only its owner may read and write it.
+            source_filesystem: A `pyarrow.fs` or fsspec file system.
+            target_filesystem: A `pyarrow.fs` or fsspec file system.
+            on_progress: Called with the number of bytes after each write, from any thread.
+
+        Raises:
+            DecryptionError: The footer is damaged, or no row group is intact.
+            KeytoolsError: As with `decrypt_file`.
+        """
+        location = FileLocation.resolve(source, source_filesystem)
+        with audit.about(location):
+            return salvage.salvage_file(
+                self._keys,
+                location,
+                FileLocation.resolve(target, target_filesystem),
+                table_name,
+                aad_prefix,
+                on_progress,
+                overwrite=overwrite,
+                mode=mode,
+            )
+
+    # --- inspection and verification ---
+
+    def inspect_file(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        with_keys: bool = True,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+    ) -> Inspection:
+        """Show how a file is protected, from its footer and, with keys, from the headers of its pages.
+
+        The result reports what is wrong with the file or its keys.
+
+        Args:
+            path: A path or URI.
+            with_keys: Whether to decrypt encrypted metadata. If not, only public metadata is shown.
+            table_name: The table of the file, for its AAD prefix; None if the configuration has only one.
+            aad_prefix: The AAD prefix, for a file that does not store its prefix.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        return verification.inspect_file(self._keys, location, table_name, aad_prefix, with_keys=with_keys)
+
+    def verify_file(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+    ) -> FileReport:
+        """Check a file against all rules: authenticate every module, and compare every number.
+
+        The report lists what is wrong, and what could not be checked because a key was refused.
+
+        Args:
+            path: A path or URI.
+            table_name: The table of the file, whose policy it must follow; None if the configuration has only one.
+            aad_prefix: The AAD prefix that the file must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        return verification.verify_file(self._keys, location, table_name, aad_prefix)
+
+    def verify_folder(
+        self,
+        folder: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        part_count: int | None = None,
+        filesystem: Any = None,
+        on_progress: Callable[[FileReport], None] | None = None,
+        processes: int | None = 1,
+    ) -> DataSetReport:
+        """Check each file of a folder as `verify_file` does, and the folder as one data set.
+
+        Args:
+            folder: A path or URI.
+            table_name: The table of the files; None if the configuration has only one.
+            aad_prefix: The AAD prefix that every file must have.
+            part_count: The number of parts that there must be, numbered from 0; None if it is not known.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            on_progress: Called with the report of each file.
+            processes: Number of processes that share the small files; None chooses it. More than one requires a
+                `Keytools` that can be pickled, and files that other processes can open; otherwise this process
+                does all the work.
+
+        Raises:
+            ValueError: `processes` is less than 1.
+            WorkerProcessEndedError: A worker process was killed.
+            OSError: The folder cannot be read.
+        """
+        location = FileLocation.resolve(folder, filesystem)
+        return verification.verify_folder(
+            self._keys,
+            location,
+            table_name,
+            aad_prefix,
+            part_count=part_count,
+            on_progress=on_progress,
+            processes=processes,
+        )
+
+    # --- rotation of keys ---
+
+    def rotate(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        moves: Mapping[str, str] | None = None,
+        only_master_keys: Collection[str] | None = None,
+        older_than: str | None = None,
+        new_keks: bool = False,
+        keep_old: bool | None = None,
+        dry_run: bool = False,
+        journal: PathLike | None = None,
+        to: Self | KmsClient | None = None,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+        keep_results: bool = True,
+        on_file: OnFile | None = None,
+        follow_links: bool = False,
+    ) -> RotationReport:
+        """Re-wrap the keys of a file, or of all files under a folder. Their data stays as it is.
+
+        Without options, keys are re-wrapped with the current version of their master keys, unless they are known
+        to be wrapped with it already. Each file is replaced in one step after its new keys have been checked, and
+        the report lists files that failed. An interrupted run continues when it is called again with the same
+        arguments.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            moves: Old master key -> new master key; names from the configuration, or identifiers. All other master
+                keys stay as they are. None takes the moves of the configuration.
+            only_master_keys: The master keys to rotate.
+            older_than: Re-wrap only keys that were wrapped with an older version than this one, or with an unknown
+                version.
+            new_keks: Whether to make fresh KEKs, as after the leak of a KEK. If not, KEKs that the KMS re-wraps
+                stay the same.
+            keep_old: Whether to keep the old keys beside the files, for `undo_rotation`, until `drop_old_keys`;
+                None does as the configuration says.
+            dry_run: Change nothing. The report says what would change, and which KMS calls would be made.
+            journal: A local path for the journal, outside the data set. By default, the journal of a data set is
+                in this user's state folder.
+            to: Another KMS client, or a `Keytools` with another configuration, whose master keys wrap the keys
+                afterwards. A journal distinguishes configurations, but not KMS clients without a configuration.
+            table_name: The table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that the files must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            keep_results: Whether the report lists all files, or only failed ones: a million files take memory.
+            on_file: Called with the outcome of each file.
+            follow_links: Whether to change files outside `path` that links lead to. If not, the report lists each
+                of them as failed.
+
+        Raises:
+            ConfigurationError: The configuration has no KMS, or the moves are not possible.
+            KmsError: A new master key does not exist, or is disabled.
+            FileNotFoundError: The file or folder does not exist.
+            OutputError: The journal belongs to a rotation with other arguments, or cannot be written.
+        """
+        request = RotationRequest(
+            moves=moves,
+            only_master_keys=only_master_keys,
+            older_than=older_than,
+            new_keks=new_keks,
+            keep_old=keep_old,
+            dry_run=dry_run,
+            journal=None if journal is None else Path(journal),
+            new_kms=to.kms if isinstance(to, Keytools) else to,
+            new_configuration=to.configuration if isinstance(to, Keytools) else None,
+            table_name=table_name,
+            aad_prefix=aad_prefix,
+            keep_results=keep_results,
+            on_file=on_file,
+            follow_links=follow_links,
+        )
+        return run_rotation(self._keys, FileLocation.resolve(path, filesystem), request)
+
+    def undo_rotation(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+        follow_links: bool = False,
+    ) -> RotationReport:
+        """Restore the keys that `rotate` kept of a file, or of all files under a folder.
+
+        A file that changed since, or whose old keys the KMS does not unwrap, stays as it is, and is reported. Each
+        call undoes one rotation.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            table_name: The table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that the files must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            follow_links: Whether to change files outside `path` that links lead to. If not, the report lists each
+                of them as failed.
+
+        Raises:
+            FileNotFoundError: The file or folder does not exist.
+        """
+        check = RestoredCheck(self._keys, prefix_of(self._keys, table_name, aad_prefix))
+        return restoring.restore_data_set(FileLocation.resolve(path, filesystem), check, follow_links=follow_links)
+
+    def drop_old_keys(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        filesystem: Any = None,
+        on_left: Callable[[str, str], None] | None = None,
+        follow_links: bool = False,
+    ) -> int:
+        """Remove the keys that `rotate` kept of a file, or of all files under a folder.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            on_left: Called with the path of each entry that is named like old keys but is something else, such as
+                a link, and the reason. The entry stays in place.
+            follow_links: Whether to remove old keys that lie outside `path`, behind a link.
+
+        Returns:
+            The number of removed files.
+
+        Raises:
+            FileNotFoundError: The file or folder does not exist.
+        """
+        return restoring.drop_data_set(FileLocation.resolve(path, filesystem), on_left, follow_links=follow_links)
+
+    def rekey_in_place(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        new_table_name: str | None = None,
+        new_keytools: Self | None = None,
+        aad_prefix: str | bytes | None = None,
+        verify: bool = True,
+        journal: PathLike | None = None,
+        filesystem: Any = None,
+        keep_results: bool = True,
+        on_file: OnFile | None = None,
+        on_progress: conversion.Progress | None = None,
+        processes: int | None = 1,
+        follow_links: bool = False,
+    ) -> RotationReport:
+        """Encrypt a file, or all files under a folder, with new data keys, in place.
+
+        Each new file is written beside the old file, checked, and replaces it in one step, unless the old file
+        changed after it was read. Without `new_table_name` and `new_keytools`, a file keeps its AAD prefix, and
+        all encrypted columns stay encrypted.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            table_name: The table of the files, whose policy and AAD prefix they have.
+            new_table_name: The table whose policy they follow afterwards; by default `table_name`.
+            new_keytools: A `Keytools` with another configuration, whose keys and tables they use afterwards.
+            aad_prefix: The AAD prefix that the files must have.
+            verify: Whether to authenticate every page of a new file, or only its footer and column metadata.
+            journal: A local path for a journal, with which an interrupted run continues when it is called again.
+                Without a journal, all files are encrypted again.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            keep_results: Whether the report lists all files, or only failed ones.
+            on_file: Called with the outcome of each file.
+            on_progress: Called with the number of bytes after each write, from any thread.
+            processes: Number of processes that share the small files; None chooses it. More than one requires a
+                `Keytools` that can be pickled, and files that other processes can open; otherwise this process
+                does all the work.
+            follow_links: Whether to change files outside `path` that links lead to. If not, the report lists each
+                of them as failed.
+
+        Raises:
+            ValueError: `processes` is less than 1.
+            FileNotFoundError: The file or folder does not exist.
+            ConfigurationError: The table does not exist.
+            KeytoolsError: The file failed. For a folder, the report lists files that failed.
+        """
+        is_other = new_keytools is not None
+        # A KEK that leaked may be in the cache.
+        self.clear_caches()
+        request = rekeying.RekeyRequest(
+            table_name=table_name,
+            new_table_name=new_table_name or (None if is_other else table_name),
+            aad_prefix=aad_prefix,
+            as_before=new_table_name in (None, table_name) and not is_other,
+            verify=verify,
+            journal=None if journal is None else Path(journal),
+            keep_results=keep_results,
+            on_file=on_file,
+            on_progress=on_progress,
+            processes=processes,
+            follow_links=follow_links,
+        )
+        return rekeying.rekey_data_set(
+            self._keys, (new_keytools or self)._keys, FileLocation.resolve(path, filesystem), request
+        )
+
+    # --- keys in use ---
+
+    def key_inventory(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+        ignore_passed_over: bool = False,
+    ) -> Iterator[FileKeyUses]:
+        """Yield the master keys and versions that a file, or each file under a folder, depends on.
+
+        An entry that cannot be checked, such as a broken link, is yielded with `unknown`.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            table_name: The table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that the files must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            ignore_passed_over: Whether to leave out encrypted files that readers of data sets ignore because their
+                name, or the name of a folder, begins with a dot or an underscore. If not, they are yielded with
+                `unknown`.
+
+        Raises:
+            FileNotFoundError: The file or folder does not exist.
+            NoParquetFilesError: The folder has no Parquet files.
+        """
+        inventory = Inventory(self._keys, prefix_of(self._keys, table_name, aad_prefix))
+        return inventory.list(FileLocation.resolve(path, filesystem), ignore_passed_over=ignore_passed_over)
+
+    def files_using(
+        self,
+        key: str,
+        path: PathLike | FileLocation,
+        *,
+        version: str | None = None,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+    ) -> Iterator[FileKeyUses]:
+        """Yield the files that need a master key, or a version of it, and the files for which this is unknown.
+
+        Args:
+            key: Name of the master key in the configuration, or its identifier.
+            path: A path or URI of a file or a folder.
+            version: The version; None means any version.
+            table_name: The table of the files, for an AAD prefix that they do not store.
+            aad_prefix: The AAD prefix that the files must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            FileNotFoundError: The file or folder does not exist.
+            NoParquetFilesError: The folder has no Parquet files.
+        """
+        wanted, same = master_key_id(self.configuration, key), same_master_key(self.kms)
+        for file in self.key_inventory(path, table_name=table_name, aad_prefix=aad_prefix, filesystem=filesystem):
+            if file.depends_on(wanted, version, same) is not False:
+                yield file
+
+    # --- secrets of the digests that `denied_columns: hash` shows ---
+
+    def check_hash_keys(self) -> None:
+        """Unwrap each secret under `hash_keys`.
+
+        Raises:
+            ConfigurationError: An unwrapped secret is invalid.
+            KmsError: The KMS does not unwrap a secret.
+        """
+        for name in self.configuration.hash_keys:
+            unwrapped_secret(self.configuration, name, self._keys.kms_keys())
+
+    def wrap_hash_key(self, name: str, master_key: str | None = None) -> HashKeySettings:
+        """Return the settings of a secret, for the configuration's `hash_keys`.
+
+        A secret that the configuration already has is re-wrapped with the current version of its master key, or
+        with another master key, and digests stay the same. Otherwise the secret is new: random bytes.
+
+        Args:
+            name: Name of the secret.
+            master_key: Name of the master key that wraps the secret; None for the master key in the configuration.
+
+        Raises:
+            ConfigurationError: The master key is unknown, a data key, or not given for a new secret.
+            KmsResponseInvalidError: The wrapped key that the KMS returned does not unwrap to the secret.
+            KmsError: The KMS does not wrap or unwrap the secret.
+        """
+        known = self.configuration.hash_keys.get(name)
+        if master_key is None:
+            if known is None:
+                raise ConfigurationError(
+                    f"the configuration has no secret {name!r} under hash_keys.",
+                    hint="Name the master key that should wrap a new secret: --master-key on the command line.",
+                )
+            master_key = known.master_key
+            reference = hash_key_reference(self.configuration, name)
+        else:
+            found = resolve_key(self.configuration, master_key)
+            if not isinstance(found, MasterKeyReference):
+                raise ConfigurationError(f"{master_key!r} is a data key: master keys wrap secrets of digests.")
+            reference = found
+        if known is None:
+            secret = SecretBytes.random(SECRET_LENGTH_BITS)
+        else:
+            secret = unwrapped_secret(self.configuration, name, self._keys.kms_keys())
+        assert self.kms is not None
+        master_key_id = reference.master_key_id
+        wrapped = self.kms.wrap(secret, master_key_id)
+        # All digests would be lost with a wrapped secret that does not unwrap.
+        if self.kms.unwrap(wrapped, master_key_id) != secret:
+            call = CallFacts(self.kms.backend, "wrap", master_key_id)
+            raise call.error(KmsResponseInvalidError, "the wrapped secret does not unwrap to the secret")
+        return HashKeySettings(master_key=master_key, wrapped_key=wrapped)
+
+
+def _open_file(folder: FileLocation, files: PlainFiles, path: str) -> PlainInput:
+    return PlainInput(files.open(FileLocation(folder.filesystem, path)))

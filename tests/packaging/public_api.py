@@ -136,17 +136,12 @@ def _lines(name: str, value: Any, inherited: bool) -> Iterator[str]:
     is_settings = issubclass(value, BaseModel)
     makes_itself = "__init__" in vars(value) and not is_settings
     yield f"{name}({', '.join(_parameters(value))})" if makes_itself else name
-    bases = value.__mro__ if inherited else [value, *(cls for cls in value.__mro__ if _is_part_of_facade(cls))]
-    for member in sorted(_members(*bases)):
+    for member in sorted(_members(*(value.__mro__ if inherited else [value]))):
         attribute = inspect.getattr_static(value, member, None)
         if isinstance(attribute, (classmethod, staticmethod)):
             attribute = attribute.__func__
         shown = f"({', '.join(_parameters(attribute))})" if inspect.isfunction(attribute) else ""
         yield f"{name}.{member}{shown}"
-
-
-def _is_part_of_facade(cls: type) -> bool:
-    return cls.__module__.startswith("parquet_keytools.facade")
 
 
 def _members(*classes: type) -> set[str]:

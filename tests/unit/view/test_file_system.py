@@ -131,7 +131,7 @@ def test_a_writer_that_nobody_closes_writes_nothing(tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize("place", ["memory://", "s3://bucket/folder", "/data/folder", "folder/x.parquet"])
 def test_a_place_is_no_table(place: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"is a place, and `filesystem` takes .* a table\. Open files"):
+    with pytest.raises(ConfigurationError, match=r"is a path, and `filesystem` takes .* a table\. Open files"):
         tools().filesystem(place)
     with pytest.raises(ConfigurationError, match="there is no table 'other'"):
         tools().filesystem("other")
