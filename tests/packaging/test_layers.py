@@ -124,7 +124,7 @@ OUTSIDE: dict[str, list[str]] = {
     "pytest": ["kms/contract_tests.py"],
     "rich": ["cli/*.py"],
     "typer": ["cli/*.py"],
-    "yaml": ["config/yaml_document.py"],
+    "yaml": ["config/document.py"],
     # PyIceberg brings it; its own codec decompresses without end.
     "zstandard": ["iceberg/manifests.py"],
 }

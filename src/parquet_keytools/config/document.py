@@ -1,29 +1,36 @@
-"""The document behind a configuration: mistakes in it, its environment variables, and it without secrets.
+"""The document behind a configuration: its YAML, its mistakes, its environment variables, and its secrets.
 
-Environment variables stand in its texts as `${NAME}`; a literal `${` is written `$${`.
+YAML text is read within limits, without the surprises of YAML 1.1, and the line of each value is kept. Texts refer
+to environment variables as `${NAME}`; a literal `${` is written `$${`.
 """
 
 from __future__ import annotations
 
 import difflib
 import enum
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pydantic
+import yaml
+from yaml.constructor import SafeConstructor
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.contract import holds_secret
+from parquet_keytools.runtime.operating_system import own_user_id, permissions
 
 YamlPath = tuple[str | int, ...]
-"""Names and list positions that lead from the top of the document to a value."""
+"""Names and list positions from the top of the document to a value."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 MOST_REPORTED = 20
-"""How many mistakes, or names, one error lists."""
+"""The most mistakes, or names, that one error lists."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +38,10 @@ class Mistake:
     """One mistake.
 
     Attributes:
-        path: Where in the document.
-        message: What is wrong. It never quotes a value: that may be a key or a token.
+        path: Place in the document.
+        message: What is wrong. It never quotes a value, which may be a key or a token.
         hint: What to do; may be empty.
-        line: Counted from 1; None where the path says enough to find it.
+        line: Counted from 1; None if the path is enough to find it.
     """
 
     path: YamlPath
@@ -49,7 +56,7 @@ class Mistake:
 
 
 def yaml_path_text(path: YamlPath) -> str:
-    """Return a path as people write it: `tables.flights.column_keys.pii[0]`, `columns["a.b"]`."""
+    """Return a path in the usual notation: `tables.flights.column_keys.pii[0]`, `columns["a.b"]`."""
     text = ""
     for step in path:
         if isinstance(step, int):
@@ -63,17 +70,17 @@ def yaml_path_text(path: YamlPath) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the known name that is closest to `name`, or nothing where none is close."""
+    """Return a sentence with the known name that is closest to `name`, or nothing if no name is close."""
     candidates = {known_name.casefold(): known_name for known_name in sorted(known)}
     close = difflib.get_close_matches(name.casefold(), candidates, n=1, cutoff=0.6)
     return f"Did you mean {candidates[close[0]]!r}?" if close else ""
 
 
 def list_of_names(argument: str, names: Any) -> list[str]:
-    """Return the names that a caller gave for an argument.
+    """Return the names that a caller passed for an argument.
 
     Raises:
-        TypeError: It is one name, whose letters would be taken for names, or holds something else than names.
+        TypeError: The argument is one name, whose letters would be taken for names, or an item is not a name.
     """
     if isinstance(names, (str, bytes, Mapping)) or not isinstance(names, Iterable):
         raise TypeError(f"{argument} takes a list of names, not {names!r}.")
@@ -85,7 +92,7 @@ def list_of_names(argument: str, names: Any) -> list[str]:
 
 
 def one_of(names: Iterable[str]) -> str:
-    """Return a sentence that lists what is known, or nothing where nothing is."""
+    """Return a sentence that lists the known names, or nothing if there are none."""
     known = sorted(names)
     listed = ", ".join(map(repr, known[:MOST_REPORTED]))
     more = f" and {len(known) - MOST_REPORTED} more" if len(known) > MOST_REPORTED else ""
@@ -93,7 +100,7 @@ def one_of(names: Iterable[str]) -> str:
 
 
 def line_of(path: YamlPath, lines: Mapping[YamlPath, int]) -> int | None:
-    """Return the line of a path, or of the nearest part of the document around it."""
+    """Return the line of a path, or of the nearest value around it."""
     for length in range(len(path), -1, -1):
         if path[:length] in lines:
             return lines[path[:length]]
@@ -103,9 +110,9 @@ def line_of(path: YamlPath, lines: Mapping[YamlPath, int]) -> int | None:
 def configuration_error(
     mistakes: Sequence[Mistake], *, file: str | None, lines: Mapping[YamlPath, int]
 ) -> ConfigurationError:
-    """Make the one error that reports all mistakes, in the order of the document.
+    """Make one error that reports all mistakes, in the order of the document.
 
-    Its attributes tell of the first mistake; the others follow in its text, one a line.
+    Its attributes describe the first mistake. Its text lists the others, one per line.
     """
     located = [(mistake, mistake.line or line_of(mistake.path, lines)) for mistake in dict.fromkeys(mistakes)]
     located.sort(key=lambda entry: entry[1] or 0)
@@ -115,7 +122,7 @@ def configuration_error(
         return ConfigurationError(first.message, file=file, line=first_line, yaml_path=first_path, hint=first.hint)
     texts = [first.text, f"There are {len(others)} more mistakes:" if others[1:] else "There is one more:"]
     for mistake, line in others[: MOST_REPORTED - 1]:
-        # The same form as the first: file, line, path.
+        # In the same form as the first mistake: file, line, path.
         error = ConfigurationError(
             mistake.message, file=file, line=line, yaml_path=yaml_path_text(mistake.path), hint=mistake.hint
         )
@@ -123,6 +130,240 @@ def configuration_error(
     if len(others) >= MOST_REPORTED:
         texts.append(f"  and {len(others) - MOST_REPORTED + 1} more.")
     return ConfigurationError("\n".join(texts), file=file, line=first_line, yaml_path=first_path)
+
+
+# --- YAML ---
+
+
+MOST_BYTES = 1 << 20
+"""Size of the largest document that is read, in bytes."""
+
+_MOST_NODES = 100_000
+_DEEPEST = 50
+
+_MERGE = "tag:yaml.org,2002:merge"
+_TEXTS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:value")
+_NULL = "tag:yaml.org,2002:null"
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_CONSTRUCTORS = {
+    "tag:yaml.org,2002:bool": SafeConstructor.construct_yaml_bool,
+    "tag:yaml.org,2002:int": SafeConstructor.construct_yaml_int,
+    "tag:yaml.org,2002:float": SafeConstructor.construct_yaml_float,
+}
+_CONSTRUCTOR = SafeConstructor()
+_KINDS = {
+    "tag:yaml.org,2002:bool": "true or false (that is what yes, no, on and off mean)",
+    "tag:yaml.org,2002:int": "a number",
+    "tag:yaml.org,2002:float": "a number",
+    _NULL: "nothing",
+    _TIMESTAMP: "a date",
+}
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_QUOTE = "Put it in quotes."
+
+
+class UnreadableYamlError(Exception):
+    """The text is not one YAML document within the limits."""
+
+    def __init__(self, message: str, line: int, hint: str = "") -> None:
+        super().__init__(message)
+        self.mistake = Mistake((), message, hint, line)
+
+
+@dataclass
+class YamlDocument:
+    """A document as it was written: environment variables are not expanded yet.
+
+    Attributes:
+        value: Texts, numbers, booleans, None, lists and mappings of them.
+        lines: Path to line, counted from 1. A value in a mapping has the line of its name.
+        mistakes: What YAML allows and a configuration does not. `value` leaves it out.
+    """
+
+    value: Any = None
+    lines: dict[YamlPath, int] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+
+
+def read_yaml(content: bytes | str) -> YamlDocument:
+    """Read one YAML document.
+
+    Raises:
+        UnreadableYamlError: The content is too large, not UTF-8, not YAML, empty, or more than one document.
+    """
+    node = _compose(_decode(content))
+    if node is None:
+        raise UnreadableYamlError("the configuration is empty.", 1, "It starts with `version: 1`.")
+    document = YamlDocument(lines={(): _line(node)})
+    document.value = _Walk(document).value(node, (), 0)
+    return document
+
+
+def _decode(content: bytes | str) -> str:
+    try:
+        encoded = content.encode() if isinstance(content, str) else content
+        if len(encoded) > MOST_BYTES:
+            raise UnreadableYamlError(f"the configuration is larger than {MOST_BYTES} bytes.", 1)
+        return encoded.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = encoded.count(b"\n", 0, error.start) + 1
+    except UnicodeEncodeError as error:
+        line = error.object.count("\n", 0, error.start) + 1
+    raise UnreadableYamlError("the configuration is not UTF-8 text.", line)
+
+
+def _compose(text: str) -> Node | None:
+    try:
+        return _BoundedLoader(text).get_single_node()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        unreadable = UnreadableYamlError("the configuration contains a control character.", line)
+    except yaml.MarkedYAMLError as error:
+        unreadable = _explained(error)
+    # Raised outside the handlers, since PyYAML's error quotes the document, which may hold secrets.
+    raise unreadable
+
+
+def _explained(error: yaml.MarkedYAMLError) -> UnreadableYamlError:
+    """Return PyYAML's error in our own words, without any part of the document."""
+    mark = error.problem_mark or error.context_mark
+    line = 1 if mark is None else mark.line + 1
+    problem = error.problem or ""
+    if "'\\t'" in problem:
+        return UnreadableYamlError("there is a tab where YAML allows only spaces.", line, "Indent with spaces.")
+    if "cannot start any token" in problem:
+        return UnreadableYamlError("no text may start with this character.", line, _QUOTE)
+    if "undefined alias" in problem:
+        message = "an alias (`*name`) stands for an anchor (`&name`) that is not there."
+        return UnreadableYamlError(message, line, "Put a text that starts with `*` in quotes.")
+    if "another document" in problem:
+        return UnreadableYamlError("a second document starts.", line, "A configuration is one document.")
+    if "mapping values" in problem:
+        hint = "Check the indentation, and put a text that contains `: ` in quotes."
+        return UnreadableYamlError("this is not valid YAML: there is a `:` in a wrong place.", line, hint)
+    # In `{token: ${NAME}}`, the second brace begins a mapping.
+    hint = "Within braces or brackets, put ${NAME} in quotes." if "got '{'" in problem else ""
+    if error.context and error.context_mark:
+        problem = f"{error.context} that starts on line {error.context_mark.line + 1}, {problem}"
+    return UnreadableYamlError(f"this is not valid YAML: {_QUOTED.sub(_harmless, problem)}.", line, hint)
+
+
+def _harmless(quoted: re.Match[str]) -> str:
+    """Return text that PyYAML quoted, unless it may come from the document."""
+    return quoted[0] if re.fullmatch(r"'(?:\W|<[a-z ]+>)'", quoted[0]) else "..."
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """PyYAML's composer, with limits. It makes only nodes, no values."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = 0
+        self._depth = 0
+
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
+        self._nodes += 1
+        self._depth += 1
+        _check_limits(self._nodes, self._depth, self.get_mark().line + 1)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+
+def _check_limits(nodes: int, depth: int, line: int) -> None:
+    if nodes > _MOST_NODES:
+        raise UnreadableYamlError(f"there are more than {_MOST_NODES} values, aliases counted.", line)
+    if depth > _DEEPEST:
+        raise UnreadableYamlError(
+            f"values lie more than {_DEEPEST} levels deep, or in an alias of themselves.", line
+        )
+
+
+def _line(node: Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+class _Walk:
+    """Turns nodes into values. Each use of an alias is walked, and counts towards the limits."""
+
+    def __init__(self, document: YamlDocument) -> None:
+        self._document = document
+        self._nodes = 0
+
+    def value(self, node: Node, path: YamlPath, depth: int) -> Any:
+        self._nodes += 1
+        _check_limits(self._nodes, depth, _line(node))
+        if isinstance(node, MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            return self._mapping(node, path, depth)
+        if isinstance(node, SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            items = []
+            for position, item in enumerate(node.value):
+                self._document.lines[*path, position] = _line(item)
+                items.append(self.value(item, (*path, position), depth + 1))
+            return items
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, path)
+        return self._mistake(node, path, "tags (`!name`) are not supported.")
+
+    def _mapping(self, node: MappingNode, path: YamlPath, depth: int) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for name_node, value_node, merged in self._entries(node, path, depth):
+            name = self._name(name_node, path)
+            if name is None or (merged and name in values):
+                continue
+            if name in values:
+                self._mistake(name_node, (*path, name), f"this name is already on line {lines[name]} already.")
+                continue
+            lines[name] = self._document.lines[*path, name] = _line(name_node)
+            values[name] = self.value(value_node, (*path, name), depth + 1)
+        return values
+
+    def _entries(self, node: MappingNode, path: YamlPath, depth: int) -> Iterator[tuple[Node, Node, bool]]:
+        """Yield name, value, and whether they come from a merge (`<<: *name`); the mapping's own come first."""
+        self._nodes += 1
+        _check_limits(self._nodes, depth, _line(node))
+        merged: list[Node] = []
+        for name_node, value_node in node.value:
+            if name_node.tag != _MERGE:
+                yield name_node, value_node, False
+            elif isinstance(value_node, SequenceNode):
+                merged.extend(value_node.value)
+            else:
+                merged.append(value_node)
+        for source in merged:
+            if isinstance(source, MappingNode):
+                for name_node, value_node, _ in self._entries(source, path, depth + 1):
+                    yield name_node, value_node, True
+            else:
+                self._mistake(source, path, "`<<` takes an alias of a mapping.")
+
+    def _name(self, node: Node, path: YamlPath) -> str | None:
+        if not isinstance(node, ScalarNode):
+            self._mistake(node, path, "a name is a text, not a list or a mapping.")
+            return None
+        if node.tag not in _TEXTS:
+            kind = _KINDS.get(node.tag, "something else")
+            self._mistake(node, (*path, node.value), f"a name is a text, but YAML reads this as {kind}.", _QUOTE)
+        return str(node.value)
+
+    def _scalar(self, node: ScalarNode, path: YamlPath) -> Any:
+        if node.tag in _TEXTS:
+            return node.value
+        if node.tag == _NULL:
+            return None
+        if node.tag == _TIMESTAMP:
+            return self._mistake(node, path, "YAML reads this as a date.", _QUOTE)
+        if node.tag not in _CONSTRUCTORS:
+            return self._mistake(node, path, "tags (`!name`) are not supported.")
+        try:
+            return _CONSTRUCTORS[node.tag](_CONSTRUCTOR, node)
+        except (ValueError, KeyError, IndexError, OverflowError):
+            return self._mistake(node, path, f"this is not {_KINDS[node.tag]}.", _QUOTE)
+
+    def _mistake(self, node: Node, path: YamlPath, message: str, hint: str = "") -> None:
+        self._document.mistakes.append(Mistake(path, message, hint, _line(node)))
 
 
 # --- environment variables ---
@@ -133,18 +374,18 @@ _REFERENCES_ONLY = re.compile(r"(?:\$\{[A-Za-z_][A-Za-z0-9_]*\})+")
 
 
 def references_only(text: str) -> bool:
-    """Return whether a text is made of environment variables alone, so that it gives away nothing itself."""
+    """Return whether a text consists of environment variables only, and so reveals nothing itself."""
     return _REFERENCES_ONLY.fullmatch(text) is not None
 
 
 def expand(value: Any, environment: Mapping[str, str], mistakes: list[Mistake], path: YamlPath = ()) -> Any:
-    """Return a document with the environment variables in its texts replaced by their values.
+    """Return a document in which the environment variables in texts are replaced by their values.
 
     Args:
-        value: A text, a mapping, a list, or anything else, which stays as it is.
+        value: A text, a mapping, a list, or any other value, which stays as it is.
         environment: Name to value; an empty value is a value.
-        mistakes: Takes what is found: variables that are not set, and `${` that is no reference.
-        path: Where `value` stands in the document.
+        mistakes: Receives each mistake: variables that are not set, and `${` without a name.
+        path: Place of `value` in the document.
     """
     if isinstance(value, str):
         if value == WITHHELD:
@@ -183,7 +424,7 @@ def _expand_text(text: str, environment: Mapping[str, str], mistakes: list[Mista
 
 
 def _expand_name(name: Any, mistakes: list[Mistake], path: YamlPath) -> Any:
-    """Names lead to values in error texts, so they must not depend on what may be a secret."""
+    """Return a name in a mapping. Errors show names, so they must not contain what may be a secret."""
     if not isinstance(name, str):
         return name
     if any(match[0] != "$${" for match in _REFERENCE.finditer(name)):
@@ -193,32 +434,35 @@ def _expand_name(name: Any, mistakes: list[Mistake], path: YamlPath) -> Any:
 
 
 def _check_unicode(text: str, mistakes: list[Mistake], path: YamlPath) -> None:
-    # YAML escapes, and environment variables that are not UTF-8, give halves of surrogate pairs.
+    # YAML escapes, and environment variables that are not UTF-8, may contain halves of surrogate pairs.
     if any("\ud800" <= character <= "\udfff" for character in text):
         mistakes.append(Mistake(path, "this is not valid Unicode."))
 
 
-class Redacted(enum.Enum):
-    """What stands in place of a secret that was written into the document itself."""
+# --- the document of a configuration, without its secrets ---
 
-    SECRET = "redacted"  # noqa: S105 - this is what is left of a secret
+
+class Redacted(enum.Enum):
+    """Replaces a secret that was written into the document itself."""
+
+    SECRET = "redacted"  # noqa: S105 - it replaces a secret
 
 
 WITHHELD = "(secret withheld)"
-"""What a document that is shown has in place of a secret; no configuration can be made of it."""
+"""Replaces a secret in a document that is shown; such a document is refused as a configuration."""
 
 
 @dataclass(frozen=True)
 class DocumentSource:
-    """The document behind a configuration. Holds no secret, so that it may be pickled.
+    """The document behind a configuration. It holds no secret, so it may be pickled.
 
     Attributes:
-        file: The YAML file as the caller named it, for error texts; None where there is none.
-        path: The same, absolute; None where other processes cannot read it, or not what it was: for pipes.
-        folder: Where relative paths in the document start; absolute.
+        file: The YAML file as the caller named it, for errors; None if there is no file.
+        path: The absolute path of the file; None if other processes cannot read the same content, as with pipes.
+        folder: The folder in which relative paths in the document start; absolute.
         lines: Path in the document to line, counted from 1.
-        document: The document with `${NAME}` as written and `Redacted.SECRET` for secrets.
-        exposed_to: Who else may read the file; empty where nobody may.
+        document: The document with `${NAME}` as written, and `Redacted.SECRET` in place of secrets.
+        exposed_to: The other users who may read the file; empty if there are none.
     """
 
     file: str | None
@@ -229,18 +473,28 @@ class DocumentSource:
     exposed_to: str = field(default="", compare=False)
 
     def error(self, mistakes: Sequence[Mistake]) -> ConfigurationError:
-        """Make the one error that reports all mistakes, with file and lines."""
+        """Make one error that reports all mistakes, with file and lines."""
         return configuration_error(mistakes, file=self.file, lines=self.lines)
 
     @property
     def redacted_paths(self) -> list[YamlPath]:
-        """Where the document holds a secret itself."""
+        """The places where the document itself holds a secret."""
         return list(_redacted_paths(self.document, ()))
 
     @property
     def shown(self) -> Any:
-        """The document as JSON can hold it, with a text in place of each secret."""
+        """The document in values that JSON supports, with a text in place of each secret."""
         return _shown(self.document)
+
+
+def exposed_to(found: os.stat_result) -> str:
+    """Return who may read a file besides this user and the superuser; on Windows, this is unknown."""
+    if permissions(found, stat.S_IROTH):
+        return "everybody on this machine"
+    if permissions(found, stat.S_IRGRP):
+        return "its group"
+    # Who owns a file can change its permissions.
+    return "" if found.st_uid in (0, own_user_id()) else "its owner, another user,"
 
 
 def _shown(value: Any) -> Any:
@@ -262,7 +516,7 @@ def _redacted_paths(value: Any, path: YamlPath) -> Sequence[YamlPath]:
 
 
 def redacted(document: Mapping[str, Any], kms: pydantic.BaseModel | None) -> dict[str, Any]:
-    """Return a document without its secrets: data keys, and every field of the KMS settings that holds one."""
+    """Return a document without its secrets: data keys, and all fields of the KMS settings that hold one."""
     safe = {name: _without_objects(value) for name, value in document.items()}
     if "data_keys" in document:
         safe["data_keys"] = _redact(document["data_keys"])
@@ -275,12 +529,12 @@ def redacted(document: Mapping[str, Any], kms: pydantic.BaseModel | None) -> dic
 
 
 def _is_secret(settings: pydantic.BaseModel, name: str) -> bool:
-    """Return whether a field holds a secret. A name that is no field is an alias, and counts as one."""
+    """Return whether a field holds a secret. A name that is not a field is an alias, and counts as a secret."""
     return name not in type(settings).model_fields or holds_secret(getattr(settings, name))
 
 
 def _redact(value: Any) -> Any:
-    """Return a value with everything in it redacted that is not a name or an environment variable."""
+    """Return a value in which everything is redacted except names and environment variables."""
     if value is None or isinstance(value, bool) or (isinstance(value, str) and references_only(value)):
         return value
     if isinstance(value, dict):
@@ -291,7 +545,7 @@ def _redact(value: Any) -> Any:
 
 
 def _without_objects(value: Any) -> Any:
-    """Return a value with everything redacted that YAML could not have said, such as a `SecretStr`."""
+    """Return a value in which everything is redacted that YAML cannot express, such as a `SecretStr`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (dict, list)):

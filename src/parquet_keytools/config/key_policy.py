@@ -1,4 +1,4 @@
-"""Which key a name in a table means, and which key each column of a file gets."""
+"""Policy of keys: the key that a name in a table means, and the key of each column of a file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from functools import cached_property, partial
 from typing import Literal
 
 from parquet_keytools.config.document import MOST_REPORTED, Mistake, YamlPath, did_you_mean, one_of
-from parquet_keytools.config.settings import Configuration
-from parquet_keytools.config.table_settings import TableSettings
+from parquet_keytools.config.settings import Configuration, TableSettings
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,10 @@ KeyReference = MasterKeyReference | DataKeyReference
 
 
 def resolve_key(configuration: Configuration, name: str) -> KeyReference:
-    """Return the key that a name means: one of `master_keys`, of `data_keys`, or else of the KMS.
+    """Return the key that a name means: a key under `master_keys`, under `data_keys`, or else in the KMS.
 
-    `data_keys` come before the KMS's keys, which often nobody can list. Where they can be listed, a name in
-    both is a mistake that `check_key_names` reports, so that the order makes no difference.
+    `data_keys` come before the keys of the KMS, which often cannot be listed. If they can be listed,
+    `check_key_names` reports a name that is in both, so the order makes no difference.
 
     Raises:
         ConfigurationError: The name is not declared, and there is no KMS that might know it.
@@ -49,7 +48,7 @@ def resolve_key(configuration: Configuration, name: str) -> KeyReference:
 def configured_master_key_ids(configuration: Configuration) -> frozenset[str]:
     """Return the identifiers of all master keys that a configuration names.
 
-    Which of them a file may be under is a matter of its table.
+    The table of a file decides which of them the file may use.
     """
     used = {name for table in configuration.tables.values() for _, name in table.key_names()}
     references = [_lookup(configuration, name) for name in used]
@@ -60,7 +59,7 @@ def configured_master_key_ids(configuration: Configuration) -> frozenset[str]:
 
 
 def hash_key_reference(configuration: Configuration, name: str) -> MasterKeyReference:
-    """Return the master key that wraps a secret under `hash_keys`; it is never a data key."""
+    """Return the master key that wraps a secret under `hash_keys`. It is never a data key."""
     master_key = configuration.hash_keys[name].master_key
     return MasterKeyReference(configuration.master_keys.get(master_key, master_key))
 
@@ -72,15 +71,15 @@ def moved_master_key_ids(configuration: Configuration) -> list[tuple[str, str]]:
 
 
 def check_key_names(configuration: Configuration, known_master_key_ids: frozenset[str] | None = None) -> None:
-    """Check that every key that a table uses exists, as far as that is known.
+    """Check that every key that a table uses exists, as far as this is known.
 
     Args:
-        configuration: All of its tables are checked.
-        known_master_key_ids: Identifiers of all master keys in the KMS; None where it was not asked or does
-            not tell: then any name may be one of them.
+        configuration: The configuration; all of its tables are checked.
+        known_master_key_ids: Identifiers of all master keys in the KMS; None if the KMS did not list them, so that
+            any name may be a master key.
 
     Raises:
-        ConfigurationError: Reports all names that mean no key, or two.
+        ConfigurationError: Names mean no key, or two keys; the error reports all of them.
     """
     known = known_master_key_ids
     mistakes: list[Mistake] = []
@@ -97,12 +96,12 @@ def check_key_names(configuration: Configuration, known_master_key_ids: frozense
 
 
 def check_moves(configuration: Configuration, known_master_key_ids: frozenset[str] | None) -> None:
-    """Check that the master keys under `rotation.moves` exist, as far as that is known.
+    """Check that the master keys under `rotation.moves` exist, as far as this is known.
 
-    Only before a rotation: the old master key of a move that was made may be gone, and readers need it no more.
+    Only a rotation checks this. After it, the old master key of a move may be gone, and readers no longer need it.
 
     Raises:
-        ConfigurationError: Reports all names that mean no master key.
+        ConfigurationError: Names mean no master key; the error reports all of them.
     """
     known = known_master_key_ids
     if known is None:
@@ -150,7 +149,7 @@ def _unknown(configuration: Configuration, name: str, known: frozenset[str]) -> 
 
 
 def _without_effect(configuration: Configuration, table_name: str, table: TableSettings) -> Iterator[Mistake]:
-    """Yield options that the table sets and that its data keys make meaningless."""
+    """Yield settings of the table that have no effect with data keys."""
     references = [_lookup(configuration, name) for _, name in table.key_uses()]
     data_keys = [reference.name for reference in references if isinstance(reference, DataKeyReference)]
     path: YamlPath = ("tables", table_name)
@@ -171,16 +170,16 @@ ColumnPath = tuple[str, ...]
 """Names from the top of the schema to a leaf column."""
 
 WILDCARD = re.compile(r"[*?]")
-"""What makes a pattern of `column_keys` a glob."""
+"""The characters that make a pattern of `column_keys` a glob."""
 
 
 @dataclass(frozen=True)
 class ChosenKey:
     """The key of a column.
 
-    A column that is listed under the very name of the footer's key is still a `column_key`: it gets a DEK of
-    its own, wrapped by the same master key. Unlisted columns are encrypted with the footer's DEK, and so are those
-    listed under a data key that is the footer's, too: such a column has no metadata of its own (spec 5.4).
+    A column that is listed under the name of the footer's master key is still a `column_key`: it gets a DEK of its
+    own, wrapped by the same master key. The footer's DEK encrypts unlisted columns, and columns that are listed
+    under the footer's data key: such a column has no metadata of its own (spec 5.4).
 
     Attributes:
         kind: `plaintext`; `footer_key`, which means the footer's DEK; or `column_key`, a DEK of its own.
@@ -203,24 +202,23 @@ def resolve_columns(
 ) -> dict[ColumnPath, ChosenKey]:
     """Return the key of every leaf column of a schema, in the order of `leaf_paths`.
 
-    A pattern covers a leaf column where it is its dotted path or that of a parent, letter for letter. Only a
-    pattern that covers nothing in this way is taken as a glob, which covers a leaf column where it fits its
-    dotted path or that of a parent: `*` stands for any text, dots included, `?` for one character, and
-    nothing else has a meaning.
+    A pattern covers a leaf column if it equals the dotted path of the column or of one of its parents. A pattern
+    that equals no path is a glob, and covers a leaf column if it matches one of these paths: `*` matches any text,
+    dots included, `?` matches one character, and all other characters match themselves.
 
     Args:
-        configuration: Where the table is.
-        table_name: The table whose settings are meant.
+        configuration: The configuration with the table.
+        table_name: The table.
         leaf_paths: Every leaf column of the schema.
-        for_reading: Whether the schema is that of a file that is there. Then patterns may cover nothing, for
-            schemas change over time; and a glob is one also where a column has its very name, for whoever made
-            the file chose the names: such a column must not take the key from the others.
-        ignores_case: Whether a column that no pattern covers otherwise is covered by one that differs in the
-            case of letters, as for readers that make no difference.
+        for_reading: Whether the schema is from an existing file. If so, patterns may cover nothing, since schemas
+            change over time. A glob then is a glob even if a column has the same name: an attacker may have chosen
+            that name, and the column must not take the key away from the others.
+        ignores_case: Whether a pattern also covers a column that no pattern covers otherwise if the two differ
+            only in the case of letters, for readers that ignore case.
 
     Raises:
-        ConfigurationError: Reports all patterns that cover no column, all columns with two keys, and all that are
-            not listed where the table has `unlisted_columns: error`.
+        ConfigurationError: Patterns cover no column, columns have two keys, or columns are not listed although the
+            table has `unlisted_columns: error`. The error reports all of them.
     """
     _, table = configuration.select_table(table_name)
     if table.unlisted_columns == "footer_key":
@@ -235,14 +233,14 @@ def resolve_columns(
     def give_keys(
         covers: Callable[[str], list[ColumnPath]], *, must_cover: bool, spared: Collection[ColumnPath]
     ) -> Collection[ColumnPath]:
-        """Give columns the keys of the patterns that cover them; returns the columns."""
+        """Give columns the keys of the patterns that cover them, and return these columns."""
         covered_by: dict[ColumnPath, tuple[str, str]] = {}
         for key_name, patterns in table.column_keys.items():
             for position, pattern in enumerate(patterns):
                 path: YamlPath = ("tables", table_name, "column_keys", key_name, position)
                 covered = covers(pattern)
                 if not covered and must_cover:
-                    # What is not shown needs no hint; each costs a look at every column.
+                    # A mistake that is not shown needs no hint, and finding one searches every column.
                     hint = did_you_mean(pattern, dotted_paths) if len(mistakes) < MOST_REPORTED else ""
                     mistakes.append(Mistake(path, f"{pattern!r} matches no column.", hint))
                 for leaf in covered:
@@ -279,13 +277,13 @@ def digest_columns(
 ) -> frozenset[ColumnPath]:
     """Return the leaf columns of a file that are shown as digests with `denied_columns: hash`.
 
-    These are all that the table has under column_keys, but for its `shown_columns`. A mistake in a pattern there
-    leaves a column a digest.
+    These are all columns under `column_keys` except `shown_columns`. If a pattern under `shown_columns` is wrong,
+    its columns are shown as digests.
 
     Args:
         table: The table of the file.
         leaf_paths: Every leaf column.
-        keyed: Those that have a key of their own in the file, whatever the table says.
+        keyed: The columns that have a key of their own in the file, whatever the table says.
     """
     dotted_paths = _DottedPaths(leaf_paths)
     covered = set(keyed)
@@ -300,7 +298,7 @@ def digest_columns(
 def _unlisted(
     table_name: str, table: TableSettings, dotted_paths: _DottedPaths, without_key: Sequence[ColumnPath]
 ) -> Iterator[Mistake]:
-    """Yield columns without a key that are not said to stay plaintext."""
+    """Yield columns that have no key and are not listed as plaintext."""
     plaintext = {leaf for pattern in table.plaintext_columns for leaf in dotted_paths.covered_by(pattern)}
     for leaf in without_key:
         if leaf not in plaintext:
@@ -314,7 +312,7 @@ def _unlisted(
 def _listed_as_plaintext(
     table_name: str, table: TableSettings, dotted_paths: _DottedPaths, covered: Collection[ColumnPath]
 ) -> Iterator[Mistake]:
-    """Yield columns that have a key and are said to stay plaintext."""
+    """Yield columns that have a key and are listed as plaintext."""
     for position, pattern in enumerate(table.plaintext_columns):
         for leaf in dotted_paths.covered_by(pattern):
             if leaf in covered:
@@ -341,7 +339,7 @@ class _DottedPaths:
         return self._matching(pattern)
 
     def also_covered_by(self, pattern: str, *, ignores_case: bool) -> list[ColumnPath]:
-        """Return what a pattern covers as a glob beside a column of its own name, or in another case."""
+        """Return what a pattern covers as a glob although a column has its name, or in another case."""
         is_glob = WILDCARD.search(pattern) is not None
         if is_glob and (ignores_case or pattern in self._leaves):
             return self._matching(pattern, re.IGNORECASE if ignores_case else 0)
@@ -357,7 +355,7 @@ class _DottedPaths:
         return lowered
 
     def _matching(self, pattern: str, flags: int = 0) -> list[ColumnPath]:
-        # Brackets are ordinary characters of column names, and mean nothing here.
+        # Brackets are ordinary characters in column names.
         glob = re.compile(fnmatch.translate(pattern.replace("[", "[[]")), flags)
         matching = (leaves for dotted_path, leaves in self._leaves.items() if glob.match(dotted_path))
         return list({leaf: None for leaves in matching for leaf in leaves})

@@ -1,4 +1,4 @@
-"""YAML files and mappings to configurations."""
+"""Makes configurations from YAML files and mappings, and reports their mistakes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from parquet_keytools.config.document import (
+    MOST_BYTES,
     DocumentSource,
     Mistake,
+    UnreadableYamlError,
+    YamlDocument,
     YamlPath,
     configuration_error,
     did_you_mean,
     expand,
+    exposed_to,
     one_of,
+    read_yaml,
     redacted,
 )
 from parquet_keytools.config.key_policy import check_key_names
-from parquet_keytools.config.settings import Configuration, ConfigurationWarning
-from parquet_keytools.config.table_settings import BROKEN_RULES
-from parquet_keytools.config.yaml_document import MOST_BYTES, UnreadableYamlError, YamlDocument, read_yaml
+from parquet_keytools.config.settings import BROKEN_RULES, Configuration, ConfigurationWarning
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
 from parquet_keytools.kms.registry import client_class, is_known, known_names
-from parquet_keytools.runtime.operating_system import own_user_id, permissions
 from parquet_keytools.runtime.presentation import expanded
 
 
@@ -42,13 +44,13 @@ def load_configuration(
     """Load a configuration from a YAML file.
 
     Args:
-        file: Its path; `~` is the home folder, wherever the path comes from.
-        environment: What `${NAME}` stands for; the environment of this process where it is not given.
-        kms: The client that `Keytools` will be given: with it the configuration needs no `kms`.
+        file: Its path; `~` is the home folder.
+        environment: The variables that `${NAME}` refers to; by default, the environment of this process.
+        kms: The client that will be passed to `Keytools`. The configuration then needs no `kms`.
 
     Raises:
-        ConfigurationError: The file cannot be read, or what it says is wrong; the error reports all mistakes
-            of one kind together: first those of single values, then those of values that contradict others.
+        ConfigurationError: The file cannot be read, or has mistakes. The error reports all mistakes in single
+            values; if there are none, it reports all values that contradict each other.
     """
     configuration = _load(file, os.environ if environment is None else environment, _standing_for(kms))
     _warn(configuration)
@@ -62,12 +64,12 @@ def parse_configuration(
     environment: Mapping[str, str] | None = None,
     kms: KmsClient | None = None,
 ) -> Configuration:
-    """Make a configuration of YAML text, or of a mapping with the same content.
+    """Make a configuration from YAML text, or from a mapping with the same content.
 
     Args:
-        document: YAML text, or mapping.
-        file: Where the text came from: for error texts, relative paths, and worker processes.
-        environment: What `${NAME}` stands for; the environment of this process where it is not given.
+        document: YAML text, or a mapping.
+        file: The file that the text came from, for errors, relative paths, and worker processes.
+        environment: The variables that `${NAME}` refers to; by default, the environment of this process.
         kms: As with `load_configuration`.
 
     Raises:
@@ -79,11 +81,11 @@ def parse_configuration(
 
 
 def restore_configuration(source: DocumentSource) -> Configuration:
-    """Make in a worker process the configuration that was pickled without its secrets.
+    """Restore a configuration in a worker process, from a pickle without its secrets.
 
     Raises:
-        ConfigurationError: An environment variable is not set here, or secrets stand in a file that is not
-            here or says something else now.
+        ConfigurationError: An environment variable is not set here, or the configuration file that holds the
+            secrets is not here, or has changed.
     """
     if not source.redacted_paths:
         return _build(source.document, source, os.environ)
@@ -107,7 +109,7 @@ def _warn(configuration: Configuration) -> None:
 
 
 def _standing_for(kms: KmsClient | None) -> KmsSettings | None:
-    """Return settings in place of those that a client was made from, which nobody knows here."""
+    """Return settings that stand for a client that was passed in, whose own settings are unknown."""
     return None if kms is None else KmsSettings(type=kms.backend, instance_id=kms.instance_id)
 
 
@@ -141,19 +143,9 @@ _OF_ONE_PROCESS = tuple(map(Path, ("/dev/stdin", "/dev/fd", "/proc")))
 
 
 def _can_be_read_again(file: Path, found: os.stat_result) -> bool:
-    """Return whether other processes find in a file what was found: not in that of `<(command)` in a shell."""
+    """Return whether other processes can read the same content; they cannot with `<(command)` of a shell."""
     path = file.absolute()
     return stat.S_ISREG(found.st_mode) and not any(path.is_relative_to(place) for place in _OF_ONE_PROCESS)
-
-
-def exposed_to(found: os.stat_result) -> str:
-    """Return who may read a file beside this user and the superuser; on Windows it is unknown."""
-    if permissions(found, stat.S_IROTH):
-        return "everybody on this machine"
-    if permissions(found, stat.S_IRGRP):
-        return "its group"
-    # Who owns a file can change its permissions.
-    return "" if found.st_uid in (0, own_user_id()) else "its owner, another user,"
 
 
 def _parse(
@@ -181,7 +173,7 @@ def _read(content: str | bytes, name: str | None) -> YamlDocument:
 
 
 def _plain(value: Any) -> Any:
-    """Return a document from Python as YAML would have given it."""
+    """Return a document from Python in the types that YAML text would have."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -190,7 +182,7 @@ def _plain(value: Any) -> Any:
 def _build(
     written: Any, source: DocumentSource, environment: Mapping[str, str], found: Sequence[Mistake] = ()
 ) -> Configuration:
-    """Make a configuration of a document as it was written, or report all mistakes."""
+    """Make a configuration from a document, or report all mistakes."""
     mistakes = list(found)
     document = expand(written, environment, mistakes)
     if not isinstance(document, dict):
@@ -203,12 +195,12 @@ def _build(
         configuration = Configuration.model_validate({**document, "kms": kms})
     except ValidationError as error:
         later_mistakes += mistakes_of(error, Configuration, document)
-    # What lies under a mistake found before was made up in its place.
+    # A value with an earlier mistake was replaced, so later mistakes below it mean nothing.
     broken = [mistake.path for mistake in mistakes]
     mistakes += [
         mistake for mistake in later_mistakes if not any(mistake.path[: len(path)] == path for path in broken)
     ]
-    # Raised outside of the handler: pydantic's error holds the values, and with them secrets.
+    # Raised outside the handler, since pydantic's error holds the values, which may be secrets.
     if mistakes or configuration is None:
         raise source.error(mistakes)
     configuration._source = replace(source, document=redacted(written, configuration.kms))
@@ -217,7 +209,7 @@ def _build(
 
 
 def _kms_settings(document: Any) -> tuple[KmsSettings | None, list[Mistake]]:
-    """Return what the KMS's own class makes of the settings under `kms`, and the mistakes in it."""
+    """Return the settings under `kms`, validated by the class of the KMS client, and the mistakes in them."""
     broken = KmsSettings(type="unknown")
     if document is None or isinstance(document, KmsSettings):
         return document, []
@@ -240,7 +232,7 @@ def _kms_settings(document: Any) -> tuple[KmsSettings | None, list[Mistake]]:
         return broken, list(mistakes_of(error, settings, document, ("kms",)))
 
 
-# --- what pydantic found wrong ---
+# --- mistakes that pydantic found ---
 
 
 _EXPECTED = {
@@ -270,14 +262,14 @@ def mistakes_of(
     """Yield the mistakes that a validation found.
 
     Args:
-        error: What pydantic raised; nothing of the values in it goes into a mistake.
-        model: What `document` was validated against.
-        document: Environment variables expanded.
-        path: Where `document` stands in the whole.
+        error: The error that pydantic raised. A mistake never contains a value from it.
+        model: The model that `document` was validated against.
+        document: The document, with environment variables expanded.
+        path: Place of `document` in the whole configuration.
     """
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and details["input"]:
-            # pydantic counts valid items only; what is wrong with the others it reports, too.
+            # pydantic counts only valid items, and reports the invalid ones separately.
             continue
         place = _place(details, document)
         if details["type"] == BROKEN_RULES:
@@ -288,7 +280,7 @@ def mistakes_of(
 
 
 def _place(details: ErrorDetails, document: Any) -> YamlPath:
-    """Return that part of pydantic's location that is in the document: it names variants of unions, too."""
+    """Return the part of pydantic's location that is in the document; variants of unions are not."""
     place: YamlPath = ()
     for position, step in enumerate(details["loc"]):
         inner: Any = _NOTHING
@@ -355,7 +347,7 @@ def _quoted(expected: str) -> list[str]:
 
 
 def _quotes(message: str, given: Any) -> bool:
-    """Return whether a message repeats a text of what was given; that may be a secret."""
+    """Return whether a message repeats a given text, which may be a secret."""
     if isinstance(given, str):
         return len(given) >= _SHORTEST_SECRET and given in message
     if isinstance(given, Mapping):
@@ -364,7 +356,7 @@ def _quotes(message: str, given: Any) -> bool:
 
 
 def _fields_at(model: type[BaseModel], place: YamlPath) -> list[str]:
-    """Return the names of the fields that a mapping at a place in a document may have."""
+    """Return the names of the fields that a mapping may have at a place in a document."""
     annotation: Any = model
     for step in place:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -379,7 +371,7 @@ def _fields_at(model: type[BaseModel], place: YamlPath) -> list[str]:
 
 
 def _model_in(annotation: Any) -> Any:
-    """Return the model among the variants of a union; other annotations as they are."""
+    """Return the model among the variants of a union; return other annotations as they are."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         for variant in typing.get_args(annotation):
             if isinstance(variant, type) and issubclass(variant, BaseModel):

@@ -6,13 +6,27 @@ Instances are frozen and may be shared by threads.
 from __future__ import annotations
 
 import shlex
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, SerializeAsAny, StrictBool, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    PrivateAttr,
+    SerializeAsAny,
+    StrictBool,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import models_json_schema
+from pydantic_core import PydanticCustomError
 
+from parquet_keytools import strict_base64
 from parquet_keytools.config.document import (
     DocumentSource,
     Mistake,
@@ -20,40 +34,267 @@ from parquet_keytools.config.document import (
     YamlPath,
     configuration_error,
     did_you_mean,
+    exposed_to,
     one_of,
     yaml_path_text,
 )
-from parquet_keytools.config.table_settings import (
-    DataKey,
-    DeniedColumns,
-    KeyName,
-    Seconds,
-    TableSettings,
-    Text,
-    Version,
-    broken_rules,
-    prefixes_that_begin_another,
-)
-from parquet_keytools.encryption.aad import BASE64
-from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.kms.client import KmsSettings
+from parquet_keytools.encryption.aad import BASE64, prefix_bytes
+from parquet_keytools.errors import AadPrefixError, ConfigurationError
+from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsSettings
 from parquet_keytools.kms.contract import StrictSettings
 from parquet_keytools.kms.registry import client_class, known_names
 from parquet_keytools.runtime.presentation import expanded
-
-__all__ = [
-    "Configuration",
-    "ConfigurationWarning",
-    "HashKeySettings",
-    "KeysWithoutMetadata",
-    "ReadingSettings",
-    "RotationSettings",
-    "TableSettings",
-]
+from parquet_keytools.secret_bytes import SecretBytes
 
 
 class ConfigurationWarning(UserWarning):
-    """The configuration is legal, but protects less than one may think."""
+    """The configuration is valid, but protects less than it may seem to."""
+
+
+# --- types of fields ---
+
+
+BROKEN_RULES = "broken_rules"
+"""Type of the pydantic error for rules that concern several fields; it carries the mistakes."""
+
+_PLACEHOLDERS = ("file_name", "table_name")
+
+
+def _checked_identifier(text: str) -> str:
+    # pyarrow receives identifiers percent-encoded, since the `:`, `;` and `,` of ARNs have a meaning in its syntax
+    # for column keys. An identifier that contains `%` would be ambiguous.
+    if "%" in text:
+        raise PydanticCustomError("identifier", "a key's name or identifier must not contain `%`.")
+    if any(character < " " or "\x7f" <= character < "\xa0" for character in text):
+        raise PydanticCustomError(
+            "identifier", "a key's name or identifier must not contain line ends or control characters."
+        )
+    return text
+
+
+def _checked_data_key(value: Any) -> Any:
+    if isinstance(value, SecretBytes):
+        key = value
+    elif isinstance(value, str):
+        try:
+            key = SecretBytes(strict_base64.decode(value))
+        except ValueError:
+            key = SecretBytes(b"")
+    else:
+        raise PydanticCustomError("string_type", "")
+    if len(key) not in KEY_LENGTHS_BYTES:
+        raise PydanticCustomError("data_key", "a data key is base64 of 16, 24 or 32 bytes.")
+    return key
+
+
+def _checked_whole_number(value: Any) -> Any:
+    # `Literal[1]` accepts True and 1.0, which are equal to 1.
+    if isinstance(value, (bool, float)):
+        raise PydanticCustomError("int_type", "")
+    return value
+
+
+def _text_of_prefix(value: Any) -> Any:
+    """Return the text form of a prefix that a mapping gives as bytes."""
+    return BASE64 + strict_base64.encode(value) if isinstance(value, bytes) and value else value
+
+
+def _checked_template(text: str) -> str:
+    if text.startswith(BASE64):
+        try:
+            prefix_bytes(text)
+        except AadPrefixError as error:
+            raise PydanticCustomError("template", "{reason}", {"reason": str(error)}) from None
+        return text
+    try:
+        parts = list(string.Formatter().parse(text))
+    except ValueError:
+        parts = [("", "", "", None)]
+    if any(name is not None and (name not in _PLACEHOLDERS or more or how) for _, name, more, how in parts):
+        raise PydanticCustomError(
+            "template", "the only placeholders are {file_name} and {table_name}; a literal brace is doubled."
+        )
+    if "\0" in text:
+        raise PydanticCustomError(
+            "template", "an AAD prefix contains no NUL: parquet-keytools writes one to mark its end."
+        )
+    return text
+
+
+def broken_rules(mistakes: list[Mistake]) -> PydanticCustomError:
+    """Make the error that a validator of several fields raises. Paths begin at the model of the validator."""
+    text = " ".join(mistake.text for mistake in mistakes)
+    return PydanticCustomError(BROKEN_RULES, "{text}", {"text": text, "mistakes": mistakes})
+
+
+Text = Annotated[str, Field(min_length=1)]
+KeyName = Annotated[str, Field(min_length=1), AfterValidator(_checked_identifier)]
+DataKey = Annotated[
+    InstanceOf[SecretBytes],
+    BeforeValidator(_checked_data_key),
+    PlainSerializer(repr, return_type=str),
+    WithJsonSchema({"type": "string", "contentEncoding": "base64", "writeOnly": True}),
+]
+Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+AadPrefixTemplate = Annotated[
+    str, BeforeValidator(_text_of_prefix), Field(min_length=1), AfterValidator(_checked_template)
+]
+Version = Annotated[Literal[1], BeforeValidator(_checked_whole_number)]
+DeniedColumns = Annotated[
+    Literal["error", "hide", "null", "hash"],
+    # YAML reads the word without quotes as None.
+    BeforeValidator(
+        lambda value: "null" if value is None else value,
+        json_schema_input_type=Literal["error", "hide", "null", "hash", None],
+    ),
+]
+KeyLength = Annotated[Literal[128, 192, 256], BeforeValidator(_checked_whole_number)]
+
+
+# --- tables ---
+
+
+class TableSettings(StrictSettings):
+    """How one table is encrypted: an entry under `tables`."""
+
+    footer_key: KeyName = Field(description="Name of the master key, or data key, of the footer.")
+    column_keys: dict[KeyName, Annotated[tuple[Text, ...], Field(min_length=1)]] = Field(
+        default={},
+        description="Name of a key to the columns under it: dotted paths of leaf columns, parents of nested "
+        "columns, or globs with * and ?.",
+    )
+    also_trusted: tuple[KeyName, ...] = Field(
+        default=(),
+        description="Names of keys that files of this table may be under in place of any key that it names, such "
+        "as keys from before a change of the table. Nothing new is encrypted with them.",
+    )
+    hash_key: KeyName | None = Field(
+        default=None,
+        description="Name under hash_keys of the secret for digests of this table's columns, for readers with "
+        "`denied_columns: hash`. Equal values have equal digests in all tables that name the same one.",
+    )
+    shown_columns: tuple[Text, ...] = Field(
+        default=(),
+        description="Columns under column_keys whose values readers with `denied_columns: hash` see, in place of "
+        "digests: dotted paths, parents, or globs.",
+    )
+    unlisted_columns: Literal["plaintext", "footer_key", "error"] = Field(
+        default="plaintext",
+        description="What happens to columns that no key lists: they stay plaintext, are encrypted with the "
+        "footer's key, or nothing is written until each is under column_keys or plaintext_columns.",
+    )
+    plaintext_columns: tuple[Text, ...] = Field(
+        default=(),
+        description="Columns that stay plaintext with `unlisted_columns: error`: dotted paths, parents, or globs.",
+    )
+    plaintext_footer: StrictBool = Field(
+        default=False,
+        description="Sign the footer instead of encrypting it: tools without keys then read the schema and "
+        "the plaintext columns.",
+    )
+    plaintext_footer_key_values: Literal["drop", "refuse"] = Field(
+        default="drop",
+        description="What happens, with plaintext_footer, to key-value metadata of the file that may hold values "
+        "of encrypted columns (pandas, geo, all that is not known to say the schema only): it is left out with a "
+        "warning, or the file is refused.",
+    )
+    plaintext_footer_keys: tuple[Text, ...] = Field(
+        default=(), description="Keys of key-value metadata that a plaintext footer shows with their whole values."
+    )
+    algorithm: Literal["AES_GCM_V1", "AES_GCM_CTR_V1"] = Field(
+        default="AES_GCM_V1", description="AES_GCM_CTR_V1 does not authenticate page data: changes go undetected."
+    )
+    # The default matches pyarrow, whose KEKs always have 128 bits. AES-128 is not weak; 256 bits are for users
+    # whose rules demand them.
+    data_key_length_bits: KeyLength = Field(default=128, description="Length of the DEKs, in bits.")
+    kek_length_bits: KeyLength | None = Field(
+        default=None, description="Length of the KEKs, in bits; that of the DEKs where it is not set."
+    )
+    double_wrapping: StrictBool = Field(
+        default=True,
+        description="Wrap DEKs with KEKs and only these with master keys: far fewer calls to the KMS.",
+    )
+    key_material: Literal["internal", "external"] = Field(
+        default="internal",
+        description="Where key material is kept: in the Parquet file, or in a JSON file beside it.",
+    )
+    aad_prefix: AadPrefixTemplate | None = Field(
+        default=None,
+        description="AAD prefix, which ties a file to its name: a text, where {file_name} and {table_name} "
+        "stand for these; or `base64:` with base64 of bytes. In the file it ends with NUL.",
+    )
+    store_aad_prefix: StrictBool = Field(
+        default=True, description="Store the AAD prefix in the file; where not, readers must supply it."
+    )
+    cache_lifetime_seconds: Seconds = Field(
+        default=600, description="How long KEKs for writing are kept, in seconds; 0 keeps none."
+    )
+
+    @property
+    def effective_kek_length_bits(self) -> Literal[128, 192, 256]:
+        """Length of the KEKs in bits."""
+        return self.kek_length_bits or self.data_key_length_bits
+
+    def key_uses(self) -> Iterator[tuple[YamlPath, str]]:
+        """Yield each key that encrypts new files: its path within the table, and its name."""
+        yield ("footer_key",), self.footer_key
+        for name in self.column_keys:
+            yield ("column_keys", name), name
+
+    def key_names(self) -> Iterator[tuple[YamlPath, str]]:
+        """Yield each key that the table names, for new or existing files."""
+        yield from self.key_uses()
+        for position, name in enumerate(self.also_trusted):
+            yield ("also_trusted", position), name
+
+    def rendered_aad_prefix(self, *, table_name: str, file_name: str) -> str | None:
+        """Return the AAD prefix of a file in the form that `prefix_bytes` takes, or None if the table has none.
+
+        Files store the prefix with NUL at its end; `encryption.aad` says which forms are read.
+        """
+        if self.aad_prefix is None or self.aad_prefix.startswith(BASE64):
+            return self.aad_prefix
+        return self.aad_prefix.format(table_name=table_name, file_name=file_name)
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> TableSettings:
+        mistakes = list(self._listed_twice())
+        for position, name in enumerate(self.also_trusted):
+            if name in self.also_trusted[:position]:
+                mistakes.append(Mistake(("also_trusted", position), f"the key {name!r} is listed twice."))
+        if not self.store_aad_prefix and self.aad_prefix is None:
+            mistakes.append(Mistake(("store_aad_prefix",), "there is no aad_prefix that could be stored."))
+        if self.plaintext_columns and self.unlisted_columns != "error":
+            message = "columns that may stay plaintext are listed with `unlisted_columns: error` only."
+            mistakes.append(Mistake(("plaintext_columns",), message))
+        if not self.plaintext_footer:
+            mistakes += [
+                Mistake((name,), "plaintext_footer is not set: an encrypted footer hides all metadata.")
+                for name in ("plaintext_footer_key_values", "plaintext_footer_keys")
+                if name in self.model_fields_set
+            ]
+        if self.shown_columns and self.hash_key is None:
+            message = "without hash_key no columns are shown as digests, and none needs to be excepted."
+            mistakes.append(Mistake(("shown_columns",), message))
+        if self.kek_length_bits is not None and not self.double_wrapping:
+            mistakes.append(Mistake(("kek_length_bits",), "without double_wrapping there are no KEKs."))
+        if mistakes:
+            raise broken_rules(mistakes)
+        return self
+
+    def _listed_twice(self) -> Iterator[Mistake]:
+        listed: dict[str, str] = {}
+        for key_name, patterns in self.column_keys.items():
+            for position, pattern in enumerate(patterns):
+                if pattern not in listed:
+                    listed[pattern] = key_name
+                    continue
+                again = "twice" if listed[pattern] == key_name else f"under the key {listed[pattern]!r} already"
+                path = ("column_keys", key_name, position)
+                yield Mistake(path, f"column {pattern!r} is listed {again}.")
+
+
+# --- the whole configuration ---
 
 
 class KeysWithoutMetadata(StrictSettings):
@@ -151,24 +392,24 @@ class Configuration(StrictSettings):
 
     @property
     def source(self) -> DocumentSource | None:
-        """The document that it was made from, without its secrets; None where it was put together in Python."""
+        """The document of the configuration, without its secrets; None if it was built in Python."""
         return self._source
 
     @property
     def folder(self) -> Path:
-        """Where relative paths in the configuration start: the folder of its file, or the current one."""
+        """The folder in which relative paths start: the folder of the file, or the current folder."""
         return self._source.folder if self._source else Path.cwd()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is legal but protects less than one may think; each with file, line and YAML path."""
+        """What is valid but protects less than it may seem to; each with file, line and YAML path."""
         return tuple(str(self.error_for([mistake])) for mistake in self._doubts())
 
     def select_table(self, name: str | None = None) -> tuple[str, TableSettings]:
-        """Return the name and settings of a table; the name may be left out where there is only one.
+        """Return the name and settings of a table. The name may be left out if there is only one table.
 
         Raises:
-            ConfigurationError: There is no such table, or not exactly one to choose from.
+            ConfigurationError: The table does not exist, or no name is given and there is not exactly one table.
         """
         if name is None:
             if len(self.tables) == 1:
@@ -182,17 +423,17 @@ class Configuration(StrictSettings):
         return name, self.tables[name]
 
     def table_of_files(self, name: str | None = None) -> str | None:
-        """Return the name of the table that files to be read are of; None where there are no tables at all.
+        """Return the name of the table of files that are read; None if the configuration has no tables.
 
         Raises:
-            ConfigurationError: There is no such table, or several to choose from.
+            ConfigurationError: The table does not exist, or no name is given and there are several tables.
         """
         if name is None and not self.tables:
             return None
         return self.select_table(name)[0]
 
     def error_for(self, mistakes: Sequence[Mistake]) -> ConfigurationError:
-        """Make the one error that reports all mistakes, with file and lines where these are known."""
+        """Make one error that reports all mistakes, with file and lines if they are known."""
         if self._source:
             return self._source.error(mistakes)
         return configuration_error(mistakes, file=None, lines={})
@@ -294,22 +535,19 @@ class Configuration(StrictSettings):
                 yield Mistake(("tables", name), message)
 
     def _exposed_files(self) -> Iterator[Mistake]:
-        # Imported here, for loader.py makes configurations.
-        from parquet_keytools.config.loader import exposed_to
-
         for names, setting in (self.kms.secret_files() if self.kms else {}).items():
             try:
                 file = self.folder / expanded(setting)
                 others = exposed_to(file.stat())
             except OSError:
-                # The KMS client reports it when it needs the secret.
+                # The KMS client reports this when it needs the secret.
                 continue
             if others:
                 message = f"the file {file} holds a secret, and {others} may read it."
                 yield Mistake(("kms", *names), message, f"Run: chmod 600 {shlex.quote(str(file))}")
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy; one with updates does not pickle, for its document says something else."""
+        """Return a copy. A copy with updates cannot be pickled, since its document does not contain them."""
         copied = super().model_copy(update=update, deep=deep)
         if update:
             copied._source = None
@@ -319,12 +557,12 @@ class Configuration(StrictSettings):
         return self.__copy__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Imported here, for loader.py makes configurations.
+        # Imported here, since loader.py imports this source file.
         from parquet_keytools.config.loader import restore_configuration
 
         if self._source is None:
             raise ConfigurationError(
-                "a configuration that was put together in Python cannot be pickled.",
+                "a configuration that was built in Python cannot be pickled.",
                 hint="Make it with load_configuration, or with parse_configuration from a mapping.",
             )
         if self._source.document.get("kms") is Redacted.SECRET:
@@ -336,11 +574,89 @@ class Configuration(StrictSettings):
         if redacted and self._source.path is None:
             places = ", ".join(map(yaml_path_text, redacted))
             raise ConfigurationError(
-                f"the configuration holds secrets itself, which must not be pickled: {places}.",
+                f"the configuration itself holds secrets, which must not be pickled: {places}.",
                 hint="Put each into an environment variable and write ${NAME} in its place, or load the "
                 "configuration from a YAML file that every worker can read.",
             )
         return restore_configuration, (self._source,)
+
+
+# --- AAD prefixes that begin another ---
+
+
+_NAME = None
+"""Stands for the name of a file: one or more characters other than `/` and NUL."""
+
+_Template = tuple[str | None, ...]
+
+
+def prefixes_that_begin_another(templates: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of tables: an AAD prefix of the first can be the beginning of a longer prefix of the second.
+
+    Prefixes of the same table are compared, too. If the length of the file unique is not fixed, nothing else
+    distinguishes the two: `part-1` begins `part-10`.
+
+    Args:
+        templates: Name of a table -> template of its AAD prefix.
+    """
+    parsed = {name: _parsed(template, name) for name, template in templates.items()}
+    for one, first in parsed.items():
+        for other, second in parsed.items():
+            if _can_begin(first, second):
+                yield one, other
+
+
+def _parsed(template: str, table_name: str) -> _Template:
+    """Return a template as a sequence of characters and `_NAME`; each byte counts as a character."""
+    if template.startswith(BASE64):
+        return tuple(prefix_bytes(template).decode("latin-1"))
+    parts: list[str | None] = []
+    for literal, placeholder, _, _ in string.Formatter().parse(template):
+        parts += literal.encode().decode("latin-1")
+        if placeholder == "table_name":
+            parts += table_name.encode().decode("latin-1")
+        elif placeholder is not None:
+            parts.append(_NAME)
+    return tuple(parts)
+
+
+def _can_begin(one: _Template, other: _Template) -> bool:
+    """Return whether a rendering of one is the beginning of a longer rendering of the other.
+
+    Both are read in parallel, character by character. A place is the number of parts that have been read, and
+    whether the last of them is a name that may continue. If a template has the name twice, the two are compared
+    independently, which errs on the safe side.
+    """
+    seen = {((0, False), (0, False))}
+    waiting = list(seen)
+    while waiting:
+        first, second = waiting.pop()
+        if first[0] == len(one) and (second[0] < len(other) or second[1]):
+            return True
+        for part, next_first in _steps(one, first):
+            for other_part, next_second in _steps(other, second):
+                places = (next_first, next_second)
+                if _share_a_character(part, other_part) and places not in seen:
+                    seen.add(places)
+                    waiting.append(places)
+    return False
+
+
+def _steps(template: _Template, place: tuple[int, bool]) -> Iterator[tuple[str | None, tuple[int, bool]]]:
+    behind, may_go_on = place
+    if may_go_on:
+        yield _NAME, place
+    if behind < len(template):
+        yield template[behind], (behind + 1, template[behind] is _NAME)
+
+
+def _share_a_character(one: str | None, other: str | None) -> bool:
+    if one is _NAME or other is _NAME:
+        return not {one, other} & {"/", "\0"}
+    return one == other
+
+
+# --- the JSON Schema ---
 
 
 _ABOUT = {
@@ -354,8 +670,9 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 def configuration_json_schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of a whole configuration.
 
-    By their `type` it knows the fields of all KMS clients that are installed; any other type may be a plug-in
-    of another machine, whose fields it does not check. Rules over several fields are beyond it.
+    It knows the fields of all KMS clients that are installed here, by their `type`. Any other type may be a
+    plug-in on another machine, whose fields it does not check. It does not check rules that concern several
+    fields.
     """
     settings = _installed_settings()
     references, shared = models_json_schema(
@@ -377,13 +694,13 @@ def _installed_settings() -> dict[str, type[KmsSettings]]:
         try:
             settings[name] = client_class(name).Settings
         except ConfigurationError:
-            # It is there but cannot be imported: then it is like a plug-in of another machine.
+            # A client that cannot be imported is treated like a plug-in on another machine.
             continue
     return settings
 
 
 def _kms_schema(variants: dict[str, Any], *, description: str) -> dict[str, Any]:
-    """Return a schema that chooses by `type`; with if and then, editors name the one field that is wrong."""
+    """Return a schema that selects by `type`. With `if` and `then`, editors name the field that is wrong."""
     return {
         "description": description,
         "type": ["object", "null"],

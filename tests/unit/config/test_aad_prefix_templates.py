@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parquet_keytools import load_configuration, parse_configuration
-from parquet_keytools.config.table_settings import prefixes_that_begin_another
+from parquet_keytools.config.settings import prefixes_that_begin_another
 from parquet_keytools.errors import ConfigurationError
 
 

@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import types as t
 
 from parquet_keytools import Keytools
-from parquet_keytools.config.table_settings import TableSettings
+from parquet_keytools.config.settings import TableSettings
 from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.spark.table_options import spark_leaf_paths
