@@ -25,7 +25,7 @@ import pyarrow.parquet.encryption as pe
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from parquet_keytools import Keytools
-from parquet_keytools.cli.demo import read_flights
+from parquet_keytools.demo import read_flights
 
 MASTER_KEYS = {name: os.urandom(16) for name in ("footer", "first", "second")}
 

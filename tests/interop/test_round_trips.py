@@ -20,7 +20,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.arrow.encryption_properties import arrow_leaf_paths
-from parquet_keytools.cli.demo import read_flights
+from parquet_keytools.demo import read_flights
 from parquet_keytools.errors import ConfigurationError, KmsAccessDeniedError, OutputError
 
 MASTER_KEYS = {"kf": b"0123456789012345", "kc1": b"1234567890123450", "kc2": b"1234567890123451"}

@@ -33,18 +33,18 @@ def output(folder: Path) -> str:
     return done.stdout
 
 
-def test_it_tells_what_it_did(output: str) -> None:
-    for text in ("336,776", "3 KMS calls to wrap", "19 of 19 columns equal", "3 KMS calls to unwrap"):
+def test_it_reports_each_step(output: str) -> None:
+    for text in ("336,776", "3 KMS calls to wrap", "All 19 columns are equal", "3 KMS calls to unwrap"):
         assert text in output
     assert output.count("ColumnAccessDeniedError") == 1
-    assert "The other 18 columns are read" in output
+    assert "The other 18 columns can still be read" in output
 
 
 def test_it_rotates_a_master_key_and_reads_again(output: str) -> None:
     section = output.partition("5. Rotate the master key pii")[2].partition("\n6. ")[0]
-    assert ["pii", "1", "2", "1"] in [line.split() for line in section.splitlines()]
+    assert "pii: version 1 -> 2, 1 key re-wrapped" in section
     # The tail alone is new; the data is not read.
-    new, copied = re.findall(r"([0-9,]+) bytes", section)
+    copied, new = re.findall(r"([0-9,]+) bytes", section)
     assert int(new.replace(",", "")) < 20_000 < 1_000_000 < int(copied.replace(",", ""))
     assert "Version 1 is disabled: all 19 columns are still read, and equal." in section
 
@@ -62,7 +62,7 @@ def test_nothing_readable_stays_behind(output: str, folder: Path) -> None:
 
 def test_the_commands_work_as_printed(output: str, folder: Path) -> None:
     commands = [line for line in output.splitlines() if line.startswith("  bin/parquet-keytools ")]
-    assert len(commands) == 9
+    assert len(commands) == 5
     for command in commands:
         done = run(folder, "bash", "-c", command)
         assert done.returncode == 0, f"{command}: {done.stderr}"
@@ -80,7 +80,7 @@ def test_a_folder_with_other_content_is_refused(tmp_path: Path, folder: Path) ->
     assert [file.name for file in other.iterdir()] == ["flights.yaml"]
 
 
-def test_a_folder_of_an_earlier_demo_is_made_anew_and_its_spaces_are_quoted(
+def test_a_folder_of_an_earlier_demo_is_replaced_and_its_spaces_are_quoted(
     output: str, folder: Path, tmp_path: Path
 ) -> None:
     """Here the program begins as it does for users, and has imported nothing."""

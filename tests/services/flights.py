@@ -6,7 +6,7 @@ from functools import cache
 
 import pyarrow as pa
 
-from parquet_keytools.cli.demo import read_flights
+from parquet_keytools.demo import read_flights
 
 
 @cache

@@ -43,7 +43,7 @@ from moto_server import moto_server
 from pydantic import ValidationError
 
 from parquet_keytools import Keytools
-from parquet_keytools.cli.demo import read_flights
+from parquet_keytools.demo import read_flights
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
     KmsConfigurationError,

@@ -35,7 +35,7 @@ from pydantic import ValidationError
 from virtual_time import VirtualTime
 
 from parquet_keytools import Keytools
-from parquet_keytools.cli.demo import read_flights
+from parquet_keytools.demo import read_flights
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
     KmsConfigurationError,

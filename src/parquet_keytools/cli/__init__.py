@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from parquet_keytools import __version__
-from parquet_keytools.cli import check, convert, demo, iceberg, keys, keystore, rotate, serve, spark
+from parquet_keytools.cli import check, convert, iceberg, keys, keystore, rotate, serve, spark
 from parquet_keytools.cli.output import ExitStatus, error_text, say, status_of
 from parquet_keytools.runtime.presentation import saying_what_is_waited_for
 
@@ -140,7 +141,22 @@ def _parquet_keytools(
     """Protect columns of Parquet files with master keys in a KMS."""
 
 
-app.command("demo", short_help="Encrypt 336,776 flights, and read them back.")(demo.demo_command)
+@app.command("demo", short_help="Encrypt 336,776 flights, and read them back.")
+def _demo(
+    folder: Annotated[
+        Path,
+        typer.Option("--folder", metavar="DIR", help="Where its files go. An earlier demo there is replaced."),
+    ] = Path("demo"),
+) -> None:
+    """Encrypt 336,776 flights, read them back, and see what a reader without one of the keys gets."""
+    from parquet_keytools import demo
+
+    # So that the commands that it prints can be pasted.
+    called = sys.argv[0]
+    is_path = Path(called).name == "parquet-keytools" and shutil.which("parquet-keytools") != called
+    demo.run(folder, called if is_path else "parquet-keytools")
+
+
 app.command("check")(check.check_command)
 app.command("encrypt")(convert.encrypt_command)
 app.command("decrypt")(convert.decrypt_command)
