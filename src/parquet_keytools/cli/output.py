@@ -177,7 +177,7 @@ def status_of(error: Exception) -> ExitStatus:
         # What is wrong with a file is the same whether the file was named or found in a folder.
         case errors.ParquetFormatError() | errors.FormatLimitError() | errors.DecryptionError():
             return ExitStatus.NO
-        case errors.NotEncryptedError() | errors.AlreadyEncryptedError() | errors.KeyNotAvailableError():
+        case errors.NotEncryptedError() | errors.AlreadyEncryptedError():
             return ExitStatus.NO
         case errors.TableMismatchError() | errors.IncompleteDataSetError() | errors.ReusedKeysError():
             return ExitStatus.NO

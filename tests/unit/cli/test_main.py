@@ -170,7 +170,7 @@ def test_debug_shows_the_traceback(run, tmp_path: Path) -> None:
         (errors.NotEncryptedError("x"), 1),
         (errors.AlreadyEncryptedError("x"), 1),
         (errors.FormatLimitError("x"), 1),
-        (errors.KeyNotAvailableError("x"), 1),
+        (errors.KeyNotAvailableError("x"), 2),
         (FileNotFoundError("x"), 2),
         (PermissionError("x"), 2),
         (errors.KmsConfigurationError(**KMS), 2),
