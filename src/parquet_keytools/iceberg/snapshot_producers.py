@@ -21,6 +21,7 @@ import pyarrow.parquet.encryption as pe
 from pyiceberg.avro.codecs import AVRO_CODEC_KEY, CODEC_MAPPING_ICEBERG_TO_AVRO, AvroCompressionCodec
 from pyiceberg.avro.file import MAGIC, META_SCHEMA, AvroFile, AvroFileHeader, AvroOutputFile
 from pyiceberg.avro.resolver import construct_writer
+from pyiceberg.exceptions import ValidationException
 from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import (
     compute_statistics_plan,
@@ -134,6 +135,7 @@ class _ManifestWriterV3(ManifestWriterV2):
     ) -> None:
         super().__init__(spec, schema, io.new_output(location), snapshot_id, compression)
         self._io = io
+        self._spec_id = spec.spec_id
         self._first_row_id_of = first_row_id_of
 
     @property
@@ -153,7 +155,18 @@ class _ManifestWriterV3(ManifestWriterV2):
         )
 
     def prepare_entry(self, entry: ManifestEntry) -> ManifestEntry:
-        """Return an entry as version 3 has it, of a file that has a key."""
+        """Return an entry as version 3 has it, of a file that has a key.
+
+        Raises:
+            ValidationException: The file is partitioned by another spec than the manifest.
+        """
+        written = entry.data_file
+        if written.spec_id != self._spec_id:
+            # PyIceberg would take its partition values for those of other fields, when it repeats a commit.
+            raise ValidationException(
+                f"the partition spec changed from {written.spec_id} to {self._spec_id} after {written.file_path} "
+                "was written. Nothing was committed: write the rows again."
+            )
         entry = super().prepare_entry(entry)
         file = entry.data_file
         if file.content is not DataFileContent.DATA:
@@ -315,6 +328,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         data_file[_FILE_COLUMN_SIZES] = statistics.column_sizes
         data_file[_FILE_SPLIT_OFFSETS] = statistics.split_offsets
         data_file[_FILE_KEY_METADATA] = key_metadata.encode().reveal()
+        data_file.spec_id = self._transaction.table_metadata.default_spec_id
         assert data_file.file_size_in_bytes == key_metadata.file_length
         return super().append_data_file(data_file)
 

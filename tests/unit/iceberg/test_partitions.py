@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from iceberg_case import CANARY, Lake, rows
-from pyiceberg.exceptions import ValidationError
+from pyiceberg.exceptions import ValidationError, ValidationException
 from pyiceberg.expressions import EqualTo, IsNull
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
@@ -327,3 +327,36 @@ def test_a_transform_that_pyiceberg_does_not_know_is_refused_as_in_plaintext_tab
         with pytest.raises(ValidationError):
             table.append(values)
         assert table.refresh().scan().to_arrow().num_rows == 0
+
+
+@pytest.mark.parametrize("is_same_transaction", [False, True])
+def test_a_repeated_commit_never_lists_files_under_another_partition_spec(
+    lake: Lake, is_same_transaction: bool
+) -> None:
+    table = pa.table({"id": pa.array(range(4), pa.int64()), "other": pa.array(range(100, 104), pa.int64())})
+    created = lake.create(table.schema)
+    with created.update_spec() as spec:
+        spec.add_identity("id")
+    created.append(table.slice(0, 1))
+
+    def change_spec(transaction: Any) -> None:
+        with transaction.update_spec() as spec:
+            spec.remove_field("id")
+            spec.add_identity("other")
+
+    transaction, others = lake.load().transaction(), lake.load()
+    transaction.append(table.slice(1, 2))
+    change_spec(transaction if is_same_transaction else others)
+    others.append(table.slice(3, 1))
+    files = lake.files()
+    with pytest.raises(ValidationException, match="partition spec changed"):
+        transaction.commit_transaction()
+    assert lake.files() < files
+    # Written again, the rows are found by the fields of the new spec.
+    with lake.load().transaction() as again:
+        if is_same_transaction:
+            change_spec(again)
+        again.append(table.slice(1, 2))
+    assert lake.load().scan(row_filter="other = 101").to_arrow()["id"].to_pylist() == [1]
+    lake.load().delete("other < 50")
+    assert lake.ids() == lake.outside_ids() == [0, 1, 2, 3]
