@@ -65,11 +65,11 @@ class Data:
         finally:
             self.spark.conf.unset(name)
 
-    def stream(self, format_name: str, **options: str) -> None:
+    def stream(self, format_name: str, target: str = "files", **options: str) -> None:
         numbers = self.spark.readStream.schema("id BIGINT").csv(str(self.folder / "numbers"))
         stream = numbers.selectExpr("id", "cast(id AS string) AS name", "cast(id % 2 AS int) AS part")
-        writer = stream.writeStream.format(format_name).options(**options).option("path", self.path("stream"))
-        checkpoint = self.folder / "checkpoints" / f"{format_name}-{len(options)}"
+        writer = stream.writeStream.format(format_name).options(**options).option("path", self.path(target))
+        checkpoint = self.folder / "checkpoints" / f"{format_name}-{target}-{len(options)}"
         run(writer.option("checkpointLocation", str(checkpoint)), lambda stream: stream.start())
 
 
@@ -251,6 +251,10 @@ REFUSED: dict[str, tuple[Attempt, str]] = {
         "spark.sql.variant.inferShreddingSchema=false",
     ),
     "a stream": (lambda d: d.stream("parquet"), PLAINTEXT),
+    "a stream, a disabled key": (
+        lambda d: d.stream("parquet", **d.options("locked")),
+        "the master key is disabled",
+    ),
     "a stream of CSV": (lambda d: d.stream("csv", **d.options()), OTHERS),
     **{
         name: (
@@ -291,7 +295,7 @@ WRITTEN: dict[str, Attempt] = {
     "Hive with options": lambda d: d.spark.sql("INSERT OVERWRITE hive SELECT * FROM rows"),
     "a new column, as the error says": grow,
     "variants": write_variants,
-    "a stream with options": lambda d: d.stream("parquet", **d.options()),
+    "a stream with options": lambda d: d.stream("parquet", "stream", **d.options()),
     "plaintext that is meant": lambda d: d.writer(**PLAINTEXT_FILES).parquet(d.path("plain")),
     "CSV without options": lambda d: d.writer().csv(d.path("csv")),
 }
@@ -318,8 +322,8 @@ def contents(data: Data) -> dict[str, Any]:
     """Return all files that data consists of, and the catalog's tables."""
     folders = [data.folder / name for name in ("data", "warehouse", "ways")]
     files = {str(path): path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()}
-    # A stream that is refused has noted that it began.
-    files = {path: content for path, content in files.items() if "_spark_metadata" not in path}
+    # The log of a stream hides all files that it does not list, also while it is empty.
+    files |= {str(path): b"" for folder in folders for path in folder.rglob("_spark_metadata")}
     return {**files, "tables": sorted(row.tableName for row in data.spark.sql("SHOW TABLES").collect())}
 
 
