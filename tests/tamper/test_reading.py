@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from faults import FaultyKms
+from pyarrow_versions import DECRYPTS_IN_THREADS
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.encryption.footer import read_envelope
@@ -367,7 +368,8 @@ def test_altered_fields_of_the_footers_key_material(path: Path, plaintext_footer
         except KeytoolsError:
             continue
         assert found.equals(TABLE), text
-        assert pq.read_table(path, decryption_properties=tools.decryption_properties(path)).equals(TABLE)
+        if DECRYPTS_IN_THREADS:
+            assert pq.read_table(path, decryption_properties=tools.decryption_properties(path)).equals(TABLE)
 
 
 def test_errors_say_what_is_wrong(path: Path) -> None:
@@ -526,7 +528,7 @@ def test_kek_of_another_key(path: Path) -> None:
             materials[first][field] = materials[second][field]
 
     exchange(path, mix)
-    with pytest.raises(TableMismatchError, match="column 'b' is under the master key 'ka'"):
+    with pytest.raises(TableMismatchError, match=r"column '(a|b)' is under the master key 'k(a|b)'"):
         tools.read_table(path)
     tools = keytools(key_material="external", also_trusted=["ka"])
     with pytest.raises(ColumnAccessDeniedError) as caught:
@@ -558,7 +560,8 @@ def test_a_url_in_key_material_is_not_called(path: Path) -> None:
     evil = {"kmsInstanceURL": "https://evil.example", "kmsInstanceID": "evil"}
     exchange(path, lambda materials: materials["footerKey"].update(evil))
     assert tools.read_table(path).equals(TABLE)
-    assert pq.read_table(path, decryption_properties=tools.decryption_properties(path)).equals(TABLE)
+    if DECRYPTS_IN_THREADS:
+        assert pq.read_table(path, decryption_properties=tools.decryption_properties(path)).equals(TABLE)
 
 
 def test_without_a_kms_in_the_configuration(path: Path) -> None:
@@ -615,6 +618,8 @@ reads = {
     "metadata": lambda: pq.read_metadata(path, decryption_properties=tools.decryption_properties(path)).to_dict(),
 }
 for name, read in reads.items():
+    if name.startswith(("plain", "metadata")) and not t.DECRYPTS_IN_THREADS:
+        continue
     try:
         read()
     except t.ColumnAccessDeniedError as error:
@@ -733,6 +738,27 @@ def test_the_rest_of_a_file_with_refused_columns(
     assert dataset.to_table().equals(rest)
     assert dataset.count_rows() == 1000
     assert path.stat().st_size < 1_000_000, "the file itself was changed"
+
+
+@pytest.mark.parametrize("settings", [{}, {"aad_prefix": "t", "store_aad_prefix": False}])
+def test_a_refused_column_is_not_full_of_nulls(path: Path, settings: dict[str, Any]) -> None:
+    """Arrow fills a column that a file lacks with nulls. It decrypts one of these files by itself."""
+    kms = FaultyKms(MASTER_KEYS)
+    tools = keytools(kms, **settings)
+    indexed = pa.Table.from_pandas(TABLE.to_pandas().set_index("a"))
+    tools.write_table(indexed, path)
+    kms.fail("refused", "ka")
+    tools.clear_caches()
+    replaced = tools.dataset(path.parent, columns=["plain"]).replace_schema(indexed.schema)
+    fragments = list(tools.dataset(path.parent, columns=["plain"]).get_fragments())
+    for read in (
+        lambda: replaced.to_table(),
+        lambda: replaced.count_rows(filter=pc.field("a") == 7),
+        lambda: fragments[0].to_table(columns=["a"]),
+        lambda: tools.read_table(path, columns=["plain"], use_pandas_metadata=True),
+    ):
+        with pytest.raises(ColumnAccessDeniedError):
+            read()
 
 
 def test_refusal_names_column_and_reason(path: Path) -> None:

@@ -105,7 +105,8 @@ class VerifiedHandler(DelegatingHandler):
         if has_stand_ins(opened, self.denied_columns):
             return _SourceFile(PlainFile(opened, verified, self.denied_columns, self._pages), file)
         if opened.is_encrypted and not self.is_left_to_arrow(opened):
-            return _SourceFile(PlainFile(opened, verified, "hide", self._pages), file)
+            # Arrow fills a column that a file lacks with nulls: one that cannot be read raises our error instead.
+            return _SourceFile(PlainFile(opened, verified, "error", self._pages), file)
         if opened.denied and opened.is_encrypted:
             # Arrow opens a file more than once.
             redacted = self._redacted.get(path)
