@@ -133,7 +133,8 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
             decryption_properties=properties,
             # Its file system maps memory.
             **options.format,
-            **options.table,
+            # Before pyarrow 25, a file in a folder `name=value` would get a column of that name.
+            **{"partitioning": None, **options.table},
         )
     except OSError:
         # pyarrow does not say which module failed. Going over them again does, if one is damaged.
