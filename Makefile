@@ -55,7 +55,7 @@ install_locked = $(call install,--require-hashes -r $(1)) && \
 ALL := '.[docs,test]'
 # Without the extra `test`: moto and others in it need newer versions than the lowest. Only uv can choose these.
 CORE := '.[aws,fsspec,gcp,vault]'
-CORE_TOOLS := hypothesis pandas pytest pytest-timeout pytest-xdist
+CORE_TOOLS := hypothesis opentelemetry-sdk pandas pytest pytest-timeout pytest-xdist
 install_lowest = $(UV_INSTALL) --resolution lowest-direct --editable $(CORE) && $(UV_INSTALL) $(CORE_TOOLS)
 
 # How many tests were skipped, and why: the last line, after the linters' output.

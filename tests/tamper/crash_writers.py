@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pyarrow_versions import WRITES_IN_ORDER
 
 from parquet_keytools import Keytools
 
@@ -43,7 +44,7 @@ def write_dataset(
         partitioning=["part"],
         filesystem=filesystem,
         use_threads=False,
-        preserve_order=True,
+        **({"preserve_order": True} if WRITES_IN_ORDER else {}),
         **options,
     )
 

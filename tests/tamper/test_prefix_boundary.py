@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 import pytest
 from prefix_files import UNIQUE, aad_fields, data, document, present, write
+from pyarrow_versions import DECRYPTS_IN_THREADS
 from typer.testing import CliRunner
 
 from parquet_keytools import Keytools
@@ -162,7 +163,7 @@ def test_the_honest_file_is_read(tmp_path: Path, layout: str) -> None:
         with tools(**LAYOUTS[layout]) as reader:
             write(reader, path, prefix)
             for name, read in readers(reader, path, tmp_path / f"target{number}").items():
-                if name == "decryption_properties" and "supplied" in layout:
+                if name == "decryption_properties" and ("supplied" in layout or not DECRYPTS_IN_THREADS):
                     continue  # pyarrow takes no AAD prefix together with keys from a KMS.
                 (tmp_path / f"target{number}").unlink(missing_ok=True)
                 found = read()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow_versions import bloom_filters, rows_per_page
 
 from parquet_keytools.format.file_layout import read_footer_bytes
 from parquet_keytools.format.structs import (
@@ -82,13 +83,12 @@ def plain_bytes(
         sink,
         compression=compression,
         row_group_size=ROW_GROUP_ROWS,
-        max_rows_per_page=PAGE_ROWS,
-        write_batch_size=PAGE_ROWS,
         use_dictionary=["name"],
         write_page_index=True,
         write_page_checksum=crc,
         data_page_version="2.0" if v2 else "1.0",
-        bloom_filter_options={"name": {"ndv": 5, "fpp": 0.1}},
+        **rows_per_page(PAGE_ROWS),
+        **bloom_filters({"name": {"ndv": 5, "fpp": 0.1}}),
     )
     return sink.getvalue()
 

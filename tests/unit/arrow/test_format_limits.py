@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyarrow_versions import rows_per_page
 from soak import SOAK
 
 from parquet_keytools import Keytools
@@ -17,7 +18,7 @@ COUNT = 32_768
 
 ENGINES = {"pyarrow": {}, "module encryptor": {"aad_prefix": "{file_name}"}}
 
-PAGES_OF_ONE_ROW = {"use_dictionary": False, "max_rows_per_page": 1, "write_batch_size": 1, "compression": "none"}
+PAGES_OF_ONE_ROW = {"use_dictionary": False, "compression": "none", **rows_per_page(1)}
 
 
 def keytools(engine: str) -> Keytools:

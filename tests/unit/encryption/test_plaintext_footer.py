@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySource
+from pyarrow_versions import bloom_filters
 
 from parquet_keytools import Keytools
 from parquet_keytools.conformance.report import Outcome
@@ -80,8 +81,8 @@ def plain_bytes(**options: Any) -> bytes:
         compression="none",
         row_group_size=50,
         write_page_index=True,
-        bloom_filter_options={"secret": {"ndv": 5, "fpp": 0.1}},
         sorting_columns=[pq.SortingColumn(1), pq.SortingColumn(0)],
+        **bloom_filters({"secret": {"ndv": 5, "fpp": 0.1}}),
         **options,
     )
     return sink.getvalue()

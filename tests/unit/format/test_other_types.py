@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySource, NamedKeys, decrypted, encrypted
+from pyarrow_versions import bloom_filters
 
 from parquet_keytools.conformance.file_verifier import verify_source
 from parquet_keytools.conformance.inspector import inspect_source
@@ -44,7 +45,7 @@ def _plain() -> bytes:
         write_page_index=True,
         row_group_size=50,
         sorting_columns=[pq.SortingColumn(0)],
-        bloom_filter_options={"a": {"ndv": 5, "fpp": 0.1}},
+        **bloom_filters({"a": {"ndv": 5, "fpp": 0.1}}),
     )
     return sink.getvalue()
 

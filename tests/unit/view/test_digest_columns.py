@@ -24,6 +24,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs as pafs
+from pyarrow_versions import bloom_filters
 from view_case import ViewCase, parquet_bytes, table_of, whole
 
 from parquet_keytools import Keytools
@@ -108,7 +109,7 @@ def people(tmp_path: Path) -> ViewCase:
 
 
 def people_file(case: ViewCase, name: str = "x.parquet") -> Path:
-    options = {"write_page_index": True, "bloom_filter_options": {"name": {"ndv": 3_000}}}
+    options = {"write_page_index": True, **bloom_filters({"name": {"ndv": 3_000}})}
     return case.encrypt(parquet_bytes(PEOPLE, row_group_size=1_000, **options), name)
 
 

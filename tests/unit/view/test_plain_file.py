@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from pyarrow_versions import bloom_filters
 from view_case import ViewCase, contents, parquet_bytes, same_contents, table_of, whole
 
 from parquet_keytools.errors import (
@@ -50,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "many pages": {"data_page_size": 2_000, "row_group_size": 1_500, "write_batch_size": 100},
     "indexes": {"data_page_size": 2_000, "write_page_index": True, "write_batch_size": 100},
     "checksums": {"data_page_size": 2_000, "write_page_checksum": True, "write_batch_size": 100},
-    "v2 and bloom": {"data_page_version": "2.0", "bloom_filter_options": {"name": {"ndv": 100}}},
+    "v2 and bloom": {"data_page_version": "2.0", **bloom_filters({"name": {"ndv": 100}})},
 }
 
 
