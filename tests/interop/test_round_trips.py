@@ -368,7 +368,8 @@ def test_hive_partitions(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert all(path.read_bytes()[:4] == MAGIC_ENCRYPTED_FOOTER for path in parquet)
     assert len({path.read_bytes()[4:200] for path in parquet}) == 6, "two files have the same keys"
     assert tools.dataset(tmp_path).to_table().sort_by("a").select(TABLE.column_names).equals(TABLE)
-    assert tools.read_table(tmp_path).sort_by("a").select(TABLE.column_names).equals(TABLE)
+    found = tools.read_table(tmp_path).sort_by("a").select(TABLE.column_names)
+    assert found.cast(TABLE.schema).equals(TABLE)
     assert tools.dataset(tmp_path).to_table(columns=["b"], filter=pc.field("part") == "x").num_rows == 500
 
 
@@ -497,4 +498,4 @@ def test_write_options_are_kept(tmp_path: Path) -> None:
     metadata = pq.read_metadata(path, decryption_properties=tools.decryption_properties(path))
     assert metadata.num_row_groups == 4 and metadata.row_group(0).column(0).compression == "ZSTD"
     with pytest.raises(TypeError, match="encryption_properties is not supported"):
-        tools.write_table(TABLE, path, encryption_properties=None)
+        tools.write_table(TABLE, path, encryption_properties=object())

@@ -65,7 +65,7 @@ LAYERS: dict[str, set[str]] = {
     "configuration_check": GROUND | {"format", "storage", "encryption", "kms", "keys", "config"},
     "__init__": {"errors", "secret_bytes", "kms", "config", "keytools"},
     # an example script that the command line runs
-    "demo": {"__init__", "errors", "kms"},
+    "demo": {"__init__", "errors", "kms", "runtime"},
     "cli": GROUND
     | {
         "__init__",

@@ -31,7 +31,6 @@ from parquet_keytools.cli.output import (
     print_table,
     say,
 )
-from parquet_keytools.errors import FolderNameError
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
@@ -275,6 +274,8 @@ class KeysTally:
 
     def add(self, file: FileKeyUses) -> None:
         """Count the keys of a file."""
+        from parquet_keytools.errors import FolderNameError
+
         if not file.is_encrypted:
             self._plaintext += 1
             return

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parquet_keytools.cli.output import answer_with_json
-from parquet_keytools.encryption.aad import prefix_bytes
-from parquet_keytools.errors import AadPrefixError
 
 if TYPE_CHECKING:
     from parquet_keytools.storage.locations import FileLocation
@@ -37,6 +35,9 @@ def checked_aad_prefix(text: str | None) -> str | None:
         if not text:
             # A variable of the shell that is not set: it must not pass for "any prefix".
             raise typer.BadParameter("it is empty.", param_hint="--aad-prefix")
+        from parquet_keytools.encryption.aad import prefix_bytes
+        from parquet_keytools.errors import AadPrefixError
+
         try:
             prefix_bytes(text)
         except AadPrefixError as error:

@@ -175,13 +175,9 @@ def status_of(error: Exception) -> ExitStatus:
         case errors.KmsError():
             return ExitStatus.KMS_FAILED
         # What is wrong with a file is the same whether the file was named or found in a folder.
-        case errors.ParquetFormatError() | errors.FormatLimitError() | errors.DecryptionError():
+        case errors.ParquetFormatError() | errors.DecryptionError() | errors.TableMismatchError():
             return ExitStatus.NO
-        case errors.NotEncryptedError() | errors.AlreadyEncryptedError():
-            return ExitStatus.NO
-        case errors.TableMismatchError() | errors.IncompleteDataSetError() | errors.ReusedKeysError():
-            return ExitStatus.NO
-        case errors.VisibleMetadataError() | errors.ChangedMeanwhileError() | errors.WorkerProcessEndedError():
+        case errors.IncompleteDataSetError() | errors.ReusedKeysError() | errors.WorkerProcessEndedError():
             return ExitStatus.NO
         case errors.ColumnAccessDeniedError():
             return max(map(status_of, error.causes), default=ExitStatus.NO)

@@ -47,6 +47,8 @@ from parquet_keytools.view.plain_files import PlainFiles, PlainInput
 
 _log = logging.getLogger(__name__)
 
+_FEW_FILES = 4
+
 _TYPES = {pafs.FileType.Directory: "directory", pafs.FileType.File: "file"}
 
 
@@ -259,13 +261,13 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         self._refuse_misplaced(found)
         return self._as_dict(self._name(path), found)
 
-    def _refuse_misplaced(self, info: pafs.FileInfo) -> None:
+    def _refuse_misplaced(self, info: pafs.FileInfo, *, is_listed: bool = False) -> None:
         if info.type == pafs.FileType.File:
-            self._files.refuse_misplaced(info, FileLocation(self._root.filesystem, info.path))
+            self._files.refuse_misplaced(info, FileLocation(self._root.filesystem, info.path), is_listed=is_listed)
 
-    def _may_be_listed(self, info: pafs.FileInfo) -> bool:
+    def _may_be_listed(self, info: pafs.FileInfo, *, is_listed: bool) -> bool:
         try:
-            self._refuse_misplaced(info)
+            self._refuse_misplaced(info, is_listed=is_listed)
         except FolderNameError as error:
             # A file that may not be opened does not hide those beside it.
             _log.warning("not listed: %s", error)
@@ -294,7 +296,10 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             entries = [self._as_dict(name, found)]
         else:
             start = f"{name.rstrip('/')}/" if name else ""
-            infos = filter(self._may_be_listed, infos_in(location))
+            found_infos = list(infos_in(location))
+            # Of a few files the views are opened, and kept: a reader opens them next.
+            is_listed = len(found_infos) > _FEW_FILES
+            infos = (info for info in found_infos if self._may_be_listed(info, is_listed=is_listed))
             entries = [self._as_dict(start + PurePosixPath(info.path).name, info) for info in infos]
             entries.sort(key=lambda entry: str(entry["name"]))
             for entry in entries:

@@ -137,10 +137,12 @@ class PlainFiles:
                     self._kept.popitem(last=False)
         return file
 
-    def refuse_misplaced(self, info: pafs.FileInfo, location: FileLocation) -> None:
-        """Refuse a file whose folders give values to its protected columns; of others only the footer is read.
+    def refuse_misplaced(self, info: pafs.FileInfo, location: FileLocation, *, is_listed: bool) -> None:
+        """Refuse a file whose folders give values to its protected columns.
 
-        Each listing asks again: what was found is remembered, as long as length and time of the file stay.
+        Each listing asks again: what was found is remembered, as long as length and time of the file stay. Of a
+        file that is listed with others only the footer is read. One that is asked for by name is opened: its view
+        is kept for the reader who opens it next.
 
         Raises:
             FolderNameError: A folder that it lies in gives values to such a column.
@@ -152,7 +154,7 @@ class PlainFiles:
         with self._lock:
             is_known, verdict = key in self._verdicts, self._verdicts.get(key)
         if not is_known:
-            verdict = self._misplacement(location)
+            verdict = self._misplacement(location, is_listed=is_listed)
             with self._lock:
                 self._verdicts[key] = verdict
                 if len(self._verdicts) > _MOST_VERDICTS:
@@ -160,9 +162,12 @@ class PlainFiles:
         if verdict is not None:
             raise FolderNameError(str(location), *verdict)
 
-    def _misplacement(self, location: FileLocation) -> tuple[str, str] | None:
+    def _misplacement(self, location: FileLocation, *, is_listed: bool) -> tuple[str, str] | None:
         """Return the folder that gives values to a protected column of a file, and this column."""
         try:
+            if not is_listed:
+                self.open(location)
+                return None
             self._keys.open_files(
                 [location],
                 self._table_name,

@@ -440,15 +440,14 @@ def test_decrypted_files_are_no_more_open_than_their_source(
 
 def test_a_pipe_as_input_is_refused(run, config: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.parquet")
-    for status, command in (
-        (2, ["encrypt", tmp_path / "pipe.parquet", tmp_path / "e.parquet", "--config", config]),
-        (2, ["decrypt", tmp_path / "pipe.parquet", tmp_path / "e.parquet", "--config", config]),
-        # For `verify` it is a file that cannot be checked.
-        (1, ["verify", tmp_path / "pipe.parquet", "--config", config]),
-        (2, ["inspect", tmp_path / "pipe.parquet"]),
+    for command in (
+        ["encrypt", tmp_path / "pipe.parquet", tmp_path / "e.parquet", "--config", config],
+        ["decrypt", tmp_path / "pipe.parquet", tmp_path / "e.parquet", "--config", config],
+        ["verify", tmp_path / "pipe.parquet", "--config", config],
+        ["inspect", tmp_path / "pipe.parquet"],
     ):
         done = run(*command)
-        assert done.exit_code == status, command
+        assert done.exit_code == 1, command
         said = done.stdout if command[0] == "verify" else done.stderr
         assert "neither a file nor a folder" in said or "not a regular file" in said, command
 

@@ -63,16 +63,14 @@ def test_a_file_that_is_another(request_: dict[str, Any], texts: list[str]) -> N
 @pytest.mark.parametrize("name", ["a", "A", "b"])
 def test_a_folder_gives_no_values_to_an_encrypted_column(name: str, tables: dict[str, Any]) -> None:
     columns = [[["a"], "COLUMN_KEY", "pii"], [["b", "c"], "FOOTER_KEY", None]]
-    with pytest.raises(
-        DecryptionError, match=rf"f\.parquet: the name of a folder gives values to '{name.lower()}'"
-    ):
+    with pytest.raises(DecryptionError, match=rf"(?i)f\.parquet: the name of a folder gives values to '{name}'"):
         answer(tables, columns=columns, folders=["year", name])
 
 
 def test_nor_to_one_that_the_table_has_under_a_key() -> None:
     plain = [[["b", "c"], "PLAINTEXT", None]]
     assert answer(columns=plain, folders=["year", "b"]) == b"t/{file_name}"
-    with pytest.raises(DecryptionError, match="the name of a folder gives values to 'a'"):
+    with pytest.raises(DecryptionError, match="the name of a folder gives values to 'A'"):
         answer(columns=plain, folders=["A"])
 
 
