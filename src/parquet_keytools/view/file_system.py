@@ -497,11 +497,14 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 else:
                     self._output(target).close()  # A mark, or refused.
 
-    def put_file(self, lpath: Any, rpath: str, callback: Any = DEFAULT_CALLBACK, **options: Any) -> None:
+    def put_file(
+        self, lpath: Any, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **options: Any
+    ) -> None:
         """Write a local file, which must be plain Parquet, as `open` does. For a folder, make one."""
+        if mode != "overwrite":  # Old versions of fsspec do not take it.
+            options["mode"] = mode
         with contextlib.nullcontext() if Path(lpath).is_dir() else self._in_new_folders(rpath):
-            # The option `mode` came with fsspec 2024.10.
-            super().put_file(lpath, rpath, callback, **options)
+            super().put_file(lpath, rpath, callback=callback, **options)
 
     @contextlib.contextmanager
     def _in_new_folders(self, path: str) -> Iterator[None]:
