@@ -24,6 +24,7 @@ from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError,
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_file
 from parquet_keytools.runtime.endings import share_with_arrow
+from parquet_keytools.runtime.operating_system import open_file
 
 MARK = "# Made by `parquet-keytools demo`.\n"
 CONFIGURATION = f"""{MARK}# Which column of the flights is encrypted with which master key.
@@ -110,7 +111,7 @@ def make_files(folder: Path) -> Keystore:
     # The configuration comes first, so that the next demo recognises an interrupted one.
     with configuration.open("x", encoding="utf-8") as file:
         file.write(CONFIGURATION)
-    with os.fdopen(os.open(passphrase, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with os.fdopen(open_file(passphrase, os.O_WRONLY | os.O_CREAT | os.O_EXCL, follow_link=False), "w") as file:
         file.write(secrets.token_urlsafe(32))
     keystore = Keystore.create(folder / "keystore.json", lambda: passphrase_from_file(passphrase))
     print(f"\n1. Create three master keys in {folder / 'keystore.json'}\n")

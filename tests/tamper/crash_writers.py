@@ -11,6 +11,8 @@ from pyarrow_versions import WRITES_IN_ORDER
 
 from parquet_keytools import Keytools
 
+IN_ORDER: dict[str, Any] = {"preserve_order": True} if WRITES_IN_ORDER else {}
+
 SECRET = b"this value is secret"
 """In every row of what is encrypted, so that it shows in each file that is not."""
 
@@ -44,7 +46,7 @@ def write_dataset(
         partitioning=["part"],
         filesystem=filesystem,
         use_threads=False,
-        **({"preserve_order": True} if WRITES_IN_ORDER else {}),
+        **IN_ORDER,
         **options,
     )
 

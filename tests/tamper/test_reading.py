@@ -745,7 +745,7 @@ def test_a_refused_column_is_not_full_of_nulls(path: Path, settings: dict[str, A
     """Arrow fills a column that a file lacks with nulls. It decrypts one of these files by itself."""
     kms = FaultyKms(MASTER_KEYS)
     tools = keytools(kms, **settings)
-    indexed = pa.Table.from_pandas(TABLE.to_pandas().set_index("a"))
+    indexed = pa.Table.from_pandas(TABLE.to_pandas().set_index("a"), preserve_index=True)
     tools.write_table(indexed, path)
     kms.fail("refused", "ka")
     tools.clear_caches()

@@ -15,6 +15,7 @@ from pyarrow import fs as pafs
 from parquet_keytools import Keytools
 from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError, KeytoolsError, OutputError
 from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.storage.temporary_files import LOCK_NAME
 
 TABLE = pa.table({"a": [1, 2], "b": ["canary-1", "canary-2"]})
 
@@ -120,7 +121,8 @@ def test_nothing_arrives_in_plaintext(places: Path, way: str, plaintext_files: s
             WAYS[way](filesystem, str(places / "stage" / name), str(new))
         except (KeytoolsError, OSError, ValueError, NotImplementedError):
             refused = True
-        for path in files_in(places / "lake"):
+        # Threads of Arrow may go on for a moment after a copy of several files failed.
+        for path in (file for file in files_in(places / "lake") if file.name != LOCK_NAME):
             content = path.read_bytes()
             assert b"canary" not in content and b"PAR1" not in content[-4:], (name, path)
             assert content[-4:] == b"PARE" or (not content and path.name.startswith("_")), (name, path)
