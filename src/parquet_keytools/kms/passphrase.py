@@ -128,7 +128,7 @@ def replace_private_file(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             operating_system.sync(descriptor)
-        new.replace(path)
+        _put_in_place(new, path)
     except OSError:
         with suppress(OSError):
             new.unlink()
@@ -139,6 +139,22 @@ def replace_private_file(path: Path, content: bytes) -> None:
             operating_system.sync(folder)  # only then the new name survives a loss of power
         finally:
             os.close(folder)
+
+
+_TRIES_ON_WINDOWS = 100
+
+
+def _put_in_place(new: Path, path: Path) -> None:
+    """Rename a file over another one; Windows does not replace a file while a reader has it open for a moment."""
+    for left in reversed(range(1 if operating_system.POSIX else _TRIES_ON_WINDOWS)):
+        try:
+            new.replace(path)
+        except PermissionError:
+            if not left:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 @contextmanager
