@@ -58,7 +58,7 @@ _WAIT_SECONDS = 5.0
 _LOOK_SECONDS = 0.001
 
 _LOOKS = 5
-"""In so many looks in a row, no other thread may be at work.
+"""How many looks in a row must find no other thread at work.
 
 A thread that waits for the interpreter sleeps while this one looks, and is awake in the next look.
 """
