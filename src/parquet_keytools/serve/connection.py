@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 from parquet_keytools.serve.requests_and_answers import (
+    BegunReads,
     RefusedRequestError,
     ServedAnswer,
     ServedRange,
@@ -28,7 +29,7 @@ from parquet_keytools.serve.requests_and_answers import (
     write_access,
 )
 from parquet_keytools.serve.s3_front import BUCKET, KeyPair, answer_s3, error_document
-from parquet_keytools.serve.served_tree import FileReader, ServedFile, ServedTree
+from parquet_keytools.serve.served_tree import FileReader, ServedTree
 
 if TYPE_CHECKING:
     from parquet_keytools.serve.view_server import BoundedServer
@@ -47,7 +48,6 @@ _LINGER_BYTES = 1 << 20
 """So long, and for so many bytes, a client that still sends is listened to: then it comes to read its answer."""
 
 _CHUNK_BYTES = 1 << 20
-_MOST_REMEMBERED = 10_000
 _LAST_STATUSES = (400, 405, 408, 414, 421, 431)
 """Who sends such requests may mean something else by the bytes that follow them."""
 
@@ -78,6 +78,7 @@ class ViewConnection(BaseHTTPRequestHandler):
     tree: ServedTree
     token: str
     key_pair: KeyPair | None
+    begun_reads: BegunReads
     hosts: frozenset[str] = frozenset()
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -87,7 +88,6 @@ class ViewConnection(BaseHTTPRequestHandler):
         super().setup()
         self._head = HeadReader(self.connection, _HEAD_SECONDS)
         self.rfile = self._input = io.BufferedReader(self._head)
-        self._ranges: dict[str, str] = {}
         self._is_first = True
         self._lingers = False
         self._begin_request()
@@ -128,14 +128,6 @@ class ViewConnection(BaseHTTPRequestHandler):
         """Keep the connection when there are too many: its client has shown a secret."""
         self.server.keep(self.connection)
 
-    def seen_before(self, file: ServedFile) -> bool:
-        """Return whether this connection read a range of another version of a file; HEAD begins anew."""
-        if len(self._ranges) > _MOST_REMEMBERED:
-            self._ranges.clear()
-        known = self._ranges.get(file.key, file.etag)
-        self._ranges[file.key] = file.etag
-        return known != file.etag and self.command != "HEAD"
-
     def version_string(self) -> str:
         """Return what the server calls itself."""
         return "parquet-keytools"
@@ -148,15 +140,16 @@ class ViewConnection(BaseHTTPRequestHandler):
         if (request.header("host") or "").lower() not in self.hosts:
             raise RefusedRequestError(421, "InvalidRequest", "This server is not called so.")
         first, slash, key = request.path.removeprefix("/").partition("/")
+        reads = self.begun_reads.of_client(self.client_address[0])
         if hmac.compare_digest(first.encode(), self.token.encode()):
             self.protocol, self._key = "http", key
             self.keep()
             if not slash:
                 return redirect_to_folder(request)
-            return answer_http(self.tree, request, key, self.seen_before)
+            return answer_http(self.tree, request, key, reads)
         if self.key_pair is not None:
             self.protocol, self._key = "s3", key if first == BUCKET else ""
-            return answer_s3(self.tree, self.key_pair, request, self.seen_before, self.keep)
+            return answer_s3(self.tree, self.key_pair, request, reads, self.keep)
         raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")
 
     def _answer(self) -> None:

@@ -9,7 +9,9 @@ import html
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -87,6 +89,10 @@ class ServedRequest:
         return [(decoded(name), decoded(value)) for name, _, value in pairs]
 
 
+_MOST_REMEMBERED = 100_000
+"""Clients times files: some 20 MB."""
+
+
 @dataclass(frozen=True)
 class ServedRange:
     """Bytes of a file that are an answer; the reader is open for as long as that is sent."""
@@ -94,6 +100,61 @@ class ServedRange:
     opened: AbstractContextManager[FileReader]
     start: int
     length: int
+
+
+class BegunReads:
+    """Which version of a file each client began to read: readers without conditions must not mix two versions.
+
+    A client is an address: requests of one reader come over several connections, and connections end between them.
+    Several readers behind one address count as one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._etags: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def of_client(self, client: str) -> ClientReads:
+        """Return the reads of a client."""
+        return ClientReads(self, client)
+
+    def begin(self, client: str, file: ServedFile) -> None:
+        """Remember the version that a client begins to read, and forget the least recently used one."""
+        with self._lock:
+            self._etags[client, file.key] = file.etag
+            self._etags.move_to_end((client, file.key))
+            if len(self._etags) > _MOST_REMEMBERED:
+                self._etags.popitem(last=False)
+
+    def begun(self, client: str, key: str) -> str | None:
+        """Return the ETag of the version that a client began to read."""
+        with self._lock:
+            if (etag := self._etags.get((client, key))) is not None:
+                self._etags.move_to_end((client, key))
+            return etag
+
+
+@dataclass(frozen=True)
+class ClientReads:
+    """The reads of one client."""
+
+    reads: BegunReads
+    client: str
+
+    def begin(self, file: ServedFile) -> None:
+        """Remember the version that the client begins to read."""
+        self.reads.begin(self.client, file)
+
+    def listed(self, file: ServedFile) -> None:
+        """Remember the version that a listing shows: clients that open a file after it send no HEAD."""
+        if self.reads.begun(self.client, file.key) is not None:
+            self.reads.begin(self.client, file)
+
+    def is_other(self, file: ServedFile) -> bool:
+        """Return whether the client began to read another version; its first range begins with this one."""
+        begun = self.reads.begun(self.client, file.key)
+        if begun is None:
+            self.begin(file)
+        return begun not in (None, file.etag)
 
 
 @dataclass(frozen=True)
@@ -210,19 +271,18 @@ def logged_outcome(error: BaseException | None) -> tuple[str, str]:
 
 
 _RANGE = re.compile(r"bytes\s*=\s*(?:(\d{1,40})-(\d{0,40})|-(\d{1,40}))", re.IGNORECASE | re.ASCII)
+_BEGINNING = re.compile(r"bytes\s*=\s*(?:-\d+|0+-)", re.IGNORECASE | re.ASCII)
 _ETAG = re.compile(r'(W/)?"([^"]*)"')
 
 
-def answer_http(
-    tree: ServedTree, request: ServedRequest, key: str, seen_before: Callable[[ServedFile], bool]
-) -> ServedAnswer:
+def answer_http(tree: ServedTree, request: ServedRequest, key: str, reads: ClientReads) -> ServedAnswer:
     """Return a file, or the links of a folder, whose key is empty or ends with a slash; see `answer_file`.
 
     A folder without its slash is redirected: links are relative to it.
     """
     if key and not key.endswith("/"):
         try:
-            return answer_file(tree, request, key, seen_before)
+            return answer_file(tree, request, key, reads)
         except FileNotFoundError:
             if not tree.is_folder(key):
                 raise
@@ -248,13 +308,11 @@ def _relative(name: str) -> str:
     return f"%68{link[1:]}" if link.startswith("http") else link
 
 
-def answer_file(
-    tree: ServedTree, request: ServedRequest, key: str, seen_before: Callable[[ServedFile], bool] | None = None
-) -> ServedAnswer:
+def answer_file(tree: ServedTree, request: ServedRequest, key: str, reads: ClientReads) -> ServedAnswer:
     """Return the answer to a GET or HEAD of a file.
 
-    A connection that read another version of this file before is refused a range without a condition: it would
-    mix two files.
+    HEAD, the whole file, its last bytes and a listing begin to read. A range without a condition is refused while
+    the file has another version than the client began to read: the client would mix two files.
 
     Raises:
         RefusedRequestError: A condition of the request does not hold, or the file does not have the range.
@@ -271,13 +329,16 @@ def answer_file(
         case 412:
             raise RefusedRequestError(412, "PreconditionFailed", "The file is another one now.", headers)
     wanted = request.header("range")
-    has_condition = request.header("if-match") is not None
     if wanted is not None and not _may_be_range(request, file):
-        wanted, has_condition = None, True
-    is_other = seen_before is not None and seen_before(file)
-    if wanted is not None and request.method == "GET" and is_other and not has_condition:
+        wanted = None
+    if request.method == "HEAD" or wanted is None or _BEGINNING.fullmatch(wanted.strip()):
+        reads.begin(file)
+    elif request.header("if-match") is None and reads.is_other(file):
         raise RefusedRequestError(
-            412, "PreconditionFailed", "The file was replaced since its last range. Begin with HEAD.", headers
+            412,
+            "PreconditionFailed",
+            "The file was replaced since this client began to read it. Open it again, beginning with HEAD.",
+            headers,
         )
     bounds = byte_range(wanted, file.size_bytes) if wanted is not None else None
     start, length = bounds or (0, file.size_bytes)

@@ -20,12 +20,13 @@ from xml.sax.saxutils import escape
 
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.serve.requests_and_answers import (
+    ClientReads,
     RefusedRequestError,
     ServedAnswer,
     ServedRequest,
     answer_file,
 )
-from parquet_keytools.serve.served_tree import ServedFile, ServedTree
+from parquet_keytools.serve.served_tree import ServedTree
 
 ALGORITHM = "AWS4-HMAC-SHA256"
 _MAX_SKEW = timedelta(minutes=15)
@@ -183,7 +184,7 @@ def answer_s3(
     tree: ServedTree,
     key_pair: KeyPair,
     request: ServedRequest,
-    seen_before: Callable[[ServedFile], bool],
+    reads: ClientReads,
     keep: Callable[[], None],
 ) -> ServedAnswer:
     """Return the answer to a request of an S3 client, with a path of the form `/view/key`.
@@ -213,7 +214,7 @@ def answer_s3(
         _refuse_others(query, {"x-id", "partNumber"})
         if query.get("partNumber", "1") != "1":
             raise RefusedRequestError(416, "InvalidPartNumber", "Every file has one part.")
-        return answer_file(tree, request, key, seen_before)
+        return answer_file(tree, request, key, reads)
     if request.method == "HEAD":
         return ServedAnswer(200, {"x-amz-bucket-region": REGION})
     if "location" in query:
@@ -221,7 +222,7 @@ def answer_s3(
     _refuse_others(query, _LISTING)
     if query.get("list-type", "2") != "2":
         raise RefusedRequestError(400, "InvalidArgument", "The list-type can be 2 only.")
-    return _xml("ListBucketResult", _listing(tree, query))
+    return _xml("ListBucketResult", _listing(tree, query, reads))
 
 
 def _refuse_others(query: dict[str, str], known: set[str]) -> None:
@@ -229,7 +230,7 @@ def _refuse_others(query: dict[str, str], known: set[str]) -> None:
         raise RefusedRequestError(501, "NotImplemented", f"The parameter {other[0]!r} is not supported.")
 
 
-def _listing(tree: ServedTree, query: dict[str, str]) -> str:
+def _listing(tree: ServedTree, query: dict[str, str], reads: ClientReads) -> str:
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
     most = _most_keys(query.get("max-keys", str(_MOST_KEYS)))
     is_encoded = query.get("encoding-type") == "url"
@@ -275,6 +276,7 @@ def _listing(tree: ServedTree, query: dict[str, str]) -> str:
         except FileNotFoundError:
             # Removed since its folder was read.
             continue
+        reads.listed(file)
         modified = datetime.fromtimestamp(file.modified or 0, UTC).isoformat(timespec="milliseconds")
         files.append(
             f"<Contents><Key>{text(key)}</Key><LastModified>{modified[:-6]}Z</LastModified>"

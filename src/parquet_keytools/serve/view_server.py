@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.serve.connection import ViewConnection, cut_off
+from parquet_keytools.serve.requests_and_answers import BegunReads
 from parquet_keytools.serve.s3_front import BUCKET, REGION, KeyPair
 from parquet_keytools.serve.served_tree import ServedTree
 
@@ -190,6 +191,7 @@ class ViewServer:
             """A connection to this server."""
 
         Connection.tree, Connection.token, Connection.key_pair = tree, token, self.key_pair
+        Connection.begun_reads = BegunReads()
         self._server = BoundedServer((address, port), Connection, tls=tls, max_connections=max_connections)
         port = self._server.server_port
         host = f"[{address}]" if ":" in address else address

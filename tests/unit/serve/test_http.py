@@ -591,7 +591,7 @@ def test_a_file_that_is_replaced_does_not_mix() -> None:
         filesystem.pipe_file(path, bytes(3_000_000))
         wanted = {"Range": "bytes=10-19"}
         assert asked(connection, server, key, headers=wanted | {"If-Match": former})[0] == 412
-        # Nobody asked for a certain one; the connection still knows what it gave out before.
+        # Without a condition, too: the server knows which version the client began to read.
         filesystem.pipe_file(path, CONTENT[::-1])
         assert asked(connection, server, key, headers=wanted)[0] == 412
         status, headers, body = asked(connection, server, key, headers=wanted | {"If-Range": former})
@@ -600,6 +600,38 @@ def test_a_file_that_is_replaced_does_not_mix() -> None:
         filesystem.pipe_file(path, CONTENT)
         assert asked(connection, server, key, "HEAD")[0] == 200
         assert asked(connection, server, key, headers=wanted)[2] == CONTENT[10:20]
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [("HEAD", {}), ("GET", {}), ("GET", {"Range": "bytes=-8"}), ("GET", {"Range": "bytes=0-"})],
+)
+def test_one_open_file_is_one_version_whatever_its_connections(opened: tuple[str, dict[str, str]]) -> None:
+    """Readers have several connections, and a new one after each pause."""
+    method, headers = opened
+    filesystem = memory_files(FILES)
+    key, path, wanted = "2013/a.parquet", "/root/2013/a.parquet", {"Range": "bytes=10-19"}
+    with served(filesystem) as server:
+        assert ask(server, key, method, headers)[0] in (200, 206)
+        assert ask(server, key, headers=wanted)[2] == CONTENT[10:20]
+        filesystem.pipe_file(path, CONTENT[::-1])
+        for _ in range(3):
+            status, _, body = ask(server, key, headers=wanted)
+            assert status == 412
+            assert b"HEAD" in body
+        assert ask(server, key, method, headers)[0] in (200, 206)
+        assert ask(server, key, headers=wanted)[2] == CONTENT[::-1][10:20]
+
+
+def test_a_client_that_only_reads_ranges_begins_with_the_first() -> None:
+    filesystem = memory_files(FILES)
+    key, path = "2013/a.parquet", "/root/2013/a.parquet"
+    with served(filesystem) as server:
+        _, headers, body = ask(server, key, headers={"Range": "bytes=0-9"})
+        assert body == CONTENT[:10]
+        filesystem.pipe_file(path, CONTENT[::-1])
+        assert ask(server, key, headers={"Range": "bytes=10-19"})[0] == 412
+        assert ask(server, key, headers={"Range": "bytes=10-19", "If-Match": headers["ETag"]})[0] == 412
 
 
 def test_a_file_that_is_replaced_while_it_is_sent_ends_the_connection() -> None:

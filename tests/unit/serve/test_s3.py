@@ -55,6 +55,19 @@ def test_boto3_reads() -> None:
                 assert answer.read() == FILES[item["Key"]]
 
 
+def test_a_listing_opens_files_anew() -> None:
+    """Clients that listed a folder know sizes and ETags, and send no HEAD."""
+    filesystem, key = memory_files(FILES), "2014/x/y.parquet"
+    with served(filesystem, with_s3=True) as server, closing(client_of(server)) as client:
+        assert client.get_object(Bucket="view", Key=key, Range="bytes=0-0")["Body"].read() == b"y"
+        filesystem.pipe_file(f"/root/{key}", b"zz")
+        with pytest.raises(ClientError) as caught:
+            client.get_object(Bucket="view", Key=key, Range="bytes=1-1")
+        assert caught.value.response["ResponseMetadata"]["HTTPStatusCode"] == 412
+        client.list_objects_v2(Bucket="view", Prefix="2014/")
+        assert client.get_object(Bucket="view", Key=key, Range="bytes=1-1")["Body"].read() == b"z"
+
+
 def test_pyarrow_reads() -> None:
     table = pa.table({"a": range(1_000)})
     sink = pa.BufferOutputStream()
