@@ -32,8 +32,14 @@ import pyarrow.parquet.encryption as pe
 from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.errors import KmsError
-from parquet_keytools.kms.client import KmsSettings, MasterKeyDescription, RewrapRequest, UnwrapRequest
+from parquet_keytools.errors import KmsError, value_or_raise
+from parquet_keytools.kms.client import (
+    KmsSettings,
+    MasterKeyDescription,
+    RewrapRequest,
+    UnwrapRequest,
+    WrapRequest,
+)
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteKmsSettings
 from parquet_keytools.secret_bytes import SecretBytes
@@ -91,24 +97,30 @@ class SlowKms(RemoteKmsClient):
     def from_settings(cls, settings: KmsSettings, folder: Path) -> SlowKms:
         raise NotImplementedError
 
-    def _send(self, operation: str, master_key_id: str | None, answer: Callable[[], T]) -> T:
-        return self._call(operation, master_key_id, lambda _: self._master_keys.call(operation, answer))
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        return self._one_by_one("wrap", requests, self._master_keys.kms.wrap_many)
 
-    def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
-        return self._send("wrap", master_key_id, lambda: self._master_keys.kms.wrap(key, master_key_id))
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        return self._one_by_one("unwrap", requests, self._master_keys.kms.unwrap_many)
 
-    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
-        return self._send(
-            "unwrap", master_key_id, lambda: self._master_keys.kms.unwrap(wrapped_key, master_key_id)
-        )
+    def _rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
+        return self._one_by_one("rewrap", requests, self._master_keys.kms.rewrap_many)
 
-    def _rewrap(self, request: RewrapRequest) -> str:
-        kms = self._master_keys.kms
-        new = request.new_master_key_id
-        return self._send("rewrap", new, lambda: kms.rewrap(request.wrapped_key, request.master_key_id, new))
+    def _one_by_one(
+        self, operation: str, requests: Sequence[R], ask: Callable[[Sequence[R]], list[T | KmsError]]
+    ) -> list[T | KmsError]:
+        def send(request: R, _: float) -> T:
+            return self._master_keys.call(operation, lambda: value_or_raise(ask([request])[0]))
+
+        return self._operation(operation).each(requests, send)
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
-        return self._send("describe", master_key_id, lambda: self._master_keys.kms.describe(master_key_id))
+        kms = self._master_keys.kms
+
+        def send(_: float) -> MasterKeyDescription:
+            return self._master_keys.call("describe", lambda: kms.describe(master_key_id))
+
+        return self._operation("describe").call(master_key_id, send)
 
 
 class SlowBatchKms(SlowKms):
@@ -123,9 +135,12 @@ class SlowBatchKms(SlowKms):
     def _in_batches(
         self, operation: str, requests: Sequence[R], ask: Callable[[Sequence[R]], list[T | KmsError]]
     ) -> list[T | KmsError]:
+        def send(batch: Sequence[R], _: float) -> list[T | KmsError]:
+            return self._master_keys.call(operation, lambda: ask(batch))
+
         batches = [requests[start : start + BATCH] for start in range(0, len(requests), BATCH)]
-        answers = self._map(lambda batch: self._send(operation, None, lambda: ask(batch)), batches)
-        return [answer for batch in answers for answer in batch]
+        answers = self._operation(operation).each(batches, send, lambda batch: batch[0].master_key_id)
+        return [answer for batch in answers for answer in value_or_raise(batch)]
 
 
 class TheirKms(pe.KmsClient):  # type: ignore[misc]
@@ -137,13 +152,13 @@ class TheirKms(pe.KmsClient):  # type: ignore[misc]
 
     def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
         """Wrap one key."""
-        kms = self._master_keys.kms
-        return self._master_keys.call("wrap", lambda: kms.wrap(SecretBytes(key_bytes), master_key_identifier))
+        kms, request = self._master_keys.kms, WrapRequest(SecretBytes(key_bytes), master_key_identifier)
+        return self._master_keys.call("wrap", lambda: value_or_raise(kms.wrap_many([request])[0]))
 
     def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
         """Unwrap one key."""
-        kms = self._master_keys.kms
-        return self._master_keys.call("unwrap", lambda: kms.unwrap(wrapped_key, master_key_identifier).reveal())
+        kms, request = self._master_keys.kms, UnwrapRequest(wrapped_key, master_key_identifier)
+        return self._master_keys.call("unwrap", lambda: value_or_raise(kms.unwrap_many([request])[0]).reveal())
 
 
 @dataclass(frozen=True)

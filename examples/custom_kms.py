@@ -13,12 +13,12 @@ from typing import Self
 import pyarrow as pa
 from cryptography.fernet import Fernet, InvalidToken
 
-from parquet_keytools import Keytools, KmsClient, SecretBytes, parse_configuration
+from parquet_keytools import Keytools, SecretBytes, parse_configuration
 from parquet_keytools.errors import MasterKeyNotFoundError, WrappedKeyInvalidError
-from parquet_keytools.kms.client import KmsSettings, MasterKeyDescription
+from parquet_keytools.kms.client import KmsSettings, MasterKeyDescription, SingleKeyKmsClient
 
 
-class AcmeKms(KmsClient):
+class AcmeKms(SingleKeyKmsClient):
     """Stands for a client of a KMS on the network; its master keys are Fernet keys in memory."""
 
     backend = "acme"
@@ -33,23 +33,21 @@ class AcmeKms(KmsClient):
         return cls()
 
     def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
-        return self._master_key(master_key_id, "wrap").encrypt(key.reveal()).decode()
+        return self._master_key(master_key_id).encrypt(key.reveal()).decode()
 
     def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
         try:
-            return SecretBytes(self._master_key(master_key_id, "unwrap").decrypt(wrapped_key))
+            return SecretBytes(self._master_key(master_key_id).decrypt(wrapped_key))
         except InvalidToken:
-            raise WrappedKeyInvalidError(
-                backend=self.backend, operation="unwrap", master_key_id=master_key_id
-            ) from None
+            raise WrappedKeyInvalidError from None
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
-        self._master_key(master_key_id, "describe")
+        self._master_key(master_key_id)
         return MasterKeyDescription(master_key_id, enabled=True)
 
-    def _master_key(self, master_key_id: str, operation: str) -> Fernet:
+    def _master_key(self, master_key_id: str) -> Fernet:
         if master_key_id not in self._master_keys:
-            raise MasterKeyNotFoundError(backend=self.backend, operation=operation, master_key_id=master_key_id)
+            raise MasterKeyNotFoundError
         return self._master_keys[master_key_id]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from parquet_keytools.errors import KmsError, KmsThrottledError
-from parquet_keytools.kms.client import KmsSettings, MasterKeyDescription
+from parquet_keytools.kms.client import KmsSettings, MasterKeyDescription, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteKmsSettings, Time
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -37,20 +37,23 @@ class FakeRemoteKms(RemoteKmsClient):
         assert isinstance(settings, FakeRemoteSettings)
         return cls(**settings.model_dump(exclude={"type", "instance_id", "audit_log", "telemetry_key_ids"}))
 
-    def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
-        self._send("wrap", master_key_id)
-        return base64.b64encode(key.reveal()).decode()
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        return self._operation("wrap").each(requests, self._wrap)
 
-    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
-        self._send("unwrap", master_key_id)
-        return SecretBytes(base64.b64decode(wrapped_key))
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        return self._operation("unwrap").each(requests, self._unwrap)
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
-        self._send("describe", master_key_id)
+        self._operation("describe").call(master_key_id, lambda left: self.on_try("describe", master_key_id, left))
         return MasterKeyDescription(master_key_id, enabled=True)
 
-    def _send(self, operation: str, master_key_id: str) -> None:
-        self._call(operation, master_key_id, lambda seconds: self.on_try(operation, master_key_id, seconds))
+    def _wrap(self, request: WrapRequest, seconds: float) -> str:
+        self.on_try("wrap", request.master_key_id, seconds)
+        return base64.b64encode(request.key.reveal()).decode()
+
+    def _unwrap(self, request: UnwrapRequest, seconds: float) -> SecretBytes:
+        self.on_try("unwrap", request.master_key_id, seconds)
+        return SecretBytes(base64.b64decode(request.wrapped_key))
 
     def error(self, kind: type[KmsError], **facts: Any) -> KmsError:
         return kind(backend=self.backend, operation="try", **facts)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError
-from parquet_keytools.kms.client import KmsClient, MasterKeyDescription, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.client import MasterKeyDescription, SingleKeyKmsClient, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -31,7 +32,7 @@ class TurnedClock:
         return self.seconds
 
 
-class FaultyKms(KmsClient):
+class FaultyKms(SingleKeyKmsClient):
     """An in-memory KMS with fixed master keys that fails as told, and records what it was asked.
 
     Attributes:
@@ -82,12 +83,12 @@ class FaultyKms(KmsClient):
         self.keys_seen.append(key.reveal())
         failure = self._next_failure(master_key_id)
         if failure == "wrong_key":
-            return self._inner.wrap(SecretBytes.random(key.length_bits), master_key_id)
+            return wrap_one(self._inner, SecretBytes.random(key.length_bits), master_key_id)
         if failure == "wrong_length":
             return "A" * 100_000
         if failure == "not_bytes":
             return b"not a str"
-        return self._inner.wrap(key, master_key_id)
+        return wrap_one(self._inner, key, master_key_id)
 
     def _unwrap(self, wrapped_key: str, master_key_id: str) -> Any:
         failure = self._next_failure(master_key_id)
@@ -97,7 +98,7 @@ class FaultyKms(KmsClient):
             return SecretBytes(b"12345")
         if failure == "not_bytes":
             return RESPONSE_SECRET
-        key = self._inner.unwrap(wrapped_key, master_key_id)
+        key = unwrap_one(self._inner, wrapped_key, master_key_id)
         self.keys_seen.append(key.reveal())
         return key
 

@@ -64,7 +64,6 @@ LONGEST_FIRST: dict[str, str] = {
     "services/test_keys_in_use.py": "keys in use",
     "tamper/test_foreign_files.py": "foreign files",
     "vectors/test_public_views.py": "views of public files",
-    "unit/kms/test_call_rate.py": "rates of calls",
     "unit/rotation/test_rotation_runs.py": "runs of rotations",
     "services/test_iceberg_java.py": "Iceberg in Java",
     "unit/spark/test_kms_worker.py": "workers of a KMS",

@@ -21,6 +21,7 @@ from parquet_keytools import Keytools
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.keystore import KeystoreKms
 from parquet_keytools.kms.keystore_file import Keystore
@@ -123,12 +124,12 @@ class AnyKms(pe.KmsClient):
     def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
         from urllib.parse import unquote
 
-        return self._kms.wrap(SecretBytes(key_bytes), unquote(master_key_identifier))
+        return wrap_one(self._kms, SecretBytes(key_bytes), unquote(master_key_identifier))
 
     def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
         from urllib.parse import unquote
 
-        return self._kms.unwrap(wrapped_key, unquote(master_key_identifier)).reveal()
+        return unwrap_one(self._kms, wrapped_key, unquote(master_key_identifier)).reveal()
 
 
 def crypto_factory(kms: KmsClient) -> pe.CryptoFactory:

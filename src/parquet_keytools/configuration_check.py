@@ -15,7 +15,7 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
-from parquet_keytools.kms.contract import CallFacts, RemoteKmsSettings
+from parquet_keytools.kms.contract import RemoteKmsSettings
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
@@ -116,8 +116,8 @@ def _outcome(
     if isinstance(unwrapped, KmsError):
         return version, unwrapped
     if unwrapped != key:
-        call = CallFacts(kms.backend, "unwrap", master_key_id)
-        return version, call.error(KmsResponseInvalidError, "it unwrapped a different key than it wrapped")
+        wrong = KmsResponseInvalidError("it unwrapped a different key than it wrapped")
+        return version, wrong.about(kms.backend, "unwrap", master_key_id)
     return version, None
 
 

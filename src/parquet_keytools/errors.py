@@ -193,11 +193,12 @@ class KmsError(KeytoolsError):
         self,
         detail: str = "",
         *,
-        backend: str,
-        operation: str,
+        backend: str = "",
+        operation: str = "",
         master_key_id: str | None = None,
         hint: str | None = None,
         retry_after_seconds: float = 0.0,
+        tries: int = 1,
     ) -> None:
         key = f" with master key {master_key_id!r}" if master_key_id is not None else ""
         known = f": {detail}" if detail else ""
@@ -209,30 +210,27 @@ class KmsError(KeytoolsError):
         self.operation = operation
         self.master_key_id = master_key_id
         self.detail = detail
-        self.tries = 1
+        self.tries = tries
         self.retry_after_seconds = retry_after_seconds
+
+    def about(self, backend: str, operation: str, master_key_id: str | None) -> Self:
+        """Return this error with the facts of a call that it does not have yet."""
+        if self.backend and self.operation:
+            return self
+        if self.operation or self.master_key_id is not None:
+            master_key_id = self.master_key_id  # an error of a connection is about no key
+        operation = self.operation or operation
+        return self._changed(backend=self.backend or backend, operation=operation, master_key_id=master_key_id)
 
     def after(self, tries: int, seconds: float) -> Self:
         """Return this error with the number of attempts and the time that they took."""
-        if tries == 1:
-            return self
-        error = self._with_detail(
-            ", ".join(filter(None, [self.detail, f"after {tries} tries in {seconds:.1f} seconds"]))
-        )
-        error.tries = tries
-        return error
+        taken = f"after {tries} tries in {seconds:.1f} seconds" if tries > 1 else ""
+        return self._changed(detail=", ".join(filter(None, [self.detail, taken])), tries=tries)
 
-    def _with_detail(self, detail: str) -> Self:
-        error = type(self)(
-            detail,
-            backend=self.backend,
-            operation=self.operation,
-            master_key_id=self.master_key_id,
-            hint=self.hint,
-            retry_after_seconds=self.retry_after_seconds,
-        )
-        error.tries = self.tries
-        return error
+    def _changed(self, **changes: Any) -> Self:
+        names = ("backend", "operation", "master_key_id", "hint", "retry_after_seconds", "tries")
+        facts = {name: getattr(self, name) for name in names}
+        return type(self)(**{"detail": self.detail, **facts, **changes})
 
 
 class KmsAccessDeniedError(KmsError):
@@ -295,7 +293,7 @@ class KmsUnavailableError(KmsError):
     def at(self, address: str) -> Self:
         """Return this error with the address of the KMS in its text."""
         detail = f"{address}: {self.detail}" if self.detail else address
-        return self._with_detail(detail) if address else self
+        return self._changed(detail=detail) if address else self
 
 
 class KmsConfigurationError(KmsError):

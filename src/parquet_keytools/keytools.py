@@ -20,14 +20,13 @@ from parquet_keytools.config.settings import Configuration, HashKeySettings
 from parquet_keytools.conformance import salvage, verification
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
-from parquet_keytools.errors import ConfigurationError, KmsResponseInvalidError
+from parquet_keytools.errors import ConfigurationError, KmsResponseInvalidError, value_or_raise
 from parquet_keytools.files import conversion
 from parquet_keytools.files.denied_columns import SECRET_LENGTH_BITS, unwrapped_secret
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.keys.kek import Clock
-from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.kms.contract import CallFacts
+from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.rotation import rekeying, restoring
 from parquet_keytools.rotation.data_set_run import OnFile
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
@@ -1246,11 +1245,11 @@ class Keytools(Summarised):
             secret = unwrapped_secret(self.configuration, name, self._keys.kms_keys())
         assert self.kms is not None
         master_key_id = reference.master_key_id
-        wrapped = self.kms.wrap(secret, master_key_id)
+        wrapped = value_or_raise(self.kms.wrap_many([WrapRequest(secret, master_key_id)])[0])
         # All digests would be lost with a wrapped secret that does not unwrap.
-        if self.kms.unwrap(wrapped, master_key_id) != secret:
-            call = CallFacts(self.kms.backend, "wrap", master_key_id)
-            raise call.error(KmsResponseInvalidError, "the wrapped secret does not unwrap to the secret")
+        if value_or_raise(self.kms.unwrap_many([UnwrapRequest(wrapped, master_key_id)])[0]) != secret:
+            wrong = KmsResponseInvalidError("the wrapped secret does not unwrap to the secret")
+            raise wrong.about(self.kms.backend, "wrap", master_key_id)
         return HashKeySettings(master_key=master_key, wrapped_key=wrapped)
 
 

@@ -23,6 +23,7 @@ import pyarrow as pa
 from matrix import CALLED_WRONGLY
 
 from parquet_keytools import Keytools
+from parquet_keytools.kms.contract_tests import unwrap_one
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_file
 from parquet_keytools.serve.served_tree import ServedTree
@@ -466,7 +467,7 @@ class ViewMatrix:
         assert keytools.kms is not None
         hash_key = keytools.wrap_hash_key("p", "footer")
         self._hash_keys["p"] = hash_key.model_dump()
-        secret = keytools.kms.unwrap(hash_key.wrapped_key, "footer").reveal()
+        secret = unwrap_one(keytools.kms, hash_key.wrapped_key, "footer").reveal()
         self._digests = [
             hmac.digest(secret, b"string\0" + name.encode(), "sha256")[:16].hex()
             for name in FLIGHTS["tailnum"].to_pylist()

@@ -94,7 +94,6 @@ OUTSIDE: dict[str, list[str]] = {
     "fsspec": ["fsspec_chain.py", "storage/locations.py", "view/*.py"],
     "google": ["kms/gcp/*.py"],
     "grpc": ["kms/gcp/*.py"],
-    "hvac": ["kms/vault/*.py"],
     "mfusepy": ["serve/fuse_mount.py"],
     "polars": ["arrow/reading.py"],
     "opentelemetry": ["telemetry.py"],

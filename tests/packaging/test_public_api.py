@@ -29,7 +29,7 @@ def test_the_record_has_what_the_package_itself_offers() -> None:
     recorded = recorded_api()
     assert {f"parquet_keytools.{name}" for name in parquet_keytools.__all__} <= set(recorded)
     assert [line for line in recorded if line.startswith("parquet_keytools.keytools.Keytools.write_table(")]
-    assert [line for line in recorded if line.startswith("parquet_keytools.kms.client.KmsClient._wrap(")]
+    assert [line for line in recorded if line.startswith("parquet_keytools.kms.client.KmsClient._wrap_many(")]
     assert "Keytools.write_table() -> engine" in recorded
     assert len(recorded) == len(set(recorded)) >= 400
 

@@ -13,7 +13,7 @@ import pyarrow.parquet.encryption as pe
 from parquet_keytools.arrow.callbacks import called_by_arrow, is_thread_of_arrow
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, value_or_raise
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
-from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.client import KmsClient, WrapRequest
 from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -37,7 +37,8 @@ class WrappingKms(pe.KmsClient):  # type: ignore[misc]
         key = SecretBytes(key_bytes)
         # Some tools print the variables of a traceback.
         del key_bytes
-        return self._kms.wrap(key, decode_master_key_id(master_key_identifier))
+        request = WrapRequest(key, decode_master_key_id(master_key_identifier))
+        return value_or_raise(self._kms.wrap_many([request])[0])
 
 
 Guard = Callable[[str, str, bool], None]

@@ -1,4 +1,4 @@
-"""A key wrapped with another one by AES-GCM, as parquet-java's `KeyToolUtilities.encryptKeyLocally` does."""
+"""Wraps a key with another key by AES-GCM, like parquet-java's `KeyToolUtilities.encryptKeyLocally`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def wrap_key(wrapping_key: SecretBytes, key: SecretBytes, aad: bytes) -> str:
 
 
 def wrap_by(cipher: AESGCM, key: SecretBytes, aad: bytes) -> str:
-    """Do the same where the cipher of the wrapping key is at hand."""
+    """Wrap a key like `wrap_key`, with the cipher of the wrapping key."""
     nonce = secrets.token_bytes(_NONCE_LENGTH)
     return strict_base64.encode(nonce + cipher.encrypt(nonce, key.reveal(), aad))
 

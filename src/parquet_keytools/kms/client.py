@@ -1,14 +1,15 @@
-"""The contract of a KMS client: what wraps and unwraps keys with master keys that live elsewhere."""
+"""The contract of a KMS client, which wraps and unwraps keys with master keys that live elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar, TypeVarTuple
 
-from parquet_keytools import audit, strict_base64
+from parquet_keytools import audit, strict_base64, telemetry
 from parquet_keytools.errors import (
     KmsConfigurationError,
     KmsError,
@@ -21,9 +22,6 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.contract import (
     KEY_LENGTHS_BYTES,
-    CallFacts,
-    E,
-    KeyReporter,
     KmsSettings,
     MasterKeyDescription,
     R,
@@ -44,11 +42,11 @@ __all__ = [
     "KmsSettings",
     "MasterKeyDescription",
     "RewrapRequest",
+    "SingleKeyKmsClient",
     "UnwrapRequest",
     "WrapRequest",
 ]
 
-S = TypeVar("S")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -56,8 +54,9 @@ Ts = TypeVarTuple("Ts")
 class KmsClient(ABC):
     """Wraps and unwraps keys with the master keys of one KMS, from any number of threads.
 
-    A backend implements the private hooks. Callers use the public methods: these check what goes in and what
-    comes back, and turn every exception of an SDK into a `KmsError` without its text, which may hold secrets.
+    A backend implements the private hooks. Callers use the public methods, which take lists. These methods check
+    the requests and the answers, and turn each exception of an SDK into a `KmsError` without its text, which may
+    contain secrets.
 
     A wrapped key is a string of printable ASCII, as parquet-java and Arrow store it in key material.
     """
@@ -66,16 +65,16 @@ class KmsClient(ABC):
     """Name of the backend in configurations, errors and metrics."""
 
     Settings: ClassVar[type[KmsSettings]] = KmsSettings
-    """What a configuration of this backend may say; secrets are `pydantic.SecretStr`."""
+    """The settings of this backend in a configuration; secrets are `pydantic.SecretStr`."""
 
     instance_id: str = "DEFAULT"
-    """Of the configuration; for the audit log."""
+    """The setting `instance_id`, for the audit log."""
 
     audit_log: bool = False
-    """Whether each wrap, unwrap and rewrap of a key is written to the audit log."""
+    """Whether each wrap, unwrap and re-wrap of a key is written to the audit log."""
 
     telemetry_key_ids: bool = False
-    """Whether spans say which master key they are about."""
+    """Whether spans name master keys."""
 
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
@@ -89,12 +88,12 @@ class KmsClient(ABC):
 
         Args:
             settings: An instance of `cls.Settings`.
-            folder: Of the configuration's file: relative paths in the settings start there.
+            folder: The folder of the configuration file, where relative paths in the settings start.
         """
 
     @property
     def call_counts(self) -> Counter[str]:
-        """How many keys the backend was asked for, by operation: `wrap`, `unwrap`, `rewrap`, `describe`."""
+        """Number of keys sent to the backend, by operation: `wrap`, `unwrap`, `rewrap`, `describe`."""
         with self._lock:
             return Counter(self._call_counts)
 
@@ -103,117 +102,112 @@ class KmsClient(ABC):
         return None
 
     def trust(self, master_key_ids: Iterable[str]) -> None:
-        """Unwrap nothing with a master key that may be somebody else's, unless it was named in such a call.
+        """Trust these master keys, and from now on unwrap with no foreign master key that is not trusted.
 
-        Key material is not authenticated. An identifier that is good in the whole cloud can be that of a key in
-        the account of an attacker, who lets everybody unwrap with it: a file of theirs would be taken for true.
+        Key material is not authenticated. An identifier that is valid in the whole cloud can name a master key in
+        an attacker's account, with a policy that lets everyone unwrap. A file that the attacker forged would then
+        pass as authentic. `_may_be_of_others` decides which identifiers can name such a key.
         """
         self._trusted = (self._trusted or frozenset()) | frozenset(master_key_ids)
 
     def trust_also(self, master_key_ids: Iterable[str]) -> None:
-        """Trust more master keys than those of `trust`, because the caller names them; all are without `trust`."""
+        """Trust the master keys that a caller names, too. Without an earlier `trust`, all are trusted."""
         if self._trusted is not None:
             self.trust(master_key_ids)
 
-    # --- public: one key ---
-
-    def wrap(self, key: SecretBytes, master_key_id: str) -> str:
-        """Wrap a key of 16, 24 or 32 bytes with the current version of a master key.
-
-        Raises:
-            KmsError: One of its subclasses says why not.
-        """
-        return value_or_raise(self.wrap_many([WrapRequest(key, master_key_id)])[0])
-
-    def unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
-        """Unwrap what `wrap` returned.
-
-        Raises:
-            KmsError: One of its subclasses says why not.
-        """
-        return value_or_raise(self.unwrap_many([UnwrapRequest(wrapped_key, master_key_id)])[0])
-
-    def rewrap(self, wrapped_key: str, master_key_id: str, new_master_key_id: str | None = None) -> str:
-        """Re-wrap a wrapped key under the current version of its master key, or of another one.
-
-        Raises:
-            KmsError: One of its subclasses says why not.
-        """
-        request = RewrapRequest(wrapped_key, master_key_id, new_master_key_id or master_key_id)
-        return value_or_raise(self.rewrap_many([request])[0])
-
-    # --- public: many keys, each with its own outcome ---
+    # --- public: keys; each request has an outcome of its own ---
 
     def wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
-        """Wrap many keys. Returns, in the order of the requests, the wrapped key or why there is none."""
+        """Wrap keys of 16, 24 or 32 bytes, each with the current version of its master key.
+
+        Returns:
+            In the order of the requests, the wrapped key or the error.
+
+        Raises:
+            ValueError: A key has another length.
+        """
         for request in requests:
             request.refuse_other_lengths()
         return self._many("wrap", requests, self._wrap_many, mistake_in_wrapped_key)
 
     def unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
-        """Unwrap many keys. Returns, in the order of the requests, the key or why there is none."""
+        """Unwrap keys. Returns, in the order of the requests, the key or the error."""
         return self._many("unwrap", requests, self._unwrap_many, mistake_in_key)
 
     def rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
-        """Re-wrap many wrapped keys. Returns, in the order of the requests, the new one or why not."""
+        """Re-wrap keys under the current version of the same or another master key.
+
+        Returns:
+            In the order of the requests, the new wrapped key or the error.
+        """
         return self._many("rewrap", requests, self._rewrap_many, mistake_in_wrapped_key)
 
-    # --- public: the raw form of Iceberg, which is bound to nothing that only we know ---
+    # --- public: the raw form of Iceberg, which is bound to nothing that only this package knows ---
 
     def wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
         """Wrap a key, and return the bare ciphertext of the KMS, as Iceberg stores it.
 
         Raises:
             KmsConfigurationError: The backend, or its settings, have no form that Iceberg's own clients read.
-            KmsError: Another subclass says why not.
+            KmsError: Another subclass gives the reason.
         """
         request = WrapRequest(key, master_key_id)
         request.refuse_other_lengths()
         answer = self._in_raw_form(
-            request, lambda: strict_base64.encode(self._wrap_raw(key, master_key_id)), mistake_in_wrapped_key
+            "wrap",
+            request,
+            lambda: strict_base64.encode(self._wrap_raw(key, master_key_id)),
+            mistake_in_wrapped_key,
         )
         return strict_base64.decode(answer)
 
     def unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
-        """Unwrap what `wrap_raw` returned, or another program that calls the same KMS. Errors are the same."""
+        """Unwrap a key that `wrap_raw`, or another program with the same KMS, wrapped. Errors are the same."""
         request = UnwrapRequest(strict_base64.encode(wrapped_key), master_key_id)
-        return self._in_raw_form(request, lambda: self._unwrap_raw(wrapped_key, master_key_id), mistake_in_key)
+        return self._in_raw_form(
+            "unwrap", request, lambda: self._unwrap_raw(wrapped_key, master_key_id), mistake_in_key
+        )
 
-    # --- public: about master keys ---
+    # --- public: master keys ---
 
     def describe(self, master_key_id: str) -> MasterKeyDescription:
-        """Return what the KMS says of a master key.
+        """Return the KMS's description of a master key.
 
         Raises:
             MasterKeyNotFoundError: The KMS has no such key.
-            KmsError: Another subclass says why it does not answer.
+            KmsError: Another subclass gives the reason.
         """
-        call = self._call_facts("describe", master_key_id)
+
+        def checked() -> MasterKeyDescription:
+            found: object = self._describe(master_key_id)
+            if not isinstance(found, MasterKeyDescription):
+                raise KmsResponseInvalidError("it does not describe a master key")
+            return found
+
         with self._lock:
             self._call_counts["describe"] += 1
-        with self._reporter().span("describe", [master_key_id]):
-            return self._guard(
-                "describe", master_key_id, lambda: call.checked_description(self._describe(master_key_id))
-            )
+        with self._span("describe", [master_key_id]):
+            return value_or_raise(self._outcome("describe", master_key_id, checked))
 
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
-        """Return the version of the master key that wrapped a key, or None where that is not known.
+        """Return the version of the master key that wrapped a key, or None where it is unknown.
 
-        The wrapped key itself says it, and `unwrap` must prove it: where it says another version, `unwrap` fails.
+        The version is read from the wrapped key itself. `unwrap_many` must prove it: if the wrapped key names
+        another version, unwrapping fails.
         """
         return None
 
     def identity(self, master_key_id: str) -> str | None:
-        """Return the one name of a master key, which an alias is not; None where the KMS does not say."""
+        """Return the unique name of a master key, which an alias is not; None where the KMS does not say."""
         found = self._outcome("describe", master_key_id, self._identity, master_key_id)
         return None if isinstance(found, KmsError) else found
 
     def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
-        """Return whether the KMS has a request for it; if not, `rewrap` unwraps, and rotations make new KEKs."""
+        """Return whether the KMS itself can re-wrap a key; if not, rotations make new KEKs instead."""
         return True
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to give back
-        """Give back connections. Calls after this may fail; closing twice is fine."""
+    def close(self) -> None:  # noqa: B027 - most clients have nothing to close
+        """Close the connections. Calls after this may fail. Closing twice is harmless."""
 
     def __enter__(self) -> Self:
         return self
@@ -224,177 +218,222 @@ class KmsClient(ABC):
     # --- hooks ---
 
     @abstractmethod
-    def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
-        """Wrap one key. May raise anything; what is not a `KmsError` goes through `_translate`."""
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        """Wrap keys. An exception fails all requests; unless it is a `KmsError`, it goes through `_translate`."""
 
     @abstractmethod
-    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
-        """Unwrap one key. A wrapped key that is not valid raises `WrappedKeyInvalidError`."""
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        """Unwrap keys. The outcome of a wrapped key that is not valid is a `WrappedKeyInvalidError`."""
+
+    def _rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
+        """Re-wrap keys. A KMS that can do this itself overrides this method, so that no key leaves the KMS."""
+        # Through the public methods: the KMS unwraps and wraps, so the audit log has records of both.
+        keys = self.unwrap_many([UnwrapRequest(r.wrapped_key, r.master_key_id) for r in requests])
+        to_wrap = [
+            WrapRequest(key, request.new_master_key_id)
+            for key, request in zip(keys, requests, strict=True)
+            if not isinstance(key, KmsError)
+        ]
+        wrapped = iter(self.wrap_many(to_wrap))
+        return [key if isinstance(key, KmsError) else next(wrapped) for key in keys]
 
     @abstractmethod
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         """Describe a master key, or raise `MasterKeyNotFoundError`."""
 
     def _identity(self, master_key_id: str) -> str:
-        """Return the one name of a master key; a KMS with aliases overrides this."""
+        """Return the unique name of a master key; a KMS with aliases overrides this."""
         return master_key_id
 
-    def _rewrap(self, request: RewrapRequest) -> str:
-        """Re-wrap a wrapped key. A KMS that can do so itself overrides this, so that no key leaves it."""
-        key = self.unwrap(request.wrapped_key, request.master_key_id)
-        return self.wrap(key, request.new_master_key_id)
-
-    def _prepare(self, operation: str) -> None:  # noqa: B027 - most need nothing
-        """Get what every key of an operation needs, such as a token; what fails here is one error for all."""
-
-    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
-        """Wrap many keys; a KMS with a call for many overrides this."""
-        return self._map(
-            lambda r: self._outcome("wrap", r.master_key_id, self._wrap, r.key, r.master_key_id), requests
-        )
-
-    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
-        """Unwrap many keys; a KMS with a call for many overrides this."""
-        return self._map(
-            lambda r: self._outcome("unwrap", r.master_key_id, self._unwrap, r.wrapped_key, r.master_key_id),
-            requests,
-        )
-
-    def _rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
-        """Re-wrap many wrapped keys; a KMS with a call for many overrides this."""
-        return self._map(lambda r: self._outcome("rewrap", r.master_key_id, self._rewrap, r), requests)
-
-    def _map(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
-        """Return the results of a function that does not raise; a KMS across a network calls several at a time."""
-        return [function(item) for item in items]
-
     def _raw_obstacle(self) -> str:
-        """Return why there is no raw form, or nothing: a backend that has one overrides this."""
+        """Return why there is no raw form, or an empty string; a backend with a raw form overrides this."""
         return "this backend has no raw form, which Iceberg needs"
 
     def _wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
         """Wrap one key. A backend whose wrapped keys are not base64 of their raw form overrides this."""
-        return strict_base64.decode(self._wrap(key, master_key_id))
+        return strict_base64.decode(value_or_raise(self._wrap_many([WrapRequest(key, master_key_id)])[0]))
 
     def _unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
         """Unwrap one key. A wrapped key that is not valid raises `WrappedKeyInvalidError`."""
-        return self._unwrap(strict_base64.encode(wrapped_key), master_key_id)
+        request = UnwrapRequest(strict_base64.encode(wrapped_key), master_key_id)
+        return value_or_raise(self._unwrap_many([request])[0])
 
     def _may_be_of_others(self, master_key_id: str) -> bool:
-        """Return whether an identifier can mean a master key of somebody else; see `trust`."""
+        """Return whether an identifier can name a master key in another account; see `trust`."""
         return False
 
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
-        """Return the `KmsError` that stands for a foreign exception.
+        """Return the `KmsError` that replaces a foreign exception; the caller adds backend, operation and key.
 
-        Only the type of the foreign exception may go into its text: SDKs put response bodies, and so keys
-        and tokens, into theirs.
+        Only the type of the foreign exception may appear in the error: SDKs put response bodies, and so keys and
+        tokens, into the text.
         """
         kind = KmsUnavailableError if isinstance(error, (OSError, TimeoutError)) else KmsResponseInvalidError
-        return self._kms_error(kind, operation, master_key_id, f"unexpected {type(error).__name__}")
+        return kind(f"unexpected {type(error).__name__}")
 
     def _principal(self) -> str:
-        """Return who uses the KMS, for the audit log: a name, never a token. May raise anything."""
+        """Return the caller's identity for the audit log: a name, never a token. May raise anything."""
         return audit.default_principal()
 
-    def _call_facts(self, operation: str, master_key_id: str | None) -> CallFacts:
-        """Return what a call is about."""
-        return CallFacts(self.backend, operation, master_key_id)
+    # --- for backends ---
 
-    def _kms_error(
-        self, kind: type[E], operation: str, master_key_id: str | None, detail: str = "", hint: str | None = None
-    ) -> E:
-        """Return an error with the backend's name in it."""
-        return self._call_facts(operation, master_key_id).error(kind, detail, hint)
-
-    # --- the guarded door ---
-
-    def _guard(self, operation: str, master_key_id: str | None, call: Callable[[*Ts], T], *arguments: *Ts) -> T:
-        """Call into the backend; every exception that leaves is a `KmsError`."""
+    def _outcome(
+        self, operation: str, master_key_id: str | None, call: Callable[[*Ts], T], *arguments: *Ts
+    ) -> T | KmsError:
+        """Return the result of a call into the backend, or the `KmsError` that replaces its exception."""
         try:
             return call(*arguments)
         except KmsError as error:
             failure = error
         except Exception as error:
             failure = self._translated(error, operation, master_key_id)
-        # Raised outside of the handlers, which would attach the foreign exception again.
-        raise without_frames(failure)
+        return without_frames(failure.about(self.backend, operation, master_key_id))
 
     def _translated(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
-        """Return what the backend makes of a foreign exception, or what we do if it cannot."""
+        """Return the backend's translation of a foreign exception, or the default one if that fails."""
         try:
             return self._translate(error, operation, master_key_id)
         except Exception:
             return KmsClient._translate(self, error, operation, master_key_id)
 
-    def _outcome(
-        self, operation: str, master_key_id: str | None, call: Callable[[*Ts], T], *arguments: *Ts
-    ) -> T | KmsError:
-        """Call into the backend and return its result or its `KmsError`."""
-        try:
-            return self._guard(operation, master_key_id, call, *arguments)
-        except KmsError as error:
-            return without_frames(error)
+    # --- behind the public methods ---
 
     def _many(
         self,
         operation: str,
         requests: Sequence[R],
-        call: Callable[[Sequence[R]], list[T | KmsError]],
+        hook: Callable[[Sequence[R]], list[T | KmsError]],
         mistake_in: Callable[[object], str],
     ) -> list[T | KmsError]:
-        """Ask for many at once, each distinct request once, and check every answer."""
+        """Send each distinct request to the backend once, and check every answer."""
+        distinct = {identity_of(request): request for request in requests}
+        refusals = {key: found for key, request in distinct.items() if (found := self._refusal(request))}
         outcomes: dict[object, T | KmsError] = {}
-        distinct: dict[object, R] = {}
-        refused: dict[object, R] = {}
-        for request in requests:
-            if refusal := self._refusal(operation, request):
-                outcomes[identity_of(request)] = refusal
-                refused[identity_of(request)] = request
-            else:
-                distinct[identity_of(request)] = request
-        reporter = self._reporter()
-        # The KMS never sees these requests, so its own log cannot show who made them.
-        reporter.audit(operation, list(refused.values()), [outcomes[key] for key in refused])
-        if distinct:
-            with self._lock:
-                self._call_counts[operation] += len(distinct)
-            asked = list(distinct.values())
-            with reporter.span(operation, [request.master_key_id for request in asked], keys=len(asked)) as span:
-                try:
-                    answers = self._outcome(operation, None, self._prepared, operation, call, asked)
-                    checked = checked_answers(self._call_facts, operation, asked, answers, mistake_in)
-                except BaseException as error:
-                    reporter.report(operation, asked, [error] * len(asked), span)  # the KMS may have done it
-                    raise
-                reporter.report(operation, asked, checked, span)
-            outcomes.update(zip(distinct, checked, strict=True))
+        for key, refusal in refusals.items():
+            outcomes[key] = refusal.about(self.backend, operation, distinct[key].master_key_id)
+        # The KMS never sees refused requests, so its own log cannot show who made them.
+        self._audit(operation, [distinct[key] for key in refusals], list(outcomes.values()))
+        asked = {key: request for key, request in distinct.items() if key not in refusals}
+        if asked:
+            answers = self._answers(operation, list(asked.values()), hook, mistake_in)
+            outcomes |= zip(asked, answers, strict=True)
         return [outcomes[identity_of(request)] for request in requests]
 
-    def _in_raw_form(self, request: R, call: Callable[[], T], mistake_in: Callable[[object], str]) -> T:
-        operation = "wrap" if isinstance(request, WrapRequest) else "unwrap"
+    def _answers(
+        self,
+        operation: str,
+        requests: Sequence[R],
+        hook: Callable[[Sequence[R]], list[T | KmsError]],
+        mistake_in: Callable[[object], str],
+    ) -> list[T | KmsError]:
+        """Send requests to the backend, check the answers, and report them."""
+        with self._lock:
+            self._call_counts[operation] += len(requests)
+        with self._span(operation, [r.master_key_id for r in requests], keys=len(requests)) as span:
+            try:
+                answers = checked_answers(requests, self._outcome(operation, None, hook, requests), mistake_in)
+            except BaseException as error:
+                self._report(operation, requests, [error] * len(requests), span)  # the KMS may have done it
+                raise
+            for place, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+                if isinstance(answer, KmsError):
+                    answers[place] = without_frames(answer.about(self.backend, operation, request.master_key_id))
+            self._report(operation, requests, answers, span)
+            return answers
+
+    def _in_raw_form(
+        self, operation: str, request: R, call: Callable[[], T], mistake_in: Callable[[object], str]
+    ) -> T:
+        def checked_call() -> T:
+            if obstacle := self._raw_obstacle():
+                raise KmsConfigurationError(obstacle)
+            return call()
 
         def answers(_: Sequence[R]) -> list[T | KmsError]:
-            if obstacle := self._raw_obstacle():
-                raise self._kms_error(KmsConfigurationError, operation, request.master_key_id, obstacle)
-            return [self._guard(operation, request.master_key_id, call)]
+            return [self._outcome(operation, request.master_key_id, checked_call)]
 
         return value_or_raise(self._many(operation, [request], answers, mistake_in)[0])
 
-    def _prepared(self, operation: str, call: Callable[[Sequence[R]], T], requests: Sequence[R]) -> T:
-        self._prepare(operation)
-        return call(requests)
-
-    def _refusal(self, operation: str, request: WrapRequest | UnwrapRequest | RewrapRequest) -> KmsError | None:
-        """Return why the KMS is not even asked, or None."""
+    def _refusal(self, request: WrapRequest | UnwrapRequest | RewrapRequest) -> KmsError | None:
+        """Return why a request is not sent to the KMS at all, or None."""
         if isinstance(request, WrapRequest):
             return None
-        master_key_id, trusted = request.master_key_id, self._trusted
         if mistake := mistake_in_wrapped_key(request.wrapped_key):
-            return self._kms_error(WrappedKeyInvalidError, operation, master_key_id, mistake)
+            return WrappedKeyInvalidError(mistake)
+        master_key_id, trusted = request.master_key_id, self._trusted
         if trusted is None or master_key_id in trusted or not self._may_be_of_others(master_key_id):
             return None
-        return self._kms_error(MasterKeyNotTrustedError, operation, master_key_id)
+        return MasterKeyNotTrustedError()
 
-    def _reporter(self) -> KeyReporter:
-        return KeyReporter(self.backend, self.instance_id, self.audit_log, self.telemetry_key_ids, self._principal)
+    # --- metrics, traces and the audit log ---
+
+    def _span(self, operation: str, master_key_ids: Iterable[str], **attributes: int) -> telemetry.Span:
+        about: dict[str, str | int | Sequence[str]] = {"backend": self.backend, **attributes}
+        if self.telemetry_key_ids:
+            about["master_key_ids"] = sorted(set(master_key_ids))
+        return telemetry.Span(f"kms.{operation}", about)
+
+    def _report(
+        self, operation: str, requests: Sequence[R], outcomes: Sequence[object], span: telemetry.Span
+    ) -> None:
+        """Report the outcome of each key."""
+        about = {"backend": self.backend, "operation": operation}
+        telemetry.measure("kms.operation.keys", len(requests), about)
+        counts = Counter(map(outcome_name, outcomes))
+        for outcome, number in counts.items():
+            telemetry.count("kms.keys", number, {**about, "outcome": outcome})
+        failures = [outcome for outcome in counts if outcome != _OK]
+        if failures:
+            span.note(keys_failed=sum(counts[outcome] for outcome in failures))
+            span.failed(failures[0])
+        self._audit(operation, requests, outcomes)
+
+    def _audit(self, operation: str, requests: Sequence[R], outcomes: Sequence[object]) -> None:
+        """Write the outcome of each key to the audit log, if it is enabled."""
+        if not self.audit_log or not requests:
+            return
+        principal = "unknown"
+        with contextlib.suppress(Exception):
+            principal = str(self._principal())
+        for request, outcome in zip(requests, outcomes, strict=True):
+            audit.write(
+                audit.KeyUse(
+                    operation=operation,
+                    outcome=outcome_name(outcome),
+                    backend=self.backend,
+                    kms_instance=self.instance_id,
+                    master_key_id=request.master_key_id,
+                    new_master_key_id=request.new_master_key_id if isinstance(request, RewrapRequest) else None,
+                    principal=principal,
+                    subject=audit.current_subject(),
+                )
+            )
+
+
+_OK = "ok"
+
+
+def outcome_name(outcome: object) -> str:
+    """Return the name of an outcome in metrics and the audit log."""
+    return type(outcome).__name__ if isinstance(outcome, BaseException) else _OK
+
+
+class SingleKeyKmsClient(KmsClient):
+    """Base class of a local backend that takes one key at a time: it implements `_wrap` and `_unwrap`."""
+
+    @abstractmethod
+    def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
+        """Wrap one key. May raise anything; unless it is a `KmsError`, it goes through `_translate`."""
+
+    @abstractmethod
+    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
+        """Unwrap one key. A wrapped key that is not valid raises `WrappedKeyInvalidError`."""
+
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        return [self._outcome("wrap", r.master_key_id, self._wrap, r.key, r.master_key_id) for r in requests]
+
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        return [
+            self._outcome("unwrap", r.master_key_id, self._unwrap, r.wrapped_key, r.master_key_id)
+            for r in requests
+        ]

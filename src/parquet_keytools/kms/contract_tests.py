@@ -1,4 +1,4 @@
-"""What every KMS client has to keep, as tests that third parties run over theirs too.
+"""The tests that every KMS client must pass. Authors of plug-ins run them over their clients, too.
 
     import pytest
     from parquet_keytools.kms.contract_tests import KmsClientContract
@@ -15,9 +15,9 @@
         @pytest.fixture
         def other_master_key_id(self): return "two"
 
-A backend that can do so overrides `disable_key`, `deny_key` and `add_version`; the tests that need them are
-skipped otherwise. `pytest.register_assert_rewrite("parquet_keytools.kms.contract_tests")` in a conftest.py
-makes failures speak.
+Override `disable_key`, `deny_key` and `add_version` if the backend supports them; otherwise, the tests that need
+them are skipped. `pytest.register_assert_rewrite("parquet_keytools.kms.contract_tests")` in a conftest.py
+shows the values in failed assertions.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from parquet_keytools.errors import (
     MasterKeyDisabledError,
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
+    value_or_raise,
 )
 from parquet_keytools.kms.client import (
     KEY_LENGTHS_BYTES,
@@ -49,13 +50,29 @@ from parquet_keytools.kms.client import (
 from parquet_keytools.secret_bytes import SecretBytes
 
 CANARY = SecretBytes(b"\xf0\x01 a key to be looked for \xfe\xff\x00\n!!")
-"""A key whose bytes are looked for in every text that comes out."""
+"""A key whose bytes must not appear in any text."""
+
+
+def wrap_one(kms: KmsClient, key: SecretBytes, master_key_id: str) -> str:
+    """Wrap one key, or raise why not."""
+    return value_or_raise(kms.wrap_many([WrapRequest(key, master_key_id)])[0])
+
+
+def unwrap_one(kms: KmsClient, wrapped_key: str, master_key_id: str) -> SecretBytes:
+    """Unwrap one key, or raise why not."""
+    return value_or_raise(kms.unwrap_many([UnwrapRequest(wrapped_key, master_key_id)])[0])
+
+
+def rewrap_one(kms: KmsClient, wrapped_key: str, master_key_id: str, new_master_key_id: str | None = None) -> str:
+    """Re-wrap one key, by default under the current version of its master key, or raise why not."""
+    request = RewrapRequest(wrapped_key, master_key_id, new_master_key_id or master_key_id)
+    return value_or_raise(kms.rewrap_many([request])[0])
 
 
 class KmsClientContract(ABC):
-    """The tests; a subclass says which client they run over."""
+    """The tests. A subclass provides the client."""
 
-    # --- to be overridden ---
+    # --- override these ---
 
     @pytest.fixture
     @abstractmethod
@@ -65,7 +82,7 @@ class KmsClientContract(ABC):
     @pytest.fixture
     @abstractmethod
     def master_key_id(self) -> str:
-        """A master key that may wrap and unwrap."""
+        """A master key that can wrap and unwrap."""
 
     @pytest.fixture
     @abstractmethod
@@ -95,29 +112,29 @@ class KmsClientContract(ABC):
     def test_unwraps_what_it_wrapped(self, kms: KmsClient, master_key_id: str, length: int) -> None:
         """A key comes back as it was, and is not in its wrapped key."""
         key = SecretBytes.random(length * 8)
-        wrapped_key = kms.wrap(key, master_key_id)
-        assert kms.unwrap(wrapped_key, master_key_id) == key
+        wrapped_key = wrap_one(kms, key, master_key_id)
+        assert unwrap_one(kms, wrapped_key, master_key_id) == key
         assert wrapped_key.isascii() and wrapped_key.isprintable()
         assert not _shown(key, wrapped_key)
 
     def test_wraps_with_the_master_key_asked_for(
         self, kms: KmsClient, master_key_id: str, other_master_key_id: str
     ) -> None:
-        """What one master key wrapped, no other one unwraps."""
-        wrapped_key = kms.wrap(CANARY, master_key_id)
+        """A key that one master key wrapped cannot be unwrapped with another."""
+        wrapped_key = wrap_one(kms, CANARY, master_key_id)
         with pytest.raises(WrappedKeyInvalidError):
-            kms.unwrap(wrapped_key, other_master_key_id)
+            unwrap_one(kms, wrapped_key, other_master_key_id)
 
     @pytest.mark.parametrize("length", [0, 1, 15, 17, 33])
     def test_refuses_a_key_that_is_no_aes_key(self, kms: KmsClient, master_key_id: str, length: int) -> None:
-        """A key of another length is refused before the KMS is asked."""
+        """A key of another length is refused before the KMS is called."""
         with pytest.raises(ValueError, match="16, 24 or 32"):
-            kms.wrap(SecretBytes(bytes(length)), master_key_id)
+            wrap_one(kms, SecretBytes(bytes(length)), master_key_id)
         assert kms.call_counts["wrap"] == 0
 
     def test_refuses_a_damaged_wrapped_key(self, kms: KmsClient, master_key_id: str) -> None:
-        """Every damage is found, and is one class of error that names the master key."""
-        wrapped_key = kms.wrap(CANARY, master_key_id)
+        """Every damage is detected, with one class of error that names the master key."""
+        wrapped_key = wrap_one(kms, CANARY, master_key_id)
         damaged = _damaged(wrapped_key)
         outcomes = kms.unwrap_many([UnwrapRequest(text, master_key_id) for text in damaged])
         for text, outcome in zip(damaged, outcomes, strict=True):
@@ -129,12 +146,12 @@ class KmsClientContract(ABC):
     def test_knows_that_a_master_key_is_missing(
         self, kms: KmsClient, master_key_id: str, unknown_master_key_id: str
     ) -> None:
-        """Each operation says that there is no such master key, and creates none."""
-        wrapped_key = kms.wrap(CANARY, master_key_id)
+        """Each operation reports that the master key does not exist, and creates none."""
+        wrapped_key = wrap_one(kms, CANARY, master_key_id)
         calls: list[Callable[[], object]] = [
-            lambda: kms.wrap(CANARY, unknown_master_key_id),
-            lambda: kms.unwrap(wrapped_key, unknown_master_key_id),
-            lambda: kms.rewrap(wrapped_key, master_key_id, unknown_master_key_id),
+            lambda: wrap_one(kms, CANARY, unknown_master_key_id),
+            lambda: unwrap_one(kms, wrapped_key, unknown_master_key_id),
+            lambda: rewrap_one(kms, wrapped_key, master_key_id, unknown_master_key_id),
             lambda: kms.describe(unknown_master_key_id),
         ]
         for call in calls * 2:
@@ -147,7 +164,7 @@ class KmsClientContract(ABC):
     def test_many_keys_have_their_own_outcomes(
         self, kms: KmsClient, master_key_id: str, other_master_key_id: str, unknown_master_key_id: str
     ) -> None:
-        """Outcomes stand in the order of the requests; a failure touches no other request."""
+        """Outcomes are in the order of the requests, and a failure affects no other request."""
         keys = [SecretBytes.random(length * 8) for length in KEY_LENGTHS_BYTES]
         wrapped = kms.wrap_many(
             [
@@ -185,7 +202,7 @@ class KmsClientContract(ABC):
     def test_many_keys_may_be_very_many(
         self, kms: KmsClient, master_key_id: str, other_master_key_id: str
     ) -> None:
-        """More keys than any KMS takes in one call come back in order."""
+        """More keys than any KMS takes in one call are returned in order."""
         keys = [SecretBytes.random(128) for _ in range(300)]
         ids = [master_key_id, other_master_key_id] * 150
         wrapped = kms.wrap_many([WrapRequest(*pair) for pair in zip(keys, ids, strict=True)])
@@ -195,15 +212,15 @@ class KmsClientContract(ABC):
         assert kms.unwrap_many(requests) == keys
 
     def test_duplicates_are_asked_for_once(self, kms: KmsClient, master_key_id: str) -> None:
-        """Equal requests to unwrap are one request."""
-        wrapped_key = kms.wrap(CANARY, master_key_id)
+        """Equal requests to unwrap are sent once."""
+        wrapped_key = wrap_one(kms, CANARY, master_key_id)
         before = kms.call_counts["unwrap"]
         outcomes = kms.unwrap_many([UnwrapRequest(wrapped_key, master_key_id) for _ in range(20)])
         assert outcomes == [CANARY] * 20
         assert kms.call_counts["unwrap"] == before + 1
 
     def test_nothing_is_asked_for_nothing(self, kms: KmsClient) -> None:
-        """No request, no call."""
+        """Without requests, there is no call."""
         assert kms.wrap_many([]) == kms.unwrap_many([]) == kms.rewrap_many([]) == []
         assert not kms.call_counts
 
@@ -212,38 +229,38 @@ class KmsClientContract(ABC):
     def test_rewraps_to_another_master_key(
         self, kms: KmsClient, master_key_id: str, other_master_key_id: str
     ) -> None:
-        """The new wrapped key belongs to the new master key only, the old one stays as it is."""
-        wrapped_key = kms.wrap(CANARY, master_key_id)
-        rewrapped = kms.rewrap(wrapped_key, master_key_id, other_master_key_id)
-        assert kms.unwrap(rewrapped, other_master_key_id) == CANARY
-        assert kms.unwrap(wrapped_key, master_key_id) == CANARY
+        """The new wrapped key belongs to the new master key only. The old wrapped key stays valid."""
+        wrapped_key = wrap_one(kms, CANARY, master_key_id)
+        rewrapped = rewrap_one(kms, wrapped_key, master_key_id, other_master_key_id)
+        assert unwrap_one(kms, rewrapped, other_master_key_id) == CANARY
+        assert unwrap_one(kms, wrapped_key, master_key_id) == CANARY
         with pytest.raises(WrappedKeyInvalidError):
-            kms.unwrap(rewrapped, master_key_id)
+            unwrap_one(kms, rewrapped, master_key_id)
 
     def test_rewraps_many_with_their_own_outcomes(
         self, kms: KmsClient, master_key_id: str, other_master_key_id: str
     ) -> None:
-        """A wrapped key that is damaged, or of another master key, does not stop the others."""
-        wrapped_key = kms.wrap(CANARY, master_key_id)
+        """A wrapped key that is damaged, or belongs to another master key, does not affect the others."""
+        wrapped_key = wrap_one(kms, CANARY, master_key_id)
         good, bad, foreign, again = kms.rewrap_many(
             [
                 RewrapRequest(wrapped_key, master_key_id, master_key_id),
                 RewrapRequest(wrapped_key[:-5], master_key_id, other_master_key_id),
-                RewrapRequest(kms.wrap(CANARY, other_master_key_id), master_key_id, other_master_key_id),
+                RewrapRequest(wrap_one(kms, CANARY, other_master_key_id), master_key_id, other_master_key_id),
                 RewrapRequest(wrapped_key, master_key_id, other_master_key_id),
             ]
         )
         assert isinstance(good, str) and isinstance(again, str)
         assert isinstance(bad, WrappedKeyInvalidError) and isinstance(foreign, KmsError)
-        assert kms.unwrap(good, master_key_id) == kms.unwrap(again, other_master_key_id) == CANARY
+        assert unwrap_one(kms, good, master_key_id) == unwrap_one(kms, again, other_master_key_id) == CANARY
 
     def test_rewraps_to_the_current_version(self, kms: KmsClient, master_key_id: str) -> None:
-        """After a rotation the old wrapped key still unwraps, and a rewrapped one has the new version."""
-        old = kms.wrap(CANARY, master_key_id)
+        """After a rotation, the old wrapped key can be unwrapped, and a re-wrapped key has the new version."""
+        old = wrap_one(kms, CANARY, master_key_id)
         old_version = kms.wrapped_key_version(old, master_key_id)
         self.add_version(kms, master_key_id)
-        new = kms.rewrap(old, master_key_id)
-        assert kms.unwrap(old, master_key_id) == kms.unwrap(new, master_key_id) == CANARY
+        new = rewrap_one(kms, old, master_key_id)
+        assert unwrap_one(kms, old, master_key_id) == unwrap_one(kms, new, master_key_id) == CANARY
         assert kms.wrapped_key_version(old, master_key_id) == old_version
         new_version = kms.wrapped_key_version(new, master_key_id)
         if new_version is not None:
@@ -251,10 +268,10 @@ class KmsClientContract(ABC):
             assert new_version == kms.describe(master_key_id).current_version
 
     def test_a_changed_version_is_not_unwrapped(self, kms: KmsClient, master_key_id: str) -> None:
-        """What a wrapped key says of its version is proven by the unwrap."""
-        old = kms.wrap(CANARY, master_key_id)
+        """Unwrapping proves the version that a wrapped key names."""
+        old = wrap_one(kms, CANARY, master_key_id)
         self.add_version(kms, master_key_id)
-        new = kms.wrap(CANARY, master_key_id)
+        new = wrap_one(kms, CANARY, master_key_id)
         version = kms.wrapped_key_version(old, master_key_id)
         if version is None:
             return
@@ -265,10 +282,10 @@ class KmsClientContract(ABC):
                     changed = wrapped_key[:position] + digit + wrapped_key[position + 1 :]
                     if kms.wrapped_key_version(changed, master_key_id) not in (None, said):
                         with pytest.raises(KmsError):
-                            kms.unwrap(changed, master_key_id)
+                            unwrap_one(kms, changed, master_key_id)
 
     def test_reads_a_version_from_whatever_it_is_given(self, kms: KmsClient, master_key_id: str) -> None:
-        """Text that is no wrapped key has no version, and is no error."""
+        """A text that is not a wrapped key has no version, and causes no error."""
         for text in ["", "é", "keystore:v1", "vault:v:", "A" * 100_000, "\ud800"]:
             assert kms.wrapped_key_version(text, master_key_id) is None, text[:50]
 
@@ -286,32 +303,32 @@ class KmsClientContract(ABC):
     def test_a_disabled_key_does_nothing(
         self, kms: KmsClient, master_key_id: str, other_master_key_id: str
     ) -> None:
-        """A disabled master key neither wraps nor unwraps; others go on."""
-        wrapped_key = kms.wrap(CANARY, master_key_id)
+        """A disabled master key neither wraps nor unwraps. Other keys work."""
+        wrapped_key = wrap_one(kms, CANARY, master_key_id)
         self.disable_key(kms, master_key_id)
         _each_raises(MasterKeyDisabledError, kms, wrapped_key, master_key_id)
         assert not kms.describe(master_key_id).enabled
-        assert kms.unwrap(kms.wrap(CANARY, other_master_key_id), other_master_key_id) == CANARY
+        assert unwrap_one(kms, wrap_one(kms, CANARY, other_master_key_id), other_master_key_id) == CANARY
 
     def test_a_denied_key_does_nothing(self, kms: KmsClient, master_key_id: str, other_master_key_id: str) -> None:
-        """A principal without permission gets that error; its other master keys go on."""
-        wrapped_key = kms.wrap(CANARY, master_key_id)
+        """A principal without permission gets an error that says so. Its other master keys work."""
+        wrapped_key = wrap_one(kms, CANARY, master_key_id)
         self.deny_key(kms, master_key_id)
         _each_raises(KmsAccessDeniedError, kms, wrapped_key, master_key_id)
-        assert kms.unwrap(kms.wrap(CANARY, other_master_key_id), other_master_key_id) == CANARY
+        assert unwrap_one(kms, wrap_one(kms, CANARY, other_master_key_id), other_master_key_id) == CANARY
 
     # --- threads, secrets, end ---
 
     def test_many_threads_share_a_client(
         self, kms: KmsClient, master_key_id: str, other_master_key_id: str
     ) -> None:
-        """16 threads get their own keys back, and every call is counted."""
+        """16 threads get their own keys, and every call is counted."""
 
         def work(number: int) -> None:
             id_ = (master_key_id, other_master_key_id)[number % 2]
             for _ in range(10):
                 key = SecretBytes.random(256)
-                assert kms.unwrap(kms.wrap(key, id_), id_) == key
+                assert unwrap_one(kms, wrap_one(kms, key, id_), id_) == key
 
         with ThreadPoolExecutor(16) as threads:
             list(threads.map(work, range(16)))
@@ -319,27 +336,27 @@ class KmsClientContract(ABC):
 
     def test_no_error_shows_a_key(self, kms: KmsClient, master_key_id: str, unknown_master_key_id: str) -> None:
         """Neither text, repr, traceback nor pickle of an error or of the client holds key bytes."""
-        wrapped_key = kms.wrap(CANARY, master_key_id)
+        wrapped_key = wrap_one(kms, CANARY, master_key_id)
         calls: list[Callable[[], object]] = [
-            lambda: kms.wrap(CANARY, unknown_master_key_id),
-            lambda: kms.unwrap(wrapped_key, unknown_master_key_id),
-            lambda: kms.unwrap(wrapped_key[:-5], master_key_id),
-            lambda: kms.rewrap(wrapped_key, master_key_id, unknown_master_key_id),
+            lambda: wrap_one(kms, CANARY, unknown_master_key_id),
+            lambda: unwrap_one(kms, wrapped_key, unknown_master_key_id),
+            lambda: unwrap_one(kms, wrapped_key[:-5], master_key_id),
+            lambda: rewrap_one(kms, wrapped_key, master_key_id, unknown_master_key_id),
         ]
         for call in calls:
             with pytest.raises(KmsError) as caught:
                 call()
             error = caught.value
             printed = "".join(traceback.format_exception(error))
-            again = pickle.loads(pickle.dumps(error))  # noqa: S301 - the test made it
+            again = pickle.loads(pickle.dumps(error))  # noqa: S301 - the test pickled it
             assert (type(again), str(again)) == (type(error), str(error))
             for text in (str(error), repr(error), printed, repr(error.__dict__), str(pickle.dumps(error))):
                 assert not _shown(CANARY, text)
         assert not _shown(CANARY, repr(kms))
 
     def test_closes_twice(self, kms: KmsClient, master_key_id: str) -> None:
-        """Closing is for ever, and again does no harm."""
-        kms.wrap(CANARY, master_key_id)
+        """Closing twice is harmless."""
+        wrap_one(kms, CANARY, master_key_id)
         kms.close()
         kms.close()
 
@@ -352,8 +369,8 @@ class KmsClientContract(ABC):
 def _each_raises(kind: type[KmsError], kms: KmsClient, wrapped_key: str, master_key_id: str) -> None:
     """Check that neither wrap nor unwrap works, and that the error names what was refused."""
     calls: dict[str, Callable[[], object]] = {
-        "wrap": lambda: kms.wrap(CANARY, master_key_id),
-        "unwrap": lambda: kms.unwrap(wrapped_key, master_key_id),
+        "wrap": lambda: wrap_one(kms, CANARY, master_key_id),
+        "unwrap": lambda: unwrap_one(kms, wrapped_key, master_key_id),
     }
     for operation, call in calls.items():
         with pytest.raises(kind) as caught:
@@ -363,7 +380,7 @@ def _each_raises(kind: type[KmsError], kms: KmsClient, wrapped_key: str, master_
 
 
 def _damaged(wrapped_key: str) -> list[str]:
-    """Return texts that differ from a wrapped key in all the ways that files get damaged or forged."""
+    """Return a wrapped key in the ways in which files are damaged or forged."""
     places = {0, len(wrapped_key) - 1, *range(1, len(wrapped_key), max(1, len(wrapped_key) // 40))}
     changed = [
         wrapped_key[:place] + ("B" if wrapped_key[place] == "A" else "A") + wrapped_key[place + 1 :]

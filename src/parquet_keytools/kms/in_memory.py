@@ -1,8 +1,8 @@
 """A KMS in the memory of this process, for tests, demos and first steps.
 
-It wraps as the in-memory KMS of parquet-java's tests does: AES-GCM with the UTF-8 bytes of the master key
-identifier as AAD. A wrapped key does not say which version of the master key made it. The raw form has no AAD,
-as that of the KMS of Iceberg's tests.
+It wraps like the in-memory KMS in parquet-java's tests: AES-GCM with the UTF-8 bytes of the master key identifier
+as AAD. A wrapped key does not name the version of the master key that made it. The raw form has no AAD, as in
+Iceberg's tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
-from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.client import SingleKeyKmsClient
 from parquet_keytools.kms.contract import KEY_LENGTHS_BYTES, KmsSettings, MasterKeyDescription
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -46,7 +46,7 @@ def _check_master_key(text: SecretStr) -> SecretStr:
 
 
 def _all_spellings_as_one(keys: object) -> object:
-    """Return name -> list of versions for each way in which `keys` can be written."""
+    """Return name -> list of versions, for each way to write `keys`."""
     if isinstance(keys, list):
         if len({name for name in keys if isinstance(name, str)}) != len(keys):
             raise ValueError("in a list, each master key is a name that occurs once")
@@ -74,7 +74,7 @@ class InMemorySettings(KmsSettings):
     """Settings of the in-memory KMS.
 
     Attributes:
-        keys: Names of master keys, each to be generated; or name -> base64 of the key, or of its versions,
+        keys: Names of master keys, each to be generated; or name -> base64 of the key, base64 of each version with
             the oldest first, or null for a key to be generated.
     """
 
@@ -96,12 +96,13 @@ class _MasterKey:
     generated: bool = False
 
 
-class InMemoryKms(KmsClient):
-    """Keeps master keys in memory, with versions, and lets tests disable and deny them.
+class InMemoryKms(SingleKeyKmsClient):
+    """Keeps master keys in memory, with versions. Tests can disable and deny them.
 
     Args:
-        keys: Master key identifier -> its key of 16, 24 or 32 bytes, or its versions from the oldest to the
-            newest, or None for a random one of 256 bits.
+        keys: Master key identifier -> its key of 16, 24 or 32 bytes, its versions from the oldest to the newest,
+        or
+            None for a random key of 256 bits.
     """
 
     backend = "in_memory"
@@ -115,7 +116,7 @@ class InMemoryKms(KmsClient):
 
     @classmethod
     def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
-        """Make a KMS with the keys of `InMemorySettings`."""
+        """Make a KMS with the keys in `InMemorySettings`."""
         assert isinstance(settings, InMemorySettings)
         keys: dict[str, Sequence[KeyBytes] | None] = {
             master_key_id: None if versions is None else [_decode_master_key(text) for text in versions]
@@ -125,17 +126,17 @@ class InMemoryKms(KmsClient):
 
     @property
     def has_generated_keys(self) -> bool:
-        """Whether a key was generated here: another process, made of the same settings, would not have it."""
+        """Whether a key was generated here, which another process with the same settings would not have."""
         return any(master_key.generated for master_key in list(self._master_keys.values()))
 
     def master_key_ids(self) -> frozenset[str]:
         """Return the identifiers of all master keys."""
         return frozenset(list(self._master_keys))
 
-    # --- what an operator of a KMS does ---
+    # --- operations of a KMS administrator ---
 
     def create_key(self, master_key_id: str, key: KeyBytes | Sequence[KeyBytes] | None = None) -> None:
-        """Create a master key with the given key or versions, or a random one of 256 bits.
+        """Create a master key with the given key or versions, or with a random key of 256 bits.
 
         Raises:
             ValueError: The identifier is empty or taken, or a key does not have 16, 24 or 32 bytes.
@@ -149,7 +150,7 @@ class InMemoryKms(KmsClient):
         self._master_keys[master_key_id] = _MasterKey(list(map(_version, versions)), generated=key is None)
 
     def add_version(self, master_key_id: str, key: KeyBytes | None = None) -> int:
-        """Rotate a master key: the given key, or a random one, now wraps keys. Returns the version."""
+        """Rotate a master key to the given key, or to a random key. Returns the new version."""
         master_key = self._existing(master_key_id, "update")
         version = _version(SecretBytes.random(256) if key is None else key)
         with self._lock:
@@ -162,15 +163,15 @@ class InMemoryKms(KmsClient):
         self._switchable(master_key_id, version).enabled = False
 
     def enable(self, master_key_id: str, version: int | None = None) -> None:
-        """Enable what `disable` disabled."""
+        """Enable a master key, or one version of it."""
         self._switchable(master_key_id, version).enabled = True
 
     def deny(self, master_key_id: str) -> None:
-        """Answer each request for a master key as if the caller had no permission for it."""
+        """Refuse each request for a master key, as without permission."""
         self._existing(master_key_id, "update").denied = True
 
     def allow(self, master_key_id: str) -> None:
-        """Take back `deny`."""
+        """Undo `deny`."""
         self._existing(master_key_id, "update").denied = False
 
     # --- hooks ---
@@ -194,7 +195,7 @@ class InMemoryKms(KmsClient):
         master_key = self._usable(master_key_id, "wrap")
         current = master_key.versions[-1]
         if not current.enabled:
-            raise self._kms_error(MasterKeyDisabledError, "wrap", master_key_id, "its current version")
+            raise MasterKeyDisabledError("its current version")
         return wrap_key(current.key, key, aad)
 
     def _unwrap_with(self, wrapped_key: str, master_key_id: str, aad: bytes) -> SecretBytes:
@@ -204,14 +205,14 @@ class InMemoryKms(KmsClient):
             except InvalidTag:
                 continue
             if not version.enabled:
-                raise self._kms_error(MasterKeyDisabledError, "unwrap", master_key_id, "the version needed")
+                raise MasterKeyDisabledError("the version needed")
             return key
-        raise self._kms_error(WrappedKeyInvalidError, "unwrap", master_key_id)
+        raise WrappedKeyInvalidError
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         master_key = self._existing(master_key_id, "describe")
         if master_key.denied:
-            raise self._kms_error(KmsAccessDeniedError, "describe", master_key_id)
+            raise KmsAccessDeniedError
         versions = list(master_key.versions)
         enabled = [str(number) for number, version in enumerate(versions, 1) if version.enabled]
         return MasterKeyDescription(
@@ -225,14 +226,14 @@ class InMemoryKms(KmsClient):
     def _existing(self, master_key_id: str, operation: str) -> _MasterKey:
         if master_key := self._master_keys.get(master_key_id):
             return master_key
-        raise self._kms_error(MasterKeyNotFoundError, operation, master_key_id)
+        raise MasterKeyNotFoundError(backend=self.backend, operation=operation, master_key_id=master_key_id)
 
     def _usable(self, master_key_id: str, operation: str) -> _MasterKey:
         master_key = self._existing(master_key_id, operation)
         if master_key.denied:
-            raise self._kms_error(KmsAccessDeniedError, operation, master_key_id)
+            raise KmsAccessDeniedError
         if not master_key.enabled:
-            raise self._kms_error(MasterKeyDisabledError, operation, master_key_id)
+            raise MasterKeyDisabledError
         return master_key
 
     def _switchable(self, master_key_id: str, version: int | None) -> _MasterKey | _Version:

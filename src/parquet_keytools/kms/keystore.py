@@ -1,13 +1,14 @@
-"""A KMS client whose master keys are in a keystore file on this machine, under a passphrase.
+"""A KMS client with master keys in a keystore file on this machine, under a passphrase.
 
-`keystore_document` describes the file. A wrapped key is `keystore:v<version>:<base64 of nonce (12 bytes),
+`keystore_file` describes the file. A wrapped key is `keystore:v<version>:<base64 of nonce (12 bytes),
 ciphertext, tag (16 bytes)>`; its AAD binds the master key identifier and the version. The raw form is nonce,
-ciphertext and tag without AAD, so it names no version: each is tried, the newest first.
+ciphertext and tag without AAD. It names no version, so each version is tried, the newest first.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self
@@ -16,12 +17,11 @@ from cryptography.exceptions import InvalidTag
 from pydantic import SecretStr, model_validator
 
 from parquet_keytools import strict_base64
-from parquet_keytools.errors import MasterKeyDisabledError, WrappedKeyInvalidError
+from parquet_keytools.errors import KmsError, MasterKeyDisabledError, WrappedKeyInvalidError, value_or_raise
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.kms.contract import KmsSettings, MasterKeyDescription
-from parquet_keytools.kms.keystore_document import binding
-from parquet_keytools.kms.keystore_file import Keystore, OpenKeystore
+from parquet_keytools.kms.contract import KmsSettings, MasterKeyDescription, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.keystore_file import Keystore, OpenKeystore, binding
 from parquet_keytools.kms.passphrase import PassphraseSource, passphrase_from_file, passphrase_from_text
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
@@ -34,7 +34,7 @@ class KeystoreSettings(KmsSettings):
 
     Attributes:
         passphrase: Its passphrase, best as `${VARIABLE}` of the environment; or
-        passphrase_file: a file with its passphrase, which nobody but its owner may read.
+        passphrase_file: a file with its passphrase, which only its owner may read.
     """
 
     type: Literal["keystore"] = "keystore"
@@ -49,7 +49,7 @@ class KeystoreSettings(KmsSettings):
         return self
 
     def located(self, folder: Path) -> tuple[Path, PassphraseSource]:
-        """Return the path of the file and what gives its passphrase, from the configuration's folder on."""
+        """Return the path of the file, and the source of its passphrase. Relative paths start at `folder`."""
         passphrase: PassphraseSource
         if self.passphrase_file is not None:
             passphrase = partial(passphrase_from_file, folder / expanded(self.passphrase_file))
@@ -60,7 +60,7 @@ class KeystoreSettings(KmsSettings):
 
 
 class KeystoreKms(KmsClient):
-    """Wraps and unwraps with the master keys of a keystore file, and sees at once when the file changes."""
+    """Wraps and unwraps with the master keys of a keystore file, and detects each change of the file."""
 
     backend = "keystore"
     Settings = KeystoreSettings
@@ -71,74 +71,81 @@ class KeystoreKms(KmsClient):
 
     @classmethod
     def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
-        """Make a client of `KeystoreSettings`; nothing is read before it is first used."""
+        """Make a client from `KeystoreSettings`; it reads the file when it is first used."""
         assert isinstance(settings, KeystoreSettings)
         return cls(*settings.located(folder))
 
     def master_key_ids(self) -> frozenset[str]:
-        """Return the identifiers of all master keys, read without the passphrase and so not authenticated.
+        """Return the identifiers of all master keys. They are not authenticated: this needs no passphrase.
 
         Raises:
-            KmsConfigurationError: The file is missing, or others than its owner may read it.
+            KmsConfigurationError: The file is missing, or readable for other users.
             KmsResponseInvalidError: It is not a keystore.
         """
-        return self._guard("list", None, self._keystore.master_key_ids)
+        return value_or_raise(self._outcome("list", None, self._keystore.master_key_ids))
 
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
-        """Return the version that stands in a wrapped key, or None where it is none of a keystore."""
+        """Return the version that a wrapped key names, or None if no keystore made it."""
         parts = _WRAPPED_KEY.fullmatch(wrapped_key)
         return parts[1] if parts else None
 
     # --- hooks ---
 
-    def _prepare(self, operation: str) -> None:
-        """Open the keystore: one that cannot be opened costs one run of scrypt and not many."""
-        self._keystore.open()
-
-    def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        # Opened once for all keys, so that a wrong passphrase costs one run of scrypt.
         opened = self._keystore.open()
-        current = opened.master_key(master_key_id, "wrap").versions[-1].version
-        master_key = self._usable(opened, master_key_id, current, "wrap")
+        return [
+            self._outcome("wrap", r.master_key_id, self._wrap, opened, r.key, r.master_key_id) for r in requests
+        ]
+
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        opened = self._keystore.open()
+        return [
+            self._outcome("unwrap", r.master_key_id, self._unwrap, opened, r.wrapped_key, r.master_key_id)
+            for r in requests
+        ]
+
+    def _wrap(self, opened: OpenKeystore, key: SecretBytes, master_key_id: str) -> str:
+        current = opened.master_key(master_key_id).versions[-1].version
+        master_key = self._usable(opened, master_key_id, current)
         wrapped = wrap_key(master_key, key, binding("wrapped key", master_key_id, current))
         return f"keystore:v{current}:{wrapped}"
 
-    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
-        opened = self._keystore.open()
-        versions = opened.master_key(master_key_id, "unwrap").versions
+    def _unwrap(self, opened: OpenKeystore, wrapped_key: str, master_key_id: str) -> SecretBytes:
+        versions = opened.master_key(master_key_id).versions
         parts = _WRAPPED_KEY.fullmatch(wrapped_key)
         if not parts:
-            raise self._kms_error(WrappedKeyInvalidError, "unwrap", master_key_id, "it was not made by a keystore")
+            raise WrappedKeyInvalidError("it was not made by a keystore")
         version = int(parts[1])
         if version > len(versions):
-            detail = f"this keystore has no version {version} of it"
-            raise self._kms_error(WrappedKeyInvalidError, "unwrap", master_key_id, detail)
-        master_key = self._usable(opened, master_key_id, version, "unwrap")
+            raise WrappedKeyInvalidError(f"this keystore has no version {version} of it")
+        master_key = self._usable(opened, master_key_id, version)
         try:
             return unwrap_key(master_key, parts[2], binding("wrapped key", master_key_id, version))
         except InvalidTag:
-            raise self._kms_error(WrappedKeyInvalidError, "unwrap", master_key_id) from None
+            raise WrappedKeyInvalidError from None
 
     def _raw_obstacle(self) -> str:
         return ""
 
     def _wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
         opened = self._keystore.open()
-        current = opened.master_key(master_key_id, "wrap").versions[-1].version
-        return strict_base64.decode(wrap_key(self._usable(opened, master_key_id, current, "wrap"), key, b""))
+        current = opened.master_key(master_key_id).versions[-1].version
+        return strict_base64.decode(wrap_key(self._usable(opened, master_key_id, current), key, b""))
 
     def _unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
         opened = self._keystore.open()
-        for version in reversed(opened.master_key(master_key_id, "unwrap").versions):
+        for version in reversed(opened.master_key(master_key_id).versions):
             try:
                 key = unwrap_key(opened.key(master_key_id, version), strict_base64.encode(wrapped_key), b"")
             except InvalidTag:
                 continue
-            self._usable(opened, master_key_id, version.version, "unwrap")
+            self._usable(opened, master_key_id, version.version)
             return key
-        raise self._kms_error(WrappedKeyInvalidError, "unwrap", master_key_id)
+        raise WrappedKeyInvalidError
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
-        master_key = self._keystore.open().master_key(master_key_id, "describe")
+        master_key = self._keystore.open().master_key(master_key_id)
         enabled = [str(v.version) for v in master_key.versions if v.enabled and master_key.enabled]
         current = str(master_key.versions[-1].version)
         return MasterKeyDescription(
@@ -149,14 +156,15 @@ class KeystoreKms(KmsClient):
             origin="keystore",
         )
 
-    def _usable(self, opened: OpenKeystore, master_key_id: str, version: int, operation: str) -> SecretBytes:
+    def _usable(self, opened: OpenKeystore, master_key_id: str, version: int) -> SecretBytes:
         """Return the bytes of one version of a master key that exists, unless it is disabled."""
-        master_key = opened.master_key(master_key_id, operation)
+        master_key = opened.master_key(master_key_id)
         wanted = master_key.versions[version - 1]
         if not (master_key.enabled and wanted.enabled):
             detail = f"version {version}" if master_key.enabled else ""
-            hint = "Enable it with `parquet-keytools keystore enable`, or ask its owner to."
-            raise self._kms_error(MasterKeyDisabledError, operation, master_key_id, detail, hint)
+            raise MasterKeyDisabledError(
+                detail, hint="Enable it with `parquet-keytools keystore enable`, or ask its owner to."
+            )
         return opened.key(master_key_id, wanted)
 
 

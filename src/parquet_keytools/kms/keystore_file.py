@@ -1,35 +1,69 @@
-"""A keystore file: opened with its passphrase, followed when others change it, changed in one step.
+"""A keystore file: opened with its passphrase, read again after each change, and changed in one step.
 
 Readers take no lock: a change replaces the file as a whole. Writers lock, read again, then write, so that any
-number of processes may change a keystore at once. Nothing here takes a master key away.
+number of processes can change a keystore at once. No method removes a master key.
+
+A keystore is one JSON document in UTF-8:
+
+    {
+      "format": "parquet-keytools keystore",
+      "format_version": 1,
+      "scrypt": {"n": 131072, "r": 8, "p": 1, "salt": "<base64, 16 bytes>"},
+      "passphrase_check": "<base64, 32 bytes>",
+      "master_keys": {
+        "<master key identifier>": {
+          "enabled": true,
+          "versions": [
+            {
+              "version": 1,
+              "created": "2026-01-31T12:00:00Z",
+              "enabled": true,
+              "wrapped_master_key": "<base64 of nonce (12), ciphertext (32), tag (16)>"
+            }
+          ]
+        }
+      },
+      "mac": "<base64, 32 bytes>"
+    }
+
+- scrypt (RFC 7914) makes 32 bytes of the passphrase; of these HKDF-Expand with SHA-256 (RFC 5869) makes three
+  values of 32 bytes, with the info `parquet-keytools keystore 1 <name>`: `wrap`, `mac` and `check`.
+- `passphrase_check` is the value `check`: it distinguishes a wrong passphrase from an altered file.
+- A master key is wrapped with the value `wrap` by AES-256-GCM. The AAD binds its identifier and its version.
+- `mac` is HMAC-SHA256 under the value `mac` over the document without `mac`, as JSON with sorted names, in
+  ASCII, without white space: without the passphrase, no entry can be enabled, renamed, swapped, added or removed.
+- Versions count from 1; the last one is the current one.
+
+What this cannot detect: that the whole file was put back to an older state of itself.
 """
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import TypeAdapter, ValidationError
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from parquet_keytools.errors import KmsConfigurationError, MasterKeyNotFoundError, OutputError
-from parquet_keytools.kms.contract import CallFacts
-from parquet_keytools.kms.keystore_document import (
-    DEFAULT_SCRYPT_N,
-    MASTER_KEY_LENGTH_BITS,
-    KeystoreDocument,
-    MasterKey,
-    MasterKeyId,
-    MasterKeyVersion,
-    PassphraseKeys,
-    ScryptParameters,
-    unwrap_master_key,
-    wrap_master_key,
+from parquet_keytools import strict_base64
+from parquet_keytools.errors import (
+    KmsConfigurationError,
+    KmsResponseInvalidError,
+    MasterKeyNotFoundError,
+    OutputError,
 )
+from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.passphrase import (
     FileIdentity,
     PassphraseSource,
@@ -46,6 +80,199 @@ Clock = Callable[[], datetime]
 _MAX_FILE_LENGTH = 16 * 2**20
 _MIN_NEW_PASSPHRASE_LENGTH = 8
 
+# --- the document and its cryptography ---
+
+FORMAT: Final = "parquet-keytools keystore"
+FORMAT_VERSION: Final = 1
+DEFAULT_SCRYPT_N = 2**17
+"""With r = 8: 128 MiB and about a third of a second (OWASP's first choice for scrypt)."""
+
+MASTER_KEY_LENGTH_BITS = 256
+_SALT_LENGTH = 16
+# A hostile file must not exhaust memory (128 * n * r bytes, here at most 512 MiB) or time (n * r * p).
+_MAX_SCRYPT_WORK = 2**22
+
+
+def _base64_of(length: int) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if len(strict_base64.decode(text)) != length:
+            raise ValueError(f"not base64 of {length} bytes")
+        return text
+
+    return check
+
+
+def _check_master_key_id(text: str) -> str:
+    if not 1 <= len(text) <= 256 or not text.isprintable() or text != text.strip():
+        raise ValueError("a master key identifier has 1 to 256 printable characters, no space at its ends")
+    return text
+
+
+MasterKeyId = Annotated[str, AfterValidator(_check_master_key_id)]
+Salt = Annotated[str, AfterValidator(_base64_of(_SALT_LENGTH))]
+Digest = Annotated[str, AfterValidator(_base64_of(32))]
+WrappedMasterKey = Annotated[str, AfterValidator(_base64_of(12 + MASTER_KEY_LENGTH_BITS // 8 + 16))]
+
+
+class _Part(BaseModel):
+    """A part of the document: unknown fields are refused, values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+
+
+class ScryptParameters(_Part):
+    """Cost of deriving keys from the passphrase (RFC 7914, section 2)."""
+
+    n: int = Field(ge=2**14)
+    r: int = Field(ge=8)
+    p: int = Field(ge=1)
+    salt: Salt
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.n & (self.n - 1):
+            raise ValueError("n is not a power of two")
+        if self.n * self.r * self.p > _MAX_SCRYPT_WORK:
+            raise ValueError("n, r and p ask for too much memory and time")
+        return self
+
+    @classmethod
+    def fresh(cls, n: int = DEFAULT_SCRYPT_N) -> Self:
+        """Return parameters with a new salt."""
+        return cls(n=n, r=8, p=1, salt=strict_base64.encode(secrets.token_bytes(_SALT_LENGTH)))
+
+
+class MasterKeyVersion(_Part):
+    """One version of a master key."""
+
+    version: int
+    created: str = Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")
+    enabled: bool
+    wrapped_master_key: WrappedMasterKey
+
+
+class MasterKey(_Part):
+    """A master key and its versions, the current version last. No version of a disabled key can be used."""
+
+    enabled: bool
+    versions: tuple[MasterKeyVersion, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _counted(self) -> Self:
+        if [version.version for version in self.versions] != list(range(1, len(self.versions) + 1)):
+            raise ValueError("versions do not count from 1")
+        return self
+
+
+@dataclass(frozen=True)
+class PassphraseKeys:
+    """The keys that are derived from a passphrase."""
+
+    wrap: SecretBytes
+    mac: SecretBytes
+    check: SecretBytes
+
+    @classmethod
+    def derive(cls, passphrase: SecretBytes, scrypt: ScryptParameters) -> Self:
+        """Run scrypt, which takes time and memory on purpose."""
+        salt = strict_base64.decode(scrypt.salt)
+        root = Scrypt(salt=salt, length=32, n=scrypt.n, r=scrypt.r, p=scrypt.p).derive(passphrase.reveal())
+
+        def expand(name: str) -> SecretBytes:
+            info = f"{FORMAT} {FORMAT_VERSION} {name}".encode()
+            return SecretBytes(HKDFExpand(SHA256(), length=32, info=info).derive(root))
+
+        return cls(expand("wrap"), expand("mac"), expand("check"))
+
+
+class KeystoreDocument(_Part):
+    """The whole document. Call `verify` before you use anything in it."""
+
+    format: Literal["parquet-keytools keystore"] = FORMAT
+    format_version: Literal[1] = FORMAT_VERSION
+    scrypt: ScryptParameters
+    passphrase_check: Digest
+    master_keys: dict[MasterKeyId, MasterKey]
+    mac: Digest
+
+    @classmethod
+    def parse(cls, content: bytes, path: Path) -> Self:
+        """Parse a document.
+
+        Raises:
+            KmsResponseInvalidError: The content is not a keystore of this format version.
+        """
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _not_authentic(f"{path} is not a keystore that can be read here ({where!r}: {first['msg']})")
+
+    @classmethod
+    def sealed(
+        cls, master_keys: dict[MasterKeyId, MasterKey], scrypt: ScryptParameters, keys: PassphraseKeys
+    ) -> Self:
+        """Return an authenticated document."""
+        check = strict_base64.encode(keys.check.reveal())
+        blank = strict_base64.encode(bytes(32))
+        document = cls(scrypt=scrypt, passphrase_check=check, master_keys=master_keys, mac=blank)
+        return document.model_copy(update={"mac": document._mac(keys)})
+
+    def verify(self, keys: PassphraseKeys, path: Path) -> None:
+        """Check that the keys belong to this document, and that the document was not altered.
+
+        Raises:
+            KmsConfigurationError: The passphrase was wrong.
+            KmsResponseInvalidError: The document was altered.
+        """
+        if not hmac.compare_digest(self.passphrase_check, strict_base64.encode(keys.check.reveal())):
+            hint = "Check the passphrase; if it is right, restore the file from a backup."
+            detail = f"the passphrase does not belong to {path}"
+            raise KmsConfigurationError(detail, backend="keystore", operation="connect", hint=hint)
+        if not hmac.compare_digest(self.mac, self._mac(keys)):
+            raise _not_authentic(f"{path} was altered, or is damaged")
+
+    def to_bytes(self) -> bytes:
+        """Return the content of a file."""
+        return json.dumps(self.model_dump(), indent=1).encode("ascii") + b"\n"
+
+    def _mac(self, keys: PassphraseKeys) -> str:
+        canonical = json.dumps(self.model_dump(exclude={"mac"}), sort_keys=True, separators=(",", ":"))
+        return strict_base64.encode(hmac.digest(keys.mac.reveal(), canonical.encode("ascii"), "sha256"))
+
+
+def wrap_master_key(keys: PassphraseKeys, key: SecretBytes, master_key_id: str, version: int) -> str:
+    """Wrap a master key with a key that is derived from the passphrase."""
+    return wrap_key(keys.wrap, key, binding("master key", master_key_id, version))
+
+
+def unwrap_master_key(keys: PassphraseKeys, version: MasterKeyVersion, master_key_id: str) -> SecretBytes:
+    """Unwrap a master key of a verified document.
+
+    Raises:
+        KmsResponseInvalidError: It does not belong to this place in the document.
+    """
+    aad = binding("master key", master_key_id, version.version)
+    try:
+        return unwrap_key(keys.wrap, version.wrapped_master_key, aad)
+    except InvalidTag:
+        pass
+    raise _not_authentic(f"version {version.version} of {master_key_id!r} was altered, or is damaged")
+
+
+def binding(purpose: str, master_key_id: str, version: int) -> bytes:
+    """Return the AAD that binds a wrapped key to its purpose and place: JSON, so that it is unambiguous."""
+    return json.dumps([FORMAT, FORMAT_VERSION, purpose, master_key_id, version]).encode("ascii")
+
+
+def _not_authentic(detail: str) -> KmsResponseInvalidError:
+    hint = "Restore the keystore from a backup."
+    return KmsResponseInvalidError(detail, backend="keystore", operation="connect", hint=hint)
+
+
+# --- the file ---
+
 
 def _now() -> datetime:
     return datetime.now(UTC)
@@ -53,7 +280,7 @@ def _now() -> datetime:
 
 @dataclass(frozen=True)
 class OpenKeystore:
-    """A keystore as it was at one moment, authenticated."""
+    """The authenticated content of a keystore at one moment."""
 
     document: KeystoreDocument
     keys: PassphraseKeys
@@ -64,11 +291,11 @@ class OpenKeystore:
         """The master keys by their identifiers."""
         return self.document.master_keys
 
-    def master_key(self, master_key_id: str, operation: str) -> MasterKey:
-        """Return a master key, or raise `MasterKeyNotFoundError` for the operation."""
+    def master_key(self, master_key_id: str, operation: str = "") -> MasterKey:
+        """Return a master key, or raise `MasterKeyNotFoundError`."""
         if found := self.master_keys.get(master_key_id):
             return found
-        raise CallFacts("keystore", operation, master_key_id).error(MasterKeyNotFoundError)
+        raise MasterKeyNotFoundError(backend="keystore", operation=operation, master_key_id=master_key_id)
 
     def key(self, master_key_id: str, version: MasterKeyVersion) -> SecretBytes:
         """Return the bytes of one version of a master key."""
@@ -76,16 +303,16 @@ class OpenKeystore:
 
 
 class Keystore:
-    """A keystore file and its passphrase. Nothing is read before it is needed.
+    """A keystore file and its passphrase. The file is read when it is first needed.
 
     Args:
         path: The file.
-        passphrase: Gives its passphrase.
-        clock: Gives the time at which keys are created.
+        passphrase: Returns its passphrase.
+        clock: Returns the time, for new keys.
 
-    Every method that reads raises `KmsConfigurationError` where the file is missing, may be read by others,
-    or has another passphrase, and `KmsResponseInvalidError` where it was altered. Every method that writes
-    raises `OutputError` where the file system fails; then the old state is in place, or the new one complete.
+    Every method that reads raises `KmsConfigurationError` if the file is missing, is readable for other users, or
+    has another passphrase, and `KmsResponseInvalidError` if it was altered. Every method that writes raises
+    `OutputError` if the file system fails; the file then has its old or its new content, complete.
     """
 
     def __init__(self, path: Path, passphrase: PassphraseSource, *, clock: Clock = _now) -> None:
@@ -109,10 +336,10 @@ class Keystore:
 
         Args:
             path: The file.
-            passphrase: Gives its passphrase.
-            exist_ok: Take a keystore that another process has created just before.
-            scrypt_n: Cost of making keys of the passphrase.
-            clock: Gives the time at which keys are created.
+            passphrase: Returns its passphrase.
+            exist_ok: Open an existing keystore.
+            scrypt_n: Cost of deriving keys from the passphrase.
+            clock: Returns the time, for new keys.
 
         Raises:
             KmsConfigurationError: The file exists already, or the passphrase is too short.
@@ -131,13 +358,13 @@ class Keystore:
     # --- reading ---
 
     def master_key_ids(self) -> frozenset[str]:
-        """Return the identifiers of all master keys, not authenticated: this needs no passphrase."""
+        """Return the identifiers of all master keys. They are not authenticated: this needs no passphrase."""
         content, _ = self._read()
         return frozenset(KeystoreDocument.parse(content, self.path).master_keys)
 
     def open(self) -> OpenKeystore:
-        """Return the keystore as it is now. Keys are made of the passphrase only when that has changed."""
-        # One thread reads, the others wait: scrypt takes time and memory.
+        """Return the current content of the keystore. scrypt runs only after a change of the passphrase."""
+        # One thread at a time, because scrypt takes time and memory.
         with self._lock:
             if self._opened is None or self._opened.identity != identity(self.path):
                 self._opened = self._load(self._opened)
@@ -166,13 +393,14 @@ class Keystore:
         """Create a master key of 256 bits.
 
         Raises:
-            KmsConfigurationError: There is one of this identifier already, or it is not a valid one.
+            KmsConfigurationError: The identifier exists already, or is not valid.
         """
         try:
             TypeAdapter(MasterKeyId).validate_python(master_key_id)
         except ValidationError:
-            detail = "a master key identifier has 1 to 256 printable characters, and no space at its ends"
-            raise _refused(detail) from None
+            raise _refused(
+                "a master key identifier has 1 to 256 printable characters, and no space at its ends"
+            ) from None
         with self._changing() as (opened, master_keys):
             if master_key_id in master_keys:
                 detail = f"there is a master key {master_key_id!r} already"
@@ -181,7 +409,7 @@ class Keystore:
             master_keys[master_key_id] = MasterKey(enabled=True, versions=(first,))
 
     def rotate_key(self, master_key_id: str) -> int:
-        """Give a master key a new version, which now wraps keys. Returns the version.
+        """Add a version to a master key, which wraps keys from now on. Returns the version.
 
         Raises:
             MasterKeyNotFoundError: There is no such master key.
@@ -194,7 +422,7 @@ class Keystore:
             return version.version
 
     def set_enabled(self, master_key_id: str, enabled: bool, version: int | None = None) -> None:
-        """Enable or disable a master key, or one version of it. A disabled key has no usable version.
+        """Enable or disable a master key, or one version of it. No version of a disabled key can be used.
 
         Raises:
             MasterKeyNotFoundError: There is no such master key, or no such version of it.
@@ -209,8 +437,8 @@ class Keystore:
                 changed = master_key.model_copy(update={"versions": tuple(versions)})
             else:
                 hint = f"Its versions are 1 to {len(master_key.versions)}."
-                call = CallFacts("keystore", "update", master_key_id)
-                raise call.error(MasterKeyNotFoundError, f"it has no version {version}", hint)
+                missing = MasterKeyNotFoundError(f"it has no version {version}", hint=hint)
+                raise missing.about("keystore", "update", master_key_id)
             master_keys[master_key_id] = changed
 
     def change_passphrase(self, new_passphrase: PassphraseSource) -> None:
@@ -228,7 +456,7 @@ class Keystore:
                 master_key_id: master_key.model_copy(
                     update={
                         "versions": tuple(
-                            _wrapped_anew(opened, keys, master_key_id, version) for version in master_key.versions
+                            _rewrapped(opened, keys, master_key_id, version) for version in master_key.versions
                         )
                     }
                 )
@@ -248,7 +476,7 @@ class Keystore:
 
     @contextmanager
     def _changing(self) -> Iterator[tuple[OpenKeystore, dict[str, MasterKey]]]:
-        """Give the master keys as they are now, to be changed; write them unless an error is raised."""
+        """Yield the current master keys, to be changed; write them unless an error is raised."""
         self.open()  # scrypt before the lock, not under it
         with self._writing() as target:
             opened = self._load(self._opened)
@@ -258,7 +486,7 @@ class Keystore:
 
     @contextmanager
     def _writing(self) -> Iterator[Path]:
-        """Give the file behind all symbolic links, with no other writer at it."""
+        """Yield the file behind all symbolic links, while no other process writes it."""
         try:
             target = Path(os.path.realpath(self.path))
             with exclusive_lock(target):
@@ -277,7 +505,7 @@ def _write(
     replace_private_file(target, content)
 
 
-def _wrapped_anew(
+def _rewrapped(
     opened: OpenKeystore, keys: PassphraseKeys, master_key_id: str, version: MasterKeyVersion
 ) -> MasterKeyVersion:
     key = opened.key(master_key_id, version)
@@ -292,4 +520,4 @@ def _long_enough(passphrase: SecretBytes) -> SecretBytes:
 
 
 def _refused(detail: str, *, hint: str = "") -> KmsConfigurationError:
-    return CallFacts("keystore", "update").error(KmsConfigurationError, detail, hint)
+    return KmsConfigurationError(detail, backend="keystore", operation="update", hint=hint)

@@ -14,14 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from parquet_keytools.errors import KmsConfigurationError, KmsUnavailableError
-from parquet_keytools.kms.contract import CallFacts
 from parquet_keytools.runtime import operating_system
 from parquet_keytools.secret_bytes import SecretBytes
 
-_CONNECT = CallFacts("keystore", "connect")
-
 PassphraseSource = Callable[[], SecretBytes]
-"""Gives the passphrase each time that it is needed, so that nobody has to keep it."""
+"""Returns the passphrase each time that it is needed, so that no object keeps it."""
 
 _MAX_PASSPHRASE_LENGTH = 4096
 """In bytes."""
@@ -31,24 +28,24 @@ _LOCK_POLL_SECONDS = 0.02
 
 
 def passphrase_from_text(text: str) -> SecretBytes:
-    """Return the passphrase that a text stands for: its bytes in UTF-8.
+    """Return the passphrase in a text: its bytes in UTF-8.
 
     Raises:
-        KmsConfigurationError: The text is empty, too long, or no text at all.
+        KmsConfigurationError: The text is empty, too long, or not valid Unicode.
     """
     passphrase = b""
-    # Not raised from within a handler: an exception in its context would carry the text along.
+    # Not raised within a handler: the exception in the context would contain the text.
     with suppress(UnicodeEncodeError):
-        # An environment variable that is not UTF-8 has its bytes as surrogates: they become bytes again.
+        # Bytes of an environment variable that are not UTF-8 are surrogates in Python: encode them as bytes.
         passphrase = text.encode("utf-8", "surrogateescape")
     return _checked_passphrase(passphrase, "the passphrase")
 
 
 def passphrase_from_file(path: Path) -> SecretBytes:
-    """Return the passphrase in a file: its bytes, without one newline at the end.
+    """Return the passphrase in a file: its bytes, without a final newline.
 
     Raises:
-        KmsConfigurationError: There is no such file, others than its owner may read it, or it is empty.
+        KmsConfigurationError: The file is missing, empty, or readable for other users.
         KmsUnavailableError: The file system failed.
     """
     content, _ = read_private_file(path, max_length=_MAX_PASSPHRASE_LENGTH + 1)
@@ -61,7 +58,7 @@ def passphrase_from_file(path: Path) -> SecretBytes:
 def _checked_passphrase(passphrase: bytes, what: str) -> SecretBytes:
     if not passphrase or len(passphrase) > _MAX_PASSPHRASE_LENGTH:
         detail = f"{what} is empty, longer than {_MAX_PASSPHRASE_LENGTH} bytes, or not text"
-        raise _CONNECT.error(KmsConfigurationError, detail)
+        raise KmsConfigurationError(detail, backend="keystore", operation="connect")
     return SecretBytes(passphrase)
 
 
@@ -69,11 +66,11 @@ def _checked_passphrase(passphrase: bytes, what: str) -> SecretBytes:
 
 
 FileIdentity = tuple[int, ...]
-"""Differs whenever the content of a file was replaced."""
+"""Differs after each replacement of a file."""
 
 
 def identity(path: Path) -> FileIdentity | None:
-    """Return the identity of a file, or None where it cannot be looked at."""
+    """Return the identity of a file, or None if it cannot be inspected."""
     try:
         return _identity(path.stat())
     except OSError:
@@ -81,11 +78,10 @@ def identity(path: Path) -> FileIdentity | None:
 
 
 def read_private_file(path: Path, *, max_length: int, hint_if_missing: str = "") -> tuple[bytes, FileIdentity]:
-    """Return the bytes of a file that nobody but its owner may read, at most `max_length`.
+    """Return the bytes of a file that only its owner may read, at most `max_length`.
 
     Raises:
-        KmsConfigurationError: There is no such file, others may read it (not checked on Windows), or it is too
-            long.
+        KmsConfigurationError: The file is missing, too long, or readable for other users (not checked on Windows).
         KmsUnavailableError: The file system failed.
     """
     detail = hint = ""
@@ -106,21 +102,22 @@ def read_private_file(path: Path, *, max_length: int, hint_if_missing: str = "")
     except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
         detail = f"{path} cannot be opened ({error.strerror})"
     except OSError as error:
-        raise _CONNECT.error(KmsUnavailableError, f"{path}: {error.strerror}", "Try again.") from None
-    raise _CONNECT.error(KmsConfigurationError, detail, hint)
+        detail = f"{path}: {error.strerror}"
+        raise KmsUnavailableError(detail, backend="keystore", operation="connect", hint="Try again.") from None
+    raise KmsConfigurationError(detail, backend="keystore", operation="connect", hint=hint)
 
 
 def replace_private_file(path: Path, content: bytes) -> None:
-    """Replace a file, or create it, so that a crash at any point leaves the old or the new content.
+    """Replace a file, or create it. A crash at any point leaves the old or the new content.
 
     The caller holds `exclusive_lock`.
 
     Raises:
-        OSError: The file system failed; the old content is still there, or the new one is complete.
+        OSError: The file system failed. The file has its old or its new content, complete.
     """
     new = path.with_name(f".{path.name}.new")
     with suppress(FileNotFoundError):
-        new.unlink()  # what a crash left
+        new.unlink()  # left by a crash
     descriptor = operating_system.open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, follow_link=False)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -136,7 +133,7 @@ def replace_private_file(path: Path, content: bytes) -> None:
     folder = operating_system.open_folder(path.parent)
     if folder is not None:
         try:
-            operating_system.sync(folder)  # only then the new name survives a loss of power
+            operating_system.sync(folder)  # without this, the new name might not survive a loss of power
         finally:
             os.close(folder)
 
@@ -159,12 +156,12 @@ def _put_in_place(new: Path, path: Path) -> None:
 
 @contextmanager
 def exclusive_lock(path: Path, *, timeout_seconds: float = _LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
-    """Keep all other processes and threads that ask for the same lock out.
+    """Hold a lock against all other processes and threads.
 
     The lock is on a file of its own beside `path`, because `path` itself is replaced by another file.
 
     Raises:
-        TimeoutError: Someone else has held the lock for too long.
+        TimeoutError: Another process or thread has held the lock for too long.
         OSError: The file system failed.
     """
     lock = path.with_name(f".{path.name}.lock")
@@ -185,12 +182,12 @@ def exclusive_lock(path: Path, *, timeout_seconds: float = _LOCK_TIMEOUT_SECONDS
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a named pipe does not wait for its writer."""
+    """Open a file. Opening a named pipe does not wait for its writer."""
     return operating_system.open_file(path, flags, follow_link=True)
 
 
 def _keep_owner(path: Path, descriptor: int) -> None:
-    """Give the file to the owner of the one it replaces, so that root can rotate a service's keystore."""
+    """Keep the owner of the replaced file, so that root can rotate a service's keystore."""
     with suppress(FileNotFoundError, PermissionError):
         status = path.stat()
         operating_system.change_owner(descriptor, status.st_uid, status.st_gid)

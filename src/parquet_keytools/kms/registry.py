@@ -1,6 +1,6 @@
-"""Which class is the KMS client of a name; it is imported when it is asked for.
+"""Finds the KMS client of a name, and imports it when it is needed.
 
-A distribution of a third party offers its `KmsClient` as an entry point of the group `parquet_keytools.kms`:
+A third party's distribution offers its `KmsClient` as an entry point of the group `parquet_keytools.kms`:
 
     [project.entry-points."parquet_keytools.kms"]
     acme = "acme_kms:AcmeKms"
@@ -20,7 +20,7 @@ ENTRY_POINT_GROUP = "parquet_keytools.kms"
 
 
 _BUILT_INS = {
-    # with the extra that installs what it imports
+    # with the extra that installs its dependencies
     name: EntryPoint(name, f"parquet_keytools.kms.{place}", ENTRY_POINT_GROUP)
     for name, place in {
         "in_memory": "in_memory:InMemoryKms",
@@ -38,12 +38,12 @@ def known_names() -> list[str]:
 
 
 def is_known(name: str) -> bool:
-    """Return whether a backend of this name is installed; to look for third parties' takes milliseconds."""
+    """Return whether a backend of this name is installed. The search for plug-ins takes milliseconds."""
     return name in _BUILT_INS or name in known_names()
 
 
 def client_class(name: str) -> type[KmsClient]:
-    """Return the KMS client of a name; what this package has cannot be replaced by a plug-in.
+    """Return the KMS client of a name. A plug-in cannot replace a client of this package.
 
     Raises:
         ConfigurationError: There is none, or it cannot be imported.
@@ -56,14 +56,14 @@ def client_class(name: str) -> type[KmsClient]:
     if len(plugins) > 1:
         distributions = ", ".join(sorted(map(_distribution, plugins)))
         raise ConfigurationError(
-            f"more than one KMS plug-in is named {name!r}: those of {distributions}.",
+            f"more than one KMS plug-in is named {name!r}: from {distributions}.",
             hint="Uninstall all but one.",
         )
     return _load_plugin(plugins[0])
 
 
 def make_client(settings: KmsSettings, folder: Path) -> KmsClient:
-    """Make the KMS client that settings describe, with what they say of every client.
+    """Make the KMS client that the settings describe.
 
     Raises:
         ConfigurationError: There is no such client, or it cannot be imported.
@@ -117,8 +117,8 @@ def _checked(name: str, loaded: object) -> type[KmsClient]:
     if isinstance(loaded, type) and issubclass(loaded, KmsClient):
         return loaded
     raise ConfigurationError(
-        f"what the KMS plug-in {name!r} offers is not a subclass of KmsClient.",
-        hint="Its entry point has to name a class that implements parquet_keytools.kms.client.KmsClient.",
+        f"the KMS plug-in {name!r} is not a subclass of KmsClient.",
+        hint="Its entry point must name a class that implements parquet_keytools.kms.client.KmsClient.",
     )
 
 

@@ -1,18 +1,23 @@
-"""What clients of a KMS across a network have in common: deadlines, retries, limits and a circuit breaker.
+"""The base class of clients of a KMS across a network: one deadline, one pool of threads, one loop of retries.
 
-The SDKs' own retries are switched off by the backends, so that there is one policy, and one place for it.
+Backends switch off the retries of their SDKs, so that retries have one policy, and one place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from operator import attrgetter
+from typing import ClassVar, TypeVar
 
 from parquet_keytools import telemetry
 from parquet_keytools.errors import (
@@ -22,98 +27,21 @@ from parquet_keytools.errors import (
     KmsThrottledError,
     KmsUnavailableError,
     value_or_raise,
+    without_frames,
 )
-from parquet_keytools.kms.call_traffic import (
-    CallRate,
-    CircuitBreaker,
-    ConcurrentCalls,
-    RetryBudget,
-    current_task,
-)
-from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.kms.contract import CallFacts, RemoteKmsSettings, outcome_name
-from parquet_keytools.runtime.fork_safety import PerProcess, SharedWork
+from parquet_keytools.kms.client import KmsClient, outcome_name
+from parquet_keytools.kms.contract import RemoteKmsSettings
+from parquet_keytools.kms.transport import connection_failure
+from parquet_keytools.runtime.fork_safety import ForkSafeLock, PerProcess, SharedWork
 from parquet_keytools.runtime.presentation import waiting_for
 
-__all__ = ["RemoteKmsClient", "RemoteKmsSettings", "Time"]
+__all__ = ["RemoteKmsClient", "RemoteKmsSettings", "RemoteOperation", "Time"]
 
-T = TypeVar("T")
 S = TypeVar("S")
-
-
-class RemoteKmsClient(KmsClient):
-    """A KMS across a network. Backends make one attempt with `_call`, and many calls with `_map`.
-
-    Throttled calls are retried until `timeout_seconds` are over or `max_tries` are used up, while all threads
-    slow down; so are calls to a KMS that cannot be reached, as far as the budget for retries allows; answers
-    that are not valid are asked for three times; all other errors are final.
-    """
-
-    def __init__(self, limits: RemoteKmsSettings, time_source: Time | None = None) -> None:
-        super().__init__()
-        self.limits = limits
-        self._time = time_source or Time()
-        self._traffic = PerProcess(lambda: Traffic(limits, self._time))
-
-    def close(self) -> None:
-        """Give back threads and connections. Calls under way end as they would; later ones make new ones."""
-        traffic = self._traffic.take()
-        if traffic is not None:
-            traffic.concurrent_calls.close()
-
-    def _call(self, operation: str, master_key_id: str | None, send: Callable[[float], T]) -> T:
-        """Call the KMS, with as many attempts as the errors allow.
-
-        A call within an attempt of another one, such as a login, is a part of that attempt: it is made once, and
-        retried with it.
-
-        Args:
-            operation: For errors, metrics and traces.
-            master_key_id: For errors; None for a call about many.
-            send: Makes one attempt within the seconds it is given. What it raises goes through `_translate`.
-
-        Raises:
-            KmsError: The last attempt's error, with `tries`.
-        """
-        traffic = self._traffic.get()
-        left = traffic.seconds_of_attempt()
-        if left is not None:
-            # It has the slot, the deadline and the retries of the attempt that it is a part of.
-            return self._guard(operation, master_key_id, send, max(left, 0.0))
-        facts = self._call_facts(operation, master_key_id)
-        server = self._server()
-        call = RemoteCall(
-            facts, self.limits, traffic, lambda error: self._translated(error, operation, master_key_id), server
-        )
-        about = call.about
-        key = {"master_key_id": master_key_id} if self.telemetry_key_ids and master_key_id is not None else {}
-        what = f"the KMS ({self.backend})" + (f" at {server}" if server else "")
-        with telemetry.Span("kms.call", about | key) as span, waiting_for(what):
-            outcome = call.run(send, span)
-            about = about | {"outcome": outcome_name(outcome)}
-            span.note(tries=call.tries)
-            if isinstance(outcome, KmsError):
-                span.failed(about["outcome"])
-            telemetry.count("kms.calls", 1, about)
-            telemetry.measure("kms.call.duration", self._time.clock() - call.started, about)
-        return value_or_raise(outcome.at(server) if isinstance(outcome, KmsUnavailableError) else outcome)
-
-    def _server(self) -> str:
-        """Return where the KMS is, for people who look for why it cannot be reached; a backend may know."""
-        return ""
-
-    def _map(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
-        """Return the results of a function that does not raise, called for several items at a time.
-
-        When the KMS has answered nothing for `timeout_seconds`, calls for items that are left fail at once.
-        """
-        if len(items) <= 1:
-            return [function(item) for item in items]
-        return self._traffic.get().concurrent_calls.map(function, items)
-
+T = TypeVar("T")
 
 _ATTEMPTS_AT_INVALID_ANSWERS = 3
-"""An answer that was damaged on its way is asked for again; one that is wrong each time is not."""
+"""An answer that was damaged on its way is requested again; an answer that is wrong each time is an error."""
 
 _LONGEST_PAUSE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS: dict[type[KmsError], float] = {
@@ -122,264 +50,283 @@ _FIRST_PAUSE_SECONDS: dict[type[KmsError], float] = {
     KmsResponseInvalidError: 0.02,
 }
 
-_LOOK_AGAIN_SECONDS = 0.25
-"""Whoever waits sees by then that the rate has changed, the KMS is back, or nobody wants the result."""
-
-_PART_OF_AGE = 0.1
-"""A call that lasts ten seconds may take a turn that comes one second later than a new call may."""
+_LONGEST_SLEEP_SECONDS = 0.25
+"""A thread that pauses notices within this time that its operation was cancelled."""
 
 _SECONDS_OF_SILENCE = 2.0
 
-_RETRIES_PER_SECOND = 2.0
-"""How many calls to a KMS that answers nothing are retried each second, after the first few."""
-
-_log = logging.getLogger("parquet_keytools.kms.remote_call")  # a name that docs/operations.md promises
+_log = logging.getLogger("parquet_keytools.kms.remote_call")  # docs/operations.md promises this name
 
 
 @dataclass(frozen=True)
 class Time:
-    """Clock, pauses and chance; tests pass others."""
+    """Clock, pauses and random numbers. Tests inject others."""
 
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     uniform: Callable[[float, float], float] = field(default=random.uniform)
 
 
-class Traffic:
-    """What the calls of one process share."""
+class RemoteKmsClient(KmsClient):
+    """A KMS across a network. Hooks send their requests with `_operation`.
 
-    def __init__(self, limits: RemoteKmsSettings, time_source: Time) -> None:
-        clock = time_source.clock
-        # Processes that do one work together have the limits of one.
-        self.limits = limits = limits.shared_by(SharedWork.processes)
-        self.time = time_source
-        self.slots = threading.BoundedSemaphore(limits.max_concurrent_calls)
-        self.rate = CallRate(limits.max_calls_per_second, clock)
-        self.retries = RetryBudget(2 * limits.max_concurrent_calls, _RETRIES_PER_SECOND, clock)
-        self.breaker = CircuitBreaker(limits.fail_fast_after_seconds, limits.probe_every_seconds, clock)
-        self.concurrent_calls = ConcurrentCalls(limits.max_concurrent_calls)
-        self.waits_are_told = False
+    Throttled calls, and calls to a KMS that cannot be reached, are retried until the deadline of the operation, or
+    until `max_tries` are used up. A call with an invalid answer is attempted three times. Other errors are final.
+    """
 
-    def is_first_wait(self) -> bool:
-        """Return whether nobody was told yet that the KMS is waited for; then somebody is."""
-        was_told, self.waits_are_told = self.waits_are_told, True
-        return not was_told
+    address_setting: ClassVar[str] = "url"
+    """The setting with the address of the KMS, for hints."""
 
-    def seconds_of_attempt(self) -> float | None:
-        """Return how long the attempt may still take that this thread is in; None where it is in none."""
-        attempt = _attempt.get()
-        return attempt[1] - self.time.clock() if attempt is not None and attempt[0] is self else None
+    certificates_setting: ClassVar[str] = "ca_file"
+    """The setting with the certificates to trust, for hints."""
+
+    def __init__(self, limits: RemoteKmsSettings, time_source: Time | None = None) -> None:
+        super().__init__()
+        self.limits = limits
+        self._time = time_source or Time()
+        self._traffic = PerProcess(lambda: _Traffic(limits))
+
+    def close(self) -> None:
+        """Close threads and connections. Calls under way finish; later calls make new ones."""
+        traffic = self._traffic.take()
+        if traffic is not None:
+            traffic.pool.shutdown(wait=False)
+
+    def _operation(self, name: str) -> RemoteOperation:
+        """Begin an operation, such as `wrap`: its calls share a deadline."""
+        return RemoteOperation(self, name, self._traffic.get(), self._time)
+
+    def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
+        meaning = connection_failure(error, self.address_setting, self.certificates_setting)
+        return meaning.error() if meaning is not None else super()._translate(error, operation, master_key_id)
+
+    def _server(self) -> str:
+        """Return the address of the KMS, for errors about a KMS that cannot be reached; empty if unknown."""
+        return ""
 
 
-_attempt: contextvars.ContextVar[tuple[Traffic, float] | None] = contextvars.ContextVar(
-    "parquet_keytools_attempt", default=None
-)
-"""Whose attempt is under way in this thread, and when it has to end."""
+class RemoteOperation:
+    """The calls of one operation, with one deadline: it fails when the KMS has answered none of them in time.
 
+    Each answer moves the deadline to `timeout_seconds` from now, so a long list of keys may take longer.
+    """
 
-class RemoteCall:
-    """One call with all its attempts."""
-
-    def __init__(
-        self,
-        facts: CallFacts,
-        limits: RemoteKmsSettings,
-        traffic: Traffic,
-        translate: Callable[[Exception], KmsError],
-        address: str,
-    ) -> None:
-        self.tries = 0
-        self.started = traffic.time.clock()
-        self.about = {"backend": facts.backend, "operation": facts.operation}
-        self._facts = facts
-        self._limits = limits
+    def __init__(self, client: RemoteKmsClient, name: str, traffic: _Traffic, time_source: Time) -> None:
+        self.name = name
+        self._client = client
+        self._limits = client.limits
         self._traffic = traffic
-        self._translate = translate
-        self._address = address
-        self._time = traffic.time
-        self._deadline = self.started + limits.timeout_seconds
-        self._task = current_task()
+        self._time = time_source
+        self._deadline = time_source.clock() + client.limits.timeout_seconds
+        self._last_failure: type[KmsError] = KmsUnavailableError
+        self._is_cancelled = False
 
-    def run(self, send: Callable[[float], T], span: telemetry.Span) -> T | KmsError:
-        """Attempt it until there is an answer, or no further attempt makes sense."""
-        if refusal := self._refusal():
-            refusal.tries = 0
-            return refusal
+    def call(self, master_key_id: str | None, send: Callable[[float], T]) -> T:
+        """Call the KMS once, in this thread.
+
+        Args:
+            master_key_id: For errors; None for a call about several master keys or none.
+            send: Makes one attempt within the seconds that it is given. May raise anything.
+
+        Raises:
+            KmsError: The error of the last attempt, with `tries`.
+        """
+        return value_or_raise(self._outcome(master_key_id, send))
+
+    def each(
+        self,
+        items: Sequence[S],
+        send: Callable[[S, float], T],
+        master_key_of: Callable[[S], str] = attrgetter("master_key_id"),
+    ) -> list[T | KmsError]:
+        """Call the KMS for each item, several at a time.
+
+        Args:
+            items: The requests of the operation, or parts of them.
+            send: Makes one attempt for an item within the seconds that it is given. May raise anything.
+            master_key_of: Returns the master key of an item, for errors.
+
+        Returns:
+            In the order of the items, the result, or the error of the last attempt.
+        """
+        if len(items) == 1:
+            return [self._outcome(master_key_of(items[0]), partial(send, items[0]))]
+        # A window, so that a small operation does not wait in the pool behind all items of a large one.
+        window = threading.Semaphore(self._limits.max_concurrent_calls)
+        futures: list[Future[T | KmsError]] = []
+        try:
+            for item in items:
+                window.acquire()
+                # Each call needs a context of its own, with the trace and the file that the call is about.
+                context = contextvars.copy_context()
+                call = partial(self._outcome_in_pool, master_key_of(item), partial(send, item))
+                future: Future[T | KmsError] = self._traffic.submit(partial(context.run, call))
+                future.add_done_callback(lambda _: window.release())
+                futures.append(future)
+            return [future.result() for future in futures]
+        except BaseException:
+            self._is_cancelled = True
+            for future in futures:
+                future.cancel()
+            raise
+
+    def _outcome_in_pool(self, master_key_id: str | None, send: Callable[[float], T]) -> T | KmsError:
+        try:
+            return self._outcome(master_key_id, send)
+        except BaseException:
+            self._is_cancelled = True
+            raise
+
+    def _outcome(self, master_key_id: str | None, send: Callable[[float], T]) -> T | KmsError:
+        """Return the result of a call, or the error of its last attempt, and report the call."""
+        client = self._client
+        server = client._server()
+        about = {"backend": client.backend, "operation": self.name}
+        key = {"master_key_id": master_key_id} if client.telemetry_key_ids and master_key_id is not None else {}
+        what = f"the KMS ({client.backend})" + (f" at {server}" if server else "")
+        started = self._time.clock()
+        with telemetry.Span("kms.call", about | key) as span, waiting_for(what):
+            outcome = self._attempts(master_key_id, send, span)
+            about = about | {"outcome": outcome_name(outcome)}
+            if isinstance(outcome, KmsError):
+                span.failed(about["outcome"])
+                outcome = outcome.about(client.backend, self.name, master_key_id)
+            telemetry.count("kms.calls", 1, about)
+            telemetry.measure("kms.call.duration", self._time.clock() - started, about)
+        return outcome.at(server) if isinstance(outcome, KmsUnavailableError) else outcome
+
+    def _attempts(
+        self, master_key_id: str | None, send: Callable[[float], T], span: telemetry.Span
+    ) -> T | KmsError:
+        """Attempt a call until there is an answer, or no further attempt makes sense."""
+        started, tries = self._time.clock(), 0
+        about = {"backend": self._client.backend, "operation": self.name}
         while True:
-            outcome = self._attempt(send)
+            with self._turn() as refusal:
+                if refusal is None:
+                    tries += 1
+                    outcome = self._attempt(master_key_id, send)
+                else:
+                    outcome = refusal
+            span.note(tries=tries)
             if not isinstance(outcome, KmsError):
                 return outcome
-            pause = self._pause(outcome)
-            if pause is None:
-                break
-            if not self._wait(outcome, pause):
-                if self._task is not None:
-                    self._task.give_up(outcome, self.started)
-                break
+            pause = math.inf if refusal is not None else self._pause(outcome, tries)
+            if pause >= self._seconds_left() or not self._sleep(pause):
+                return outcome.after(tries, self._time.clock() - started)
+            self._warn_of_waiting(outcome, started)
             kind = type(outcome).__name__
             span.event("retry", error=kind)
-            telemetry.count("kms.retries", 1, self.about | {"error": kind})
-        return outcome.after(self.tries, self._time.clock() - self.started)
+            telemetry.count("kms.retries", 1, {**about, "error": kind})
 
-    def _refusal(self) -> KmsError | None:
-        """Return why the KMS is not even asked."""
-        failure = self._task.failure if self._task is not None else None
-        if failure is not None:
-            detail = f"not tried, for calls before it failed for {self._limits.timeout_seconds:g} seconds"
-            kind = KmsThrottledError if isinstance(failure, KmsThrottledError) else KmsUnavailableError
-            return self._facts.error(kind, detail)
-        refused_for = self._traffic.breaker.seconds_to_wait()
-        if not refused_for:
-            return None
-        detail = (
-            f"the KMS has not answered for {self._limits.fail_fast_after_seconds:g} seconds or more, "
-            f"and is asked again in {refused_for:.1f} seconds"
-        )
-        return self._facts.error(KmsUnavailableError, detail, wait=refused_for)
-
-    # --- one attempt ---
-
-    def _attempt(self, send: Callable[[float], T]) -> T | KmsError:
-        """Make one attempt. Returns what came back, or why nothing did."""
-        # The slot is taken before the turn: so few wait for turns, and whoever gets one can use it.
-        if not self._await_slot():
-            is_limited = self._traffic.rate.calls_per_second is not None
-            kind = KmsThrottledError if is_limited else KmsUnavailableError
-            detail = f"{self._traffic.limits.max_concurrent_calls} calls were under way all the time"
-            return self._facts.error(kind, detail)
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[KmsError | None]:
+        """Hold one of the process's calls at a time in a block, or yield why the call must not be sent."""
+        if self._is_cancelled or self._seconds_left() <= 0:
+            seconds = self._limits.timeout_seconds
+            yield self._last_failure(f"not tried, for the KMS answered no call for {seconds:g} seconds")
+            return
+        if not self._traffic.slots.acquire(timeout=self._seconds_left()):
+            kind = KmsUnavailableError if self._limits.max_calls_per_second is None else KmsThrottledError
+            yield kind(f"{self._traffic.limits.max_concurrent_calls} calls were under way all the time")
+            return
         try:
-            if not self._await_turn():
-                return self._facts.error(KmsThrottledError, "could not be sent in time")
-            self.tries += 1
-            return self._answer(send)
+            wait = self._traffic.seconds_to_turn(self._time.clock(), self._seconds_left())
+            if wait:
+                about = {"backend": self._client.backend, "operation": self.name}
+                telemetry.measure("kms.throttle.wait", wait, about)
+            is_in_time = wait is not None and self._sleep(wait)
+            yield None if is_in_time else KmsThrottledError("could not be sent in time")
+        finally:
+            self._traffic.slots.release()
+
+    def _attempt(self, master_key_id: str | None, send: Callable[[float], T]) -> T | KmsError:
+        """Make one attempt. Returns the answer, or the error that replaces it."""
+        try:
+            answer = send(min(self._limits.call_timeout_seconds, self._seconds_left()))
         except KmsError as error:
             failure = error
         except Exception as error:
-            failure = self._translate(error)
-        finally:
-            self._traffic.slots.release()
-        self._note_failure(failure)
-        return failure
+            failure = self._client._translated(error, self.name, master_key_id)
+        else:
+            self._note_answer()
+            return answer
+        if isinstance(failure, (KmsUnavailableError, KmsThrottledError)):
+            self._last_failure = type(failure)
+        elif not isinstance(failure, KmsConfigurationError):  # which may have been found before anything was sent
+            self._note_answer()
+        return without_frames(failure)
 
-    def _answer(self, send: Callable[[float], T]) -> T:
-        seconds = min(self._limits.call_timeout_seconds, self._seconds_left())
-        token = _attempt.set((self._traffic, self._time.clock() + seconds))
-        try:
-            answer = send(seconds)
-        finally:
-            _attempt.reset(token)
-        self._note_answer()
-        self._traffic.rate.answered()
-        return answer
+    def _note_answer(self) -> None:
+        self._deadline = self._time.clock() + self._limits.timeout_seconds
+        self._traffic.has_warned = False
 
-    def _await_slot(self) -> bool:
-        while not self._traffic.slots.acquire(timeout=max(min(_LOOK_AGAIN_SECONDS, self._seconds_left()), 0)):
-            if self._seconds_left() <= 0 or self._is_cancelled():
-                return False
-        return True
-
-    def _await_turn(self) -> bool:
-        started = self._time.clock()
-        wait = self._traffic.rate.reserve(self._turn_within_seconds())
-        if wait == 0:
-            return True
-        while wait is None:
-            if self._seconds_left() <= 0 or self._is_cancelled():
-                return False
-            self._time.sleep(max(min(self._time.uniform(0.5, 1) * _LOOK_AGAIN_SECONDS, self._seconds_left()), 0))
-            wait = self._traffic.rate.reserve(self._turn_within_seconds())
-        self._time.sleep(wait)
-        telemetry.measure("kms.throttle.wait", self._time.clock() - started, self.about)
-        return self._seconds_left() > 0 and not self._is_cancelled()
-
-    def _turn_within_seconds(self) -> float:
-        """Return how far ahead a turn may be taken: the longer a call lasts, the farther, so that none starves."""
-        lasted = self._time.clock() - self.started
-        return min(_LOOK_AGAIN_SECONDS + _PART_OF_AGE * lasted, self._seconds_left())
-
-    # --- between attempts ---
-
-    def _pause(self, failure: KmsError) -> float | None:
-        """Return how long to wait at least for the next attempt, or None without one: full jitter, doubling."""
+    def _pause(self, failure: KmsError, tries: int) -> float:
+        """Return how long to wait for the next attempt, or infinity: doubling, full jitter, Retry-After."""
         most = self._limits.max_tries
         if isinstance(failure, KmsResponseInvalidError):
             most = min(most, _ATTEMPTS_AT_INVALID_ANSWERS)
         first = next((first for kind, first in _FIRST_PAUSE_SECONDS.items() if isinstance(failure, kind)), None)
-        if first is None or self.tries >= most:
-            return None
-        longest = min(_LONGEST_PAUSE_SECONDS, first * 2.0 ** (self.tries - 1))
+        if first is None or tries >= most:
+            return math.inf
+        longest = min(_LONGEST_PAUSE_SECONDS, first * 2.0 ** (tries - 1))
         return max(self._time.uniform(0, longest), failure.retry_after_seconds)
 
-    def _wait(self, failure: KmsError, pause: float) -> bool:
-        """Wait for the next attempt. Returns whether there is time for one."""
-        if pause >= self._seconds_left() or not self._sleep(pause):
-            return False
-        # A call that began before the KMS was known to be down may wait for it to come back.
-        while wait := self._seconds_to_retry(failure):
-            if self._seconds_left() <= 0 or not self._sleep(
-                min(wait, self._time.uniform(0.5, 1) * _LOOK_AGAIN_SECONDS, self._seconds_left())
-            ):
-                return False
-        return self._seconds_left() > 0
-
-    def _seconds_to_retry(self, failure: KmsError) -> float:
-        # While the breaker is open it alone decides: it lets through less than the budget.
-        if self._traffic.breaker.is_open():
-            return self._traffic.breaker.seconds_to_wait()
-        return self._traffic.retries.take() if isinstance(failure, KmsUnavailableError) else 0.0
-
     def _sleep(self, seconds: float) -> bool:
-        """Sleep. Returns whether somebody still waits for the call."""
-        while seconds > 0 and not self._is_cancelled():
-            # Nobody can cancel a call outside of a task but by an exception in this very thread.
-            step = seconds if self._task is None else min(seconds, _LOOK_AGAIN_SECONDS)
+        """Sleep. Returns whether the caller still waits for the operation."""
+        while seconds > 0 and not self._is_cancelled:
+            step = min(seconds, _LONGEST_SLEEP_SECONDS)
             self._time.sleep(step)
             seconds -= step
-        return not self._is_cancelled()
-
-    def _is_cancelled(self) -> bool:
-        return self._task is not None and self._task.is_cancelled
+        return not self._is_cancelled
 
     def _seconds_left(self) -> float:
         return self._deadline - self._time.clock()
 
-    # --- what others get to know of it ---
+    def _warn_of_waiting(self, failure: KmsError, started: float) -> None:
+        """Warn once, in all threads, until the KMS answers: otherwise the program seems to hang."""
+        if not isinstance(failure, KmsUnavailableError) or self._traffic.has_warned:
+            return
+        if self._time.clock() - started < _SECONDS_OF_SILENCE:
+            return
+        self._traffic.has_warned = True
+        server = self._client._server()
+        _log.warning(
+            "%s: waiting for the KMS%s (%s); calls are retried for up to %g seconds",
+            self._client.backend,
+            f" at {server}" if server else "",
+            failure.detail or "no answer",
+            self._limits.timeout_seconds,
+        )
 
-    def _note_answer(self) -> None:
-        self._traffic.waits_are_told = False
-        self._traffic.retries.answered()
-        self._close_breaker()
-        if self._task is not None:
-            self._task.answered(self._time.clock())
 
-    def _note_failure(self, failure: KmsError) -> None:
-        if isinstance(failure, KmsUnavailableError):
-            self._tell_of_waiting(failure)
-            if self._traffic.breaker.failed():
-                _log.warning(
-                    "%s: the KMS has not answered for %g seconds: until it does, calls fail at once",
-                    self._facts.backend,
-                    self._limits.fail_fast_after_seconds,
-                )
-        elif isinstance(failure, KmsThrottledError):
-            # For the budget it is no answer: throttled calls do not use it either.
-            self._close_breaker()
-            self._traffic.rate.throttled()
-        elif not isinstance(failure, KmsConfigurationError):
-            # Which says nothing of the KMS: most are found before anything is sent.
-            self._note_answer()
+class _Traffic:
+    """The calls of all operations of one process: their threads, their number, and the time between them."""
 
-    def _tell_of_waiting(self, failure: KmsUnavailableError) -> None:
-        """Say once why nothing happens: else a call that may take a minute looks as if it hangs."""
-        if self._time.clock() - self.started >= _SECONDS_OF_SILENCE and self._traffic.is_first_wait():
-            _log.warning(
-                "%s: waiting for the KMS%s (%s); calls are retried for up to %g seconds",
-                self._facts.backend,
-                f" at {self._address}" if self._address else "",
-                failure.detail or "no answer",
-                self._limits.timeout_seconds,
-            )
+    def __init__(self, limits: RemoteKmsSettings) -> None:
+        # Worker processes of one command divide its limits among themselves.
+        self.limits = limits = limits.shared_by(SharedWork.processes)
+        self.slots = threading.BoundedSemaphore(limits.max_concurrent_calls)
+        self.pool = ThreadPoolExecutor(limits.max_concurrent_calls, thread_name_prefix="parquet-keytools-kms")
+        self.has_warned = False
+        self._spacing_seconds = 1 / limits.max_calls_per_second if limits.max_calls_per_second else 0.0
+        self._lock = ForkSafeLock()
+        self._next_turn = 0.0
 
-    def _close_breaker(self) -> None:
-        if self._traffic.breaker.answered():
-            _log.warning("%s: the KMS answers again", self._facts.backend)
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Run a call in the pool; or here, after the client was closed, or while the process ends."""
+        try:
+            return self.pool.submit(call)
+        except RuntimeError:
+            future: Future[T] = Future()
+            future.set_result(call())
+            return future
+
+    def seconds_to_turn(self, now: float, within_seconds: float) -> float | None:
+        """Take the next turn of `max_calls_per_second`. Returns the wait for it, or None if it is too long."""
+        with self._lock:
+            turn = max(self._next_turn, now)
+            if turn - now > within_seconds:
+                return None
+            self._next_turn = turn + self._spacing_seconds
+            return turn - now

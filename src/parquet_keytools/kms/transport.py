@@ -1,7 +1,7 @@
-"""What backends share on the way to a server: its address, TLS, what its failures mean, and silence in SDKs' logs.
+"""Addresses, TLS, failures of connections, and filters for the logs of SDKs.
 
-Files are looked at before the first connection: a wrong one would make the KMS look as if it could not be reached,
-and for the passphrase of a private key OpenSSL would ask a terminal.
+Certificate files are checked before the first connection: with a wrong file, the KMS would seem unreachable, and
+OpenSSL would prompt for the passphrase of a private key on the terminal.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.contract import CallFacts
+from parquet_keytools.errors import KmsConfigurationError, KmsUnavailableError
+from parquet_keytools.kms.contract import Meaning
 
 _LONGEST_RETRY_AFTER_SECONDS = 3600
 
@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
 
 
 def http_parts(url: str) -> tuple[SplitResult, str] | None:
-    """Return the parts of an http or https URL and its host, or None where it is none."""
+    """Return the parts of an http or https URL and its host, or None for any other text."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -45,39 +45,39 @@ def http_parts(url: str) -> tuple[SplitResult, str] | None:
 
 
 def mistake_in_url(url: str, setting: str, *, allow_http: bool) -> str:
-    """Return why a URL may not be used as the address of a KMS, or nothing.
+    """Return why a URL must not be used as the address of a KMS, or an empty string.
 
     Args:
-        url: The URL. It is not quoted, for it may hold a password.
-        setting: Where it is set.
-        allow_http: Whether another machine may be reached without TLS.
+        url: The URL. It is not quoted, because it may contain a password.
+        setting: Name of its setting.
+        allow_http: Whether to allow another machine without TLS.
     """
     found = http_parts(url)
     if found is None:
-        return f"{setting} has to be an address such as https://kms.example:8200"
+        return f"{setting} must be an address such as https://kms.example:8200"
     parts, host = found
-    # A password stands behind a user's name, which may be empty.
+    # The name of a user can be empty, and a password can follow it.
     if parts.username is not None or parts.query or parts.fragment:
-        return f"{setting} must hold nothing but scheme, host, port and path"
+        return f"{setting} must contain only scheme, host, port and path"
     if parts.scheme == "http" and not allow_http and not is_loopback(host):
-        return f"{setting} is without TLS, so that all can read the keys: use https, or set allow_http: true"
+        return f"{setting} is without TLS, so that others can read the keys: use https, or set allow_http: true"
     return ""
 
 
-def check_certificates(file: str, *, backend: str) -> None:
-    """Check a file of the certificates that vouch for a server.
+def check_certificates(file: str) -> None:
+    """Check a file of trusted certificates.
 
     Raises:
-        KmsConfigurationError: It cannot be read, or has no certificates.
+        KmsConfigurationError: It cannot be read, or contains no certificates.
     """
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
     except OSError as error:
-        raise _mistake(f"{file} cannot be used as certificates", error, backend) from None
+        raise _mistake(f"{file} cannot be used as certificates", error) from None
 
 
-def check_client_certificate(file: str, key_file: str | None, *, backend: str) -> None:
-    """Check a client certificate and its private key, which may be in the same file.
+def check_client_certificate(file: str, key_file: str | None) -> None:
+    """Check a client certificate and its private key, which can be in the same file.
 
     Raises:
         KmsConfigurationError: They cannot be read, do not belong together, or the key needs a passphrase.
@@ -86,23 +86,62 @@ def check_client_certificate(file: str, key_file: str | None, *, backend: str) -
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(file, key_file, password="")
     except OSError as error:
         what = file if key_file is None else f"{file} with {key_file}"
-        hint = "It takes a certificate and its private key, both PEM, the key without a passphrase."
-        raise _mistake(f"{what} cannot be used as a client certificate", error, backend, hint) from None
+        hint = "Configure a certificate and its private key, both as PEM, the key without a passphrase."
+        raise _mistake(f"{what} cannot be used as a client certificate", error, hint) from None
 
 
-def _mistake(detail: str, error: OSError, backend: str, hint: str = "") -> KmsConfigurationError:
+def _mistake(detail: str, error: OSError, hint: str = "") -> KmsConfigurationError:
     reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
     detail = f"{detail} ({reason or type(error).__name__})"
-    return CallFacts(backend, "connect").error(KmsConfigurationError, detail, hint)
+    return KmsConfigurationError(detail, operation="connect", hint=hint)
 
 
-def tls_error(error: BaseException) -> ssl.SSLError | None:
-    """Return the error of TLS that led to an exception, if one did."""
-    return next((found for found in _causes(error) if isinstance(found, ssl.SSLError)), None)
+# --- failures of connections ---
+
+
+_TLS_IS_WRONG = (
+    "CERTIFICATE_REQUIRED",
+    "BAD_CERTIFICATE",
+    "UNKNOWN_CA",
+    "HANDSHAKE_FAILURE",
+    "WRONG_VERSION_NUMBER",
+    "NO_PROTOCOLS_AVAILABLE",
+    "UNSUPPORTED_PROTOCOL",
+    "KEY_VALUES_MISMATCH",
+)
+
+
+def tls_failure(error: BaseException, address: str, certificates: str) -> Meaning | None:
+    """Return the meaning of a mistake in the configuration of TLS, or None for any other exception.
+
+    Args:
+        error: An exception of any SDK.
+        address: The setting with the address of the KMS.
+        certificates: The setting with the certificates to trust.
+    """
+    tls = next((found for found in _causes(error) if isinstance(found, ssl.SSLError)), None)
+    if isinstance(tls, ssl.SSLCertVerificationError):
+        hint = f"Check {address}, and that {certificates} has the certificate of the server's authority."
+        return Meaning(KmsConfigurationError, "the server's certificate is not trusted", hint)
+    reason = getattr(tls, "reason", None)
+    if tls is not None and any(word in str(reason or tls).upper() for word in _TLS_IS_WRONG):
+        hint = f"Check whether {address} needs http or https, and check the client certificate, if there is one."
+        return Meaning(KmsConfigurationError, f"TLS failed ({reason or 'no reason given'})", hint)
+    return None
+
+
+def connection_failure(error: Exception, address: str, certificates: str) -> Meaning | None:
+    """Return the meaning of a failed connection, or None for any other exception; see `tls_failure`."""
+    if found := tls_failure(error, address, certificates):
+        return found
+    if isinstance(error, OSError):  # which includes the errors of requests
+        detail = unreachable_because(error) or f"the connection failed ({type(error).__name__})"
+        return Meaning(KmsUnavailableError, detail)
+    return None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that led to it; some SDKs keep these among the arguments of theirs."""
+    """Yield an exception and its causes; some SDKs keep a cause among the arguments of their exceptions."""
     waiting: list[Any] = [error]
     seen: set[int] = set()
     while waiting:
@@ -116,7 +155,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def unreachable_because(error: BaseException) -> str:
-    """Return why a server could not be reached, as far as an exception says; empty where it does not."""
+    """Return why a server could not be reached, or an empty string if the exception does not say."""
     for found in _causes(error):
         if isinstance(found, socket.gaierror):
             return "its host name cannot be resolved"
@@ -125,24 +164,24 @@ def unreachable_because(error: BaseException) -> str:
         if isinstance(found, ConnectionError) and found.errno is not None:
             return "the connection was closed"
         if isinstance(found, TimeoutError):
-            return "no answer in time"
+            return "it did not answer in time"
         if isinstance(found, OSError) and found.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
             return "no network route leads there"
     return ""
 
 
 def retry_after_seconds(header: object) -> float:
-    """Return how many seconds a server wants to be left alone, as Retry-After says; 0 where it is no number."""
+    """Return the seconds in a Retry-After header, or 0 if it is not a number."""
     is_number = isinstance(header, str) and re.fullmatch(r"[0-9]{1,9}", header)
     return float(min(int(str(header)), _LONGEST_RETRY_AFTER_SECONDS)) if is_number else 0.0
 
 
 class SdkLogs:
-    """The loggers of an SDK, silent in the threads that are in a call of ours: they log keys and tokens at DEBUG.
+    """The loggers of an SDK, which log keys and tokens at DEBUG. They are silent during calls of this package.
 
     Args:
-        *names: Loggers; those below them are silenced too.
-        least_level: Of what is let through all the same, without its traceback, which has texts of answers in it.
+        *names: Loggers. Their children are silent, too.
+        least_level: Records from this level on pass, without their tracebacks, which contain texts of answers.
     """
 
     def __init__(self, *names: str, least_level: int = logging.WARNING) -> None:
@@ -162,18 +201,18 @@ class SdkLogs:
             self._in_our_call.reset(token)
 
     def add_filters(self) -> None:
-        """Filter the loggers that were added since the last time."""
-        # Loggers are never removed. Going over all of them takes as long as signing a request.
+        """Filter the loggers that were added since the last call."""
+        # Loggers are never removed. A loop over all loggers takes as long as signing a request.
         for name in self._names:
             logging.getLogger(name)
         number = len(logging.root.manager.loggerDict)
         if number == self._loggers_seen:
             return
-        # A filter of a logger does not hold for the loggers below it, so each of them needs it.
+        # A filter does not apply to the children of a logger, so each child needs its own.
         for name in list(logging.root.manager.loggerDict):
             if any(f"{name}.".startswith(f"{ours}.") for ours in self._names):
                 logging.getLogger(name).addFilter(self._may_pass)
-        # Only now: another thread that comes meanwhile must not take them for silent.
+        # Set last, so that another thread does not assume filters that are not added yet.
         self._loggers_seen = number
 
     def _may_pass(self, record: logging.LogRecord) -> bool:

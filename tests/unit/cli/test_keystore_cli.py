@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from parquet_keytools.cli import keystore as cli
 from parquet_keytools.errors import ConfigurationError, KmsConfigurationError, MasterKeyNotFoundError
-from parquet_keytools.kms import keystore_document, keystore_file
+from parquet_keytools.kms import keystore_file
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -95,7 +95,7 @@ def test_errors_are_those_of_the_package(path: Path) -> None:
         run("disable", "none", "--path", path)
     with pytest.raises(MasterKeyNotFoundError, match="no version 2"):
         run("disable", "pii", "--path", path, "--key-version", 2)
-    with pytest.raises(KmsConfigurationError, match="passphrase is not that"):
+    with pytest.raises(KmsConfigurationError, match="passphrase does not belong"):
         run("list", "--path", path, env={VARIABLE: "another one"})
     path.chmod(0o644)
     with pytest.raises(KmsConfigurationError, match="chmod 600"):
@@ -119,7 +119,7 @@ def test_a_passphrase_file_comes_before_the_environment(path: Path, tmp_path: Pa
     file.write_text("another passphrase\n")
     run("create-key", "pii", "--path", path, "--passphrase-file", file)
     assert Keystore(path, lambda: SecretBytes(b"another passphrase")).open()
-    with pytest.raises(KmsConfigurationError, match="passphrase is not that"):
+    with pytest.raises(KmsConfigurationError, match="passphrase does not belong"):
         run("list", "--path", path)
     file.chmod(0o644)
     with pytest.raises(KmsConfigurationError, match="others than its owner"):
@@ -159,7 +159,7 @@ def test_a_terminal_is_asked_and_shows_nothing(path: Path, monkeypatch: pytest.M
 def test_change_passphrase(path: Path, tmp_path: Path) -> None:
     run("create-key", "pii", "--path", path)
     run("change-passphrase", "--path", path, env={NEW_VARIABLE: "a second passphrase"})
-    with pytest.raises(KmsConfigurationError, match="passphrase is not that"):
+    with pytest.raises(KmsConfigurationError, match="passphrase does not belong"):
         rows(path)
     file = tmp_path / "new"
     file.touch(0o600)
@@ -180,7 +180,7 @@ def test_change_passphrase(path: Path, tmp_path: Path) -> None:
 
 def test_a_wrong_passphrase_is_found_before_a_new_one_is_asked_for(path: Path) -> None:
     run("create-key", "pii", "--path", path)
-    with pytest.raises(KmsConfigurationError, match="passphrase is not that"):
+    with pytest.raises(KmsConfigurationError, match="passphrase does not belong"):
         run("change-passphrase", "--path", path, env={VARIABLE: "wrong one"})
 
 
@@ -200,7 +200,7 @@ print(sorted(slow & set(sys.modules)))
 
 def test_new_keystores_are_as_slow_to_guess_as_others() -> None:
     """Only the tests above make scrypt cheap."""
-    assert keystore_file.DEFAULT_SCRYPT_N == keystore_document.DEFAULT_SCRYPT_N == 2**17
+    assert keystore_file.DEFAULT_SCRYPT_N == 2**17
 
 
 def test_the_keystore_of_a_configuration(tmp_path: Path) -> None:

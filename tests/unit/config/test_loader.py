@@ -12,7 +12,7 @@ from parquet_keytools.config import loader
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import ConfigurationWarning
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.kms.client import KmsClient, KmsSettings
+from parquet_keytools.kms.client import KmsSettings, SingleKeyKmsClient
 from parquet_keytools.kms.in_memory import InMemorySettings
 
 SECRET = "tHe-pAssphrase-nobody-may-see"
@@ -444,7 +444,7 @@ def test_what_a_plugin_says_of_a_secret_is_not_repeated(monkeypatch):
 
         check = field_validator("password")(tell)
 
-    class TellingKms(KmsClient):
+    class TellingKms(SingleKeyKmsClient):
         Settings = Telling
 
     monkeypatch.setattr(loader, "is_known", lambda name: name == "telling")

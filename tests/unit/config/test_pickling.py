@@ -12,7 +12,7 @@ from parquet_keytools.config import loader
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.kms.client import KmsClient, KmsSettings
+from parquet_keytools.kms.client import KmsSettings, SingleKeyKmsClient
 
 PASSPHRASE = "cAnary-passphrase-0123456789"
 KEY = b"cAnary-key-bytes"
@@ -98,7 +98,7 @@ class PluginSettings(KmsSettings):
     region: str = ""
 
 
-class PluginKms(KmsClient):
+class PluginKms(SingleKeyKmsClient):
     Settings = PluginSettings
 
 

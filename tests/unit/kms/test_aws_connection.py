@@ -49,8 +49,7 @@ def bundles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files of certificates that were looked at; each is taken for one."""
     found: list[str] = []
 
-    def check(file: str, *, backend: str) -> None:
-        assert backend == "aws"
+    def check(file: str) -> None:
         found.append(file)
 
     monkeypatch.setattr(aws_connection, "check_certificates", check)
@@ -349,7 +348,7 @@ def test_an_endpoint_of_a_profile_is_told(
     (tmp_path / "config").write_text(text, encoding="utf-8")
     with caplog.at_level(logging.WARNING):
         connected(region=REGION, profile="p", **fields)[0]._make_client()
-    assert ("the endpoint of kms is that of the environment" in caplog.text) is told
+    assert ("set the endpoint of kms" in caplog.text) is told
     caplog.clear()
     connected(region=REGION)[0]._make_client()
     assert not caplog.text

@@ -20,13 +20,14 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.client import (
-    KmsClient,
     KmsSettings,
     MasterKeyDescription,
     RewrapRequest,
+    SingleKeyKmsClient,
     UnwrapRequest,
     WrapRequest,
 )
+from parquet_keytools.kms.contract_tests import rewrap_one, unwrap_one, wrap_one
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY = SecretBytes(b"canary-key-bytes")
@@ -41,7 +42,7 @@ class SdkError(Exception):
         self.response = SECRET
 
 
-class FakeKms(KmsClient):
+class FakeKms(SingleKeyKmsClient):
     """Answers as it is told to; `behave` gets the name of the hook and its arguments."""
 
     backend = "fake"
@@ -78,9 +79,9 @@ class FakeBatchKms(FakeKms):
 
 
 OPERATIONS = {
-    "wrap": lambda kms: kms.wrap(KEY, "m"),
-    "unwrap": lambda kms: kms.unwrap("wrapped", "m"),
-    "rewrap": lambda kms: kms.rewrap("wrapped", "m", "n"),
+    "wrap": lambda kms: wrap_one(kms, KEY, "m"),
+    "unwrap": lambda kms: unwrap_one(kms, "wrapped", "m"),
+    "rewrap": lambda kms: rewrap_one(kms, "wrapped", "m", "n"),
     "describe": lambda kms: kms.describe("m"),
 }
 
@@ -179,7 +180,7 @@ def test_the_network_is_worth_a_retry(foreign: Exception) -> None:
         raise foreign
 
     with pytest.raises(KmsUnavailableError) as caught:
-        FakeKms(fail).unwrap("wrapped", "m")
+        unwrap_one(FakeKms(fail), "wrapped", "m")
     assert caught.value.retryable
     assert (caught.value.backend, caught.value.operation, caught.value.master_key_id) == ("fake", "unwrap", "m")
     assert "canary" not in all_texts(caught.value)
@@ -191,7 +192,7 @@ def test_a_translation_that_fails_does_not_leak_either() -> None:
             raise KeyError(str(error))
 
     with pytest.raises(KmsResponseInvalidError, match="unexpected SdkError") as caught:
-        Translating(plain).wrap(KEY, "m")
+        wrap_one(Translating(plain), KEY, "m")
     assert "canary" not in all_texts(caught.value)
 
 
@@ -200,7 +201,7 @@ def test_what_is_no_error_passes() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        FakeKms(stop).wrap(KEY, "m")
+        wrap_one(FakeKms(stop), KEY, "m")
 
 
 def test_an_outcome_keeps_no_frames() -> None:
@@ -243,7 +244,7 @@ def test_garbage_for_a_wrapped_key(answer: object, operation: str) -> None:
 )
 def test_garbage_for_a_key(answer: object) -> None:
     with pytest.raises(KmsResponseInvalidError) as caught:
-        FakeKms(lambda *_: answer).unwrap("wrapped", "m")
+        unwrap_one(FakeKms(lambda *_: answer), "wrapped", "m")
     assert caught.value.master_key_id == "m"
     assert "canary" not in all_texts(caught.value)
 
@@ -327,13 +328,13 @@ def test_rewrap_without_a_new_master_key_keeps_the_old_one() -> None:
         seen.append((hook, arguments[-1]))
         return KEY if hook == "unwrap" else "wrapped"
 
-    assert FakeKms(behave).rewrap("x", "m") == "wrapped"
+    assert rewrap_one(FakeKms(behave), "x", "m") == "wrapped"
     assert seen == [("unwrap", "m"), ("wrap", "m")]
 
 
 def test_call_counts_are_a_copy() -> None:
     kms = FakeKms(lambda *_: KEY)
-    kms.unwrap("x", "m")
+    unwrap_one(kms, "x", "m")
     kms.call_counts.clear()
     assert kms.call_counts == {"unwrap": 1}
 

@@ -10,6 +10,7 @@ from parquet_keytools.errors import (
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
+from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms, InMemorySettings
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -45,7 +46,7 @@ def test_unwraps_what_parquet_java_wrapped(
     """Known answers: key material of the public file external_key_material_java.parquet.encrypted."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    kek = InMemoryKms({master_key_id: master_key}).unwrap(wrapped_kek, master_key_id)
+    kek = unwrap_one(InMemoryKms({master_key_id: master_key}), wrapped_kek, master_key_id)
     data = base64.b64decode(wrapped_dek)
     # That it is the right KEK shows in what parquet-java wrapped with it.
     dek = AESGCM(kek.reveal()).decrypt(data[:12], data[12:], base64.b64decode(kek_id))
@@ -55,7 +56,7 @@ def test_unwraps_what_parquet_java_wrapped(
 def test_wraps_in_parquet_javas_format() -> None:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    wrapped = base64.b64decode(InMemoryKms({"é": bytes(32)}).wrap(KEY, "é"))
+    wrapped = base64.b64decode(wrap_one(InMemoryKms({"é": bytes(32)}), KEY, "é"))
     assert len(wrapped) == 12 + 16 + 16
     assert AESGCM(bytes(32)).decrypt(wrapped[:12], wrapped[12:], "é".encode()) == KEY.reveal()
 
@@ -67,18 +68,18 @@ def test_keys_of_the_configuration(length: int) -> None:
     for keys in ({"a": text}, {"a": [text]}):
         kms = from_yaml(keys)
         assert not kms.has_generated_keys
-        assert kms.unwrap(InMemoryKms({"a": key}).wrap(KEY, "a"), "a") == KEY
+        assert unwrap_one(kms, wrap_one(InMemoryKms({"a": key}), KEY, "a"), "a") == KEY
 
 
 def test_names_only_are_generated() -> None:
     kms = from_yaml(["a", "b"])
     assert kms.has_generated_keys
     assert kms.master_key_ids() == {"a", "b"}
-    wrapped = kms.wrap(KEY, "a")
+    wrapped = wrap_one(kms, KEY, "a")
     with pytest.raises(
         WrappedKeyInvalidError, match="unwrap with master key 'a': the wrapped key does not belong"
     ):
-        from_yaml(["a", "b"]).unwrap(wrapped, "a")
+        unwrap_one(from_yaml(["a", "b"]), wrapped, "a")
 
 
 def test_one_generated_key_among_given_ones_counts() -> None:
@@ -94,8 +95,8 @@ def test_one_generated_key_among_given_ones_counts() -> None:
 def test_versions_of_the_configuration_are_oldest_first() -> None:
     old, new = bytes(16), bytes(range(32))
     kms = from_yaml({"a": [base64.b64encode(old).decode(), base64.b64encode(new).decode()]})
-    assert kms.unwrap(InMemoryKms({"a": old}).wrap(KEY, "a"), "a") == KEY
-    assert InMemoryKms({"a": new}).unwrap(kms.wrap(KEY, "a"), "a") == KEY
+    assert unwrap_one(kms, wrap_one(InMemoryKms({"a": old}), KEY, "a"), "a") == KEY
+    assert unwrap_one(InMemoryKms({"a": new}), wrap_one(kms, KEY, "a"), "a") == KEY
     assert kms.describe("a").current_version == "2"
 
 
@@ -148,36 +149,36 @@ def test_wrong_keys_from_python(keys: dict[str, bytes | list[bytes] | None], wor
 
 def test_a_key_is_created_once() -> None:
     kms = InMemoryKms({"a": bytes(16)})
-    wrapped = kms.wrap(KEY, "a")
+    wrapped = wrap_one(kms, KEY, "a")
     with pytest.raises(ValueError, match="taken"):
         kms.create_key("a")
-    assert kms.unwrap(wrapped, "a") == KEY
+    assert unwrap_one(kms, wrapped, "a") == KEY
     kms.create_key("b", SecretBytes(bytes(24)))
     assert kms.master_key_ids() == {"a", "b"}
 
 
 def test_a_disabled_version() -> None:
     kms = InMemoryKms({"a": bytes(16)})
-    old = kms.wrap(KEY, "a")
+    old = wrap_one(kms, KEY, "a")
     assert kms.add_version("a") == 2
-    new = kms.wrap(KEY, "a")
+    new = wrap_one(kms, KEY, "a")
     kms.disable("a", 1)
-    assert kms.unwrap(new, "a") == KEY
+    assert unwrap_one(kms, new, "a") == KEY
     with pytest.raises(MasterKeyDisabledError, match="version"):
-        kms.unwrap(old, "a")
+        unwrap_one(kms, old, "a")
     with pytest.raises(WrappedKeyInvalidError, match="unwrap with master key 'a'"):
-        kms.unwrap(old[::-1], "a")
+        unwrap_one(kms, old[::-1], "a")
     description = kms.describe("a")
     assert (description.enabled, description.enabled_versions) == (True, ("2",))
     kms.enable("a", 1)
-    assert kms.unwrap(old, "a") == KEY
+    assert unwrap_one(kms, old, "a") == KEY
 
 
 def test_a_disabled_current_version_does_not_wrap_with_an_older_one() -> None:
     kms = InMemoryKms({"a": [bytes(16), bytes(32)]})
     kms.disable("a", 2)
     with pytest.raises(MasterKeyDisabledError, match="its current version"):
-        kms.wrap(KEY, "a")
+        wrap_one(kms, KEY, "a")
     assert not kms.describe("a").enabled
 
 
@@ -187,22 +188,22 @@ def test_enabling_a_key_leaves_its_disabled_versions_disabled() -> None:
     kms.disable("a")
     assert kms.describe("a").enabled_versions == ()
     with pytest.raises(MasterKeyDisabledError, match=r"the master key is disabled\. Enable"):
-        kms.wrap(KEY, "a")
+        wrap_one(kms, KEY, "a")
     kms.enable("a")
     assert kms.describe("a").enabled_versions == ("2",)
 
 
 def test_denied_and_allowed_again() -> None:
     kms = InMemoryKms({"a": None})
-    wrapped = kms.wrap(KEY, "a")
+    wrapped = wrap_one(kms, KEY, "a")
     kms.deny("a")
     with pytest.raises(KmsAccessDeniedError) as caught:
-        kms.unwrap(wrapped, "a")
+        unwrap_one(kms, wrapped, "a")
     assert caught.value.master_key_id == "a"
     with pytest.raises(KmsAccessDeniedError, match="describe with master key 'a'"):
         kms.describe("a")
     kms.allow("a")
-    assert kms.unwrap(wrapped, "a") == KEY
+    assert unwrap_one(kms, wrapped, "a") == KEY
 
 
 @pytest.mark.parametrize("method", ["add_version", "disable", "enable", "deny", "allow"])

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 
 from parquet_keytools.errors import KmsError, KmsResponseInvalidError, KmsThrottledError
 from parquet_keytools.kms.contract import (
-    CallFacts,
+    Meaning,
     WrapRequest,
     checked_answers,
+    checked_key,
     mistake_in_wrapped_key,
 )
 from parquet_keytools.secret_bytes import SecretBytes
 
-FACTS = CallFacts("acme", "unwrap", "kc")
 REQUESTS = [WrapRequest(SecretBytes(bytes(16)), name) for name in ("kf", "kc")]
 
 
 def test_an_error_has_the_facts_of_its_call() -> None:
-    error = FACTS.error(KmsThrottledError, "slow down", "Wait.", 2.5)
+    error = Meaning(KmsThrottledError, "slow down", "Wait.").error(2.5).about("acme", "unwrap", "kc")
     assert (error.backend, error.operation, error.master_key_id) == ("acme", "unwrap", "kc")
     assert error.retry_after_seconds == 2.5 and error.hint == "Wait." and "slow down" in str(error)
-    assert FACTS.error(KmsThrottledError).retry_after_seconds == 0.0
+    assert Meaning(KmsThrottledError).error().retry_after_seconds == 0.0
+    # What it knows itself stays: another master key, or that no master key is concerned.
+    other = KmsThrottledError(master_key_id="kf").about("acme", "rewrap", "kc")
+    assert (other.operation, other.master_key_id) == ("rewrap", "kf")
+    connecting = KmsThrottledError(operation="connect").about("acme", "wrap", "kc")
+    assert (connecting.backend, connecting.operation, connecting.master_key_id) == ("acme", "connect", None)
+    assert connecting.about("other", "unwrap", "kf") is connecting
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 24, 32, 33])
 def test_a_key_has_16_24_or_32_bytes(length: int) -> None:
     data = bytes(range(length))
     if length in (16, 24, 32):
-        assert FACTS.checked_key(data) == SecretBytes(data)
+        assert checked_key(data) == SecretBytes(data)
         return
-    with pytest.raises(KmsResponseInvalidError, match="16, 24 or 32 bytes") as caught:
-        FACTS.checked_key(data)
-    assert (caught.value.operation, caught.value.master_key_id) == ("unwrap", "kc")
+    with pytest.raises(KmsResponseInvalidError, match="16, 24 or 32 bytes"):
+        checked_key(data)
 
 
 def test_how_long_a_wrapped_key_may_be() -> None:
@@ -47,17 +51,15 @@ def test_how_long_a_wrapped_key_may_be() -> None:
 @pytest.mark.parametrize("answers", [[], ["a"], ["a", "b", "c"], ("a", "b"), None])
 def test_another_number_of_answers_is_an_error_for_all(answers: Any) -> None:
     """An answer that is missing would give one file the key of another."""
-    outcomes = checked_answers(partial(CallFacts, "acme"), "wrap", REQUESTS, answers, mistake_in_wrapped_key)
+    outcomes = checked_answers(REQUESTS, answers, mistake_in_wrapped_key)
     assert len(outcomes) == 2
     for error in outcomes:
         assert isinstance(error, KmsResponseInvalidError)
-        assert "the number of answers is not that of the requests" in str(error)
-        assert (error.backend, error.operation, error.master_key_id) == ("acme", "wrap", None)
+        assert "the number of answers differs from the number of requests" in str(error)
 
 
 def test_an_answer_of_another_form_is_an_error_of_its_own() -> None:
     answers: list[str | KmsError] = ["fine", "line\nbreak"]
-    good, bad = checked_answers(partial(CallFacts, "acme"), "wrap", REQUESTS, answers, mistake_in_wrapped_key)
+    good, bad = checked_answers(REQUESTS, answers, mistake_in_wrapped_key)
     assert good == "fine" and isinstance(bad, KmsResponseInvalidError)
     assert "not a short string of printable ASCII" in str(bad) and "break" not in str(bad)
-    assert (bad.operation, bad.master_key_id) == ("wrap", "kc")

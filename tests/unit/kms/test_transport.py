@@ -10,14 +10,17 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import requests
 
+from parquet_keytools.errors import KmsConfigurationError, KmsError, KmsUnavailableError
 from parquet_keytools.kms.transport import (
     SdkLogs,
+    connection_failure,
     http_parts,
     is_loopback,
     mistake_in_url,
     retry_after_seconds,
-    tls_error,
+    tls_failure,
     unreachable_because,
 )
 
@@ -47,7 +50,7 @@ def test_other_machines(host: str) -> None:
 )
 def test_an_address_holds_no_secret_that_logs_would_show(url: str) -> None:
     mistake = mistake_in_url(url, "url", allow_http=True)
-    assert "url must hold nothing but" in mistake and "canary" not in mistake
+    assert "url must contain only" in mistake and "canary" not in mistake
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,7 @@ def test_an_address_holds_no_secret_that_logs_would_show(url: str) -> None:
 )
 def test_what_is_no_address(url: str) -> None:
     assert http_parts(url) is None
-    assert "has to be an address" in mistake_in_url(url, "url", allow_http=True)
+    assert "must be an address" in mistake_in_url(url, "url", allow_http=True)
 
 
 def test_without_tls_all_can_read_the_keys() -> None:
@@ -90,7 +93,7 @@ class WrapperError(Exception):
         (socket.gaierror(-2, "Name or service not known"), "its host name cannot be resolved"),
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), "the connection was refused"),
         (ConnectionResetError(errno.ECONNRESET, "reset"), "the connection was closed"),
-        (TimeoutError("timed out"), "no answer in time"),
+        (TimeoutError("timed out"), "it did not answer in time"),
         (OSError(errno.EHOSTUNREACH, "No route"), "no network route leads there"),
         (OSError(errno.EIO, "Input/output error"), ""),
         (ValueError("something else"), ""),
@@ -103,8 +106,8 @@ def test_why_a_server_is_not_reached(cause: Exception, reason: str) -> None:
     circular.__context__, circular.args = circular, (circular, cause)
     for error in (cause, chained, circular, RuntimeError(cause), WrapperError(error=cause)):
         assert unreachable_because(error) == reason
-    assert tls_error(WrapperError(error=RuntimeError(ssl.SSLError("x")))) is not None
-    assert tls_error(chained) is None
+    assert tls_failure(WrapperError(error=RuntimeError(ssl.SSLError(1, "unknown_ca"))), "url", "ca_file")
+    assert tls_failure(chained, "url", "ca_file") is None
 
 
 @pytest.fixture
@@ -175,3 +178,40 @@ def test_loggers_that_an_sdk_makes_later_are_silent_too(passed: list[str]) -> No
         late.critical("key")
     late.critical("of the caller")
     assert passed == ["of the caller None"]
+
+
+def tls(
+    kind: type[ssl.SSLError] = ssl.SSLError, reason: str = "", text: str = "s.CANARY"
+) -> requests.exceptions.SSLError:
+    error = kind(1, text)
+    error.reason = reason
+    failed = requests.exceptions.SSLError("s.CANARY")
+    failed.__cause__ = error
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "detail"),
+    [
+        (tls(ssl.SSLCertVerificationError), KmsConfigurationError, "certificate is not trusted"),
+        (tls(reason="TLSV13_ALERT_CERTIFICATE_REQUIRED"), KmsConfigurationError, "TLS failed (TLSV13_ALERT"),
+        (tls(reason="wrong_version_number"), KmsConfigurationError, "TLS failed (wrong_version_number)"),
+        (tls(reason="UNEXPECTED_EOF_WHILE_READING"), KmsUnavailableError, "the connection failed (SSLError)"),
+        (tls(text="unknown_ca"), KmsConfigurationError, "TLS failed (no reason given)"),
+        (tls(reason="UNEXPECTED_EOF_WHILE_READING", text="unknown_ca"), KmsUnavailableError, "(SSLError)"),
+        (tls(), KmsUnavailableError, "the connection failed (SSLError)"),
+        (requests.ConnectionError(TimeoutError("s.CANARY")), KmsUnavailableError, "it did not answer in time"),
+        (TimeoutError("s.CANARY"), KmsUnavailableError, "it did not answer in time"),
+        (ConnectionRefusedError(111, "s.CANARY"), KmsUnavailableError, "the connection was refused"),
+        (requests.ConnectionError("s.CANARY"), KmsUnavailableError, "the connection failed (ConnectionError)"),
+    ],
+)
+def test_what_goes_wrong_on_the_way(error: Exception, kind: type[KmsError], detail: str) -> None:
+    meaning = connection_failure(error, "url", "ca_file")
+    assert meaning is not None and meaning.kind is kind
+    assert detail in meaning.detail and "CANARY" not in str(meaning)
+
+
+def test_what_goes_wrong_elsewhere_has_no_meaning() -> None:
+    for error in (ValueError("timed out"), KmsUnavailableError()):
+        assert connection_failure(error, "url", "ca_file") is None

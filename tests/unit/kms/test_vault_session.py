@@ -14,7 +14,7 @@ from faults import TurnedClock
 
 from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.kms.vault.connection import VaultSettings
-from parquet_keytools.kms.vault.errors import Reason, VaultRefusal
+from parquet_keytools.kms.vault.errors import NOT_JSON, TOKEN_DEAD, TOKEN_UNKNOWN, VaultRefusal
 from parquet_keytools.kms.vault.session import VaultSession, read_secret
 
 FOREVER = 1e9
@@ -173,7 +173,7 @@ def test_a_token_that_is_none_is_refused(make: Callable[..., Made], token: objec
     server.token = token
     with pytest.raises(VaultRefusal) as caught:
         session.token(FOREVER)
-    assert caught.value.reason is Reason.NOT_JSON and len(server.taken()) == 1
+    assert caught.value.known is NOT_JSON and len(server.taken()) == 1
 
 
 def test_who_it_is_stands_in_one_line(make: Callable[..., Made]) -> None:
@@ -337,8 +337,8 @@ def test_a_token_that_is_refused_and_is_all_there_is(make: Callable[..., Made], 
     server.refusals |= {"dead": {mounts: 403}, "may not list mounts": {mounts: 404}}.get(way, {})
     with pytest.raises(VaultRefusal) as caught:
         session.replace(held, FOREVER)
-    reasons = {"dead": Reason.TOKEN_DEAD, "may not list mounts": Reason.TOKEN_UNKNOWN}
-    assert (caught.value.status, caught.value.reason) == (403, reasons.get(way, Reason.UNKNOWN))
+    reasons = {"dead": TOKEN_DEAD, "may not list mounts": TOKEN_UNKNOWN}
+    assert (caught.value.status, caught.value.known) == (403, reasons.get(way))
     (tmp_path / "token").write_text("two")
     other = session.replace(held, FOREVER)
     assert other is not None and other.value.get_secret_value() == "two" and session.token(FOREVER) is other
@@ -350,7 +350,7 @@ def test_a_token_that_could_be_looked_up_and_cannot_any_more_is_dead(make: Calla
     server.refusals = {LOOKUP: 403}
     with pytest.raises(VaultRefusal) as caught:
         session.replace(held, FOREVER)
-    assert caught.value.reason is Reason.TOKEN_DEAD
+    assert caught.value.known is TOKEN_DEAD
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rotation_case import MASTER_KEYS, TABLE, Case
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsResponseInvalidError, KmsUnavailableError
 from parquet_keytools.keys.kek import Kek
 from parquet_keytools.kms.client import RewrapRequest
+from parquet_keytools.kms.contract_tests import wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import rewrapper as module
 from parquet_keytools.rotation.report import KmsCalls, Outcome
@@ -38,7 +39,9 @@ class RewrappingKms(InMemoryKms):
 
 
 def tasks_of(kms: InMemoryKms | FaultyKms, count: int, *, is_kek: bool = True) -> list[RewrapTask]:
-    return [RewrapTask(WrappedKey("a", kms.wrap(SecretBytes.random(128), "a")), "a", is_kek) for _ in range(count)]
+    return [
+        RewrapTask(WrappedKey("a", wrap_one(kms, SecretBytes.random(128), "a")), "a", is_kek) for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("is_kek", [True, False])
@@ -165,6 +168,6 @@ def test_failures_are_not_remembered() -> None:
 def test_no_error_and_no_text_shows_a_key() -> None:
     kms = RewrappingKms(KEYS)
     key = SecretBytes(b"canary key bytes")
-    task = RewrapTask(WrappedKey("a", kms.wrap(key, "a")), "a", False)
+    task = RewrapTask(WrappedKey("a", wrap_one(kms, key, "a")), "a", False)
     found = Rewrapper(kms, kms, new_keks=False, only_count=False).rewrap([task])
     assert "canary" not in repr(found)

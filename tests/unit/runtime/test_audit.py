@@ -22,6 +22,7 @@ from faults import FaultyKms
 from parquet_keytools import Keytools, SecretBytes, audit, parse_configuration
 from parquet_keytools.errors import ColumnAccessDeniedError, KmsAccessDeniedError
 from parquet_keytools.kms.client import RewrapRequest, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 
 KEY = SecretBytes.random(128)
@@ -73,7 +74,7 @@ def keytools(**kms: Any) -> Keytools:
 
 
 def test_off_unless_asked_for(log: Collected) -> None:
-    in_memory("k").wrap(KEY, "k")
+    wrap_one(in_memory("k"), KEY, "k")
     assert log.records == []
 
 
@@ -97,7 +98,7 @@ def test_a_record_for_each_key(log: Collected) -> None:
 
 def test_a_rewrap_names_both_master_keys(log: Collected) -> None:
     kms = audited(in_memory("old", "new"))
-    wrapped = kms.wrap(KEY, "old")
+    wrapped = wrap_one(kms, KEY, "old")
     log.records.clear()
     kms.rewrap_many([RewrapRequest(wrapped, "old", "new")])
     assert ("rewrap", "old", "new") in log.facts("operation", "master_key_id", "new_master_key_id")
@@ -121,15 +122,15 @@ def test_what_the_kms_is_not_even_asked_for_is_recorded(log: Collected, monkeypa
 
 def test_who(log: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
     kms = audited(in_memory("k"))
-    kms.wrap(KEY, "k")
+    wrap_one(kms, KEY, "k")
     monkeypatch.setattr(InMemoryKms, "_principal", lambda self: "arn:aws:iam::1:role/etl")
-    kms.wrap(KEY, "k")
+    wrap_one(kms, KEY, "k")
 
     def raising(self: object) -> str:
         raise OSError("s.CANARY")
 
     monkeypatch.setattr(InMemoryKms, "_principal", raising)
-    kms.wrap(KEY, "k")
+    wrap_one(kms, KEY, "k")
     default, own, unknown = log.facts("principal")
     assert "@" in default and (own, unknown) == ("arn:aws:iam::1:role/etl", "unknown")
 
@@ -141,7 +142,7 @@ def test_an_interrupted_operation_is_recorded(log: Collected) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        audited(FakeRemoteKms(interrupted)).wrap(KEY, "k")
+        wrap_one(audited(FakeRemoteKms(interrupted)), KEY, "k")
     assert log.facts("outcome") == ["KeyboardInterrupt"]
 
 
@@ -221,7 +222,7 @@ def test_the_inner_subject_counts() -> None:
 
 def test_it_comes_whatever_the_level_of_the_root_logger(log: Collected) -> None:
     assert logging.getLogger().getEffectiveLevel() == logging.WARNING
-    audited(in_memory("k")).wrap(KEY, "k")
+    wrap_one(audited(in_memory("k")), KEY, "k")
     assert len(log.records) == 1
 
 
@@ -229,7 +230,7 @@ def test_its_own_level_counts(log: Collected) -> None:
     logger = logging.getLogger("parquet_keytools.audit")
     logger.setLevel(logging.ERROR)
     try:
-        audited(in_memory("k")).wrap(KEY, "k")
+        wrap_one(audited(in_memory("k")), KEY, "k")
     finally:
         logger.setLevel(logging.NOTSET)
     assert log.records == []
@@ -247,11 +248,11 @@ def test_a_failing_handler_breaks_and_hides_nothing(
     logger.addHandler(handler)
     kms = audited(in_memory("k"))
     try:
-        assert kms.unwrap(kms.wrap(KEY, "k"), "k") == KEY
+        assert unwrap_one(kms, wrap_one(kms, KEY, "k"), "k") == KEY
         assert len(log.records) == 2
         assert capsys.readouterr().err.count("an audit record was lost: OSError") == 2
         monkeypatch.setattr(logging, "raiseExceptions", False)
-        kms.wrap(KEY, "k")
+        wrap_one(kms, KEY, "k")
         assert capsys.readouterr().err == ""
     finally:
         logger.removeHandler(handler)
@@ -265,7 +266,7 @@ def test_an_audit_log_without_a_handler_is_told(
     monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: False)
     kms = audited(in_memory("k"))
     for _ in range(3):
-        kms.wrap(KEY, "k")
+        wrap_one(kms, KEY, "k")
     assert [r.name for r in caplog.records if "has no handler" in r.getMessage()] == ["parquet_keytools"]
 
 
@@ -283,7 +284,7 @@ def test_as_json() -> None:
     try:
         kms = audited(in_memory("k"))
         with audit.about("s3:bucket/ü\n2026 forged"):
-            kms.wrap(KEY, "k")
+            wrap_one(kms, KEY, "k")
     finally:
         logger = logging.getLogger("parquet_keytools.audit")
         logger.handlers.clear()
@@ -313,8 +314,8 @@ def test_nothing_secret_is_in_it(log: Collected, tmp_path: Path) -> None:
     tools.write_table(TABLE, tmp_path / "x.parquet")
     tools.read_table(tmp_path / "x.parquet")
     kms = audited(FaultyKms(MASTER_KEYS))
-    wrapped = kms.wrap(KEY, "pii")
-    kms.unwrap(wrapped, "pii")
+    wrapped = wrap_one(kms, KEY, "pii")
+    unwrap_one(kms, wrapped, "pii")
     for failure in ("timeout", "foreign"):
         kms.fail(failure)
         kms.wrap_many([WrapRequest(KEY, "pii")])

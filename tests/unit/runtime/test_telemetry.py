@@ -30,6 +30,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.keys.kek import KekCache
 from parquet_keytools.kms.client import WrapRequest
+from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 
 KEY = SecretBytes(b"CANARY-of-a-key!")
 
@@ -116,8 +117,8 @@ def test_retries_and_waits(watched: Watched) -> None:
             raise error
 
     kms = FakeRemoteKms(on_try, max_calls_per_second=50)
-    kms.wrap(KEY, "k")
-    kms.wrap(KEY, "k")
+    wrap_one(kms, KEY, "k")
+    wrap_one(kms, KEY, "k")
     about = {"backend": "fake_remote", "operation": "wrap"}
     assert watched.points("kms.retries") == [(about | {"error": "KmsThrottledError"}, 2)]
     ((labels, number),) = watched.points("kms.throttle.wait")
@@ -130,16 +131,16 @@ def test_how_long_calls_take_and_wait(watched: Watched, name: str, seconds: floa
     clock = VirtualTime()
     # One call every 4 seconds: the second one waits for the half of them, and then takes as long as the first.
     kms = FakeRemoteKms(lambda *_: clock.advance(2), clock.source(), max_calls_per_second=0.25)
-    kms.wrap(KEY, "k")
-    kms.wrap(KEY, "k")
+    wrap_one(kms, KEY, "k")
+    wrap_one(kms, KEY, "k")
     assert watched.sum(name) == pytest.approx(seconds)
 
 
 def test_a_call_about_no_master_key_names_none(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
     kms = FakeRemoteKms()
     kms.telemetry_key_ids = True
-    kms._call("connect", None, lambda _: None)
-    kms._call("wrap", "k1", lambda _: None)
+    kms._operation("connect").call(None, lambda _: None)
+    kms._operation("wrap").call("k1", lambda _: None)
     assert [attributes(span).get("master_key_id") for span in watched.named("kms.call")] == [None, "k1"]
     assert caplog.records == []
 
@@ -199,7 +200,7 @@ def test_retries_are_events(watched: Watched) -> None:
         for error in errors:
             raise error
 
-    FakeRemoteKms(on_try).wrap(KEY, "k")
+    wrap_one(FakeRemoteKms(on_try), KEY, "k")
     (call,) = watched.named("kms.call")
     assert [event.name for event in call.events] == ["retry"] * 2
     assert attributes(call)["tries"] == 3
@@ -234,10 +235,10 @@ def test_nothing_secret_is_in_it(watched: Watched) -> None:
     kms = FakeRemoteKms(foreign, max_tries=2)
     kms.telemetry_key_ids = True
     with pytest.raises(KmsError):
-        kms.wrap(KEY, "k")
+        wrap_one(kms, KEY, "k")
     kms.on_try = lambda *_: None
-    wrapped = kms.wrap(KEY, "k")
-    kms.unwrap(wrapped, "k")
+    wrapped = wrap_one(kms, KEY, "k")
+    unwrap_one(kms, wrapped, "k")
     metrics = watched.reader.get_metrics_data()
     text = "".join(span.to_json() for span in watched.spans.get_finished_spans())
     text += metrics.to_json() if metrics else ""
@@ -290,11 +291,11 @@ def test_what_breaks_in_it_breaks_nothing_else(broken: str, monkeypatch: pytest.
         instruments.of = {}
     try:
         kms = FakeRemoteKms(refuse_k2)
-        assert kms.unwrap(kms.wrap(KEY, "k"), "k") == KEY
+        assert unwrap_one(kms, wrap_one(kms, KEY, "k"), "k") == KEY
         with pytest.raises(KmsAccessDeniedError):
-            kms.wrap(KEY, "k2")
+            wrap_one(kms, KEY, "k2")
         with ThreadPoolExecutor(8) as pool:
-            assert len(list(pool.map(lambda _: kms.wrap(KEY, "k"), range(50)))) == 50
+            assert len(list(pool.map(lambda _: wrap_one(kms, KEY, "k"), range(50)))) == 50
     finally:
         telemetry.use_providers()
 
@@ -308,9 +309,11 @@ class Absent:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
 from parquet_keytools import SecretBytes
+from parquet_keytools.kms.client import UnwrapRequest, WrapRequest
 from parquet_keytools.kms.in_memory import InMemoryKms
 kms = InMemoryKms({"k": bytes(16)})
-print(kms.unwrap(kms.wrap(SecretBytes(bytes(16)), "k"), "k").reveal() == bytes(16))
+(wrapped_key,) = kms.wrap_many([WrapRequest(SecretBytes(bytes(16)), "k")])
+print(kms.unwrap_many([UnwrapRequest(wrapped_key, "k")])[0].reveal() == bytes(16))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("True\n", "")

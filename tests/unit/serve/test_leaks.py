@@ -22,6 +22,7 @@ from unit.serve.serving import opened_by, said
 from view_case import ViewCase
 
 from parquet_keytools import SecretBytes
+from parquet_keytools.kms.contract_tests import wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.serve.fuse_mount import MountedTree
 from parquet_keytools.serve.served_tree import ServedTree
@@ -91,7 +92,7 @@ def case(tmp_path: Path, keys: set[bytes]) -> ViewCase:
         kms,
         {
             "hash_keys": {
-                "p": {"master_key": "hashing", "wrapped_key": kms.wrap(SecretBytes.random(256), "hashing")}
+                "p": {"master_key": "hashing", "wrapped_key": wrap_one(kms, SecretBytes.random(256), "hashing")}
             }
         },
     )

@@ -24,6 +24,7 @@ from view_case import ViewCase
 
 from parquet_keytools import Keytools, SecretBytes
 from parquet_keytools.errors import KeytoolsError, KmsUnavailableError
+from parquet_keytools.kms.contract_tests import wrap_one
 from parquet_keytools.serve.fuse_mount import MountedTree
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
@@ -117,7 +118,7 @@ def test_nothing_of_a_refused_column_is_served(case: ViewCase, denied_columns: s
 
 
 def test_nothing_of_a_column_that_is_shown_as_digests_is_served(case: ViewCase) -> None:
-    wrapped = case.kms.wrap(SecretBytes(bytes(32)), "footer")
+    wrapped = wrap_one(case.kms, SecretBytes(bytes(32)), "footer")
     case.more = {"hash_keys": {"p": {"master_key": "footer", "wrapped_key": wrapped}}}
     case.table["hash_key"] = "p"
     digests = [hmac.digest(bytes(32), b"string\0" + name.encode(), "sha256")[:16].hex() for name in SECRETS]

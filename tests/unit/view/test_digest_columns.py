@@ -41,6 +41,7 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.format.structs import SchemaElement
 from parquet_keytools.format.thrift_values import WireType
 from parquet_keytools.iceberg.key_chain import IcebergKeys
+from parquet_keytools.kms.contract_tests import wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.spark.session import session_settings
@@ -69,7 +70,7 @@ def number(value: int | None) -> str | None:
 
 def hash_case(folder: Path, table: dict[str, Any] | None = None, **more: Any) -> ViewCase:
     kms = InMemoryKms(dict.fromkeys(("footer", "public", "secret", "hashing")))
-    hash_keys = {"p": {"master_key": "hashing", "wrapped_key": kms.wrap(SecretBytes(SECRET), "hashing")}}
+    hash_keys = {"p": {"master_key": "hashing", "wrapped_key": wrap_one(kms, SecretBytes(SECRET), "hashing")}}
     table = {"column_keys": {"secret": ["*"]}} if table is None else table
     return ViewCase(folder, {"hash_key": "p", **table}, {}, kms, {"hash_keys": hash_keys, **more})
 
@@ -450,7 +451,9 @@ def test_a_worker_gets_no_key(tmp_path: Path) -> None:
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": keys},
-        "hash_keys": {"p": {"master_key": "hashing", "wrapped_key": kms.wrap(SecretBytes(SECRET), "hashing")}},
+        "hash_keys": {
+            "p": {"master_key": "hashing", "wrapped_key": wrap_one(kms, SecretBytes(SECRET), "hashing")}
+        },
         "tables": {"t": {"footer_key": "footer", "hash_key": "p", "column_keys": {"secret": ["x"]}}},
         "reading": {"denied_columns": "hash"},
     }
@@ -567,7 +570,7 @@ def test_who_cannot_show_digests_refuses_them(people: ViewCase) -> None:
 
 def test_a_secret_has_256_bits(people: ViewCase) -> None:
     path = people_file(people)
-    wrapped = people.kms.wrap(SecretBytes(bytes(16)), "hashing")
+    wrapped = wrap_one(people.kms, SecretBytes(bytes(16)), "hashing")
     people.more = {"hash_keys": {"p": {"master_key": "hashing", "wrapped_key": wrapped}}}
     with pytest.raises(ConfigurationError, match="128 bits"):
         people.keytools(denied_columns="hash").read_table(path)

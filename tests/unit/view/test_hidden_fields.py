@@ -22,6 +22,7 @@ from view_case import ViewCase, whole
 
 from parquet_keytools import Keytools, SecretBytes
 from parquet_keytools.format.structs import FileMetaData
+from parquet_keytools.kms.contract_tests import wrap_one
 
 FORMS = (CANARY, base64.b64encode(CANARY)[:-2], CANARY[:-4])
 WITHHOLDING = ["error", "hide", "null", "hash"]
@@ -37,7 +38,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> ViewCase:
             "plaintext_footer": request.param,
         },
     )
-    wrapped = made.kms.wrap(SecretBytes(os.urandom(32)), "public")
+    wrapped = wrap_one(made.kms, SecretBytes(os.urandom(32)), "public")
     made.more = {"hash_keys": {"h": {"master_key": "public", "wrapped_key": wrapped}}}
     made.table["hash_key"] = "h"
     return made

@@ -1,8 +1,8 @@
 """A KMS client for AWS KMS.
 
-A wrapped key is base64 of the ciphertext blob that `Encrypt` returned. AWS keeps in it, hidden, which key and
-which key material made it. No master key leaves AWS, and with `ReEncrypt` no wrapped key has to be unwrapped here
-to be rotated. The raw form is the blob of a call without encryption context, as that of Iceberg's
+A wrapped key is base64 of the ciphertext blob that `Encrypt` returned. The blob names, in a form that only AWS can
+read, the master key and the key material that made it. No master key leaves AWS, and `ReEncrypt` rotates a wrapped
+key without unwrapping it here. The raw form is the blob of a call without encryption context, as in Iceberg's
 `AwsKeyManagementClient`.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -27,13 +27,20 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.aws.connection import AwsConnection, AwsSettings
 from parquet_keytools.kms.aws.errors import aws_error
-from parquet_keytools.kms.contract import KmsSettings, MasterKeyDescription, RewrapRequest
+from parquet_keytools.kms.contract import (
+    KmsSettings,
+    MasterKeyDescription,
+    RewrapRequest,
+    UnwrapRequest,
+    WrapRequest,
+    checked_key,
+)
 from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 
 _MAX_BLOB_LENGTH = 6_144
-"""Of a ciphertext blob, in bytes: AWS refuses longer ones."""
+"""Of a ciphertext blob, in bytes. AWS refuses longer blobs."""
 _ARN = re.compile(r"arn:(aws[a-z-]*):kms:([a-z0-9-]+):([0-9]{12}):(key|alias)/([A-Za-z0-9/_-]{1,256})")
 _KEY_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|mrk-[0-9a-f]{32}")
 _MULTI_REGION = "mrk-"
@@ -43,13 +50,13 @@ _USAGE, _SPEC = "ENCRYPT_DECRYPT", "SYMMETRIC_DEFAULT"
 
 @dataclass(frozen=True)
 class AwsMasterKeyDescription(MasterKeyDescription):
-    """What AWS KMS says of a master key.
+    """AWS KMS's description of a master key.
 
     Attributes:
-        current_version: Id of the key material that wraps now, or None where AWS does not say. AWS does not
-            say which one made a wrapped key.
-        arn: The key's ARN; that of an alias is resolved.
-        state: As AWS names it, such as `Enabled` or `PendingDeletion`.
+        current_version: Id of the key material that wraps now, or None if unknown. AWS does not say which key
+            material made a wrapped key.
+        arn: The key's ARN, also where the master key is named by an alias.
+        state: State in the words of AWS, such as `Enabled` or `PendingDeletion`.
     """
 
     arn: str = ""
@@ -60,15 +67,16 @@ class AwsKms(RemoteKmsClient):
     """Wraps and unwraps with master keys in AWS KMS, named by key id, key ARN, alias or alias ARN.
 
     Args:
-        settings: Where to connect to, as whom, and the limits; all have defaults.
-        session: A boto3 session to be used in place of one made from the settings.
-        client: A ready boto3 client for KMS. It should not retry by itself. Where processes fork, give a
-            session.
+        settings: Endpoint, credentials and limits; all have defaults.
+        session: A boto3 session to use in place of a session made from the settings.
+        client: A boto3 client for KMS. Disable its retries. Pass a session instead where processes fork.
         time_source: For tests.
     """
 
     backend = "aws"
     Settings = AwsSettings
+    address_setting = "endpoint_url"
+    certificates_setting = "ca_bundle"
 
     def __init__(
         self,
@@ -92,87 +100,83 @@ class AwsKms(RemoteKmsClient):
 
     @classmethod
     def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
-        """Make a client of `AwsSettings`; it connects, and looks for credentials, when it is first used."""
+        """Make a client from `AwsSettings`; it looks for credentials and connects when it is first used."""
         assert isinstance(settings, AwsSettings)
         return cls(settings, folder=folder)
 
     def close(self) -> None:
-        """Give back threads and connections. A call after this makes new ones."""
+        """Close threads and connections. A later call makes new ones."""
         super().close()
         self._connection.close()
 
     # --- hooks ---
 
-    def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
-        def send(seconds: float) -> str:
-            until = time.monotonic() + seconds
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        return self._operation("wrap").each(requests, self._encrypt)
+
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        return self._operation("unwrap").each(requests, self._decrypt)
+
+    def _rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
+        return self._operation("rewrap").each(requests, self._re_encrypt)
+
+    def _encrypt(self, request: WrapRequest, seconds: float) -> str:
+        until = time.monotonic() + seconds
+        answer = self._connection.call(
+            "encrypt",
+            seconds,
+            KeyId=_in_region(request.master_key_id),
+            Plaintext=request.key.reveal(),
+            EncryptionContext=self._settings.encryption_context,
+        )
+        self._check_identity(answer.get("KeyId"), request.master_key_id, until)
+        return _wrapped_key_in(answer)
+
+    def _decrypt(self, request: UnwrapRequest, seconds: float) -> SecretBytes:
+        until = time.monotonic() + seconds
+        answer = self._connection.call(
+            "decrypt",
+            seconds,
+            # Without KeyId, AWS uses the key that the blob names, which may be an attacker's own.
+            KeyId=_in_region(request.master_key_id),
+            CiphertextBlob=_blob_in(request.wrapped_key),
+            EncryptionContext=self._settings.encryption_context,
+        )
+        self._check_identity(answer.get("KeyId"), request.master_key_id, until)
+        return checked_key(answer.get("Plaintext"))
+
+    def _re_encrypt(self, request: RewrapRequest, seconds: float) -> str:
+        until = time.monotonic() + seconds
+        try:
             answer = self._connection.call(
-                "encrypt",
+                "re_encrypt",
                 seconds,
-                KeyId=_in_region(master_key_id),
-                Plaintext=key.reveal(),
-                EncryptionContext=self._settings.encryption_context,
+                SourceKeyId=_in_region(request.master_key_id),
+                DestinationKeyId=_in_region(request.new_master_key_id),
+                CiphertextBlob=_blob_in(request.wrapped_key),
+                SourceEncryptionContext=self._settings.encryption_context,
+                DestinationEncryptionContext=self._settings.encryption_context,
             )
-            self._check_identity(answer.get("KeyId"), master_key_id, "wrap", until)
-            return self._wrapped_key(answer, "wrap", master_key_id)
-
-        return self._call("wrap", master_key_id, send)
-
-    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
-        blob = self._blob(wrapped_key, "unwrap", master_key_id)
-
-        def send(seconds: float) -> SecretBytes:
-            until = time.monotonic() + seconds
-            answer = self._connection.call(
-                "decrypt",
-                seconds,
-                # Without it AWS takes whichever key the blob names: an attacker's own would do.
-                KeyId=_in_region(master_key_id),
-                CiphertextBlob=blob,
-                EncryptionContext=self._settings.encryption_context,
-            )
-            self._check_identity(answer.get("KeyId"), master_key_id, "unwrap", until)
-            key = answer.get("Plaintext")
-            return self._call_facts("unwrap", master_key_id).checked_key(key if isinstance(key, bytes) else b"")
-
-        return self._call("unwrap", master_key_id, send)
-
-    def _rewrap(self, request: RewrapRequest) -> str:
-        blob = self._blob(request.wrapped_key, "rewrap", request.master_key_id)
-
-        def send(seconds: float) -> str:
-            until = time.monotonic() + seconds
-            try:
-                answer = self._connection.call(
-                    "re_encrypt",
-                    seconds,
-                    SourceKeyId=_in_region(request.master_key_id),
-                    DestinationKeyId=_in_region(request.new_master_key_id),
-                    CiphertextBlob=blob,
-                    SourceEncryptionContext=self._settings.encryption_context,
-                    DestinationEncryptionContext=self._settings.encryption_context,
-                )
-            except ClientError as error:
-                failure = self._translate(error, "rewrap", _concerned(error, request))
-            else:
-                self._check_identity(answer.get("SourceKeyId"), request.master_key_id, "rewrap", until)
-                self._check_identity(answer.get("KeyId"), request.new_master_key_id, "rewrap", until)
-                return self._wrapped_key(answer, "rewrap", request.new_master_key_id)
-            raise failure
-
-        return self._call("rewrap", request.master_key_id, send)
+        except ClientError as error:
+            concerned = _concerned(error, request)
+            failure = self._translate(error, "rewrap", concerned).about(self.backend, "rewrap", concerned)
+        else:
+            self._check_identity(answer.get("SourceKeyId"), request.master_key_id, until)
+            self._check_identity(answer.get("KeyId"), request.new_master_key_id, until)
+            return _wrapped_key_in(answer)
+        raise failure
 
     def _describe(self, master_key_id: str) -> AwsMasterKeyDescription:
         def send(seconds: float) -> AwsMasterKeyDescription:
             until = time.monotonic() + seconds
-            metadata = self._connection.call("describe_key", seconds, KeyId=_in_region(master_key_id))[
-                "KeyMetadata"
-            ]
-            arn = self._answered(metadata.get("Arn"), master_key_id, "describe")
+            answer = self._connection.call("describe_key", seconds, KeyId=_in_region(master_key_id))
+            metadata = answer["KeyMetadata"]
+            arn = _answered(metadata.get("Arn"), master_key_id)
             if (metadata.get("KeyUsage", _USAGE), metadata.get("KeySpec", _SPEC)) != (_USAGE, _SPEC):
-                detail = "it is not a symmetric key for encryption"
-                hint = "Choose one with KeySpec SYMMETRIC_DEFAULT and KeyUsage ENCRYPT_DECRYPT."
-                raise self._kms_error(KmsConfigurationError, "describe", master_key_id, detail, hint)
+                detail = "it is not a symmetric encryption key"
+                raise KmsConfigurationError(
+                    detail, hint="Choose a key with KeySpec SYMMETRIC_DEFAULT and KeyUsage ENCRYPT_DECRYPT."
+                )
             state = str(metadata.get("KeyState", ""))
             return AwsMasterKeyDescription(
                 master_key_id,
@@ -184,19 +188,17 @@ class AwsKms(RemoteKmsClient):
                 rotates=self._rotates(str(arn), until),
             )
 
-        return self._call("describe", master_key_id, send)
+        return self._operation("describe").call(master_key_id, send)
 
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
         hint = hint_for_missing_key(master_key_id, self._connection.region) if master_key_id else None
-        return aws_error(error, operation, master_key_id, hint) or super()._translate(
-            error, operation, master_key_id
-        )
+        return aws_error(error, hint) or super()._translate(error, operation, master_key_id)
 
     def _server(self) -> str:
         return self._connection.address
 
     def _principal(self) -> str:
-        """Return who asks the KMS, as far as the settings say; no call is made for it."""
+        """Return the caller's identity as far as the settings show it, without a call."""
         if self._settings.assume_role is not None:
             return f"{self._settings.assume_role.role_arn}/{self._settings.assume_role.session_name}"
         if self._given:
@@ -215,64 +217,35 @@ class AwsKms(RemoteKmsClient):
         return "Iceberg's own client sends no encryption_context" if self._settings.encryption_context else ""
 
     def _may_be_of_others(self, master_key_id: str) -> bool:
-        # Key ids and aliases mean keys of the caller's own account.
+        # Key ids and aliases name keys in the caller's own account.
         return master_key_id.startswith("arn:")
 
-    # --- what goes in and what comes back ---
+    def _check_identity(self, key_id: object, master_key_id: str, until: float) -> None:
+        """Check that an answer is about the requested master key.
 
-    def _blob(self, wrapped_key: str, operation: str, master_key_id: str) -> bytes:
-        try:
-            blob = strict_base64.decode(wrapped_key)
-        except ValueError:
-            blob = b""
-        if not 0 < len(blob) <= _MAX_BLOB_LENGTH:
-            raise self._kms_error(WrappedKeyInvalidError, operation, master_key_id, "it was not made by AWS KMS")
-        return blob
-
-    def _wrapped_key(self, answer: dict[str, Any], operation: str, master_key_id: str) -> str:
-        blob = answer.get("CiphertextBlob")
-        if not isinstance(blob, bytes) or not 0 < len(blob) <= _MAX_BLOB_LENGTH:
-            raise self._kms_error(
-                KmsResponseInvalidError, operation, master_key_id, "there is no wrapped key in it"
-            )
-        return strict_base64.encode(blob)
-
-    def _answered(self, key_id: object, master_key_id: str, operation: str) -> KmsArn:
-        """Return the key of an answer, which may be the one that was asked for."""
-        arn = KmsArn.parse(key_id)
-        if arn is None or not may_stand_for(as_asked(master_key_id, arn.region), arn):
-            raise self._about_another(operation, master_key_id)
-        return arn
-
-    def _about_another(self, operation: str, master_key_id: str) -> KmsError:
-        return self._kms_error(KmsResponseInvalidError, operation, master_key_id, "it is about another master key")
-
-    def _check_identity(self, key_id: object, master_key_id: str, operation: str, until: float) -> None:
-        """Check that an answer is about the master key that was asked for.
-
-        Which key an alias stands for is remembered, and asked for again when an answer is about another one.
+        The target of an alias is remembered, and looked up again when an answer is about another key.
         """
-        arn = self._answered(key_id, master_key_id, operation)
+        arn = _answered(key_id, master_key_id)
         if not is_alias(master_key_id):
             return
         with self._aliases_lock:
             if master_key_id in self._aliases and self._aliases[master_key_id] in (arn, None):
                 return
-        found = self._resolved(master_key_id, operation, until)
+        found = self._resolved(master_key_id, until)
         with self._aliases_lock:
             self._aliases[master_key_id] = found
         if found not in (arn, None):
-            raise self._about_another(operation, master_key_id)
+            raise KmsResponseInvalidError(_ABOUT_ANOTHER, master_key_id=master_key_id)
 
-    def _resolved(self, alias: str, operation: str, until: float) -> KmsArn | None:
-        """Return the key that an alias stands for, or None where this principal may not know."""
+    def _resolved(self, alias: str, until: float) -> KmsArn | None:
+        """Return the target of an alias, or None if this principal may not look it up."""
         try:
             answer = self._connection.call("describe_key", _left(until), KeyId=alias)
         except ClientError as error:
-            if isinstance(self._translate(error, operation, alias), KmsAccessDeniedError):
+            if isinstance(aws_error(error), KmsAccessDeniedError):
                 return None
             raise
-        return self._answered(answer["KeyMetadata"].get("Arn"), alias, operation)
+        return _answered(answer["KeyMetadata"].get("Arn"), alias)
 
     def _rotates(self, arn: str, until: float) -> bool | None:
         try:
@@ -281,6 +254,36 @@ class AwsKms(RemoteKmsClient):
             return None
         rotates = answer.get("KeyRotationEnabled")
         return rotates if isinstance(rotates, bool) else None
+
+
+# --- checks of requests and answers ---
+
+_ABOUT_ANOTHER = "it is about another master key"
+
+
+def _blob_in(wrapped_key: str) -> bytes:
+    try:
+        blob = strict_base64.decode(wrapped_key)
+    except ValueError:
+        blob = b""
+    if not 0 < len(blob) <= _MAX_BLOB_LENGTH:
+        raise WrappedKeyInvalidError("it was not made by AWS KMS")
+    return blob
+
+
+def _wrapped_key_in(answer: dict[str, Any]) -> str:
+    blob = answer.get("CiphertextBlob")
+    if not isinstance(blob, bytes) or not 0 < len(blob) <= _MAX_BLOB_LENGTH:
+        raise KmsResponseInvalidError("it contains no wrapped key")
+    return strict_base64.encode(blob)
+
+
+def _answered(key_id: object, master_key_id: str) -> KmsArn:
+    """Return the ARN in an answer, or raise if it cannot be the requested master key."""
+    arn = KmsArn.parse(key_id)
+    if arn is None or not may_stand_for(as_asked(master_key_id, arn.region), arn):
+        raise KmsResponseInvalidError(_ABOUT_ANOTHER, master_key_id=master_key_id)
+    return arn
 
 
 def _in_region(master_key_id: str) -> Callable[[str], str]:
@@ -292,7 +295,7 @@ def _left(until: float) -> float:
 
 
 def _concerned(error: ClientError, request: RewrapRequest) -> str:
-    """Return which of the two master keys of a ReEncrypt an error is about: its text says so."""
+    """Return which of the two master keys the error of a ReEncrypt is about, by its text."""
     text = str(error.response.get("Error", {}).get("Message", ""))
     name, new_name = (id_.rpartition("/")[2] for id_ in (request.master_key_id, request.new_master_key_id))
     if "kms:ReEncryptTo" in text or (new_name in text and name not in text):
@@ -309,7 +312,7 @@ class KmsArn:
 
     Attributes:
         partition: `aws`, `aws-cn`, `aws-us-gov`, ...
-        account: Whose it is, 12 digits.
+        account: Account of the owner, 12 digits.
         kind: `key` or `alias`.
         name: The key id, or the alias without `alias/`.
     """
@@ -322,13 +325,13 @@ class KmsArn:
 
     @classmethod
     def parse(cls, text: object) -> KmsArn | None:
-        """Return what an ARN says, or None for anything else."""
+        """Return the parts of an ARN, or None for any other text."""
         parts = _ARN.fullmatch(text) if isinstance(text, str) else None
         return cls(*parts.groups()) if parts else None
 
     @property
     def is_multi_region_key(self) -> bool:
-        """Whether the key has, or may have, replicas in other regions, all with the same key id."""
+        """Whether the key can have replicas in other regions, all with the same key id."""
         return self.kind == "key" and self.name.startswith(_MULTI_REGION)
 
     def __str__(self) -> str:
@@ -336,10 +339,10 @@ class KmsArn:
 
 
 def as_asked(master_key_id: str, region: str | None) -> str:
-    """Return how to name a master key to the KMS of a region.
+    """Return the identifier of a master key for the KMS of a region.
 
-    A multi-Region key has a replica in each of its regions, and each KMS knows only its own. A file written in
-    one region names that region's replica; its reader in another one has to ask for the replica there.
+    A multi-Region key has a replica in each of its regions, and the KMS of a region knows only its own replica. A
+    file names the replica in the region of its writer; a reader in another region must request the replica there.
     """
     arn = KmsArn.parse(master_key_id)
     if arn and arn.is_multi_region_key and region:
@@ -348,15 +351,15 @@ def as_asked(master_key_id: str, region: str | None) -> str:
 
 
 def is_alias(master_key_id: str) -> bool:
-    """Return whether an identifier is an alias, which may be moved from one key to another."""
+    """Return whether an identifier is an alias, which can be moved from one key to another."""
     arn = KmsArn.parse(master_key_id)
     return arn.kind == "alias" if arn else master_key_id.startswith("alias/")
 
 
 def may_stand_for(asked: str, answered: KmsArn) -> bool:
-    """Return whether the key of an answer may be the one that was asked for.
+    """Return whether the key in an answer can be the requested key.
 
-    Of an alias that is all that its name can tell; which key it stands for, only the KMS knows.
+    For an alias, this checks only account and region: the KMS alone knows its target.
     """
     arn = KmsArn.parse(asked)
     if answered.kind != "key":
@@ -372,10 +375,10 @@ def may_stand_for(asked: str, answered: KmsArn) -> bool:
 
 
 def hint_for_missing_key(master_key_id: str, region: str | None) -> str | None:
-    """Return what is likely wrong with an identifier that the KMS does not know, or None."""
+    """Return the likely mistake in an identifier that the KMS does not know, or None."""
     arn = KmsArn.parse(master_key_id)
     if arn and region and arn.region != region and not arn.is_multi_region_key:
-        return f"It is in {arn.region}, but the configuration asks the KMS of {region}: set `region`."
+        return f"It is in {arn.region}, but the configuration uses the KMS of {region}: set `region`."
     if (
         arn is None
         and "/" not in master_key_id
@@ -384,6 +387,6 @@ def hint_for_missing_key(master_key_id: str, region: str | None) -> str | None:
     ):
         return (
             f"This is neither a key id, an ARN nor an alias: an alias is written {f'alias/{master_key_id}'!r}. "
-            "Under `master_keys` a name can be given to any of them."
+            "Under `master_keys` you can name any of them."
         )
     return None

@@ -1,7 +1,4 @@
-"""What a configuration may say of AWS KMS, and the connection that this makes.
-
-It has sessions, clients, roles, and silence in the SDK's log while keys pass through it.
-"""
+"""The settings of AWS KMS, and its connection: sessions, clients, roles, and filters for the SDK's log."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from pydantic import AfterValidator, Field, SecretStr, model_validator
 
 from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.kms.aws.errors import EXPIRED_CREDENTIALS, code_of
-from parquet_keytools.kms.contract import CallFacts, RemoteKmsSettings, StrictSettings
+from parquet_keytools.kms.contract import RemoteKmsSettings, StrictSettings
 from parquet_keytools.kms.transport import SdkLogs, check_certificates, mistake_in_url
 from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
 from parquet_keytools.runtime.presentation import expanded
@@ -40,7 +37,7 @@ def _checked_context(context: dict[str, str]) -> dict[str, str]:
     if any(not name for name in context):
         raise ValueError("a name in the encryption context may not be empty")
     if any(name.lower().startswith("aws:") for name in context):
-        raise ValueError("names in the encryption context may not start with `aws:`, which is AWS's own")
+        raise ValueError("names in the encryption context may not start with `aws:`, which AWS reserves")
     if sum(len(name) + len(value) for name, value in context.items()) > _MAX_CONTEXT_LENGTH:
         raise ValueError(f"the encryption context may not have more than {_MAX_CONTEXT_LENGTH} characters")
     return context
@@ -50,7 +47,7 @@ EncryptionContext = Annotated[dict[str, str], AfterValidator(_checked_context)]
 
 
 class AssumeRoleSettings(StrictSettings):
-    """A role to be assumed with the credentials that are there."""
+    """A role to assume with the other credentials."""
 
     role_arn: str = Field(pattern=r"^arn:aws[a-z-]*:iam::[0-9]{12}:role/.+$", description="The role's ARN.")
     session_name: str = Field(
@@ -65,31 +62,29 @@ class AssumeRoleSettings(StrictSettings):
         default=3600,
         ge=900,
         le=43_200,
-        description="How long its credentials are valid; they are renewed before they expire.",
+        description="Lifetime of its credentials; they are renewed before they expire.",
     )
-    endpoint_url: str | None = Field(default=None, description="URL of STS, if it is not the public one.")
+    endpoint_url: str | None = Field(default=None, description="URL of STS, if it is not the public endpoint.")
 
 
 class AwsSettings(RemoteKmsSettings):
-    """Settings of AWS KMS; what is not said comes from where the AWS SDK looks for it."""
+    """Settings of AWS KMS; for missing settings, the AWS SDK searches its usual places."""
 
     type: Literal["aws"] = "aws"
     region: str | None = Field(
         default=None, pattern=r"^[a-z]{2}(-[a-z0-9]+)+$", description="Region of the KMS, such as eu-west-1."
     )
     endpoint_url: str | None = Field(
-        default=None, description="URL of the KMS, where it is not AWS's own, such as that of a VPC endpoint."
+        default=None, description="URL of the KMS, if it is not the public endpoint: for example a VPC endpoint."
     )
-    allow_http: bool = Field(
-        default=False, description="Whether an endpoint on another machine may be reached without TLS."
-    )
-    use_fips_endpoint: bool = Field(default=False, description="Whether to use AWS's FIPS endpoints.")
+    allow_http: bool = Field(default=False, description="Allow an endpoint on another machine without TLS.")
+    use_fips_endpoint: bool = Field(default=False, description="Use AWS's FIPS endpoints.")
     ca_bundle: Path | None = Field(
-        default=None, description="PEM file of certificates to trust instead of those of the SDK."
+        default=None, description="PEM file of certificates to trust instead of the SDK's certificates."
     )
     profile: str | None = Field(default=None, description="Profile of the AWS configuration files.")
     access_key_id: SecretStr | None = Field(
-        default=None, description="Credentials for tests. Without them the SDK looks for some, as it always does."
+        default=None, description="Credentials for tests. Without them, the SDK searches its usual places."
     )
     secret_access_key: SecretStr | None = Field(default=None, description="Belongs to access_key_id.")
     session_token: SecretStr | None = Field(default=None, description="Belongs to access_key_id.")
@@ -124,20 +119,19 @@ class AwsSettings(RemoteKmsSettings):
 _log = logging.getLogger(__name__)
 
 _sdk_logs = SdkLogs("boto3", "botocore")
-_CONNECT = CallFacts("aws", "connect")
 
 _SHARE_OF_CONNECTING = 0.4
-"""Of the time of one attempt; the rest is for the answer."""
+"""Of the timeout of one attempt; the rest is for the answer."""
 
 _deadline_of_call: ContextVar[float | None] = ContextVar("deadline_of_call", default=None)
-"""When the call under way has to end; None outside of calls of ours."""
+"""The deadline of the current call; None outside of calls of this package."""
 
 
 class AwsConnection:
-    """Sends requests with a boto3 client that it makes when the first one is sent, one for each process.
+    """Sends requests with a boto3 client, which it makes for the first request of each process.
 
     Args:
-        client: A ready boto3 client for KMS. Its timeouts and its own retries are its maker's business.
+        client: A boto3 client for KMS, used with its own timeouts and retries.
     """
 
     def __init__(self, settings: AwsSettings, folder: Path, session: Any = None, client: Any = None) -> None:
@@ -150,27 +144,27 @@ class AwsConnection:
 
     @property
     def region(self) -> str | None:
-        """The region whose KMS is asked, as far as it is known without a client."""
+        """The region of the KMS, if it is known without a client."""
         source = self._session if self._given_client is None else self._given_client.meta
         region: str | None = getattr(source, "region_name", None)
         return self._settings.region or region
 
     @property
     def address(self) -> str:
-        """Where the KMS is, as far as it is known without a client."""
+        """The address of the KMS, if it is known without a client."""
         region = f"region {self.region}" if self.region else ""
         return ", ".join(filter(None, [self._settings.endpoint_url, region]))
 
     def call(self, method: str, seconds: float, **parameters: Any) -> dict[str, Any]:
         """Send one request.
 
-        Credentials that the KMS calls expired are read, or requested, once more: a clock may be wrong, or
-        somebody revoked them.
+        If the KMS says that the credentials have expired, they are read or requested once more: a clock may be
+        wrong, or they were revoked.
 
         Args:
-            method: Of the boto3 client.
-            seconds: How long it may take.
-            parameters: What the method takes. `KeyId` and the like may be functions of the region.
+            method: Method of the boto3 client.
+            seconds: Timeout.
+            parameters: Parameters of the method. `KeyId` and similar parameters can be functions of the region.
         """
         token = _deadline_of_call.set(time.monotonic() + seconds)
         try:
@@ -216,7 +210,7 @@ class AwsConnection:
         return self._checked(client)
 
     def _session_in_role(self, base: Any) -> Any:
-        """Return a session that has the role's credentials, and renews them before they expire."""
+        """Return a session with the role's credentials, which it renews before they expire."""
         role = self._settings.assume_role
         assert role is not None
         source = base.get_credentials()
@@ -232,7 +226,7 @@ class AwsConnection:
         fetcher = AssumeRoleCredentialFetcher(make_client, source, role.role_arn, extra_args=arguments)
 
         def fetch() -> dict[str, Any]:
-            # The SDK lets one thread after the other ask, and each would wait again for an STS that is silent.
+            # The SDK lets one thread after the other request them, and each would wait again for a silent STS.
             if _seconds_left() <= 0:
                 raise ReadTimeoutError(endpoint_url="STS")
             credentials: dict[str, Any] = fetcher.fetch_credentials()
@@ -244,12 +238,12 @@ class AwsConnection:
         return boto3.Session(botocore_session=session, region_name=self._settings.region or base.region_name)
 
     def _opened(self, make: Callable[..., Any], service: str, endpoint_url: str | None, **credentials: str) -> Any:
-        """Return a client of the SDK with our limits."""
+        """Return a client of the SDK with the limits of the settings."""
         self._check_sdk_settings(service, endpoint_url)
         options = self._client_options() | credentials
         client = make(service, endpoint_url=endpoint_url, **options)
         if client.meta.endpoint_url.startswith("http:") and not self._settings.allow_http:
-            # It is on this machine, which a proxy of the environment is not: that would get the keys in plaintext.
+            # The endpoint is on this machine. A proxy of the environment is not, and would see plaintext keys.
             client.close()
             options["config"] = options["config"].merge(Config(proxies={}))
             client = make(service, endpoint_url=endpoint_url, **options)
@@ -263,13 +257,13 @@ class AwsConnection:
             connect_timeout=connect_timeout,
             read_timeout=limits.call_timeout_seconds - connect_timeout,
             max_pool_connections=limits.max_concurrent_calls,
-            # Attempts are made by RemoteKmsClient alone: two policies on top of each other multiply.
+            # Only RemoteKmsClient retries: two policies on top of each other would multiply the attempts.
             retries={"total_max_attempts": 1, "mode": "standard"},
             tcp_keepalive=True,
             use_fips_endpoint=limits.use_fips_endpoint or None,
-            # The SDK would let an endpoint of the environment win over the FIPS endpoint.
+            # Otherwise, an endpoint of the environment would override the FIPS endpoint.
             ignore_configured_endpoint_urls=limits.use_fips_endpoint or None,
-            # For CloudTrail. The SDK would build its own for each call: a tenth of its time.
+            # For CloudTrail. The SDK's own user agent takes a tenth of the time of each call.
             user_agent=f"parquet-keytools Boto3/{boto3.__version__} Botocore/{botocore.__version__}",
         )
         return {"region_name": limits.region, "verify": self._ca_bundle, "config": config}
@@ -281,41 +275,40 @@ class AwsConnection:
 
     @property
     def _profile(self) -> str | None:
-        """The profile whose certificates and endpoints the SDK takes."""
+        """The profile whose certificates and endpoints the SDK uses."""
         if self._session is not None and self._session.profile_name != "default":
             return str(self._session.profile_name)
         return self._settings.profile
 
     def _check_sdk_settings(self, service: str, endpoint_url: str | None) -> None:
-        """Look at what the environment and the AWS configuration files say of TLS and the endpoint."""
+        """Check the settings of TLS and the endpoint in the environment and the AWS configuration files."""
         sdk = botocore.session.Session(profile=self._profile)
         bundles = [self._ca_bundle, sdk.get_config_variable("ca_bundle"), os.environ.get("REQUESTS_CA_BUNDLE")]
         if "" in bundles:
-            # Some versions of the SDK verify no certificates then.
+            # Some versions of the SDK then verify no certificates.
             detail = "AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE, or ca_bundle in the AWS configuration files, is empty"
-            raise _CONNECT.error(KmsConfigurationError, detail, "Unset it, or name a file of certificates.")
+            hint = "Unset it, or name a file of certificates."
+            raise KmsConfigurationError(detail, operation="connect", hint=hint)
         bundle = next(filter(None, bundles), None)
         if bundle is not None:
-            check_certificates(bundle, backend="aws")
+            check_certificates(bundle)
         if endpoint_url is None and not self._settings.use_fips_endpoint:
             configured = ConfiguredEndpointProvider(sdk.full_config, sdk.get_scoped_config(), service).provide()
             if configured is not None and not sdk.get_config_variable("ignore_configured_endpoint_urls"):
-                _log.warning(
-                    "aws: the endpoint of %s is that of the environment or of the AWS configuration files", service
-                )
+                _log.warning("aws: the environment or the AWS configuration files set the endpoint of %s", service)
 
     def _checked(self, client: Any) -> Any:
-        """Return a client whose endpoint may be used; it may come from the environment or a profile."""
+        """Return a client after a check of its endpoint, which the environment or a profile may have set."""
         url = client.meta.endpoint_url
         mistake = mistake_in_url(url, "endpoint_url", allow_http=self._settings.allow_http)
         if mistake:
             hint = "The environment or the AWS configuration files may have set it; `allow_http` allows it."
-            raise _CONNECT.error(KmsConfigurationError, mistake, hint)
+            raise KmsConfigurationError(mistake, operation="connect", hint=hint)
         return client
 
 
 class _RoleProvider(CredentialProvider):
-    """Provides the credentials of a role, which are asked for when the first request is signed."""
+    """Provides the credentials of a role, which are requested when the first request is signed."""
 
     METHOD = "parquet-keytools-assume-role"
 
@@ -341,7 +334,7 @@ def _base_session(settings: AwsSettings) -> boto3.Session:
 
 
 def _set_read_timeout(context: dict[str, Any], **_: Any) -> None:
-    """Give a request no more than what is left of its time; older botocore has one timeout for all."""
+    """Limit a request to the time left. Older versions of botocore have one timeout for all requests."""
     if _deadline_of_call.get() is not None:
         context["read_timeout"] = max(_seconds_left() * (1 - _SHARE_OF_CONNECTING), 0.001)
 

@@ -1,13 +1,15 @@
 """A KMS client of Google Cloud KMS.
 
-A wrapped key is the base64 of the ciphertext that Cloud KMS makes, and nothing else, so whoever may call Decrypt
-can unwrap it with any tool. Such a ciphertext hides which version of the master key made it. The raw form is that
-of a call without additional authenticated data, as that of Iceberg's `GcpKeyManagementClient`.
+A wrapped key is the base64 of the ciphertext of Cloud KMS, so any tool with the permission to call Decrypt can
+unwrap it. The ciphertext hides the version of the master key that made it. The raw form is the ciphertext of a
+call without additional authenticated data, as in Iceberg's `GcpKeyManagementClient`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,7 +31,7 @@ from parquet_keytools.errors import (
     KmsResponseInvalidError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.contract import KmsSettings, MasterKeyDescription
+from parquet_keytools.kms.contract import KmsSettings, MasterKeyDescription, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.gcp.connection import (
     KEY_RING,
     NAME,
@@ -40,7 +42,7 @@ from parquet_keytools.kms.gcp.connection import (
     open_client,
 )
 from parquet_keytools.kms.gcp.errors import kms_error
-from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
+from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteOperation, Time
 from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
@@ -57,18 +59,20 @@ _ENCRYPT_DECRYPT = CryptoKey.CryptoKeyPurpose.ENCRYPT_DECRYPT
 class GcpKms(RemoteKmsClient):
     """Wraps and unwraps with Encrypt and Decrypt of Cloud KMS, with checksums both ways.
 
-    Cloud KMS cannot re-encrypt: a rewrap is Decrypt and Encrypt, and the key passes through
-    here.
+    Cloud KMS cannot re-encrypt: a re-wrap is Decrypt and Encrypt, and this process sees the key.
 
     Args:
-        settings: Where the master keys are, and how they are reached.
-        client: A client to be used as it is, with gRPC as its transport; endpoint and credentials of the settings
-            are not used then. It stays open, and does not go to forked children.
+        settings: Key ring, endpoint, credentials and limits.
+        client: A client with gRPC as its transport, used in place of the endpoint and the credentials in the
+        settings.
+            `close` leaves it open, and forked children cannot use it.
         time_source: For tests.
     """
 
     backend = "gcp"
     Settings = GcpSettings
+    address_setting = "endpoint"
+    certificates_setting = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
 
     def __init__(
         self,
@@ -93,20 +97,20 @@ class GcpKms(RemoteKmsClient):
         self._last_connection: GcpConnection | None = None
         if getattr(getattr(client, "transport", None), "kind", "grpc") in ("rest", "grpc_asyncio"):
             hint = "Make it with transport='grpc'."
-            raise self._kms_error(KmsConfigurationError, "connect", None, "the client does not use gRPC", hint)
+            raise KmsConfigurationError("the client does not use gRPC", hint=hint).about("gcp", "connect", None)
 
     @classmethod
     def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
-        """Make a client of `GcpSettings`; it reads credentials and connects when it is first used."""
+        """Make a client from `GcpSettings`; it reads credentials and connects when it is first used."""
         assert isinstance(settings, GcpSettings)
         return cls(settings, folder=folder)
 
     def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
-        """Return no: Cloud KMS has no such request."""
+        """Return False: Cloud KMS has no request that re-wraps."""
         return False
 
     def close(self) -> None:
-        """Give back threads and the channel. A call after this makes new ones."""
+        """Close threads and the channel. A later call makes new ones."""
         super().close()
         connection = self._connections.take()
         if connection is not None:
@@ -117,83 +121,78 @@ class GcpKms(RemoteKmsClient):
 
     # --- hooks ---
 
-    def _prepare(self, operation: str) -> None:
-        """Get a token where there is none that is fresh."""
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        return self._authenticated("wrap").each(requests, self._encrypt)
+
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        return self._authenticated("unwrap").each(requests, self._decrypt)
+
+    def _authenticated(self, name: str) -> RemoteOperation:
+        """Begin an operation with a fresh token, so that a failure to get one is a single error."""
+        operation = self._operation(name)
         connection = self._last_connection
         if connection is None or not connection.is_ready:
-            self._call(operation, None, lambda seconds: self._connections.get().authenticate(seconds))
+            operation.call(None, lambda seconds: self._connections.get().authenticate(seconds))
+        return operation
 
-    def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
-        name = self._key_name("wrap", master_key_id)
-        request = EncryptRequest(
-            name=name, plaintext=key.reveal(), plaintext_crc32c=crc32c(key.reveal()), **self._aad_fields
-        )
+    def _encrypt(self, request: WrapRequest, seconds: float) -> str:
+        name, key = self._key_name(request.master_key_id), request.key.reveal()
+        message = EncryptRequest(name=name, plaintext=key, plaintext_crc32c=crc32c(key), **self._aad_fields)
+        answer = self._connections.get().call("encrypt", message, seconds)
+        wrong = None
+        if not answer.verified_plaintext_crc32c:
+            wrong = "Cloud KMS did not check the checksum of the key"
+        elif self._aad and not answer.verified_additional_authenticated_data_crc32c:
+            wrong = "Cloud KMS did not check the checksum of the additional authenticated data"
+        elif not answer.ciphertext or answer.ciphertext_crc32c != crc32c(answer.ciphertext):
+            wrong = "the checksum of the wrapped key is wrong"
+        elif version_of(answer.name, name) is None:
+            wrong = "the answer is about another key"
+        if wrong:
+            raise KmsResponseInvalidError(wrong)
+        return strict_base64.encode(answer.ciphertext)
 
-        def send(seconds: float) -> str:
-            answer = self._connections.get().call("encrypt", request, seconds)
-            wrong = None
-            if not answer.verified_plaintext_crc32c:
-                wrong = "Cloud KMS did not check the checksum of the key"
-            elif self._aad and not answer.verified_additional_authenticated_data_crc32c:
-                wrong = "Cloud KMS did not check the checksum of the additional authenticated data"
-            elif not answer.ciphertext or answer.ciphertext_crc32c != crc32c(answer.ciphertext):
-                wrong = "the checksum of the wrapped key is wrong"
-            elif version_of(answer.name, name) is None:
-                wrong = "the answer is about another key"
-            if wrong:
-                raise self._kms_error(KmsResponseInvalidError, "wrap", master_key_id, wrong)
-            return strict_base64.encode(answer.ciphertext)
-
-        return self._call("wrap", master_key_id, send)
-
-    def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
-        name = self._key_name("unwrap", master_key_id)
+    def _decrypt(self, request: UnwrapRequest, seconds: float) -> SecretBytes:
+        name = self._key_name(request.master_key_id)
         try:
-            ciphertext = strict_base64.decode(wrapped_key)
+            ciphertext = strict_base64.decode(request.wrapped_key)
         except ValueError:
-            raise self._kms_error(WrappedKeyInvalidError, "unwrap", master_key_id, "it is not base64") from None
-        request = DecryptRequest(
+            raise WrappedKeyInvalidError("it is not base64") from None
+        message = DecryptRequest(
             name=name, ciphertext=ciphertext, ciphertext_crc32c=crc32c(ciphertext), **self._aad_fields
         )
-
-        def send(seconds: float) -> SecretBytes:
-            answer = self._connections.get().call("decrypt", request, seconds)
-            if answer.plaintext_crc32c != crc32c(answer.plaintext):
-                raise self._kms_error(
-                    KmsResponseInvalidError, "unwrap", master_key_id, "the checksum of the key is wrong"
-                )
-            return SecretBytes(answer.plaintext)
-
-        return self._call("unwrap", master_key_id, send)
+        answer = self._connections.get().call("decrypt", message, seconds)
+        if answer.plaintext_crc32c != crc32c(answer.plaintext):
+            raise KmsResponseInvalidError("the checksum of the key is wrong")
+        return SecretBytes(answer.plaintext)
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
-        name = self._key_name("describe", master_key_id)
-        key = self._ask("describe", master_key_id, "get_crypto_key", GetCryptoKeyRequest(name=name))
+        name = self._key_name(master_key_id)
+        operation = self._operation("describe")
+        get_key = GetCryptoKeyRequest(name=name)
+        key = operation.call(master_key_id, lambda s: self._connections.get().call("get_crypto_key", get_key, s))
         if key.name != name:
-            raise self._kms_error(
-                KmsResponseInvalidError, "describe", master_key_id, "the answer is about another key"
-            )
+            raise KmsResponseInvalidError("the answer is about another key")
         if key.purpose != _ENCRYPT_DECRYPT:
-            detail = "the key is not for symmetric encryption (purpose ENCRYPT_DECRYPT)"
-            raise self._kms_error(KmsConfigurationError, "describe", master_key_id, detail)
+            raise KmsConfigurationError("the key is not for symmetric encryption (purpose ENCRYPT_DECRYPT)")
         primary = key.primary
         return MasterKeyDescription(
             master_key_id,
             enabled=bool(primary) and primary.state == _ENABLED,
             current_version=version_of(primary.name, name) if primary else None,
-            enabled_versions=self._enabled_versions(name, master_key_id),
+            enabled_versions=self._enabled_versions(operation, name, master_key_id),
             origin=_origin(key),
             rotates="rotation_period" in key,
         )
 
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
-        return kms_error(error, operation, master_key_id) or super()._translate(error, operation, master_key_id)
+        return kms_error(error, operation) or super()._translate(error, operation, master_key_id)
 
     def _server(self) -> str:
         return self.settings.endpoint
 
     def _identity(self, master_key_id: str) -> str:
-        return self._key_name("describe", master_key_id)
+        return self._key_name(master_key_id)
 
     def _raw_obstacle(self) -> str:
         return "Iceberg's own client sends no additional authenticated data" if self._aad else ""
@@ -202,7 +201,7 @@ class GcpKms(RemoteKmsClient):
         return "/" in master_key_id and not master_key_id.startswith(f"{self._key_ring}/cryptoKeys/")
 
     def _principal(self) -> str:
-        """Return who we are to Cloud KMS, without asking anyone."""
+        """Return the caller's identity as far as it is known without a call."""
         if self._client is None and self.settings.impersonate_service_account:
             return self.settings.impersonate_service_account
         email = self._last_connection.email if self._last_connection is not None else None
@@ -210,7 +209,7 @@ class GcpKms(RemoteKmsClient):
 
     # --- names: `projects/*/locations/*/keyRings/*/cryptoKeys/*`, and versions below them ---
 
-    def _key_name(self, operation: str, master_key_id: str) -> str:
+    def _key_name(self, master_key_id: str) -> str:
         """Return the resource name of a master key, given its resource name or its name in the key ring."""
         if _CRYPTO_KEY.fullmatch(master_key_id):
             return master_key_id
@@ -224,7 +223,7 @@ class GcpKms(RemoteKmsClient):
             hint = f"Set project, location and key_ring under kms, or write it in full: {_FORM}."
         else:
             return f"{self._key_ring}/cryptoKeys/{master_key_id}"
-        raise self._kms_error(KmsConfigurationError, operation, master_key_id, detail, hint)
+        raise KmsConfigurationError(detail, hint=hint)
 
     # --- connection ---
 
@@ -233,7 +232,7 @@ class GcpKms(RemoteKmsClient):
             if not self._owner.is_here:
                 detail = "the client that was passed in belongs to the parent process"
                 hint = "Make a client in each process, or let the configuration make it."
-                raise self._kms_error(KmsConfigurationError, "connect", None, detail, hint)
+                raise KmsConfigurationError(detail, hint=hint, operation="connect")
             connection = GcpConnection(self._client, None, owned=False)
         else:
             settings, tokens = self.settings, None
@@ -251,16 +250,16 @@ class GcpKms(RemoteKmsClient):
         self._last_connection = connection
         return connection
 
-    # --- requests and answers ---
-
-    def _enabled_versions(self, name: str, master_key_id: str) -> tuple[str, ...] | None:
-        """Return the versions that are enabled, or None where we may not list them."""
+    def _enabled_versions(
+        self, operation: RemoteOperation, name: str, master_key_id: str
+    ) -> tuple[str, ...] | None:
+        """Return the enabled versions, or None where the caller may not list them."""
         versions: list[str] = []
         page_token = ""
         while True:
             request = ListCryptoKeyVersionsRequest(parent=name, filter="state=ENABLED", page_token=page_token)
             try:
-                page = self._ask("describe", master_key_id, "list_crypto_key_versions", request)
+                page = operation.call(master_key_id, partial(self._list_versions, request))
             except KmsAccessDeniedError:
                 return None
             numbers = [version_of(v.name, name) for v in page.crypto_key_versions if v.state == _ENABLED]
@@ -269,13 +268,12 @@ class GcpKms(RemoteKmsClient):
             if not page_token:
                 return tuple(sorted(versions, key=int))
 
-    def _ask(self, operation: str, master_key_id: str, method: str, request: Any) -> Any:
-        """Return the answer to a request that needs no check."""
-        return self._call(operation, master_key_id, lambda s: self._connections.get().call(method, request, s))
+    def _list_versions(self, request: ListCryptoKeyVersionsRequest, seconds: float) -> Any:
+        return self._connections.get().call("list_crypto_key_versions", request, seconds)
 
 
 def version_of(version_name: str, key_name: str) -> str | None:
-    """Return the number of a version of a key, or None where a name is not that of a version of this key."""
+    """Return the number in the name of a key version, or None if the version is not one of this key."""
     parts = _CRYPTO_KEY_VERSION.fullmatch(version_name)
     return parts[2] if parts and parts[1] == key_name else None
 

@@ -1,4 +1,4 @@
-"""What a configuration may say of Google Cloud KMS: who we are there, and a channel kept apart from forks."""
+"""The settings of Google Cloud KMS, its credentials, and a gRPC channel that is safe with forks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from google.oauth2 import service_account
 from pydantic import Field, model_validator
 
 from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.contract import CallFacts, RemoteKmsSettings, bytes_of_context
+from parquet_keytools.kms.contract import RemoteKmsSettings, bytes_of_context
 from parquet_keytools.kms.transport import SdkLogs, is_loopback
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.operating_system import register_at_fork
@@ -47,15 +47,15 @@ class GcpSettings(RemoteKmsSettings):
     project: str | None = Field(default=None, description="Project of the key ring.")
     location: str | None = Field(default=None, description="Location of the key ring.")
     key_ring: str | None = Field(
-        default=None, description="Key ring of the master keys that are named by their short names."
+        default=None, description="Key ring of master keys that are named by their short names."
     )
     endpoint: str = Field(
-        default="cloudkms.googleapis.com", description="Host of Cloud KMS, with a port where it is not 443."
+        default="cloudkms.googleapis.com", description="Host of Cloud KMS, with a port if it is not 443."
     )
     credentials_file: Path | None = Field(
         default=None,
-        description="A service account key, or what gcloud made for a user or for workload identity federation. "
-        "Without it, application default credentials.",
+        description="File with a service account key, or with credentials of gcloud for a user or for workload "
+        "identity federation. Without it, application default credentials.",
     )
     impersonate_service_account: str | None = Field(
         default=None, pattern=_EMAIL, description="Email of a service account to act as."
@@ -66,10 +66,10 @@ class GcpSettings(RemoteKmsSettings):
     quota_project: str | None = Field(default=None, description="Project whose quota is used.")
     additional_authenticated_data: str | dict[str, str] | None = Field(
         default=None,
-        description="Bound to each wrapped key, as a text or a mapping. Not secret; unwrapping needs the same.",
+        description="Bound to each wrapped key, as a text or a mapping. Not secret; needed to unwrap.",
     )
     insecure: bool = Field(
-        default=False, description="Without TLS and credentials, for tests; to this machine only."
+        default=False, description="Connect without TLS and credentials, for tests; to this machine only."
     )
 
     def secret_files(self) -> dict[tuple[str, ...], Path]:
@@ -81,7 +81,7 @@ class GcpSettings(RemoteKmsSettings):
         self.key_ring_name()
         parts = _ENDPOINT.fullmatch(self.endpoint)
         if parts is None:
-            raise ValueError("endpoint is a host, with or without a port; it has no https:// before it")
+            raise ValueError("endpoint is a host, with or without a port, and without https://")
         if self.insecure and not is_loopback(parts[1]):
             raise ValueError("insecure is for tests with an endpoint on this machine, such as 127.0.0.1:8080")
         if self.insecure and (self.credentials_file or self.impersonate_service_account):
@@ -93,16 +93,16 @@ class GcpSettings(RemoteKmsSettings):
         return self
 
     def key_ring_name(self) -> str | None:
-        """Return the resource name of the key ring, or None where parts of it are not given."""
+        """Return the resource name of the key ring, or None if it is not configured."""
         if not (self.project and self.location and self.key_ring):
             return None
         name = f"projects/{self.project}/locations/{self.location}/keyRings/{self.key_ring}"
         if not KEY_RING.fullmatch(name):
-            raise ValueError("project, location and key_ring do not make the name of a key ring")
+            raise ValueError("project, location and key_ring do not form the name of a key ring")
         return name
 
     def aad(self) -> bytes:
-        """Return the additional authenticated data as Cloud KMS gets it."""
+        """Return the additional authenticated data as sent to Cloud KMS."""
         return bytes_of_context(self.additional_authenticated_data)
 
 
@@ -114,11 +114,11 @@ SDK_LOGS = SdkLogs(
     "google.cloud.kms_v1.services.key_management_service.transports",
     least_level=logging.CRITICAL + 1,
 )
-"""Of Google's libraries: they log keys and access tokens."""
+"""Google's libraries log keys and access tokens."""
 
 _SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)
 _LEAST_SECONDS_BETWEEN_REFUSALS = 30.0
-"""Where every token is refused, there is not one more asked for with each call."""
+"""If every token is refused, not every call requests another token."""
 
 _KINDS: dict[str, Callable[..., Any]] = {
     "authorized_user": user_credentials.Credentials.from_authorized_user_info,
@@ -130,23 +130,23 @@ _KINDS: dict[str, Callable[..., Any]] = {
 def load_credentials(
     file: Path | None, impersonate: str | None, delegates: Sequence[str], quota_project: str | None
 ) -> Any:
-    """Return credentials of a file, or else application default credentials.
+    """Return the credentials in a file, or application default credentials.
 
     Args:
-        file: A service account key, or what gcloud made for a user or for workload identity federation.
+        file: A service account key, or credentials of gcloud for a user or for workload identity federation.
         impersonate: Email of a service account to act as.
         delegates: Service accounts in between, each of which may act as the next.
-        quota_project: Project whose quota is used, where it is not that of the credentials.
+        quota_project: Project whose quota is used, if it is not the project of the credentials.
 
     Raises:
-        KmsConfigurationError: The file is not there, or not of these kinds. The text quotes nothing of it.
+        KmsConfigurationError: The file is missing, or of another kind. The text quotes nothing from it.
         google.auth.exceptions.GoogleAuthError: There are no application default credentials.
     """
-    # To find the project, some kinds of credentials are used at once.
+    # Some kinds of credentials are used at once, to find the project.
     with SDK_LOGS.silenced():
         credentials = google.auth.default(scopes=_SCOPES)[0] if file is None else _from_file(file)
     if isinstance(credentials, service_account.Credentials):
-        # A token signed here spares a call to Google's token service.
+        # A token that is signed locally saves a call to Google's token service.
         credentials = credentials.with_always_use_jwt_access(not impersonate)
     if impersonate:
         credentials = impersonated_credentials.Credentials(
@@ -167,19 +167,19 @@ def _from_file(file: Path) -> Any:
             return make(info, scopes=_SCOPES)
     except OSError as error:
         failure = error.strerror or type(error).__name__
-    except Exception as error:  # a key that cannot be parsed; the exception may quote it
+    except Exception as error:  # the key cannot be parsed, and the exception may quote it
         failure = type(error).__name__
     kinds = ", ".join(sorted(_KINDS))
     detail = f"cannot use credentials_file: {failure or f'its type is none of {kinds}'}"
     hint = "For other kinds of credentials set GOOGLE_APPLICATION_CREDENTIALS in place of credentials_file."
-    raise CallFacts("gcp", "connect").error(KmsConfigurationError, detail, hint)
+    raise KmsConfigurationError(detail, operation="connect", hint=hint)
 
 
 class TokenSource:
-    """Gives the headers that say who we are, with a token that is renewed before it expires.
+    """Makes authentication headers, with a token that is renewed before it expires.
 
-    gRPC could ask the credentials itself, but would report every failure, lasting or not, as a server that is
-    unavailable.
+    gRPC could use the credentials itself, but would report every failure, lasting or not, as an unavailable
+    server.
     """
 
     def __init__(self, credentials: Any, request: Callable[..., Any] | None = None) -> None:
@@ -202,8 +202,8 @@ class TokenSource:
         """Return headers for a call.
 
         Args:
-            url: Of the service.
-            seconds: How long getting a new token may take, waiting for others who get it included.
+            url: URL of the service.
+            seconds: Timeout for a new token, including the wait for another thread that requests it.
 
         Raises:
             google.auth.exceptions.GoogleAuthError: No token is available.
@@ -215,21 +215,21 @@ class TokenSource:
             if left <= 0:
                 raise TransportError("no time is left")
             options["timeout"] = min(left, options.get("timeout") or left)
-            # Here, for the library may send it in a thread of its own.
+            # Silenced here, because the library may use a thread of its own.
             with SDK_LOGS.silenced():
                 return self._request(*arguments, **options)
 
         headers: dict[str, str] = {}
-        # One thread renews the token; the others wait for it, each as long as it may.
+        # One thread renews the token. The others wait for it, until their own timeouts.
         with self._turn(seconds):
             self._credentials.before_request(request, "POST", url, headers)
         return [(name.lower(), value) for name, value in headers.items()]
 
     def refused(self, headers: Sequence[tuple[str, str]], seconds: float) -> bool:
-        """Note that the token in these headers is not valid: it was revoked, or a clock is wrong.
+        """Note that the token in these headers was refused: it was revoked, or a clock is wrong.
 
         Returns:
-            Whether the next headers may have another one.
+            Whether the next headers may have another token.
         """
         with self._turn(seconds):
             if dict(headers).get("authorization") != f"Bearer {self._credentials.token}":
@@ -247,14 +247,14 @@ class TokenSource:
             try:
                 stack.enter_context(self._lock.held_within(seconds))
             except TimeoutError:
-                raise TransportError("others did not get a token in time") from None
+                raise TransportError("other threads did not get a token in time") from None
             yield
 
 
 def email_of(credentials: Any) -> str | None:
-    """Return the email of a service account's credentials, if they know it."""
+    """Return the email of a service account's credentials, if it is known."""
     email = getattr(credentials, "service_account_email", None)
-    # The credentials of a virtual machine call theirs "default" until they are first used.
+    # The credentials of a virtual machine have the email "default" until they are first used.
     return email if isinstance(email, str) and "@" in email else None
 
 
@@ -262,27 +262,27 @@ def email_of(credentials: Any) -> str | None:
 
 
 _OPTIONS = [
-    # A call to a KMS that comes back must not wait for the two minutes that gRPC would.
+    # By default, gRPC waits up to two minutes before it reconnects to a KMS that is available again.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # Finds a connection that a network in between has forgotten, so that calls do not time out on it for minutes.
+    # Detects a connection that a network device has dropped, so that calls do not time out on it for minutes.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # The retries are ours; and a channel of ours does not inherit another one's state.
+    # RemoteKmsClient retries. A channel must not share the state of other channels.
     ("grpc.enable_retries", 0),
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
 _LONGEST_FORK_WAIT_SECONDS = 10.0
-"""Then the fork goes on all the same: a hung call must not hang whoever starts a process."""
+"""After this, the fork continues anyway: a hung call must not block the start of a process."""
 
 
 class CallGate:
     """Lets calls through, any number at a time, but none while the process forks.
 
-    A process that forks while another of its threads is inside gRPC gets a child in which the next use of gRPC may
-    crash. So a fork waits until the calls of this package are done, and calls that begin wait for the fork.
+    If a process forks while one of its threads is inside gRPC, the next use of gRPC in the child may crash. So a
+    fork waits until the calls of this package are done, and new calls wait for the fork.
     """
 
     def __init__(self) -> None:
@@ -299,7 +299,7 @@ class CallGate:
             self._changed.notify_all()
 
     def before_fork(self) -> None:
-        """Close the gate, and wait for the calls under way."""
+        """Close the gate, and wait for the calls in flight."""
         with self._changed:
             self._forks += 1
             self._changed.wait_for(lambda: not self._calls, _LONGEST_FORK_WAIT_SECONDS)
@@ -311,14 +311,14 @@ class CallGate:
             self._changed.notify_all()
 
     def renew(self) -> None:
-        """Reset the gate; a child has none of its parent's calls."""
+        """Reset the gate: a child has none of its parent's calls."""
         self._changed = threading.Condition()
         self._calls = 0
         self._forks = 0
 
 
 GRPC_CALLS = CallGate()
-"""One for all clients of a process: a call of any of them would break a fork."""
+"""One gate for all clients of a process: a call of any client would break a fork."""
 
 register_at_fork(
     before=GRPC_CALLS.before_fork, after_in_parent=GRPC_CALLS.after_fork, after_in_child=GRPC_CALLS.renew
@@ -329,9 +329,9 @@ class GcpConnection:
     """Sends calls to Cloud KMS, each once, unless its token is refused.
 
     Args:
-        client: Used as it is, but for its retries and timeouts.
-        tokens: Who we are; None where the client knows itself.
-        owned: Whether the client is closed with this.
+        client: The client; its retries and timeouts are not used.
+        tokens: Source of tokens; None if the client authenticates itself.
+        owned: Whether `close` closes the client.
     """
 
     def __init__(self, client: Any, tokens: TokenSource | None, *, owned: bool) -> None:
@@ -353,9 +353,9 @@ class GcpConnection:
         return self.tokens is None or self.tokens.is_fresh
 
     def call(self, method: str, request: Any, seconds: float) -> Any:
-        """Send one request, within so many seconds, those for a new token included.
+        """Send one request, within a timeout that includes a new token.
 
-        One whose token is refused is sent again with another one.
+        If the token is refused, the request is sent once more with another token.
         """
         deadline = time.monotonic() + seconds
         headers = self.authenticate(seconds)
@@ -372,20 +372,20 @@ class GcpConnection:
             return getattr(self.client, method)(request=request, retry=None, timeout=left, metadata=headers)
 
     def authenticate(self, seconds: float) -> Sequence[tuple[str, str]]:
-        """Return the headers that say who we are."""
+        """Return the authentication headers."""
         return self.tokens.headers(self._url, seconds) if self.tokens is not None else ()
 
     def close(self) -> None:
-        """Close the client if it is ours."""
+        """Close the client if it is owned."""
         if self._owned:
             self.client.transport.close()
 
 
 def open_client(endpoint: str, *, insecure: bool) -> KeyManagementServiceClient:
-    """Return a client with a channel of its own; it connects when it is first used."""
+    """Return a client with a channel of its own, which connects when it is first used."""
     with GRPC_CALLS:
         if insecure:
-            # A proxy of the environment is not on this machine.
+            # A proxy of the environment is not on this machine, and would see plaintext keys.
             channel = grpc.insecure_channel(endpoint, [*_OPTIONS, ("grpc.enable_http_proxy", 0)])
         else:
             channel = grpc.secure_channel(endpoint, grpc.ssl_channel_credentials(), _OPTIONS)

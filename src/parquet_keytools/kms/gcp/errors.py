@@ -1,6 +1,6 @@
-"""What errors of Cloud KMS, gRPC and Google's authentication library mean.
+"""Turns errors of Cloud KMS, gRPC and Google's authentication library into errors of this package.
 
-Their texts are never passed on: they may quote requests. Status codes and reasons are.
+Only status codes and reasons appear in errors, never a text, which may quote the request.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from parquet_keytools.errors import (
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.contract import CallFacts
 
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{1,62}")
 
-# Credentials that are wrong say nothing about the right to use a key. As "access denied" they would let a reader
-# that hides denied columns return less than it should.
+# Invalid credentials do not mean that the master key is denied: with "access denied", a reader that hides denied
+# columns would silently return fewer columns.
 _BY_STATUS: dict[str, type[KmsError]] = {
     "ABORTED": KmsUnavailableError,
     "CANCELLED": KmsUnavailableError,
@@ -64,7 +63,7 @@ _HINTS_BY_REASON = {
     "ACCESS_TOKEN_SCOPE_INSUFFICIENT": "Give the credentials the scope cloud-platform or cloudkms.",
 }
 _UNREACHABLE = {
-    # What gRPC says of a channel that it cannot open -> what it means.
+    # Text of gRPC about a channel that it cannot open -> its meaning.
     "connection refused": "the connection was refused",
     "dns resolution failed": "its host name cannot be resolved",
     "name resolution": "its host name cannot be resolved",
@@ -72,7 +71,7 @@ _UNREACHABLE = {
     "network is unreachable": "no network route leads there",
     "connection reset": "the connection was closed",
     "socket closed": "the connection was closed",
-    "timed out": "no answer in time",
+    "timed out": "it did not answer in time",
 }
 _WRONG_WRAPPED_KEY_HINT = (
     "Check that the file was written with this key and the same additional_authenticated_data, and restore it "
@@ -80,41 +79,34 @@ _WRONG_WRAPPED_KEY_HINT = (
 )
 
 
-def kms_error(error: Exception, operation: str, master_key_id: str | None) -> KmsError | None:
-    """Return the `KmsError` that stands for an exception, or None for one that is not from here."""
-    call = CallFacts("gcp", operation, master_key_id)
+def kms_error(error: Exception, operation: str) -> KmsError | None:
+    """Return the `KmsError` that replaces an exception, or None for an exception of another library."""
     if isinstance(error, GoogleAuthError):
-        return _of_authentication(error, call)
+        is_passing = isinstance(error, TransportError) or error.retryable
+        kind = KmsUnavailableError if is_passing else KmsConfigurationError
+        return kind(f"no access token: {type(error).__name__}", hint=_CREDENTIALS_HINT)
     if isinstance(error, GoogleAPICallError):
-        return _of_call(error, call)
-    if isinstance(error, grpc.RpcError):
-        return call.error(KmsUnavailableError, "the gRPC call failed")
-    return None
+        return _of_call(error, operation)
+    return KmsUnavailableError("the gRPC call failed") if isinstance(error, grpc.RpcError) else None
 
 
-def _of_call(error: GoogleAPICallError, call: CallFacts) -> KmsError:
+def _of_call(error: GoogleAPICallError, operation: str) -> KmsError:
     status = getattr(error.grpc_status_code, "name", "UNKNOWN")
     kind = _BY_STATUS.get(status, KmsResponseInvalidError)
     reasons = sorted(set(_reasons(error)))
     hint = next((_HINTS_BY_REASON[r] for r in reasons if r in _HINTS_BY_REASON), _HINTS.get(status))
     text = (error.message or "").lower()
     if status == "INVALID_ARGUMENT" and "checksum" in text:
-        # The request was damaged on its way: the same code as for a wrong ciphertext, but worth another attempt.
+        # The request was damaged on its way: the code is the same as for a wrong ciphertext, but a retry helps.
         kind, hint = KmsResponseInvalidError, None
-    elif status == "INVALID_ARGUMENT" and call.operation == "unwrap":
+    elif status == "INVALID_ARGUMENT" and operation == "unwrap":
         kind, hint = WrappedKeyInvalidError, _WRONG_WRAPPED_KEY_HINT
     elif status == "UNAVAILABLE" and "metadata from plugin" in text:
-        # gRPC reports so that the credentials of a client that was passed in gave no token.
+        # In this way, gRPC reports that the credentials of a client that was passed in gave no token.
         hint = _CREDENTIALS_HINT
     known = [words for sign, words in _UNREACHABLE.items() if status == "UNAVAILABLE" and sign in text]
-    return call.error(kind, ", ".join([*known[:1], status, *reasons]), hint, _retry_after(error))
-
-
-def _of_authentication(error: GoogleAuthError, call: CallFacts) -> KmsError:
-    detail = f"no access token: {type(error).__name__}"
-    is_passing = isinstance(error, TransportError) or error.retryable
-    kind = KmsUnavailableError if is_passing else KmsConfigurationError
-    return call.error(kind, detail, _CREDENTIALS_HINT)
+    detail = ", ".join([*known[:1], status, *reasons])
+    return kind(detail, hint=hint, retry_after_seconds=_retry_after(error))
 
 
 def _reasons(error: GoogleAPICallError) -> Iterator[str]:
@@ -128,11 +120,11 @@ def _reasons(error: GoogleAPICallError) -> Iterator[str]:
 
 
 def _violations(detail: Any) -> list[Any]:
-    """Return the violations of a PreconditionFailure; those of other details have no type."""
+    """Return the violations of a PreconditionFailure; violations of other details have no type."""
     return [v for v in getattr(detail, "violations", ()) if hasattr(v, "type")]
 
 
 def _retry_after(error: GoogleAPICallError) -> float:
-    """Return how long a RetryInfo asks to wait, in seconds; 0 where there is none."""
+    """Return how long a RetryInfo asks to wait, in seconds; 0 without one."""
     delays = [detail.retry_delay for detail in error.details if hasattr(detail, "retry_delay")]
     return max([0.0, *(float(delay.seconds + delay.nanos / 1e9) for delay in delays)])

@@ -1,8 +1,7 @@
-"""What a configuration may say of Vault or OpenBao, and HTTP to it for hvac.
+"""The settings of Vault and OpenBao, and an HTTP connection.
 
-One attempt, within its time, to hosts that are configured, without leaks.
-
-hvac's own adapters follow redirects to any host and put answers, plaintexts included, into exceptions.
+A request is sent once, before its deadline, to configured hosts only, and no answer appears in an exception. (hvac
+follows redirects to any host, and puts answers, including plaintext keys, into exceptions.)
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import requests
-from hvac.adapters import Adapter
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from requests.adapters import HTTPAdapter
 from urllib3 import Timeout
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.contract import RemoteKmsSettings, StrictSettings, bytes_of_context
+from parquet_keytools.kms.contract import Meaning, RemoteKmsSettings, StrictSettings, bytes_of_context
 from parquet_keytools.kms.transport import (
     check_certificates,
     check_client_certificate,
@@ -32,7 +30,15 @@ from parquet_keytools.kms.transport import (
     mistake_in_url,
     retry_after_seconds,
 )
-from parquet_keytools.kms.vault.errors import BACKEND, CONNECT, Reason, VaultRefusal, reason_of
+from parquet_keytools.kms.vault.errors import (
+    NOT_JSON,
+    REDIRECT,
+    TOKEN_DEAD,
+    TOKEN_UNKNOWN,
+    VaultRefusal,
+    meaning_of_texts,
+    redirect_to,
+)
 from parquet_keytools.runtime.presentation import expanded
 
 _MOUNT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
@@ -41,7 +47,7 @@ _HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5}
 
 
 def _checked_mount(mount: str) -> str:
-    # It becomes part of a path: dots in a row would leave the mount.
+    # It becomes part of a path, in which `..` would leave the mount.
     if not _MOUNT.fullmatch(mount) or ".." in mount:
         raise ValueError("a mount point is a path such as `transit` or `team/transit`")
     return mount
@@ -55,7 +61,7 @@ def _checked_namespace(namespace: str) -> str:
 
 def _checked_host(host: str) -> str:
     if not _HOST.fullmatch(host):
-        raise ValueError("a host is a name or an address, with a port where it is not the usual one")
+        raise ValueError("a host is a name or an address, with a port if it is not the default port")
     return host.lower()
 
 
@@ -65,7 +71,7 @@ Host = Annotated[str, AfterValidator(_checked_host)]
 
 
 class AppRoleSettings(StrictSettings):
-    """Login of a service that has a role id and a secret id."""
+    """Login of a service with a role id and a secret id."""
 
     role_id: str = Field(min_length=1, description="The role id.")
     secret_id: SecretStr | None = Field(default=None, description="The secret id, best as `${VARIABLE}`; or")
@@ -93,7 +99,7 @@ class KubernetesSettings(StrictSettings):
 
 
 class JwtSettings(StrictSettings):
-    """Login with a JSON Web Token that someone else issued, such as a CI service."""
+    """Login with a JSON Web Token, for example from a CI service."""
 
     role: str = Field(min_length=1, description="The role to log in to.")
     jwt: SecretStr | None = Field(default=None, description="The JSON Web Token, best as `${VARIABLE}`; or")
@@ -112,33 +118,31 @@ class VaultSettings(RemoteKmsSettings):
 
     type: Literal["vault"] = "vault"
     url: str = Field(description="Address of the server, such as `https://vault.example:8200`.")
-    allow_http: bool = Field(
-        default=False, description="Allow an address without TLS that is not on this machine."
-    )
+    allow_http: bool = Field(default=False, description="Allow an address on another machine without TLS.")
     redirect_hosts: tuple[Host, ...] = Field(
         default=(), description="Other hosts that the server may redirect to, such as the nodes of its cluster."
     )
     proxy: SecretStr | None = Field(
         default=None,
-        description="Address of a proxy, best as `${VARIABLE}` where it holds a password. Proxies in "
+        description="Address of a proxy, best as `${VARIABLE}` if it contains a password. Proxies in "
         "environment variables are not used.",
     )
     namespace: Namespace | None = Field(default=None, description="The namespace that mounts and logins are in.")
     mount_point: Mount = Field(default="transit", description="Where the transit engine is mounted.")
     token: SecretStr | None = Field(default=None, description="A token, best as `${VAULT_TOKEN}`; or")
     token_file: Path | None = Field(
-        default=None, description="a file with a token that something else keeps fresh; or"
+        default=None, description="a file with a token that another program renews; or"
     )
     approle: AppRoleSettings | None = Field(default=None, description="a login with AppRole; or")
     kubernetes: KubernetesSettings | None = Field(default=None, description="a login with Kubernetes; or")
     jwt: JwtSettings | None = Field(default=None, description="a login with a JSON Web Token.")
     ca_file: Path | None = Field(
-        default=None, description="PEM file of certificates to trust instead of the public ones."
+        default=None, description="PEM file of certificates to trust instead of public certificates."
     )
     client_cert: Path | None = Field(default=None, description="A client certificate (PEM).")
-    client_key: Path | None = Field(default=None, description="Its key (PEM), where it is not in the same file.")
+    client_key: Path | None = Field(default=None, description="Its key (PEM), if it is not in the same file.")
     context: str | dict[str, str] | None = Field(
-        default=None, description="Context of derived keys. With it all master keys must be derived ones."
+        default=None, description="Context of derived keys. With a context, all master keys must be derived keys."
     )
     batch_size: int = Field(default=100, ge=1, le=1000, description="Maximum number of keys in one call.")
 
@@ -167,15 +171,15 @@ class VaultSettings(RemoteKmsSettings):
         return {names: file for names, file in files.items() if file is not None}
 
     def context_bytes(self) -> bytes | None:
-        """Return the context as the server gets it, or None."""
+        """Return the context as sent to the server, or None."""
         return None if self.context is None else bytes_of_context(self.context)
 
 
 def _check_proxy(proxy: str, url: str, allow_http: bool) -> None:
     found = http_parts(proxy)
     if found is None:
-        raise ValueError("proxy has to be an address such as http://proxy.example:3128")
-    # Through TLS a proxy sees nothing; without, it gets token and keys.
+        raise ValueError("proxy must be an address such as http://proxy.example:3128")
+    # With TLS, a proxy sees nothing; without TLS, it sees token and keys.
     if urlsplit(url).scheme == "http" and not allow_http and not is_loopback(found[1]):
         raise ValueError("url is without TLS, so that the proxy can read the keys: leave out proxy, or use https")
 
@@ -190,24 +194,24 @@ _PORTS = {"http": 80, "https": 443}
 
 class _Connections(requests.Session):
     def get_redirect_target(self, response: requests.Response) -> None:  # type: ignore[override, unused-ignore]
-        """Know of no redirects: requests would look at where they lead, and read their whole content."""
+        """Report no redirects: requests would parse their target, and read their whole content."""
 
 
 def open_session(settings: VaultSettings, folder: Path) -> requests.Session:
-    """Return what holds the connections of one process; it retries nothing and asks no environment."""
+    """Return the session of one process, which retries nothing and ignores the environment."""
     session = _Connections()
-    # The environment could name proxies, certificates, and passwords in ~/.netrc that become headers.
+    # The environment could name proxies and certificates, and ~/.netrc passwords that become headers.
     session.trust_env = False
     if settings.proxy is not None:
         proxy = settings.proxy.get_secret_value()
         session.proxies = {"http": proxy, "https": proxy}
     if settings.ca_file is not None:
         session.verify = _file(folder, settings.ca_file)
-        check_certificates(session.verify, backend=BACKEND)
+        check_certificates(session.verify)
     if settings.client_cert is not None:
         certificate = _file(folder, settings.client_cert)
         key = None if settings.client_key is None else _file(folder, settings.client_key)
-        check_client_certificate(certificate, key, backend=BACKEND)
+        check_client_certificate(certificate, key)
         session.cert = certificate if key is None else (certificate, key)
     connections = settings.max_concurrent_calls
     adapter = HTTPAdapter(pool_connections=8, pool_maxsize=connections, max_retries=0, pool_block=False)
@@ -219,19 +223,19 @@ def open_session(settings: VaultSettings, folder: Path) -> requests.Session:
 def _file(folder: Path, setting: Path) -> str:
     path = folder / expanded(setting)
     if not path.is_file():
-        raise CONNECT.error(KmsConfigurationError, f"there is no file {path}")
+        raise KmsConfigurationError(f"there is no file {path}", operation="connect")
     return str(path)
 
 
-class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
-    """What hvac sends its requests through.
+class VaultConnection:
+    """Sends requests with one token, before one deadline.
 
-    Answers are returned as mappings; whatever else there is becomes a `VaultRefusal`, without the answer's text.
+    Answers are returned as mappings. Any other answer becomes a `VaultRefusal`, without the text of the answer.
 
     Args:
-        settings: Where the server is, and where it may send us.
-        token: Sent along, or None.
-        deadline: When the answer must be here, on the clock.
+        settings: Address of the server, and permitted redirects.
+        token: Token to send, or None.
+        deadline: Deadline of the answer, on the clock.
     """
 
     def __init__(
@@ -242,82 +246,86 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
         deadline: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(base_uri=settings.url, session=session, allow_redirects=False)
+        self._session = session
         self._settings = settings
-        self._secret_token = token
+        self._token = token
         self._deadline = deadline
         self._clock = clock
 
-    def get_login_token(self, response: Mapping[str, Any]) -> str:
-        """Return the token in the answer to a login; hvac's contract, which nothing here uses."""
-        return str(response["auth"]["client_token"])
+    def get(self, url: str) -> dict[str, Any]:
+        """Send a GET request; see `request`."""
+        return self.request("GET", url)
 
-    def reason_of_refusals(self) -> Reason:
-        """Return whether the token is dead: one that lives may list the mounts that it sees, without a policy.
+    def post(self, url: str, json: Mapping[str, object]) -> dict[str, Any]:
+        """Send a POST request; see `request`."""
+        return self.request("POST", url, json)
 
-        A dead token must not pass for one that may not use a key: readers may hide the columns under such a key.
+    def meaning_of_refusals(self) -> Meaning | None:
+        """Return whether the token is invalid: any valid token may list its mounts, without a policy.
+
+        An invalid token must not be reported as a denied master key: readers may hide the columns under such a
+        key.
         """
         try:
-            self.get(url="/v1/sys/internal/ui/mounts")
+            self.get("/v1/sys/internal/ui/mounts")
         except VaultRefusal as refusal:
-            return Reason.TOKEN_DEAD if refusal.status == 403 else Reason.TOKEN_UNKNOWN
-        return Reason.UNKNOWN
+            return TOKEN_DEAD if refusal.status == 403 else TOKEN_UNKNOWN
+        return None
 
-    def request(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str] | None = None,
-        raise_exception: bool = True,
-        **arguments: Any,
-    ) -> dict[str, Any]:
-        """Send a request. Returns the JSON object of the answer, an empty one where there is no content.
+    def request(self, method: str, url: str, content: Mapping[str, object] | None = None) -> dict[str, Any]:
+        """Send a request. Returns the JSON object in the answer, or an empty mapping if the answer has no content.
 
-        The answer to a batch of which some items failed is an answer, too.
+        The answer to a batch with failed items is an answer, too.
+
+        Args:
+            method: The HTTP method.
+            url: The path, from `/v1/` on.
+            content: The JSON object to send, if any.
 
         Raises:
-            VaultRefusal: The server refused, or sent what is no answer.
+            VaultRefusal: The server refused, or sent an invalid answer.
             requests.RequestException, OSError: The connection failed.
         """
         base = self._settings.url.rstrip("/")
         for _ in range(_MAX_REDIRECTS + 1):
-            status, answered, body = self._send(method, f"{base}{url}", headers, arguments.get("json"))
+            status, answered, body = self._send(method, f"{base}{url}", content)
             if status not in (301, 302, 303, 307, 308):
                 return _content(status, answered, body)
             base = self._redirected(base, answered.get("Location", ""))
-        raise VaultRefusal(310, Reason.REDIRECT)
+        raise VaultRefusal(310, REDIRECT)
 
-    def _send(
-        self, method: str, url: str, headers: Mapping[str, str] | None, content: Any
-    ) -> tuple[int, Mapping[str, str], bytes]:
+    def _send(self, method: str, url: str, content: Any) -> tuple[int, Mapping[str, str], bytes]:
         left = self._deadline - self._clock()
         if left <= 0:
             raise TimeoutError
-        sent = {**(headers or {}), "X-Vault-Request": "true"}
+        headers = {"X-Vault-Request": "true"}
         if self._settings.namespace:
-            sent["X-Vault-Namespace"] = self._settings.namespace
-        if self._secret_token is not None:
-            sent["X-Vault-Token"] = self._secret_token.get_secret_value()
-        with self.session.request(
-            method,
-            url,
-            headers=sent,
-            json=content,
-            allow_redirects=False,
-            stream=True,
-            timeout=Timeout(total=left),  # type: ignore[arg-type, unused-ignore]
-        ) as response:
-            return response.status_code, response.headers, self._body(response)
+            headers["X-Vault-Namespace"] = self._settings.namespace
+        if self._token is not None:
+            headers["X-Vault-Token"] = self._token.get_secret_value()
+        try:
+            with self._session.request(
+                method,
+                url,
+                headers=headers,
+                json=content,
+                allow_redirects=False,
+                stream=True,
+                timeout=Timeout(total=left),  # type: ignore[arg-type, unused-ignore]
+            ) as response:
+                return response.status_code, response.headers, self._body(response)
+        except requests.Timeout:
+            raise TimeoutError from None
 
     def _body(self, response: requests.Response) -> bytes:
-        """Read an answer, which has an end in time and in size."""
+        """Read an answer, within the deadline and a limit of size."""
         body = bytearray()
         try:
             while part := response.raw.read1(65_536, decode_content=True):
                 body += part
                 if len(body) > _MAX_ANSWER_BYTES:
-                    raise VaultRefusal(response.status_code, Reason.NOT_JSON)
-                # The timeout is one of silence: a server that drips bytes never meets it.
+                    raise VaultRefusal(response.status_code, NOT_JSON)
+                # The timeout of the request limits silence only: a server that drips bytes never exceeds it.
                 if self._clock() >= self._deadline:
                     raise TimeoutError
         except ReadTimeoutError:
@@ -327,18 +335,18 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
         return bytes(body)
 
     def _redirected(self, base: str, location: str) -> str:
-        """Return where a redirect leads, if the token and keys may go there.
+        """Return the target of a redirect, if the token and keys may be sent there.
 
-        Never from https to http, nor from this machine to another one without TLS.
+        Redirects from https to http, and from this machine to another machine without TLS, are always refused.
         """
         now = urlsplit(base)
         try:
             to = urlsplit(location)
             host, port = to.hostname or "", to.port or _PORTS.get(to.scheme, 0)
         except ValueError:
-            raise VaultRefusal(310, Reason.REDIRECT) from None
+            raise VaultRefusal(310, REDIRECT) from None
         if not re.fullmatch(r"[A-Za-z0-9.-]{1,253}|[0-9A-Fa-f:.]{2,45}", host) or to.scheme not in _PORTS:
-            raise VaultRefusal(310, Reason.REDIRECT)
+            raise VaultRefusal(310, REDIRECT)
         is_own = (host, port) == (now.hostname, now.port or _PORTS[now.scheme])
         loses_protection = to.scheme == "http" and (
             now.scheme == "https" or (is_loopback(now.hostname or "") and not is_loopback(host))
@@ -347,26 +355,26 @@ class VaultConnection(Adapter):  # type: ignore[misc, type-arg, unused-ignore]
         place = f"{host}:{port}"
         allowed = is_own or place in self._settings.redirect_hosts or host in self._settings.redirect_hosts
         if not allowed or loses_protection:
-            raise VaultRefusal(310, Reason.REDIRECT, host=f"{to.scheme}://{place}")
-        # The path stays ours: it says which master key is asked.
+            raise VaultRefusal(310, redirect_to(f"{to.scheme}://{place}"))
+        # The path stays as it was: it names the master key.
         return f"{to.scheme}://{place}{now.path}"
 
 
 def _content(status: int, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-    """Return the content of an answer, or raise why it has none."""
+    """Return the content of an answer, or raise `VaultRefusal`."""
     if status == 204:
         return {}
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
         content = None
+    wait = retry_after_seconds(headers.get("Retry-After"))
     if not isinstance(content, dict):
-        raise VaultRefusal(status, Reason.NOT_JSON, retry_after_seconds(headers.get("Retry-After")))
+        raise VaultRefusal(status, NOT_JSON, wait)
     if status == 200:
         return content
     data = content.get("data")
     if status == 400 and isinstance(data, dict) and isinstance(data.get("batch_results"), list):
         return content
     errors = content.get("errors")
-    texts = errors if isinstance(errors, list) else []
-    raise VaultRefusal(status, reason_of(texts), retry_after_seconds(headers.get("Retry-After")))
+    raise VaultRefusal(status, meaning_of_texts(errors if isinstance(errors, list) else []), wait)

@@ -1,9 +1,7 @@
-"""Where the token comes from, given, in a file or by a login, and how it is kept working.
+"""The token: its source (configuration, file or login), its renewal, and its replacement.
 
-It is renewed in time, and replaced by another login where it cannot be renewed.
-
-Nothing runs in the background: whoever needs the token next does what is due, and the others do not wait for it
-while the old token is good.
+A token is renewed in time, or replaced by another login if it cannot be renewed. Nothing runs in the background:
+the next call renews the token, and other calls use the old token meanwhile.
 """
 
 from __future__ import annotations
@@ -17,18 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from hvac.api.auth_methods import JWT, AppRole, Kubernetes, Token
 from pydantic import SecretStr
 
 from parquet_keytools.errors import KmsConfigurationError, KmsError
-from parquet_keytools.kms.vault.connection import (
-    AppRoleSettings,
-    JwtSettings,
-    KubernetesSettings,
-    VaultConnection,
-    VaultSettings,
-)
-from parquet_keytools.kms.vault.errors import CONNECT, Reason, VaultRefusal
+from parquet_keytools.kms.vault.connection import VaultConnection, VaultSettings
+from parquet_keytools.kms.vault.errors import NOT_JSON, TOKEN_DEAD, VaultRefusal
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import expanded
 
@@ -36,85 +27,71 @@ _MAX_SECRET_BYTES = 64 * 1024
 
 
 GivenToken = Callable[[], SecretStr]
-"""Returns a token that someone else got and keeps, as it is now: in the configuration, or in a file."""
+"""Returns the current token from the configuration, or from a file that another program maintains."""
 
 
 @dataclass(frozen=True)
 class Login:
-    """An auth method that gives us a token of our own.
+    """An auth method that issues a token to this client.
 
     Attributes:
-        name: Who logs in, as far as that is no secret.
-        ask: Logs in over a connection without a token, with the secret as it is now, and returns the answer.
+        name: Identity of the login, without secrets.
+        fields: Returns the fields of the request, with the current secret.
     """
 
     method: str
+    mount: str
     name: str
-    ask: Callable[[VaultConnection], Mapping[str, Any]]
+    fields: Callable[[], dict[str, str]]
 
 
 def token_source(settings: VaultSettings, folder: Path) -> GivenToken | Login:
-    """Return where the settings say that the token comes from."""
-    if settings.approle is not None:
-        return _approle(settings.approle, folder)
+    """Return the source of the token in the settings."""
+
+    def secret(setting: SecretStr | None, file: Path | None, what: str) -> str:
+        """Return a secret from the settings, or the current secret in a file: other programs replace it."""
+        found = _checked(setting, what) if setting is not None else read_secret(folder / expanded(file or ""))
+        return found.get_secret_value()
+
+    if (approle := settings.approle) is not None:
+        role_id, given, file = {"role_id": approle.role_id}, approle.secret_id, approle.secret_id_file
+        has_secret = given is not None or file is not None
+        return Login(
+            "approle",
+            approle.mount,
+            approle.mount,
+            lambda: role_id | ({"secret_id": secret(given, file, "the secret id")} if has_secret else {}),
+        )
     if settings.kubernetes is not None:
-        return _kubernetes(settings.kubernetes, folder)
+        service = settings.kubernetes
+        return Login(
+            "kubernetes",
+            service.mount,
+            f"{service.mount} role {service.role}",
+            lambda: {"role": service.role, "jwt": secret(None, service.jwt_path, "the token")},
+        )
     if settings.jwt is not None:
-        return _jwt(settings.jwt, folder)
+        jwt = settings.jwt
+        return Login(
+            "jwt",
+            jwt.mount,
+            f"{jwt.mount} role {jwt.role}",
+            lambda: {"role": jwt.role, "jwt": secret(jwt.jwt, jwt.jwt_file, "the JSON Web Token")},
+        )
     if settings.token_file is not None:
         return partial(read_secret, folder / expanded(settings.token_file))
     assert settings.token is not None
     return partial(_checked, settings.token, "the token")
 
 
-def _approle(settings: AppRoleSettings, folder: Path) -> Login:
-    def ask(connection: VaultConnection) -> Any:
-        secret_id = _secret(settings.secret_id, settings.secret_id_file, folder, "the secret id")
-        return AppRole(connection).login(
-            settings.role_id,
-            None if secret_id is None else secret_id.get_secret_value(),
-            use_token=False,
-            mount_point=settings.mount,
-        )
-
-    return Login("approle", settings.mount, ask)
-
-
-def _kubernetes(settings: KubernetesSettings, folder: Path) -> Login:
-    def ask(connection: VaultConnection) -> Any:
-        # Kubernetes replaces it now and then.
-        jwt = read_secret(folder / expanded(settings.jwt_path)).get_secret_value()
-        return Kubernetes(connection).login(settings.role, jwt, use_token=False, mount_point=settings.mount)
-
-    return Login("kubernetes", f"{settings.mount} role {settings.role}", ask)
-
-
-def _jwt(settings: JwtSettings, folder: Path) -> Login:
-    def ask(connection: VaultConnection) -> Any:
-        jwt = _secret(settings.jwt, settings.jwt_file, folder, "the JSON Web Token")
-        assert jwt is not None
-        return JWT(connection).jwt_login(
-            settings.role, jwt.get_secret_value(), use_token=False, path=settings.mount
-        )
-
-    return Login("jwt", f"{settings.mount} role {settings.role}", ask)
-
-
-def _secret(secret: SecretStr | None, file: Path | None, folder: Path, what: str) -> SecretStr | None:
-    """Return a secret of the settings, or the one that is in a file now."""
-    if file is not None:
-        return read_secret(folder / expanded(file))
-    return None if secret is None else _checked(secret, what)
-
-
 def read_secret(path: Path) -> SecretStr:
-    """Return the one line in a file.
+    """Return the single line in a file.
 
-    Others may read it: Kubernetes and the agents of Vault and OpenBao decide the mode of what they write. The
-    configuration warns of it.
+    The file may be readable for other users: Kubernetes and the agents of Vault and OpenBao choose its mode. The
+    configuration warns about it.
 
     Raises:
-        KmsConfigurationError: The file cannot be read, or holds no secret.
+        KmsConfigurationError: The file cannot be read, or contains no secret.
     """
     content = b""
     reason = ""
@@ -124,26 +101,24 @@ def read_secret(path: Path) -> SecretStr:
     except OSError as error:
         reason = error.strerror or type(error).__name__
     if reason:
-        raise CONNECT.error(KmsConfigurationError, f"{path} cannot be read ({reason})")
+        raise KmsConfigurationError(f"{path} cannot be read ({reason})", operation="connect")
     return _checked(SecretStr(content.decode("latin-1").strip()), f"the secret in {path}")
 
 
 def _checked(secret: SecretStr, what: str) -> SecretStr:
-    """Return a secret that can be part of a header."""
+    """Return a secret after a check that it can be part of a header."""
     text = secret.get_secret_value()
     if not text or len(text) > _MAX_SECRET_BYTES or not (text.isascii() and text.isprintable()) or " " in text:
-        raise CONNECT.error(
-            KmsConfigurationError,
-            f"{what} is empty, too long, or has other characters than printable ASCII without spaces",
-        )
+        detail = f"{what} is empty, too long, or has characters other than printable ASCII without spaces"
+        raise KmsConfigurationError(detail, operation="connect")
     return secret
 
 
-# --- the token of a process, kept working ---
+# --- the token of a process ---
 
 
 _RENEWED_AFTER = 2 / 3
-"""Of its life. Early enough for more attempts, late enough to cost little."""
+"""Of the lifetime: early enough for more attempts, late enough to cost little."""
 
 _NEXT_ATTEMPT_SECONDS = 5.0
 _LEAST_SECONDS_BETWEEN_LOGINS = 30.0
@@ -151,15 +126,15 @@ _LEAST_SECONDS_BETWEEN_LOGINS = 30.0
 
 @dataclass(frozen=True)
 class HeldToken:
-    """A token, and what is known of it.
+    """A token and its properties. Times are on the clock.
 
     Attributes:
-        got_at: When it came, on the clock.
-        lifetime_seconds: How long it lived when it came; 0 where it never ends, or nobody knows.
+        got_at: When it was issued or read.
+        lifetime_seconds: Its TTL at that time; 0 if it does not expire, or if the TTL is unknown.
         renewable: Whether the server renews it.
-        may_look_itself_up: Whether it may ask whether it is valid.
-        ends_at: When it ends, on the clock, as far as is known.
-        due_at: When it has to be renewed or replaced.
+        may_look_itself_up: Whether its policies allow it to look itself up.
+        ends_at: When it expires, if known.
+        due_at: When it must be renewed or replaced.
     """
 
     value: SecretStr
@@ -172,7 +147,7 @@ class HeldToken:
     due_at: float = math.inf
 
     def lives_for(self, seconds: float, now: float) -> HeldToken:
-        """Return this token with a new end."""
+        """Return this token with a new expiry."""
         return replace(self, ends_at=now + seconds, due_at=now + seconds * _RENEWED_AFTER)
 
 
@@ -191,160 +166,133 @@ class VaultSession:
 
     @property
     def principal(self) -> str:
-        """Who we are, as far as that is known without asking."""
+        """The identity of the token, if it is known without a call."""
         if self._held is not None:
             return self._held.principal
         return self._source.name if isinstance(self._source, Login) else "token"
 
     def connect(self, token: SecretStr | None, deadline: float) -> VaultConnection:
-        """Return a connection that sends a token, and has until a time on the clock."""
+        """Return a connection that sends a token, with a deadline on the clock."""
         return VaultConnection(self.connections, self._settings, token, deadline, self._clock)
 
     def token(self, deadline: float) -> HeldToken:
-        """Return a token that should work.
+        """Return a token that is expected to be valid.
 
         Raises:
-            VaultRefusal: The login was refused, or the given token has ended.
+            VaultRefusal: The login was refused, or the configured token has expired.
             KmsConfigurationError: A secret cannot be read.
-            TimeoutError: Other threads did not get one in time.
+            TimeoutError: Another thread did not get a token in time.
         """
         held = self._held
         if held is not None and self._clock() < held.due_at:
             return held
         if held is not None and self._clock() < held.ends_at:
             with contextlib.suppress(TimeoutError), self._lock.held_within(0):
-                return self._kept(held, deadline)
-            return held  # another thread renews it
+                self._held = self._kept(held, deadline) if self._held is held else self._held
+            return self._held or held  # another thread may be renewing it
         return self._another(held, deadline)
 
     def replace(self, held: HeldToken, deadline: float) -> HeldToken | None:
-        """Return another token after one was refused, or None if that one is good.
+        """Return another token after a token was refused, or None if the refused token is valid.
 
         Raises:
-            VaultRefusal: There is no other one.
+            VaultRefusal: There is no other token.
         """
         if self._held is not held and self._held is not None:
             return self._held
+        is_login = isinstance(self._source, Login)
         if held.may_look_itself_up:
             if self._looked_up(held.value, deadline) is not None:
                 return None
-        elif self._clock() - held.got_at < _LEAST_SECONDS_BETWEEN_LOGINS or not isinstance(self._source, Login):
-            return self._from_file(held, deadline)
+        elif is_login and self._clock() - held.got_at < _LEAST_SECONDS_BETWEEN_LOGINS:
+            return None
+        elif not isinstance(self._source, Login) and self._source() == held.value:
+            raise VaultRefusal(403, self.connect(held.value, deadline).meaning_of_refusals())
         return self._another(held, deadline)
 
     def revoke(self, deadline: float) -> None:
-        """Revoke a token that a login gave us; one that was given to us is not ours to revoke."""
+        """Revoke the token of a login. A configured token is not revoked: other programs may use it."""
         held, self._held = self._held, None
         if held is not None and isinstance(self._source, Login):
-            self._of(held.value, deadline).revoke_self()
+            self.connect(held.value, deadline).post("/v1/auth/token/revoke-self", {})
 
-    def _of(self, value: SecretStr, deadline: float) -> Any:
-        """Return hvac's methods on a token itself."""
-        return Token(self.connect(value, deadline))
-
-    def _hold(self, held: HeldToken) -> HeldToken:
-        self._held = held
-        return held
+    def _another(self, held: HeldToken | None, deadline: float) -> HeldToken:
+        """Return the token that another thread got meanwhile, or a fresh token."""
+        with self._lock.held_within(deadline - self._clock()):
+            if self._held is held or self._held is None:
+                self._held = self._fresh(held, deadline)
+            return self._held
 
     def _kept(self, held: HeldToken, deadline: float) -> HeldToken:
-        """Renew a token that is still good, or log in again. If neither goes, it serves until its end."""
-        if self._held is not held:
-            return self._held or held
+        """Renew a valid token, or log in again. If both fail, the token is used until it expires."""
         with contextlib.suppress(VaultRefusal, KmsError, OSError):
             renewed = self._renewed(held, deadline) if held.renewable else None
-            if renewed is not None:
-                return self._hold(renewed)
-            return self._hold(self._fresh(held, deadline))
+            return renewed or self._fresh(held, deadline)
         pause = min(_NEXT_ATTEMPT_SECONDS, held.lifetime_seconds / 20)
-        return self._hold(replace(held, due_at=self._clock() + pause))
+        return replace(held, due_at=self._clock() + pause)
 
     def _renewed(self, held: HeldToken, deadline: float) -> HeldToken | None:
-        """Return the token with a new end, or None where only another login helps."""
+        """Return the token with a new expiry, or None if another login is needed."""
         asked_at = self._clock()
         try:
-            auth = _part(self._of(held.value, deadline).renew_self(), "auth")
+            auth = _part(self.connect(held.value, deadline).post("/v1/auth/token/renew-self", {}), "auth")
         except VaultRefusal as refusal:
             if not refusal.is_final:
                 raise
             return None
         seconds = _seconds(auth.get("lease_duration"))
-        # Near its maximal life the server renews a token for what is left of that.
+        # Near its maximum TTL, the server renews a token only for the time left.
         enough = not isinstance(self._source, Login) or seconds > held.lifetime_seconds / 2
         if not seconds or not enough:
             return None
         return replace(held.lives_for(seconds, asked_at), renewable=auth.get("renewable") is True)
 
-    def _another(self, held: HeldToken | None, deadline: float) -> HeldToken:
-        """Return the token that another thread got meanwhile, or a fresh one."""
-        with self._lock.held_within(deadline - self._clock()):
-            if self._held is not held and self._held is not None:
-                return self._held
-            return self._hold(self._fresh(held, deadline))
-
     def _fresh(self, previous: HeldToken | None, deadline: float) -> HeldToken:
-        if isinstance(self._source, Login):
-            return self._logged_in(self._source, deadline)
-        return self._given(self._source, previous, deadline)
-
-    def _logged_in(self, login: Login, deadline: float) -> HeldToken:
+        """Log in, or read the configured token again, and look up the properties of the token."""
         asked_at = self._clock()
-        try:
-            auth = _part(login.ask(self.connect(None, deadline)), "auth")
-        except VaultRefusal as refusal:
-            raise replace(refusal, login=login.method) from None
-        token = auth.get("client_token")
-        if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
-            raise VaultRefusal(200, Reason.NOT_JSON)
-        value = SecretStr(token)
         known = None
-        # The login has happened: that this goes wrong must not cost another one.
-        with contextlib.suppress(VaultRefusal, OSError):
+        if isinstance(self._source, Login):
+            name, facts = self._source.name, self._logged_in(self._source, deadline)
+            value, lifetime = SecretStr(facts["client_token"]), facts.get("lease_duration")
+            # The login succeeded: if the lookup fails, no further login may follow from it.
+            with contextlib.suppress(VaultRefusal, OSError):
+                known = self._looked_up(value, deadline)
+        else:
+            name, value = "token", self._source()
             known = self._looked_up(value, deadline)
-        return self._token(value, asked_at, known, login.name, auth.get("lease_duration"), auth.get("renewable"))
-
-    def _given(self, given: GivenToken, previous: HeldToken | None, deadline: float) -> HeldToken:
-        asked_at = self._clock()
-        value = given()
-        known = self._looked_up(value, deadline)
-        if known is None and previous is not None and previous.value == value and previous.may_look_itself_up:
-            raise VaultRefusal(403, Reason.TOKEN_DEAD)
-        facts = known or {}
-        return self._token(value, asked_at, known, "token", facts.get("ttl"), facts.get("renewable"))
-
-    def _token(
-        self,
-        value: SecretStr,
-        asked_at: float,
-        known: Mapping[str, Any] | None,
-        name: str,
-        lifetime: object,
-        renewable: object,
-    ) -> HeldToken:
-        """Return a token with what the server says of it."""
+            was_known = previous is not None and previous.value == value and previous.may_look_itself_up
+            if known is None and was_known:
+                raise VaultRefusal(403, TOKEN_DEAD)
+            facts = known or {}
+            lifetime = facts.get("ttl")
         seconds = _seconds(lifetime)
         held = HeldToken(
             value,
             principal=_principal(known) or name,
             got_at=asked_at,
             lifetime_seconds=seconds,
-            renewable=renewable is True,
+            renewable=facts.get("renewable") is True,
             may_look_itself_up=known is not None,
         )
         return held.lives_for(seconds, asked_at) if seconds else held
 
-    def _from_file(self, held: HeldToken, deadline: float) -> HeldToken | None:
-        """Return the token that a file has by now, or None where it is the same or there is no file."""
-        if isinstance(self._source, Login):
-            return None
-        if self._source() == held.value:
-            raise VaultRefusal(403, self.connect(held.value, deadline).reason_of_refusals())
-        with self._lock.held_within(deadline - self._clock()):
-            return self._hold(self._given(self._source, held, deadline))
+    def _logged_in(self, login: Login, deadline: float) -> Mapping[str, Any]:
+        """Log in. Returns the answer, which holds a token."""
+        try:
+            answer = self.connect(None, deadline).post(f"/v1/auth/{login.mount}/login", login.fields())
+        except VaultRefusal as refusal:
+            raise replace(refusal, login=login.method) from None
+        auth = _part(answer, "auth")
+        token = auth.get("client_token")
+        # It becomes a header.
+        if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
+            raise VaultRefusal(200, NOT_JSON)
+        return auth
 
     def _looked_up(self, value: SecretStr, deadline: float) -> Mapping[str, Any] | None:
-        """Return what the server knows of a token, or None where it does not say: mostly it has none such."""
+        """Return the properties of a token, or None if the server refuses: usually the token is invalid."""
         try:
-            return _part(self._of(value, deadline).lookup_self(), "data")
+            return _part(self.connect(value, deadline).get("/v1/auth/token/lookup-self"), "data")
         except VaultRefusal as refusal:
             if not refusal.is_final:
                 raise
@@ -354,7 +302,7 @@ class VaultSession:
 def _part(answer: object, name: str) -> Mapping[str, Any]:
     part = answer.get(name) if isinstance(answer, Mapping) else None
     if not isinstance(part, Mapping):
-        raise VaultRefusal(200, Reason.NOT_JSON)
+        raise VaultRefusal(200, NOT_JSON)
     return part
 
 
@@ -363,7 +311,7 @@ def _seconds(value: object) -> float:
 
 
 def _principal(known: Mapping[str, Any] | None) -> str:
-    """Return who a token is for, in one line that nobody can break."""
+    """Return the identity of a token, in one line of printable characters."""
     if known is None:
         return ""
     details = known.get("meta")
