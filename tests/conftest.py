@@ -107,12 +107,3 @@ def tmp_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     folder = tmp_path_factory.getbasetemp() / f"{name}-{next(_numbers)}"
     folder.mkdir(0o700)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this user's state, where rotations have their journals: one for each test."""
-    folder = tmp_path_factory.getbasetemp() / "states" / str(next(_numbers))
-    folder.mkdir(0o700, parents=True)
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
-    return folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
 import pyarrow as pa
@@ -27,13 +26,12 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
-from parquet_keytools.rotation import rekeying, restoring
-from parquet_keytools.rotation.data_set_run import OnFile
+from parquet_keytools.rotation import rekeying
+from parquet_keytools.rotation.data_set_run import OnFile, RunOptions
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
 from parquet_keytools.rotation.report import RotationReport
-from parquet_keytools.rotation.request import RotationRequest, master_key_id, prefix_of, run_rotation
-from parquet_keytools.rotation.restoring import RestoredCheck
-from parquet_keytools.rotation.rotation_plan import same_master_key
+from parquet_keytools.rotation.rewrapping import Rewrapping, rotate_data_set
+from parquet_keytools.rotation.rotation_plan import master_key_id, plan_rotation, prefix_of, same_master_key
 from parquet_keytools.runtime.presentation import Summarised, install_hint
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, PathLike, PathOrPaths
@@ -951,9 +949,7 @@ class Keytools(Summarised):
         only_master_keys: Collection[str] | None = None,
         older_than: str | None = None,
         new_keks: bool = False,
-        keep_old: bool | None = None,
         dry_run: bool = False,
-        journal: PathLike | None = None,
         to: Self | KmsClient | None = None,
         table_name: str | None = None,
         aad_prefix: str | bytes | None = None,
@@ -966,8 +962,11 @@ class Keytools(Summarised):
 
         Without options, keys are re-wrapped with the current version of their master keys, unless they are known
         to be wrapped with it already. Each file is replaced in one step after its new keys have been checked, and
-        the report lists files that failed. An interrupted run continues when it is called again with the same
-        arguments.
+        the report lists files that failed.
+
+        After an interrupted run, call the method again with the same arguments: files whose keys show that they
+        are current stay as they are. Where the KMS hides versions, and with `new_keks`, all keys are re-wrapped
+        again.
 
         Args:
             path: A path or URI of a file or a folder.
@@ -978,13 +977,9 @@ class Keytools(Summarised):
                 version.
             new_keks: Whether to make fresh KEKs, as after the leak of a KEK. If not, KEKs that the KMS re-wraps
                 stay the same.
-            keep_old: Whether to keep the old keys beside the files, for `undo_rotation`, until `drop_old_keys`;
-                None does as the configuration says.
             dry_run: Change nothing. The report says what would change, and which KMS calls would be made.
-            journal: A local path for the journal, outside the data set. By default, the journal of a data set is
-                in this user's state folder.
             to: Another KMS client, or a `Keytools` with another configuration, whose master keys wrap the keys
-                afterwards. A journal distinguishes configurations, but not KMS clients without a configuration.
+                afterwards.
             table_name: The table of the files, for an AAD prefix that they do not store.
             aad_prefix: The AAD prefix that the files must have.
             filesystem: A `pyarrow.fs` or fsspec file system.
@@ -997,78 +992,26 @@ class Keytools(Summarised):
             ConfigurationError: The configuration has no KMS, or the moves are not possible.
             KmsError: A new master key does not exist, or is disabled.
             FileNotFoundError: The file or folder does not exist.
-            OutputError: The journal belongs to a rotation with other arguments, or cannot be written.
+            NoParquetFilesError: The folder has no Parquet files.
         """
-        request = RotationRequest(
+        new_kms = to.kms if isinstance(to, Keytools) else to
+        plan = plan_rotation(
+            self._keys,
             moves=moves,
             only_master_keys=only_master_keys,
             older_than=older_than,
             new_keks=new_keks,
-            keep_old=keep_old,
             dry_run=dry_run,
-            journal=None if journal is None else Path(journal),
-            new_kms=to.kms if isinstance(to, Keytools) else to,
+            new_kms=new_kms,
             new_configuration=to.configuration if isinstance(to, Keytools) else None,
             table_name=table_name,
             aad_prefix=aad_prefix,
-            keep_results=keep_results,
-            on_file=on_file,
-            follow_links=follow_links,
         )
-        return run_rotation(self._keys, FileLocation.resolve(path, filesystem), request)
-
-    def undo_rotation(
-        self,
-        path: PathLike | FileLocation,
-        *,
-        table_name: str | None = None,
-        aad_prefix: str | bytes | None = None,
-        filesystem: Any = None,
-        follow_links: bool = False,
-    ) -> RotationReport:
-        """Restore the keys that `rotate` kept of a file, or of all files under a folder.
-
-        A file that changed since, or whose old keys the KMS does not unwrap, stays as it is, and is reported. Each
-        call undoes one rotation.
-
-        Args:
-            path: A path or URI of a file or a folder.
-            table_name: The table of the files, for an AAD prefix that they do not store.
-            aad_prefix: The AAD prefix that the files must have.
-            filesystem: A `pyarrow.fs` or fsspec file system.
-            follow_links: Whether to change files outside `path` that links lead to. If not, the report lists each
-                of them as failed.
-
-        Raises:
-            FileNotFoundError: The file or folder does not exist.
-        """
-        check = RestoredCheck(self._keys, prefix_of(self._keys, table_name, aad_prefix))
-        return restoring.restore_data_set(FileLocation.resolve(path, filesystem), check, follow_links=follow_links)
-
-    def drop_old_keys(
-        self,
-        path: PathLike | FileLocation,
-        *,
-        filesystem: Any = None,
-        on_left: Callable[[str, str], None] | None = None,
-        follow_links: bool = False,
-    ) -> int:
-        """Remove the keys that `rotate` kept of a file, or of all files under a folder.
-
-        Args:
-            path: A path or URI of a file or a folder.
-            filesystem: A `pyarrow.fs` or fsspec file system.
-            on_left: Called with the path of each entry that is named like old keys but is something else, such as
-                a link, and the reason. The entry stays in place.
-            follow_links: Whether to remove old keys that lie outside `path`, behind a link.
-
-        Returns:
-            The number of removed files.
-
-        Raises:
-            FileNotFoundError: The file or folder does not exist.
-        """
-        return restoring.drop_data_set(FileLocation.resolve(path, filesystem), on_left, follow_links=follow_links)
+        return rotate_data_set(
+            FileLocation.resolve(path, filesystem),
+            Rewrapping(self._keys, plan, new_kms),
+            RunOptions(keep_results=keep_results, on_file=on_file, follow_links=follow_links),
+        )
 
     def rekey_in_place(
         self,
@@ -1079,7 +1022,6 @@ class Keytools(Summarised):
         new_keytools: Self | None = None,
         aad_prefix: str | bytes | None = None,
         verify: bool = True,
-        journal: PathLike | None = None,
         filesystem: Any = None,
         keep_results: bool = True,
         on_file: OnFile | None = None,
@@ -1091,7 +1033,8 @@ class Keytools(Summarised):
 
         Each new file is written beside the old file, checked, and replaces it in one step, unless the old file
         changed after it was read. Without `new_table_name` and `new_keytools`, a file keeps its AAD prefix, and
-        all encrypted columns stay encrypted.
+        all encrypted columns stay encrypted. A run that is repeated encrypts all files again, also after an
+        interruption.
 
         Args:
             path: A path or URI of a file or a folder.
@@ -1100,8 +1043,6 @@ class Keytools(Summarised):
             new_keytools: A `Keytools` with another configuration, whose keys and tables they use afterwards.
             aad_prefix: The AAD prefix that the files must have.
             verify: Whether to authenticate every page of a new file, or only its footer and column metadata.
-            journal: A local path for a journal, with which an interrupted run continues when it is called again.
-                Without a journal, all files are encrypted again.
             filesystem: A `pyarrow.fs` or fsspec file system.
             keep_results: Whether the report lists all files, or only failed ones.
             on_file: Called with the outcome of each file.
@@ -1127,7 +1068,6 @@ class Keytools(Summarised):
             aad_prefix=aad_prefix,
             as_before=new_table_name in (None, table_name) and not is_other,
             verify=verify,
-            journal=None if journal is None else Path(journal),
             keep_results=keep_results,
             on_file=on_file,
             on_progress=on_progress,

@@ -1,6 +1,6 @@
-"""Mutants of what lies in or beside a valid data set: key material, footers, old keys, journals.
+"""Mutants of what lies in or beside a valid data set: key material and footers.
 
-Each goes through rotate, keys, undo, rekey or read. It ends in the right data or in an error that names the file,
+Each goes through rotate, keys, rekey or read. It ends in the right data or in an error that names the file,
 and never in a "done" or "not needed" that is untrue. MUTANTS says how many there are; `make mutants` takes
 200,000.
 """
@@ -24,7 +24,7 @@ from cryptography.exceptions import InvalidTag
 from soak import how_many
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.errors import KeytoolsError, MasterKeyDisabledError, OutputError, WrappedKeyInvalidError
+from parquet_keytools.errors import KeytoolsError, MasterKeyDisabledError, WrappedKeyInvalidError
 from parquet_keytools.files import file_opening
 from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
@@ -33,9 +33,7 @@ from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import data_set_run, inventory
-from parquet_keytools.rotation.journal import FORMER_JOURNAL_NAME, journal_folder
-from parquet_keytools.rotation.replaced_keys import SUFFIX
-from parquet_keytools.rotation.report import FileRotation, Outcome
+from parquet_keytools.rotation.report import Outcome
 from parquet_keytools.rotation.tail import footer_of, read_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
@@ -102,11 +100,6 @@ class Base:
     without: dict[tuple[str, str], Keytools]
     """(master key, version) -> tools whose KMS has that version disabled."""
     without_old: Keytools
-    without_new: Keytools
-
-    @property
-    def is_external(self) -> bool:
-        return self.settings["key_material"] == "external"
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -118,7 +111,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def base(folder: Path, settings: dict[str, Any]) -> Base:
-    """Make a file, rotate it with its old keys kept, and leave some of its keys as they were."""
+    """Make a file whose master keys have another version by now."""
     folder.mkdir(parents=True)
     path = folder / "x.parquet"
     tools_of(LabelledKms.with_versions(1), **settings).write_table(TABLE, path)
@@ -129,16 +122,16 @@ def base(folder: Path, settings: dict[str, Any]) -> Base:
             kms = LabelledKms.with_versions(2)
             kms.disable(name, int(version))
             without[name, version] = tools_of(kms, **settings)
-    old, new = LabelledKms.with_versions(2), LabelledKms.with_versions(2)
+    old = LabelledKms.with_versions(2)
     for name in NAMES:
         old.disable(name, 1)
-        new.disable(name, 2)
-    return Base(settings, {}, tools, without, tools_of(old, **settings), tools_of(new, **settings))
+    return Base(settings, {}, tools, without, tools_of(old, **settings))
 
 
 def states(folder: Path, settings: dict[str, Any]) -> Iterator[Base]:
-    """Yield data sets: not rotated, rotated in part, rotated with its old keys beside it."""
-    for name, options in (("old", None), ("part", {"only_master_keys": ["ka"]}), ("kept", {"keep_old": True})):
+    """Yield data sets: not rotated, rotated in part, and rotated."""
+    choices: dict[str, dict[str, Any] | None] = {"old": None, "part": {"only_master_keys": ["ka"]}, "new": {}}
+    for name, options in choices.items():
         found = base(folder / name, settings)
         if options is not None:
             assert found.tools.rotate(folder / name, **options).succeeded
@@ -248,11 +241,8 @@ def mutate(found: Base, folder: Path, generator: random.Random) -> dict[str, byt
     files = dict(found.files)
     kinds = ["footer", "footer bytes", "magic"]
     material = next((name for name in files if name.startswith("_KEY_MATERIAL")), None)
-    kept = next((name for name in files if name.endswith(SUFFIX)), None)
     if material is not None:
         kinds += ["entries"] * 4 + ["material bytes"]
-    if kept is not None:
-        kinds += ["kept"] * 3
     kind = generator.choice(kinds)
     data = files["x.parquet"]
     length = int.from_bytes(data[-8:-4], "little") + 8
@@ -265,21 +255,9 @@ def mutate(found: Base, folder: Path, generator: random.Random) -> dict[str, byt
     elif kind == "entries":
         assert material is not None
         files[material] = mutant_entries(files[material], generator)
-    elif kind == "material bytes":
+    else:
         assert material is not None
         files[material] = mutant_bytes(files[material], generator)
-    else:
-        assert kept is not None
-        head, _, old = files[kept].partition(b"\n")
-        if generator.random() < 0.5:
-            # With its digest made to fit: whoever writes there can compute one.
-            import hashlib
-
-            old = mutant_entries(old, generator) if found.is_external else mutant_bytes(old, generator)
-            fields = {**json.loads(head), "oldSHA256": hashlib.sha256(old).hexdigest()}
-            files[kept] = json.dumps(fields).encode() + b"\n" + old
-        else:
-            files[kept] = mutant_bytes(files[kept], generator)
     return files
 
 
@@ -318,16 +296,6 @@ def check_keys(found: Base, folder: Path, files: dict[str, bytes]) -> str:
     return "unknown" if file.unknown is not None else "listed"
 
 
-def check_undo(found: Base, folder: Path, files: dict[str, bytes]) -> str:
-    (file,) = found.tools.undo_rotation(folder).files
-    if file.outcome is Outcome.RESTORED:
-        assert reads(found.without_new, folder / "x.parquet"), file
-    else:
-        assert contents(folder) == files, "a failure changed something"
-        assert file.error is None or str(folder) in str(file.error) or file.path in str(file), file
-    return file.outcome.value
-
-
 def check_rekey(found: Base, folder: Path, files: dict[str, bytes]) -> str:
     report = found.tools.rekey_in_place(folder)
     (file,) = report.files
@@ -354,7 +322,6 @@ CHECKS: tuple[Callable[[Base, Path, dict[str, bytes]], str], ...] = (
     check_rotate,
     check_keys,
     check_keys,
-    check_undo,
     check_rekey,
     check_read,
 )
@@ -416,54 +383,9 @@ def test_no_mutant_is_taken_for_done(fast_folder: Path) -> None:
     print(f"\n{(time.monotonic() - started) / max(MUTANTS, 1) * 1000:.2f} ms each; {sorted(seen.items())}")
     if MUTANTS >= 1000:
         wanted = {("check_rotate", "failed"), ("check_rotate", "rotated"), ("check_rotate", "already current")}
-        wanted |= {("check_keys", "unknown"), ("check_keys", "listed"), ("check_undo", "restored")}
-        wanted |= {("check_undo", "failed"), ("check_rekey", "failed"), ("check_rekey", "rekeyed")}
+        wanted |= {("check_keys", "unknown"), ("check_keys", "listed")}
+        wanted |= {("check_rekey", "failed"), ("check_rekey", "rekeyed")}
         assert wanted | {("check_read", "refused"), ("check_read", "read")} <= seen.keys()
-
-
-@pytest.mark.timeout(3600)
-def test_no_journal_makes_a_rotation_say_done(fast_folder: Path) -> None:
-    """A KMS that hides versions: only the journal says what was made."""
-
-    class CutOffError(BaseException):
-        pass
-
-    def stop(_: FileRotation) -> None:
-        raise CutOffError
-
-    kms = InMemoryKms({name: versions[:1] for name, versions in KEYS.items()})
-    tools, folder = tools_of(kms), fast_folder / "data"
-    folder.mkdir()
-    for name in ("x.parquet", "y.parquet"):
-        tools.write_table(TABLE, folder / name)
-    old = contents(folder)
-    for name in NAMES:
-        kms.add_version(name, KEYS[name][1])
-    with pytest.raises(CutOffError):
-        tools.rotate(folder, on_file=stop)
-    (journal,) = journal_folder().iterdir()
-    content, cut_off = journal.read_bytes(), contents(folder)
-    new_kms = InMemoryKms(KEYS)
-    for name in NAMES:
-        new_kms.disable(name, 1)
-    reader = tools_of(new_kms)
-    for seed in range(max(MUTANTS // 20, 1)):
-        generator = random.Random(f"journal {seed}")
-        planted = generator.choice((content, mutant_bytes(content, generator)))
-        journal.parent.mkdir(exist_ok=True)
-        journal.write_bytes(mutant_bytes(content, generator))
-        journal.chmod(0o600)
-        for name, data in generator.choice((old, cut_off)).items():
-            (folder / name).write_bytes(data)
-        (folder / FORMER_JOURNAL_NAME).write_bytes(planted)
-        try:
-            report = tools.rotate(folder)
-        except OutputError as error:
-            assert str(journal) in str(error)
-            continue
-        assert report.succeeded and report.ignored_journal == str(folder / FORMER_JOURNAL_NAME)
-        assert all(reads(reader, folder / name) for name in old), seed
-        journal.unlink(missing_ok=True)
 
 
 def test_the_kms_of_these_tests_binds_its_labels() -> None:

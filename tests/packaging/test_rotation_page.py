@@ -9,7 +9,6 @@ from pathlib import Path
 from warm_python import WarmPython
 
 from parquet_keytools import load_configuration
-from parquet_keytools.rotation.journal import FORMER_JOURNAL_NAME
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rotation.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -38,7 +37,3 @@ def test_all_blocks_run_as_printed(tmp_path: Path, warm_python: WarmPython) -> N
         )
         assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
     assert seen == {"yaml", "python", "bash"}
-
-
-def test_names_of_files_are_right() -> None:
-    assert f"`{FORMER_JOURNAL_NAME}`" in PAGE

@@ -53,8 +53,6 @@ ok = rotation.succeeded
 for file in rotation.files:
     print(file.path, file.keys, file.error)
 rekeyed = keytools.rekey_in_place(folder)
-undone = keytools.undo_rotation(folder)
-dropped: int = keytools.drop_old_keys(folder)
 for uses in keytools.key_inventory(folder):
     print(uses.path, [use.master_key_id for use in uses.uses])
 for path in keytools.files_using("pii", folder):

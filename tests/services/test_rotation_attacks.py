@@ -33,8 +33,6 @@ from parquet_keytools.errors import KmsError
 from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.kms.contract_tests import unwrap_one
-from parquet_keytools.rotation.journal import FORMER_JOURNAL_NAME
-from parquet_keytools.rotation.replaced_keys import keep, new_rotation_id
 from parquet_keytools.rotation.tail import footer_of, read_tail
 from parquet_keytools.spark.pipelines import inspection, rotation
 from parquet_keytools.storage.locations import FileLocation
@@ -426,17 +424,13 @@ def test_a_plaintext_footer_is_believed_when_it_is_authentic(place: Place, way: 
 
 @every_way
 def test_a_stashed_key_does_not_outlive_its_master_key(place: Place, way: str) -> None:
-    """Also with a planted journal of former versions, which says that all is done."""
     path, stolen = place.write(place.tools(), "x"), place.write(place.tools(), "../stolen")
     wrapped_key = stash(place, path, stolen)
-    planted = place.folder / FORMER_JOURNAL_NAME
-    planted.write_bytes(b'{"rotation_journal":1}\n')
     place.add_versions()
     assert place.rotate(way, moves={"ka": "new"}) == {"x": "rotated"}
     entries = external_entries(path)
     assert len(entries) == 5 and wrapped_key not in key_material_file(path).read_text()
     assert len(place.of("new", entries)) == 3 and len({entry["wrappedKEK"] for entry in entries.values()}) == 3
-    assert planted.exists()
     # Of what was stashed nothing is left under the new master key, and the old one opens nothing.
     ids = place.service.ids
     with Keytools.from_yaml(place.config) as tools:
@@ -470,47 +464,6 @@ def test_what_a_kms_refuses_is_never_done_nor_unneeded(place: Place, way: str) -
     assert tree_digest(place.folder) == before
 
 
-@ways(openbao="cli", aws="python", gcp="cli", moto="python")
-def test_old_keys_that_are_not_the_files_are_not_put_back(place: Place, way: str) -> None:
-    """Each of them is wrapped by the right master key, and unwrapped by the KMS."""
-    planted = []
-    tools = place.tools(key_material="internal")
-    path, other = place.write(tools, "tail"), place.write(tools, "../other-tail")
-    place.add_versions()
-    assert tools.rotate(path, keep_old=False).succeeded
-    (tail, _), (foreign, _) = (read_tail(FileLocation.resolve(found)) for found in (path, other))
-    planted.append(plant(path, "tail", tail.offset, foreign.data, tail.data))
-    tools = place.tools()
-    path, other = place.write(tools, "material"), place.write(tools, "../other-material")
-    entries = external_entries(path)
-    assert tools.rotate(path, keep_old=False).succeeded
-    one, two, *_ = [name for name, entry in entries.items() if entry in place.of("ka", entries)]
-    texts = {name: json.dumps(entry) for name, entry in {**entries, one: entries[two], two: entries[one]}.items()}
-    now = key_material_file(path).read_bytes()
-    planted.append(plant(path, "key_material", 0, json.dumps(texts).encode(), now))
-    planted.append(plant(path, "key_material", 0, key_material_file(other).read_bytes(), now))
-    before = tree_digest(place.folder)
-    if way == "cli":
-        status, out, err = place.run("rotate", place.folder, "--undo", "--json")
-        outcomes = [file["outcome"] for file in json.loads(out)["files"]]
-        assert status == 1 and all(str(path) in err for path in planted), err
-    else:
-        report = place.tools().undo_rotation(place.folder)
-        outcomes = [file.outcome.value for file in report.files]
-        errors = " ".join(str(file.error) for file in report.files)
-        assert all(str(path) in errors for path in planted), errors
-    assert outcomes == ["failed", "failed"]
-    assert tree_digest(place.folder) == before
-    for path in sorted(place.folder.glob("[!._]*.parquet")):
-        assert place.tools().read_table(path).equals(TABLE)
-
-
-def plant(path: Path, kind: Any, offset: int, old: bytes, new: bytes) -> Path:
-    """Put what looks like old keys beside a file."""
-    location = FileLocation.resolve(path)
-    return Path(keep(location, location, kind, offset, old, new, f"9{new_rotation_id()[1:]}").path)
-
-
 @pytest.mark.parametrize("service", ["openbao", "aws", "gcp"], indirect=True)
 def test_what_the_command_line_says(place: Place) -> None:
     """Of a data set in which one entry names another master key, for somebody who is about to disable one."""
@@ -520,7 +473,7 @@ def test_what_the_command_line_says(place: Place) -> None:
     copy_with(entries, path, path)
     place.add_versions()
     before = tree_digest(place.folder)
-    for options in ([], ["--only-master-key", "kf"], ["--keep-old"]):
+    for options in ([], ["--only-master-key", "kf"]):
         status, out, err = place.run("rotate", place.folder, *options)
         assert status == 3 and f"Failed: {path}: " in err and "1 failed" in out, err
         assert "does not belong to this master key, or is damaged" in err, err
@@ -530,8 +483,6 @@ def test_what_the_command_line_says(place: Place) -> None:
     for key in ("ka", "kb", "new"):
         status, out, err = place.run("keys", place.folder, "--fail-if-uses", key)
         assert status == 1 and "Nothing here needs" not in out + err and str(path) in out + err, err
-    status, out, err = place.run("rotate", place.folder, "--undo")
-    assert status == 0 and "nothing to restore" in out, err
     assert tree_digest(place.folder) == before
 
 

@@ -230,19 +230,6 @@ def test_parts_have_lengths_that_the_store_takes(beginning: int) -> None:
     assert min(lengths) >= LEAST_PART_BYTES and max(lengths) <= 5 * 1024**3
 
 
-@every_key_material
-def test_old_keys_are_kept_and_put_back(store: S3Store, tmp_path: Path, key_material: str) -> None:
-    s3 = S3Case.make(store, tmp_path, table=LARGE, key_material=key_material)
-    before = store.get(s3.changing)
-    assert s3.rotate(keep_old=True).outcome is Outcome.ROTATED
-    assert sum(key.endswith(".old_keys") for key in store.names()) == 1
-    assert store.get(s3.changing) != before
-    report = s3.tools.undo_rotation(f"{BUCKET}/d/x.parquet", filesystem=s3.filesystem)
-    assert report.counts == Counter({Outcome.RESTORED: 1})
-    assert store.get(s3.changing) == before and s3.read().equals(LARGE)
-    assert not any(key.endswith(".old_keys") for key in store.names())
-
-
 def test_the_etag_tells_objects_apart(store: S3Store) -> None:
     location = FileLocation(store.filesystem(), f"{BUCKET}/x")
     states = []
@@ -390,14 +377,14 @@ def test_an_object_that_is_removed_meanwhile(store: S3Store, tmp_path: Path) -> 
 
 
 @every_case
-@pytest.mark.parametrize("keep_old", [False, True], ids=["", "keep_old"])
+@pytest.mark.parametrize("first", [0, 1])
 def test_killed_at_a_request(
-    store: S3Store, tmp_path: Path, key_material: str, table: pa.Table, keep_old: bool
+    store: S3Store, tmp_path: Path, key_material: str, table: pa.Table, first: int
 ) -> None:
     s3 = S3Case.make(store, tmp_path, table=table, key_material=key_material)
     originals = {key: store.get(key) for key in store.names()}
-    # In a sample, each variant takes every other request: those that the variant that keeps old keys does not.
-    point = 0 if SOAK else int(keep_old)
+    # Each variant takes every other request.
+    point = first
     while True:
         store.clear()
         for key, data in originals.items():
@@ -412,7 +399,7 @@ def test_killed_at_a_request(
 
         with on_request(s3.filesystem, kill):
             try:
-                result = s3.rotate(keep_old=keep_old)
+                result = s3.rotate()
             except KilledError:
                 result = None
         assert s3.read().equals(table), sent
@@ -420,13 +407,13 @@ def test_killed_at_a_request(
             break
         if "PutObject" not in sent[:-1] and "CompleteMultipartUpload" not in sent[:-1]:
             assert store.get(s3.changing) == originals[s3.changing]
-        again = s3.rotate(keep_old=keep_old)
+        again = s3.rotate()
         assert again.outcome in (Outcome.ROTATED, Outcome.ALREADY_CURRENT), (sent, again)
         assert {m.wrapped_kek[:2] for m in materials_in(s3) if m.wrapped_kek} and s3.read().equals(table)
         # This server says of each upload that it was begun in 2010: one without parts is old enough to be ended.
         assert store.uploads() == [], sent
-        assert [key for key in store.names() if not key.endswith(".old_keys")] == sorted(originals)
-        point += 1 if SOAK else 2
+        assert store.names() == sorted(originals)
+        point += 2
     assert point >= (4 if table is TABLE else 8), sent
     s3.assert_rotated()
 
@@ -491,7 +478,7 @@ def test_a_store_that_refuses(store: S3Store, tmp_path: Path, operation: str) ->
         return refusal(request, 403, "AccessDenied") if asked == operation else None
 
     with on_request(s3.filesystem, refuse):
-        result = s3.rotate(keep_old=True)
+        result = s3.rotate()
     assert (result.outcome, result.error_class) == (Outcome.FAILED, "OutputError")
     assert "the store refuses: AccessDenied" in str(result.error)
     assert store.get("d/x.parquet") == before and store.uploads() == [] and store.names() == ["d/x.parquet"]
@@ -513,14 +500,8 @@ def test_a_store_that_is_overloaded_is_asked_again(store: S3Store, tmp_path: Pat
 
 
 @every_case
-@pytest.mark.parametrize("keep_old", [False, True], ids=["", "keep_old"])
 def test_an_answer_that_is_lost(
-    store: S3Store,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    key_material: str,
-    table: pa.Table,
-    keep_old: bool,
+    store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key_material: str, table: pa.Table
 ) -> None:
     """The object was replaced, and nobody heard of it: that is no change by somebody else."""
     s3 = S3Case.make(store, tmp_path, table=table, key_material=key_material)
@@ -536,9 +517,8 @@ def test_an_answer_that_is_lost(
 
     for name in ("put_object", "complete_multipart_upload"):
         monkeypatch.setattr(client, name, losing(getattr(client, name)))
-    result = s3.rotate(keep_old=keep_old)
+    result = s3.rotate()
     assert result.outcome is Outcome.ROTATED and len(lost) == 1
-    assert sum(key.endswith(".old_keys") for key in store.names()) == (1 if keep_old else 0)
     s3.assert_rotated()
 
 

@@ -27,7 +27,6 @@ from parquet_keytools import Keytools
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_text
-from parquet_keytools.rotation.report import Outcome
 
 pytestmark = [
     pytest.mark.usefixtures("java"),
@@ -286,10 +285,10 @@ def test_master_keys_move_in_every_way(place: Place, flights: pa.Table, tmp_path
     config = place.configuration
     to_other = {"to": other, "moves": {"pii": "elsewhere"}}
     ways: dict[str, dict[str, Any]] = {
-        "moved": {"moves": {"pii": "new", "footer": "times"}, "keep_old": True},
-        "fresh": {"moves": {"pii": "new"}, "only_master_keys": ["pii"], "new_keks": True, "keep_old": True},
-        "other": to_other | {"keep_old": True},
-        "other, fresh": to_other | {"new_keks": True, "keep_old": True},
+        "moved": {"moves": {"pii": "new", "footer": "times"}},
+        "fresh": {"moves": {"pii": "new"}, "only_master_keys": ["pii"], "new_keks": True},
+        "other": to_other,
+        "other, fresh": to_other | {"new_keks": True},
     }
     for way in ways:
         shutil.copytree(base, tmp_path / way)
@@ -322,12 +321,6 @@ def test_master_keys_move_in_every_way(place: Place, flights: pa.Table, tmp_path
         if way.startswith("other"):
             with pytest.raises(KeytoolsError):
                 place.keytools.read_table(tmp_path / way, table_name="flights")
-        assert place.keytools.undo_rotation(tmp_path / way).succeeded
-        assert_same(place.keytools, tmp_path / way, some)
-        assert all(
-            path.read_bytes() == (base / path.relative_to(tmp_path / way)).read_bytes()
-            for path in files_of(tmp_path / way)
-        )
 
 
 @IN_ONE_JVM
@@ -502,7 +495,7 @@ def test_copies_of_a_slow_task_lose_and_double_nothing(place: Place, flights: pa
     config = place.configuration
     encrypted, rotated = place.call(
         ("encrypt", [source, target, config], {}),
-        ("rotate", [target, config], {"moves": {"pii": "new"}, "keep_old": True}),
+        ("rotate", [target, config], {"moves": {"pii": "new"}}),
         settings=settings,
         slow=str(tmp_path),
     )
@@ -519,11 +512,6 @@ def test_copies_of_a_slow_task_lose_and_double_nothing(place: Place, flights: pa
     assert_same_rows(place.keytools, target, some)
     used = {use.master_key_id for file in place.keytools.key_inventory(target) for use in file.uses}
     assert used == {"footer", "new", "times"}
-    undone = place.keytools.undo_rotation(target)
-    assert undone.succeeded and undone.counts[Outcome.RESTORED] == number
-    assert_same(place.keytools, target, some)
-    used = {use.master_key_id for file in place.keytools.key_inventory(target) for use in file.uses}
-    assert used == {"footer", "pii", "times"}
 
 
 # Where tasks ran does not show in the files. It comes after what shares the session of pipelines, which it ends.

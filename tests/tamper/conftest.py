@@ -30,11 +30,3 @@ def tmp_path(folder_in_memory: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir=folder_in_memory))
     yield folder
     shutil.rmtree(folder)
-
-
-@pytest.fixture(autouse=True)
-def state_folder(folder_in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this user's state: one for each test."""
-    folder = Path(tempfile.mkdtemp(prefix="state-", dir=folder_in_memory))
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
-    return folder

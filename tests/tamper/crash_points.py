@@ -281,7 +281,6 @@ def run(job: Job, tell: Callable[[Ended], None]) -> None:
     replacement.in_threads = _in_order  # type: ignore[assignment]
     outputs._LocalOutput.open_stream = _open_stream  # type: ignore[method-assign]
     points, folder, keystore = Points(job, tell), Path(job.folder), Path(job.keystore)
-    os.environ["XDG_STATE_HOME"] = str(keystore.with_name("state"))
     if job.action == "command":
         tell(_command(job, points))
         return
@@ -317,10 +316,7 @@ def _attacker(job: Job, act: Callable[[Path], object]) -> Any:
 
     base = Path(job.folder).parent
     # What is imported late cannot be imported by somebody else.
-    state = os.environ["XDG_STATE_HOME"]
-    os.environ["XDG_STATE_HOME"] = f"{state} of the superuser"
     act(base / "warm")
-    os.environ["XDG_STATE_HOME"] = state
     attacker = Attacker(job.attack, Path(job.folder), base / PRIVATE)
     local_output._NO_DESCRIPTORS = job.named
     if job.user:
@@ -358,8 +354,7 @@ def main() -> None:
     import parquet_keytools.arrow.arrow_kms
     import parquet_keytools.cli
     import parquet_keytools.files.file_plan
-    import parquet_keytools.rotation.rekeying
-    import parquet_keytools.rotation.restoring  # noqa: F401
+    import parquet_keytools.rotation.rekeying  # noqa: F401
     from parquet_keytools.kms.keystore_file import Keystore
 
     # Else each child copies all that its collector of garbage looks at.

@@ -70,18 +70,13 @@ def _plant_locks(folder: Path, private: Path) -> None:
 
 
 def _plant_state(folder: Path, private: Path) -> None:
-    """Put journals and old keys beside the files."""
+    """Put links where key material may be looked for."""
     for path in list(_files(folder)):
         if path.name.endswith(".parquet"):
-            _replace(
-                path.with_name("._parquet_keytools_rotation.journal"),
-                lambda path=path: path.with_name("._parquet_keytools_rotation.journal").write_bytes(b"{}\n"),  # type: ignore[misc]
-            )
-            for name in (f".{path.name}.9-0.old_keys", f"_KEY_MATERIAL_FOR_{path.name}.json"):
-                other = path.with_name(name)
-                if not other.exists():
-                    with contextlib.suppress(OSError):
-                        other.symlink_to(private / "secret")
+            other = path.with_name(f"_KEY_MATERIAL_FOR_{path.name}.json")
+            if not other.exists():
+                with contextlib.suppress(OSError):
+                    other.symlink_to(private / "secret")
 
 
 ATTACKS: dict[str, Callable[[Path, Path], None]] = {

@@ -29,7 +29,6 @@ CHANGES: dict[str, Change] = {
     "rotate": lambda tools, path, **options: tools.rotate(path, moves={"ka": "new"}, **options),
     "new keks": lambda tools, path, **options: tools.rotate(path, new_keks=True, **options),
     "rekey": lambda tools, path, **options: tools.rekey_in_place(path, **options),
-    "undo": lambda tools, path, **options: tools.undo_rotation(path, **options),
 }
 
 
@@ -44,12 +43,8 @@ class Folders:
         (self.file,) = self.theirs.glob("*.parquet")
         case.add_version()
 
-    def tools(self, change: str) -> Keytools:
-        tools = self.case.tools()
-        if change == "undo":
-            assert tools.rotate(self.mine, keep_old=True).succeeded
-            assert tools.rotate(self.theirs, keep_old=True).succeeded
-        return tools
+    def tools(self) -> Keytools:
+        return self.case.tools()
 
 
 @pytest.fixture
@@ -111,7 +106,7 @@ LINKS: dict[str, Callable[[Folders], Path]] = {
 def test_what_is_behind_a_link_out_stays_and_is_reported(
     folders: Folders, change: str, link: Callable[[Folders], Path]
 ) -> None:
-    tools = folders.tools(change)
+    tools = folders.tools()
     made, before = link(folders), tree_digest(folders.theirs)
     report = CHANGES[change](tools, folders.mine)
     assert tree_digest(folders.theirs) == before
@@ -126,7 +121,7 @@ def test_what_is_behind_a_link_out_stays_and_is_reported(
 @pytest.mark.parametrize("link", [_to_folder, _in_the_middle])
 @pytest.mark.parametrize("change", CHANGES)
 def test_follow_links_changes_it(folders: Folders, change: str, link: Callable[[Folders], Path]) -> None:
-    tools = folders.tools(change)
+    tools = folders.tools()
     link(folders)
     before = tree_digest(folders.theirs)
     report = CHANGES[change](tools, folders.mine, follow_links=True)
@@ -136,7 +131,7 @@ def test_follow_links_changes_it(folders: Folders, change: str, link: Callable[[
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_named_may_be_a_link(folders: Folders, change: str, tmp_path: Path) -> None:
-    tools = folders.tools(change)
+    tools = folders.tools()
     (tmp_path / "named").symlink_to(folders.mine)
     before = tree_digest(folders.mine)
     report = CHANGES[change](tools, tmp_path / "named")
@@ -148,10 +143,10 @@ def test_what_is_named_may_be_a_link(folders: Folders, change: str, tmp_path: Pa
 def test_so_may_a_file(folders: Folders, change: str, tmp_path: Path) -> None:
     (tmp_path / "named.parquet").symlink_to(folders.file)
     before = tree_digest(folders.theirs)
-    assert CHANGES[change](folders.tools(change), tmp_path / "named.parquet").succeeded
+    assert CHANGES[change](folders.tools(), tmp_path / "named.parquet").succeeded
     assert tree_digest(folders.theirs) != before
     _to_file(folders)
-    assert CHANGES[change](folders.tools(change), folders.mine, follow_links=True).succeeded
+    assert CHANGES[change](folders.tools(), folders.mine, follow_links=True).succeeded
 
 
 def test_a_link_within_the_folder_changes_each_file_once(folders: Folders) -> None:
@@ -216,7 +211,6 @@ def config(tmp_path: Path) -> Path:
     [
         ["rotate", "--from", "ka", "--to", "nw"],
         ["rotate", "--from", "ka", "--to", "nw", "--dry-run"],
-        ["rotate", "--undo"],
         ["rekey", "--in-place"],
     ],
     ids=" ".join,

@@ -151,13 +151,11 @@ COMMANDS: dict[str, Callable[[Place], Seen]] = {
     "rekey in place": lambda place: listed(place, "rekey", place.folder, "--in-place"),
     "rotate": lambda place: listed(place, "rotate", place.folder, "--from", "pii", "--to", "new"),
     "dry run": lambda place: listed(place, "rotate", place.folder, "--from", "pii", "--to", "new", "--dry-run"),
-    "undo": lambda place: listed(place, "rotate", place.folder, "--undo"),
     "keys": lambda place: listed(place, "keys", place.folder),
     "keys --fail-if-uses": asked,
     "verify": verified,
     "Keytools.rotate": lambda place: of_report(place.keytools.rotate(place.folder, moves={"pii": "new"})),
     "Keytools.rekey_in_place": lambda place: of_report(place.keytools.rekey_in_place(place.folder)),
-    "Keytools.undo_rotation": lambda place: of_report(place.keytools.undo_rotation(place.folder)),
     "Keytools.key_inventory": inventory,
     "pipelines.encrypt": lambda place: pipeline(place, "encrypt", place.target),
     "pipelines.rotate": lambda place: pipeline(place, "rotate", moves={"pii": "new"}),
@@ -180,10 +178,8 @@ IN_PLACE = {
     "rekey in place",
     "rotate",
     "dry run",
-    "undo",
     "Keytools.rotate",
     "Keytools.rekey_in_place",
-    "Keytools.undo_rotation",
     "pipelines.rotate",
     "pipelines.rekey",
 }
@@ -191,8 +187,8 @@ IN_PLACE = {
 
 OUTSIDE = {"link to a file": "odd.parquet", "link to a folder": "linked"}
 
-LOOK_ONLY = {"undo", "Keytools.undo_rotation", "pipelines.plan"}
-"""These do not open files, or only those of which something was kept."""
+LOOK_ONLY = {"pipelines.plan"}
+"""These do not open files."""
 
 
 def make_place(tmp_path: Path, *, plain: bool) -> Place:
@@ -265,10 +261,9 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def open_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def open_path() -> Iterator[Path]:
     """A folder that is nobody's."""
     path = Path(tempfile.mkdtemp(prefix="keytools-"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(path / "state"))
     yield path
     shutil.rmtree(path)
 

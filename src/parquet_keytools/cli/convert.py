@@ -151,14 +151,6 @@ VerifyOption = Annotated[
         show_default=False,
     ),
 ]
-JournalOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--journal",
-        metavar="FILE",
-        help="With --in-place: go on where a run with this journal was cut off. Without, all files are rekeyed.",
-    ),
-]
 
 
 def rekey_command(
@@ -173,7 +165,6 @@ def rekey_command(
     skip_existing: SkipExistingOption = False,
     in_place: InPlaceOption = False,
     verify: VerifyOption = None,
-    journal: JournalOption = None,
     follow_links: FollowLinksOption = False,
     processes: ProcessesOption = None,
     as_json: JsonOption = False,
@@ -185,13 +176,15 @@ def rekey_command(
     if in_place and target is not None:
         raise typer.BadParameter("DST and --in-place contradict each other.", param_hint="DST")
     if in_place and skip_existing:
-        raise typer.BadParameter("it goes with DST only; --in-place has a journal.", param_hint="--skip-existing")
+        raise typer.BadParameter(
+            "this goes with DST only; --in-place encrypts all files again.", param_hint="--skip-existing"
+        )
     if in_place and overwrite:
         raise typer.BadParameter("--in-place replaces files in any case.", param_hint="--overwrite")
     if not in_place and target is None:
         raise typer.BadParameter("a file or folder to write is needed, or --in-place.", param_hint="DST")
-    if not in_place and (verify is not None or journal is not None or follow_links):
-        option = "--journal" if journal is not None else "--follow-links" if follow_links else "--verify"
+    if not in_place and (verify is not None or follow_links):
+        option = "--follow-links" if follow_links else "--verify"
         raise typer.BadParameter("this goes with --in-place only.", param_hint=option)
 
     from parquet_keytools.cli.file_work import convert_files, open_keytools
@@ -207,7 +200,6 @@ def rekey_command(
                 "new_keytools": stack.enter_context(open_keytools(to_config)) if to_config is not None else None,
                 "aad_prefix": aad_prefix,
                 "verify": verify is not False,
-                "journal": journal,
                 "processes": processes,
                 "follow_links": follow_links,
             }
@@ -240,7 +232,7 @@ def rekey_command(
 def _in_place(keytools: Keytools, source: str, options: dict[str, Any], *, as_json: bool) -> None:
     """Replace files one by one, and report each; `options` are those of `Keytools.rekey_in_place`."""
     started = time.monotonic()
-    again = "Give the same command again; without --journal it begins with the first file."
+    again = "Give the same command again: it starts with the first file."
     location = locations_of([source], "SRC")
     is_folder = location.is_folder()
     with FilesDocument(wanted=as_json) as document:

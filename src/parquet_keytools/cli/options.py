@@ -158,9 +158,6 @@ OlderThanOption = Annotated[
 NewKeksOption = Annotated[
     bool, typer.Option("--new-keks", help="Make new KEKs, after a KEK leaked. DEKs stay: see rekey.")
 ]
-KeepOldOption = Annotated[
-    bool | None, typer.Option("--keep-old/--no-keep-old", help="Keep the old keys beside the files, for --undo.")
-]
 FollowLinksOption = Annotated[
     bool,
     typer.Option(

@@ -8,8 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,7 +19,6 @@ from parquet_keytools.cli.options import (
     FollowLinksOption,
     FromOption,
     JsonOption,
-    KeepOldOption,
     NewKeksOption,
     OlderThanOption,
     OnlyOption,
@@ -28,12 +26,10 @@ from parquet_keytools.cli.options import (
     PathsArgument,
     TableOption,
     ToOption,
-    location_of,
     locations_of,
     moves_of,
 )
 from parquet_keytools.cli.output import (
-    MOST_SAID,
     ExitStatus,
     FilesDocument,
     answer,
@@ -42,7 +38,6 @@ from parquet_keytools.cli.output import (
     failure_text,
     file_counter,
     number_of,
-    print_json,
     print_table,
     say,
     say_first,
@@ -55,17 +50,6 @@ if TYPE_CHECKING:
     from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, RotationOutcome, RotationReport
     from parquet_keytools.storage.locations import FileLocation
 
-UndoOption = Annotated[bool, typer.Option("--undo", help="Restore the keys that --keep-old kept.")]
-DropOldOption = Annotated[bool, typer.Option("--drop-old", help="Remove the keys that --keep-old kept.")]
-JournalOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--journal",
-        metavar="FILE",
-        help="Where a run that is cut off leaves what it made; not in PATH. Default: the folder of your state.",
-    ),
-]
-
 
 def rotate_command(
     paths: PathsArgument,
@@ -77,59 +61,31 @@ def rotate_command(
     only_master_keys: OnlyOption = None,
     older_than: OlderThanOption = None,
     new_keks: NewKeksOption = False,
-    keep_old: KeepOldOption = None,
-    undo: UndoOption = False,
-    drop_old: DropOldOption = False,
     dry_run: DryRunOption = False,
-    journal: JournalOption = None,
     aad_prefix: AadPrefixOption = None,
     follow_links: FollowLinksOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Re-wrap the keys of files; their data stays as it is.
 
-    The keys are re-wrapped under the current version of their master keys, or under other master keys. To continue
-    an interrupted run, give the same command again.
+    The keys are re-wrapped under the current version of their master keys, or under other master keys. After an
+    interrupted run, give the same command again.
     """
     moves = moves_of(from_keys or [], to_keys or [])
-    chosen = {
-        "--from": bool(moves),
-        "--to-config": to_config is not None,
-        "--only-master-key": bool(only_master_keys),
-        "--older-than": older_than is not None,
-        "--new-keks": new_keks,
-        "--keep-old": keep_old is not None,
-        "--dry-run": dry_run,
-        "--journal": journal is not None,
-    }
-    if undo or drop_old:
-        _refuse("--undo" if undo else "--drop-old", {"--drop-old": undo and drop_old, **chosen})
-    if dry_run:
-        _refuse("--dry-run", {"--keep-old": keep_old is True, "--journal": journal is not None})
 
     from parquet_keytools.cli.file_work import open_keytools
 
-    if (undo or drop_old) and len(paths) > 1:
-        raise typer.BadParameter("name one file or folder.", param_hint="--undo" if undo else "--drop-old")
-    location = location_of(paths[0], "PATH") if undo or drop_old else locations_of(paths, "PATH")
+    location = locations_of(paths, "PATH")
     with contextlib.ExitStack() as stack:
         keytools = stack.enter_context(open_keytools(config))
         if table is not None:
             keytools.configuration.select_table(table)
-        if undo:
-            _undo(keytools, location, table, aad_prefix, follow_links=follow_links, as_json=as_json)
-            return
-        if drop_old:
-            _drop_old(keytools, location, follow_links=follow_links, as_json=as_json)
-            return
         options: dict[str, Any] = {
             "moves": moves or None,
             "only_master_keys": only_master_keys or None,
             "older_than": older_than,
             "new_keks": new_keks,
-            "keep_old": False if dry_run else keep_old,
             "dry_run": dry_run,
-            "journal": journal,
             "to": stack.enter_context(open_keytools(to_config)) if to_config is not None else None,
             "table_name": table,
             "aad_prefix": aad_prefix,
@@ -138,16 +94,9 @@ def rotate_command(
         _rotate(keytools, location, options, as_json=as_json)
 
 
-def _refuse(option: str, others: dict[str, bool]) -> None:
-    """Refuse options that contradict one that was chosen."""
-    for other, is_chosen in others.items():
-        if is_chosen:
-            raise typer.BadParameter(f"{option} and {other} contradict each other.", param_hint=option)
-
-
 def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any], *, as_json: bool) -> None:
     tally = RotationTally()
-    again = "Give the same command again: it does the rest."
+    again = "Give the same command again."
     with FilesDocument(wanted=as_json) as document:
         with file_counter() as count, saying_what_was_done(again) as done:
 
@@ -162,41 +111,6 @@ def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any],
         document.end(tally.document(report))
     tally.tell(report)
     exit_with(report)
-
-
-def _undo(
-    keytools: Keytools,
-    location: FileLocation,
-    table: str | None,
-    aad_prefix: str | None,
-    *,
-    follow_links: bool,
-    as_json: bool,
-) -> None:
-    report = keytools.undo_rotation(location, table_name=table, aad_prefix=aad_prefix, follow_links=follow_links)
-    tally = RotationTally()
-    with FilesDocument(wanted=as_json) as document:
-        for file in report.files:
-            tally.add(file)
-            document.add(rotation_document(file))
-        document.end(tally.document(report))
-    tally.tell(report)
-    exit_with(report)
-
-
-def _drop_old(keytools: Keytools, location: FileLocation, *, follow_links: bool, as_json: bool) -> None:
-    left: list[tuple[str, str]] = []
-    dropped = keytools.drop_old_keys(
-        location, on_left=lambda path, why: left.append((path, why)), follow_links=follow_links
-    )
-    if as_json:
-        print_json({"dropped": dropped} | ({"left": [path for path, _ in left]} if left else {}))
-    answer(f"Removed {number_of(dropped, 'file')} with old keys.")
-    for path, why in left[:MOST_SAID]:
-        say(f"Not removed: {path}: {why}.")
-    if left:
-        say(f"{len(left)} not removed: check them, and remove them by hand.")
-        raise typer.Exit(ExitStatus.NO)
 
 
 # --- what became of files ---
@@ -235,7 +149,6 @@ def rekeyed_summary(report: RotationReport) -> dict[str, Any]:
         "complete": report.stopped_by is None,
         "counts": {outcome.value: number for outcome, number in report.counts.items()},
         "bytes_written": report.bytes_written,
-        "journal": report.journal,
         "left_behind": report.left_behind,
         "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
     }
@@ -326,8 +239,6 @@ class RotationTally:
             "bytes_copied": report.bytes_copied,
             "kms_calls": asdict(report.kms_calls),
             "expected_kms_calls": asdict(report.expected_kms_calls) if report.dry_run else None,
-            "journal": report.journal,
-            "ignored_journal": report.ignored_journal,
             "shared_keys": report.shared_keys,
             "left_behind": report.left_behind,
             "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
@@ -346,12 +257,6 @@ class RotationTally:
             say(
                 f"Warning: these share data keys and file unique, and readers refuse them: {shown}{more}. {REMEDY}"
             )
-        if report.journal_in_use:
-            say("Another run uses the journal, so this run has none.")
-        if report.no_journal:
-            say(f"Without a journal, a run that is cut off begins again with all files: {report.no_journal}")
-        if report.ignored_journal is not None:
-            say(f"{report.ignored_journal} is from a former version and is not read. Remove it.")
         answer(f"{files_text(report.counts)}{self._reasons_text()} in {time.monotonic() - self._started:.1f} s.")
         if report.dry_run:
             answer(
@@ -362,8 +267,6 @@ class RotationTally:
             answer(f"{written} written, {copied} copied by the operating system or the store.")
             answer(f"The KMS was asked {_calls_text(report.kms_calls)}.")
         say_stopped(report)
-        if report.stopped_by is not None and report.journal is not None:
-            say(f"To continue, give the same command again: {report.journal} says where.")
 
     def _sorted(self) -> list[tuple[str, str, str | None, str | None]]:
         return sorted(self._changes, key=lambda names: tuple(name or "" for name in names))

@@ -359,9 +359,6 @@ class RotationSettings(StrictSettings):
         description="Name of a master key to the one of the same KMS that replaces it. Keys under other master "
         "keys then stay.",
     )
-    keep_old: StrictBool = Field(
-        default=False, description="Keep the old keys beside the files, so that the rotation can be undone."
-    )
 
 
 class Configuration(StrictSettings):

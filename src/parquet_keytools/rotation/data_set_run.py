@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from parquet_keytools import audit
 from parquet_keytools.errors import (
@@ -22,12 +21,9 @@ from parquet_keytools.errors import (
     FileChangedError,
     KeytoolsError,
     KmsUnavailableError,
-    NoParquetFilesError,
     OutputError,
-    StorageFailedError,
     WorkerProcessEndedError,
 )
-from parquet_keytools.rotation.journal import Journal
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.tail import changed_while_rotated
 from parquet_keytools.runtime.worker_processes import FILES_PER_PROCESS, MOST_PROCESSES, WorkerProcesses
@@ -80,14 +76,12 @@ class RunOptions:
     """How a run goes about it.
 
     Attributes:
-        journal: Where the journal is; None for the folder of this user's state, where data sets have theirs.
         keep_results: Whether the report has all files, or only those that failed.
         on_file: Called with each result.
         raises_failures: Whether what fails with a file is raised: for a run over a single one.
         follow_links: Whether files are changed that links lead to, outside of what was named.
     """
 
-    journal: Path | None = None
     keep_results: bool = True
     on_file: OnFile | None = None
     raises_failures: bool = False
@@ -95,7 +89,7 @@ class RunOptions:
 
 
 class FileChange(ABC):
-    """What a run does with files: it re-wraps their keys, rekeys them, or puts old keys back."""
+    """What a run does with files: it re-wraps their keys, or encrypts them with new ones."""
 
     @abstractmethod
     def change(
@@ -303,13 +297,7 @@ def _entries(entries: Iterable[Entry | BehindLink], note: Callable[[FileRotation
             yield entry
 
 
-def change_data_set(
-    path: FileLocation,
-    change: FileChange,
-    report: RotationReport,
-    options: RunOptions,
-    journal: Journal | None = None,
-) -> None:
+def change_data_set(path: FileLocation, change: FileChange, report: RotationReport, options: RunOptions) -> None:
     """Change a file, or all Parquet files under a folder.
 
     Raises:
@@ -324,42 +312,20 @@ def change_data_set(
         if options.on_file is not None:
             options.on_file(result)
 
-    is_done = False
-    try:
-        with audit.about(path), naming_left_behind(report.note_left_behind), contextlib.ExitStack() as stack:
-            entries = _entries(data_set_in_place(path, follow_links=options.follow_links), note)
-            if isinstance(change, EachFile) and change.processes != 1:
-                first = list(itertools.islice(entries, MOST_PROCESSES * FILES_PER_PROCESS))
-                entries = itertools.chain(first, entries)
-                small = sum(isinstance(entry, ParquetFile) and entry.size_bytes <= SMALL_BYTES for entry in first)
-                stack.enter_context(change.spread(small))
-            locations = _files_of(entries, lambda unseen: note(FileRotation.of_unseen(unseen)))
-            if not report.dry_run:
-                locations = without_leftovers(locations)
-            # Closed at once if this ends early: what was begun is finished then, and in the journal.
-            results = stack.enter_context(contextlib.closing(_Run(change, report).results(locations)))
-            for result in results:
-                note(result)
-        is_done = report.stopped_by is None
-    except NoParquetFilesError:
-        is_done = True
-        raise
-    except StorageFailedError as error:
-        if options.raises_failures:
-            raise
-        # Of the journal, or of what cannot be made at all.
-        report.stopped_by = error
-    finally:
-        if journal is not None:
-            _end(journal, report, is_done=is_done)
-
-
-def _end(journal: Journal, report: RotationReport, *, is_done: bool) -> None:
-    try:
-        journal.close(remove=is_done)
-    except StorageFailedError as error:
-        report.stopped_by = report.stopped_by or error
-    report.journal = str(journal.path) if report.stopped_by is not None else None
+    with audit.about(path), naming_left_behind(report.note_left_behind), contextlib.ExitStack() as stack:
+        entries = _entries(data_set_in_place(path, follow_links=options.follow_links), note)
+        if isinstance(change, EachFile) and change.processes != 1:
+            first = list(itertools.islice(entries, MOST_PROCESSES * FILES_PER_PROCESS))
+            entries = itertools.chain(first, entries)
+            small = sum(isinstance(entry, ParquetFile) and entry.size_bytes <= SMALL_BYTES for entry in first)
+            stack.enter_context(change.spread(small))
+        locations = _files_of(entries, lambda unseen: note(FileRotation.of_unseen(unseen)))
+        if not report.dry_run:
+            locations = without_leftovers(locations)
+        # Closed at once if this ends early: what was begun is finished then.
+        results = stack.enter_context(contextlib.closing(_Run(change, report).results(locations)))
+        for result in results:
+            note(result)
 
 
 class _Run:
@@ -382,6 +348,8 @@ class _Run:
     def _together(self, pool: Executor, locations: Iterator[FileLocation]) -> Iterator[FileRotation]:
         """Yield what became of the next files that go together, however often they are changed by others."""
         for attempt in range(ATTEMPTS):
+            if self._report.stopped_by is not None:
+                return
             changed: list[FileLocation] = []
             for location, outcome in self._change.change(pool, locations, None):
                 if isinstance(outcome, ChangedMeanwhileError):

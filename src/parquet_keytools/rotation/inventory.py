@@ -30,10 +30,17 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.table_check import refuse_folders_above
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH, TRAILER_LENGTH
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
-from parquet_keytools.rotation.batch import BatchFile, read_batch, step
 from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES, data_set_files
-from parquet_keytools.rotation.held_keys import AadPrefixOf, HeldKey, HeldKeys, Unwrapped, own_key_columns
-from parquet_keytools.rotation.replaced_keys import SUFFIX
+from parquet_keytools.rotation.file_keys import (
+    AadPrefixOf,
+    BatchFile,
+    FileKey,
+    FileKeys,
+    Unwrapped,
+    own_key_columns,
+    read_batch,
+    step,
+)
 from parquet_keytools.rotation.rewrapper import Rewrapper
 from parquet_keytools.rotation.rotation_plan import MasterKeyVersions, SameMasterKey, is_same_version
 from parquet_keytools.runtime.presentation import Summarised
@@ -165,7 +172,7 @@ class Inventory:
             yield from map(_unknown, _taken(unseen))
             yield from uses_of_left_out(pool, _taken(left_out))
 
-    def _unwrap(self, wanted: Iterable[HeldKey]) -> Unwrapped | None:
+    def _unwrap(self, wanted: Iterable[FileKey]) -> Unwrapped | None:
         return None if self._rewrapper is None else self._rewrapper.unwrap([held.wrapped_key for held in wanted])
 
     def _expect_prefix(self, work: BatchFile) -> None:
@@ -188,7 +195,7 @@ class Inventory:
             return FileKeyUses(path, failure is not None, (), failure)
         return FileKeyUses(path, True, tuple(self._uses(keys)), failure)
 
-    def _uses(self, keys: HeldKeys) -> Iterator[UsedKey]:
+    def _uses(self, keys: FileKeys) -> Iterator[UsedKey]:
         seen: set[int] = set()
         yield self._use(keys, keys.envelope.key_metadata, None, seen, is_footer=True)
         for column in _shown_columns(keys):
@@ -201,7 +208,7 @@ class Inventory:
                 yield self._wrapped_use(held, None, is_footer=held.material.is_footer_key)
 
     def _use(
-        self, keys: HeldKeys, key_metadata: bytes | None, column: str | None, seen: set[int], *, is_footer: bool
+        self, keys: FileKeys, key_metadata: bytes | None, column: str | None, seen: set[int], *, is_footer: bool
     ) -> UsedKey:
         held = keys.key_of(key_metadata)
         if held is not None:
@@ -210,10 +217,10 @@ class Inventory:
         parsed = parse_key_metadata(key_metadata)
         if isinstance(parsed, KeyMaterial):
             # Of a footer that is not authentic: shown, and not believed.
-            return self._wrapped_use(HeldKey(parsed, b"", None), column, is_footer=is_footer)
+            return self._wrapped_use(FileKey(parsed, b"", None), column, is_footer=is_footer)
         return UsedKey(column, is_footer, data_key=parsed.name if isinstance(parsed, DataKeyId) else None)
 
-    def _wrapped_use(self, held: HeldKey, column: str | None, *, is_footer: bool) -> UsedKey:
+    def _wrapped_use(self, held: FileKey, column: str | None, *, is_footer: bool) -> UsedKey:
         key, kek_id = held.wrapped_key, held.material.kek_id
         return UsedKey(
             column,
@@ -244,7 +251,7 @@ def _unknown(unseen: Unseen) -> FileKeyUses:
     return FileKeyUses(unseen.path, True, (), unseen.error)
 
 
-def _shown_columns(keys: HeldKeys) -> list[FooterColumn]:
+def _shown_columns(keys: FileKeys) -> list[FooterColumn]:
     """Return the columns that have a key of their own, as far as they show, also without a key."""
     footer = keys.footer
     if footer is None:
@@ -290,9 +297,7 @@ def _is_encrypted(location: FileLocation) -> bool:
     with open_source(location) as source:
         if source.size_bytes < MAGIC_LENGTH + TRAILER_LENGTH:
             return False
-        # A file that is not complete has no footer, and nobody can read it. Some readers look at its end alone; of
-        # the tail of a file that is kept, the file itself says what it needs.
-        start, end = (bytes(source.read_at(at, MAGIC_LENGTH)) for at in (0, source.size_bytes - MAGIC_LENGTH))
-        if end not in _MAGIC or (start not in _MAGIC and location.name.endswith(SUFFIX)):
+        # An incomplete file has no footer, and no reader can use it. Some readers look only at its end.
+        if bytes(source.read_at(source.size_bytes - MAGIC_LENGTH, MAGIC_LENGTH)) not in _MAGIC:
             return False
         return read_envelope(source).mode is not FooterMode.UNENCRYPTED

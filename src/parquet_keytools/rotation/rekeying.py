@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.rotation.data_set_run import EachFile, OnFile, RunOptions, change_data_set
-from parquet_keytools.rotation.journal import Journal, kms_digest, refuse_inside
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.tail import REFUSED_HINT, check_unchanged, proving, read_tail
 from parquet_keytools.runtime.worker_processes import StaysInParent, check_number_of_processes
@@ -41,7 +39,7 @@ from parquet_keytools.storage.walk import file_or_folder
 
 def check_rekeyed(
     written: ByteSource, new: NewFileKeys, old: Footer, kms_keys: KmsKeys, *, all_modules: bool
-) -> Footer:
+) -> None:
     """Open a new file as its readers will, and have the KMS unwrap its keys again.
 
     Args:
@@ -50,9 +48,6 @@ def check_rekeyed(
         old: Footer of the old file.
         kms_keys: Asks the KMS.
         all_modules: Whether to authenticate all that is encrypted; else the footer and metadata of columns alone.
-
-    Returns:
-        Its footer.
 
     Raises:
         KeyMaterialError: What the KMS unwraps is not the key that encrypts.
@@ -76,7 +71,6 @@ def check_rekeyed(
             file_decryptor.authenticate_columns(written, footer, deks)
     if _content(footer) != _content(old):
         raise OutputError(f"{written.path}: the new file does not have what the old one has.", hint=REFUSED_HINT)
-    return footer
 
 
 def _content(footer: Footer) -> tuple[object, ...]:
@@ -101,7 +95,6 @@ class RekeyRequest:
     aad_prefix: str | bytes | None = None
     as_before: bool = True
     verify: bool = True
-    journal: Path | None = None
     keep_results: bool = True
     on_file: OnFile | None = None
     on_progress: Callable[[int], None] | None = None
@@ -128,7 +121,6 @@ def rekey_data_set(
         FileNotFoundError: There is no such file or folder.
         ConfigurationError: There is no such table, or several to choose from.
         KeytoolsError: The one file failed; failures of a folder's files are in the report.
-        OutputError: The journal is of another run, or cannot be written.
         ValueError: `processes` is not a number of processes.
     """
     check_number_of_processes(request.processes)
@@ -139,8 +131,7 @@ def rekey_data_set(
     keys.clear_caches()
     new_keys.clear_caches()
     report = RotationReport()
-    journal = _open_journal(path, keys, new_keys, request)
-    rekeying = _Rekeying(keys, new_keys, request, journal, raises_not_encrypted=not is_folder)
+    rekeying = _Rekeying(keys, new_keys, request, raises_not_encrypted=not is_folder)
     options = RunOptions(
         keep_results=request.keep_results,
         on_file=request.on_file,
@@ -148,25 +139,8 @@ def rekey_data_set(
         follow_links=request.follow_links,
     )
     processes = request.processes if path.is_for_all_processes else 1
-    change_data_set(path, EachFile(rekeying.rekey, processes), report, options, journal)
+    change_data_set(path, EachFile(rekeying.rekey, processes), report, options)
     return report
-
-
-def _open_journal(
-    path: FileLocation, keys: KeyService, new_keys: KeyService, request: RekeyRequest
-) -> Journal | None:
-    """Open the journal, if one is named: a run after another leak must not pass over what an earlier one did."""
-    if request.journal is None:
-        return None
-    refuse_inside(request.journal, path)
-    parameters = {
-        "path": str(path) if not path.only else [path.path, *path.only],
-        "rekey": True,
-        "table": request.table_name,
-        "to_table": request.new_table_name,
-        "kms": kms_digest(keys.configuration, new_keys.configuration),
-    }
-    return Journal(request.journal, parameters)
 
 
 class _Rekeying:
@@ -175,7 +149,6 @@ class _Rekeying:
         keys: KeyService,
         new_keys: KeyService,
         request: RekeyRequest,
-        journal: Journal | None,
         *,
         raises_not_encrypted: bool,
     ) -> None:
@@ -184,7 +157,6 @@ class _Rekeying:
         # Nothing else of the caller's goes to worker processes.
         progress = None if request.on_progress is None else _Progress(request.on_progress).advance
         self._request = replace(request, on_file=None, on_progress=progress)
-        self._journal = journal
         self._raises_not_encrypted = raises_not_encrypted
 
     def rekey(self, location: FileLocation, locked_folder: str | None) -> FileRotation:
@@ -200,10 +172,6 @@ class _Rekeying:
                 # It says so itself; that its columns are encrypted all the same would be an error.
                 envelope.open(None)
             opened = self._open(location)
-            if self._journal is not None and self._journal.was_made(
-                _identity(opened.footer, opened.retriever.material)
-            ):
-                return FileRotation(str(location), RotationOutcome.FINISHED_BEFORE)
             new = self._new_file_keys(opened)
         except NotEncryptedError:
             if self._raises_not_encrypted:
@@ -227,12 +195,10 @@ class _Rekeying:
                 check_unchanged(location, tail)
                 raise
             with pending.open_written() as written:
-                footer = check_rekeyed(
+                check_rekeyed(
                     written, new, opened.footer, self._new_keys.kms_keys(), all_modules=self._request.verify
                 )
                 new_size_bytes = written.size_bytes
-        if self._journal is not None:
-            self._journal.add_made([_identity(footer, new.material)])
         return FileRotation(
             str(location),
             RotationOutcome.REKEYED,
@@ -282,22 +248,6 @@ class _Rekeying:
                 new.encryption,
                 on_progress=self._request.on_progress,
             )
-
-
-def _identity(footer: Footer, material_of: Callable[[bytes | None], KeyMaterial | None]) -> bytes:
-    """Return what tells an authentic file from all others: its file unique, and how its keys are wrapped.
-
-    A journal names files by it. Whoever has the data keys that leaked can seal a footer with any file unique, but
-    cannot have them wrapped as the new ones are.
-    """
-    all_metadata = [footer.key_metadata, *(column.key_metadata for column in footer.columns)]
-    texts = [
-        (metadata or b"").hex()
-        if (material := material_of(metadata)) is None
-        else material.serialise(internal=True)
-        for metadata in all_metadata
-    ]
-    return json.dumps([(footer.envelope.aad_file_unique or b"").hex(), *texts]).encode()
 
 
 # --- what is refused ---

@@ -1,4 +1,4 @@
-"""What became of each file whose keys were rotated: master keys, data keys, or old ones that were put back."""
+"""What became of each file whose keys were rotated: its master keys, or its data keys."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ class RotationOutcome(Enum):
     REKEYED = "rekeyed"
     NOTHING_TO_ROTATE = "nothing to rotate"
     NOT_ENCRYPTED = "not encrypted"
-    FINISHED_BEFORE = "finished before"
-    RESTORED = "restored"
-    NOTHING_TO_RESTORE = "nothing to restore"
     FAILED = "failed"
 
 
@@ -141,10 +138,6 @@ class RotationReport(Summarised):
         bytes_copied: What the operating system or the store copied by itself.
         kms_calls: What the KMS was asked for.
         expected_kms_calls: After a dry run, what the rotation itself would ask.
-        journal: Path of the journal, if it is still there: the same call goes on where this one ended.
-        journal_in_use: Whether another run holds the journal, so that this one went without.
-        no_journal: Why the run went without a journal that nobody asked for; empty where it had one.
-        ignored_journal: Path of a journal of a former version in the data set, which is not read; None without.
         stopped_by: Why the run ended before all files were processed; None where it did not.
         shared_keys: Files that share data keys and file unique, two in each text; for people. At most
             `MOST_LEFT_BEHIND`.
@@ -159,10 +152,6 @@ class RotationReport(Summarised):
     bytes_copied: int = 0
     kms_calls: KmsCalls = field(default_factory=KmsCalls)
     expected_kms_calls: KmsCalls = field(default_factory=KmsCalls)
-    journal: str | None = None
-    journal_in_use: bool = False
-    no_journal: str = ""
-    ignored_journal: str | None = None
     stopped_by: KeytoolsError | None = None
     shared_keys: list[str] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)

@@ -10,22 +10,27 @@ KMSs. A DEK that the KMS itself wrapped costs three: it is unwrapped, wrapped, a
 
 from __future__ import annotations
 
+import json
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from parquet_keytools.errors import (
+    KeyMaterialError,
     KmsError,
     KmsResponseInvalidError,
     KmsUnavailableError,
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.keys.kek import Kek
+from parquet_keytools.keys.kek import Kek, dek_of
+from parquet_keytools.keys.key_material import KeyMaterial, parse_object
+from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
 from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.rotation.report import KmsCalls
 from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.strict_base64 import encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,3 +325,58 @@ class Rewrapper:
             else:
                 self._answers += 1
         return outcomes
+
+
+# --- key material ---
+
+
+@dataclass(frozen=True)
+class KmsInstance:
+    """What footer key material says of the KMS, for people."""
+
+    instance_id: str = "DEFAULT"
+    instance_url: str = "DEFAULT"
+
+
+@dataclass(frozen=True)
+class NewMaterial:
+    """New key material.
+
+    Attributes:
+        dek: The DEK that it leads to, by way of what the KMS unwrapped.
+    """
+
+    text: str
+    dek: SecretBytes
+
+
+def new_material(
+    text: str | bytes, material: KeyMaterial, rewrapped: Rewrapped, instance: KmsInstance | None
+) -> NewMaterial:
+    """Return key material with its wrapped key replaced; fields that we do not know stay.
+
+    Raises:
+        KeyMaterialError: What the KMS unwrapped is not the KEK of the wrapped DEK.
+    """
+    fields = parse_object(text, "key material")
+    fields["masterKeyID"] = _in_the_same_form(material.master_key_id, rewrapped.new_master_key_id)
+    dek = dek_of(material, rewrapped.old_key)
+    fields["wrappedDEK" if material.kek_id is None else "wrappedKEK"] = rewrapped.wrapped_key
+    kek = rewrapped.new_kek
+    if kek is not None:
+        fields["keyEncryptionKeyID"] = encode(kek.kek_id)
+        fields["wrappedDEK"] = kek.wrap_dek(dek)
+        if Kek(kek.kek_id, rewrapped.key).unwrap_dek(fields["wrappedDEK"]) != dek:
+            raise KeyMaterialError("wrappedDEK: the new KEK does not lead to the same DEK")
+    if instance is not None and material.is_footer_key:
+        fields["kmsInstanceID"] = instance.instance_id
+        fields["kmsInstanceURL"] = instance.instance_url
+    return NewMaterial(json.dumps(fields, separators=(",", ":")), dek)
+
+
+def _in_the_same_form(stored: str, new_master_key_id: str) -> str:
+    """Return a master key id percent-encoded if the one before it was: so the file's readers expect it."""
+    was_encoded = decode_master_key_id(stored) != stored
+    if decode_master_key_id(stored) == new_master_key_id:
+        return stored
+    return encode_master_key_id(new_master_key_id) if was_encoded else new_master_key_id

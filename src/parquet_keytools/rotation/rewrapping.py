@@ -9,78 +9,125 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 
 from parquet_keytools.errors import KeytoolsError, KmsError, KmsUnavailableError, OutputError, value_or_raise
-from parquet_keytools.rotation.batch import BatchFile, NewMaterial, new_material, read_batch, step, step_each
-from parquet_keytools.rotation.data_set_run import FileChange, FileOutcome
-from parquet_keytools.rotation.held_keys import HeldKey
-from parquet_keytools.rotation.journal import Journal
-from parquet_keytools.rotation.replaced_keys import (
-    Kind,
-    keep,
-    may_be_in_place,
-    remove_kept,
-    replace_external_material,
-    replace_tail,
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import FileIdentities
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.rotation.data_set_run import (
+    FileChange,
+    FileOutcome,
+    RunOptions,
+    change_data_set,
+    outcome_of,
 )
-from parquet_keytools.rotation.report import FileRotation, KeyChange, RotationOutcome
-from parquet_keytools.rotation.rewrapper import Rewrapped, RewrapTask, WrappedKey
-from parquet_keytools.rotation.rotation_plan import RotationContext
+from parquet_keytools.rotation.file_keys import BatchFile, FileKey, read_batch, step, step_each
+from parquet_keytools.rotation.replaced_keys import replace_external_material, replace_tail
+from parquet_keytools.rotation.report import FileRotation, KeyChange, RotationOutcome, RotationReport
+from parquet_keytools.rotation.rewrapper import (
+    NewMaterial,
+    Rewrapped,
+    Rewrapper,
+    RewrapTask,
+    WrappedKey,
+    new_material,
+)
+from parquet_keytools.rotation.rotation_plan import MasterKeyVersions, RotationPlan, TableMembership, prefix_of
 from parquet_keytools.rotation.tail import ReplacedTail, check_new_tail, check_unchanged, new_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.failures import storage_failure
 from parquet_keytools.storage.locations import FileLocation
 
 
+def rotate_data_set(path: FileLocation, rewrapping: Rewrapping, options: RunOptions) -> RotationReport:
+    """Rotate the master keys of a file, or of all Parquet files under a folder.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder.
+        NoParquetFilesError: The folder has no Parquet files.
+    """
+    report = RotationReport(dry_run=rewrapping.plan.dry_run)
+    change_data_set(path, rewrapping, report, options)
+    report.kms_calls = rewrapping.rewrapper.calls + rewrapping.versions.calls
+    if report.dry_run:
+        # Describing master keys changes nothing, so it was done.
+        report.expected_kms_calls = rewrapping.rewrapper.expected_calls + rewrapping.versions.calls
+    return report
+
+
 class Rewrapping(FileChange):
-    """Re-wraps the keys of files, of some files together at a time; see `FileChange`.
+    """Re-wraps the keys of files as planned, of some files together at a time; see `FileChange`.
 
     Args:
-        journal: Knows which keys an earlier run of this rotation made; None where there is none.
+        keys: Of the configuration; it has a KMS.
+        new_kms: The KMS that wraps the keys from now on; None for the same one.
+        rewrapper: Asks the KMS; None makes one.
     """
 
-    _pool: Executor
-    _locked_folder: str | None
-    _rewrapped: dict[RewrapTask, Rewrapped | KmsError]
-    _unwrapped: dict[WrappedKey, SecretBytes | KmsError]
-
-    def __init__(self, context: RotationContext, journal: Journal | None) -> None:
-        self._context = context
-        self._journal = journal
-        self._lock = threading.Lock()
-        # Set when nothing can be written any more; then the files that are left are not processed.
-        self._stopped = threading.Event()
+    def __init__(
+        self,
+        keys: KeyService,
+        plan: RotationPlan,
+        new_kms: KmsClient | None = None,
+        rewrapper: Rewrapper | None = None,
+    ) -> None:
+        assert keys.kms is not None
+        self.plan = plan
+        self.versions = MasterKeyVersions(keys.kms, new_kms, plan.known_versions)
+        self.rewrapper = rewrapper or Rewrapper(keys.kms, new_kms, new_keks=plan.new_keks, only_count=plan.dry_run)
+        self.data_keys = keys.data_keys
+        self.aad_prefix_of = prefix_of(
+            keys, plan.table_name, plan.aad_prefix, opens_to_others=plan.opens_to_others
+        )
+        self.membership = TableMembership.of(keys, plan)
+        # Files that share data keys and file unique.
+        self.identities = FileIdentities(refuses=False)
 
     def change(
         self, pool: Executor, locations: Iterator[FileLocation], locked_folder: str | None
     ) -> Iterator[tuple[FileLocation, FileOutcome]]:
         """Re-wrap the keys of the next files."""
-        self._pool, self._locked_folder = pool, locked_folder
-        self._rewrapped, self._unwrapped = {}, {}
-        for location, outcome in self._rotate(read_batch(pool, locations)):
-            if isinstance(outcome, FileRotation) and self._journal is not None:
-                self._note_versions(outcome, self._journal)
-            yield location, outcome
+        return _Batch(self, pool, locked_folder).rotate(read_batch(pool, locations))
 
     def take_end(self) -> KmsUnavailableError | None:
         """Return the KMS's last error if it answered nothing at all since this was asked last."""
-        return self._context.rewrapper.take_unreachable()
+        return self.rewrapper.take_unreachable()
 
-    def _note_versions(self, result: FileRotation, journal: Journal) -> None:
-        versions = self._context.versions
-        for key in result.keys:
-            versions.current(key.new_master_key_id, new=True)
-        # Also those of keys that stay, because they are current: with a newer version they are not any more.
-        for master_key_id, version in versions.known_new.items():
-            journal.add_version(master_key_id, version)
+    # --- decisions ---
 
-    def _rotate(self, works: Sequence[BatchFile]) -> Iterator[tuple[FileLocation, FileOutcome]]:
-        """Yield what became of each file, in their order; one that changed meanwhile wants another turn.
+    def concerns(self, master_key_id: str) -> bool:
+        """Whether keys under this master key may change at all, whichever of its names a file uses."""
+        return self.plan.concerns(self.versions.as_named(master_key_id, self.plan.named))
+
+    def target_of(self, old: WrappedKey, *, has_kek: bool) -> str | None:
+        """Return the master key that re-wraps a key, or None where the key stays as it is."""
+        named = self.versions.as_named(old.master_key_id, self.plan.named)
+        target = self.plan.new_master_key_id(
+            named, version=self.versions.of(old), current_version=self.versions.current, has_kek=has_kek
+        )
+        return old.master_key_id if target == named else target
+
+
+class _Batch:
+    """Some files, for whose keys the KMS is asked together."""
+
+    def __init__(self, run: Rewrapping, pool: Executor, locked_folder: str | None) -> None:
+        self._run = run
+        self._pool = pool
+        self._locked_folder = locked_folder
+        self._rewrapped: dict[RewrapTask, Rewrapped | KmsError] = {}
+        self._unwrapped: dict[WrappedKey, SecretBytes | KmsError] = {}
+        self._lock = threading.Lock()
+        # Set when nothing can be written any more; then the files that are left are not processed.
+        self._stopped = threading.Event()
+
+    def rotate(self, works: Sequence[BatchFile]) -> Iterator[tuple[FileLocation, FileOutcome]]:
+        """Yield what became of each file, in their order; a file that changed meanwhile needs another attempt.
 
         When nothing can be written any more, the files that were not processed are not among them.
         """
@@ -94,10 +141,10 @@ class Rewrapping(FileChange):
         for work in works:
             if id(work) in waited_for:
                 next(finished)
-            if work.result is not None or work.failure is not None:
-                if self._journal is not None and work.made:
-                    self._journal.add_made(work.made)
-                yield work.location, work.outcome()
+            if work.result is not None:
+                yield work.location, replace(work.result, shares_keys_with=work.shares_keys_with)
+            elif work.failure is not None:
+                yield work.location, outcome_of(work.location, work.failure)
             # What was parsed takes much memory.
             work.keys = None
 
@@ -108,7 +155,7 @@ class Rewrapping(FileChange):
         staying = []
         for work in works:
             held = work.read_keys.footer_key
-            if held is not None and (not self._plan(work, held) or self._context.dry_run):
+            if held is not None and (not self._plan(work, held) or self._run.plan.dry_run):
                 staying.append((held.wrapped_key, id(held) not in work.tasks))
         self._ask_kms(works, staying)
 
@@ -130,33 +177,29 @@ class Rewrapping(FileChange):
         self._ask_kms(works, staying)
 
     def _ask_kms(self, works: Sequence[BatchFile], staying: Iterable[tuple[WrappedKey, bool]]) -> None:
-        rewrapper = self._context.rewrapper
+        rewrapper = self._run.rewrapper
         tasks = dict.fromkeys(task for work in works for _, task in work.tasks.values())
         self._rewrapped.update(rewrapper.rewrap(task for task in tasks if task not in self._rewrapped))
         staying = [(key, is_staying) for key, is_staying in staying if key not in self._unwrapped]
-        if self._context.dry_run:
+        if self._run.plan.dry_run:
             rewrapper.expect_unwraps(key for key, is_staying in staying if is_staying)
         self._unwrapped.update(rewrapper.unwrap(key for key, _ in staying))
 
-    def _plan(self, work: BatchFile, held: HeldKey) -> bool:
+    def _plan(self, work: BatchFile, held: FileKey) -> bool:
         """Decide whether a key shall change; what is said of it is proven when it is unwrapped."""
-        context, old = self._context, held.wrapped_key
-        target = context.target_of(old, has_kek=held.material.double_wrapping)
+        old = held.wrapped_key
+        target = self._run.target_of(old, has_kek=held.material.double_wrapping)
         if target is None:
-            return False
-        # What was moved to another KMS shows there.
-        if self._journal is not None and not context.plan.other_kms and self._journal.was_made(old):
-            work.was_finished = True
             return False
         work.tasks[id(held)] = (held, RewrapTask(old, target, held.material.double_wrapping))
         return True
 
-    def _concerns(self, held: HeldKey) -> bool:
-        return self._context.concerns(held.wrapped_key.master_key_id)
+    def _concerns(self, held: FileKey) -> bool:
+        return self._run.concerns(held.wrapped_key.master_key_id)
 
     def _expect_prefix(self, work: BatchFile) -> None:
-        work.aad_prefix = work.read_keys.expected_prefix(self._context.aad_prefix_of)
-        self._context.membership.check_footer(work.read_keys)
+        work.aad_prefix = work.read_keys.expected_prefix(self._run.aad_prefix_of)
+        self._run.membership.check_footer(work.read_keys)
 
     def _open(self, work: BatchFile) -> None:
         """Authenticate the footer."""
@@ -166,29 +209,29 @@ class Rewrapping(FileChange):
             keys.open(None, None)
             return
         held = keys.footer_key
-        if held is not None and id(held) in work.tasks and not self._context.dry_run:
+        if held is not None and id(held) in work.tasks and not self._run.plan.dry_run:
             work.footer_dek = self._new(work, held).dek
         else:
-            work.footer_dek = keys.footer_dek(self._unwrapped, self._context.data_keys)
+            work.footer_dek = keys.footer_dek(self._unwrapped, self._run.data_keys)
         keys.open(work.footer_dek, work.aad_prefix)
         file_unique = keys.envelope.aad_file_unique or b""
-        other = self._context.identities.other(work.location, work.footer_dek, file_unique)
+        other = self._run.identities.other(work.location, work.footer_dek, file_unique)
         work.shares_keys_with = None if other is None else str(other)
-        self._context.membership.check_columns(keys)
+        self._run.membership.check_columns(keys)
 
     def _prove_columns(self, work: BatchFile) -> None:
         """Prove that each DEK that is known by now is that of its column."""
         for column, held in work.read_keys.column_keys():
             if id(held) in work.unwrapped:
                 work.read_keys.prove(column, work.read_keys.dek(held, self._unwrapped))
-            elif id(held) in work.tasks and not self._context.dry_run:
+            elif id(held) in work.tasks and not self._run.plan.dry_run:
                 work.read_keys.prove(column, self._new(work, held).dek)
 
-    def _new(self, work: BatchFile, held: HeldKey) -> NewMaterial:
+    def _new(self, work: BatchFile, held: FileKey) -> NewMaterial:
         if id(held) not in work.new:
             _, task = work.tasks[id(held)]
             rewrapped = value_or_raise(self._rewrapped[task])
-            work.new[id(held)] = new_material(held.text, held.material, rewrapped, self._context.instance)
+            work.new[id(held)] = new_material(held.text, held.material, rewrapped, self._run.plan.instance)
         return work.new[id(held)]
 
     # --- files ---
@@ -218,19 +261,25 @@ class Rewrapping(FileChange):
         dropped = self._dropped(work)
         if not work.tasks and not dropped:
             work.result = self._unchanged(work)
-        elif work.tasks and self._context.plan.other_kms and staying:
+        elif work.tasks and self._run.plan.other_kms and staying:
             raise OutputError(
                 f"{path}: some of its keys would move to the other KMS, and some stay: nobody could read it.",
                 hint="Do not select keys.",
             )
-        elif self._context.dry_run:
+        elif self._run.plan.other_kms and len({held.reference is None for held, _ in work.tasks.values()}) > 1:
+            # After a crash between the two, some keys would be in either KMS.
+            raise OutputError(
+                f"{path}: some of its keys are in the footer, and some in the key material file. Two files cannot "
+                "be replaced in one step.",
+                hint="Re-encrypt it with `rekey --in-place`, and repeat the rotation.",
+            )
+        elif self._run.plan.dry_run:
             work.result = FileRotation(
                 path, RotationOutcome.WOULD_ROTATE, self._changes(work), _dropped_text(dropped)
             )
         else:
             changes = self._changes(work)
             done = [*self._replace_external(work, dropped), *self._replace_tail(work)]
-            work.made = self._made(work)
             work.result = FileRotation(
                 path,
                 RotationOutcome.ROTATED,
@@ -266,9 +315,7 @@ class Rewrapping(FileChange):
             return FileRotation(path, RotationOutcome.NOTHING_TO_ROTATE, how="data keys only")
         if not any(self._concerns(held) for held in keys.referenced):
             return FileRotation(path, RotationOutcome.NOTHING_TO_ROTATE, how="none of the master keys")
-        return FileRotation(
-            path, RotationOutcome.FINISHED_BEFORE if work.was_finished else RotationOutcome.ALREADY_CURRENT
-        )
+        return FileRotation(path, RotationOutcome.ALREADY_CURRENT)
 
     def _replace_external(self, work: BatchFile, dropped: frozenset[str]) -> Iterator[ReplacedTail]:
         keys = work.read_keys
@@ -280,14 +327,13 @@ class Rewrapping(FileChange):
         if keys.external is None or not (texts or dropped):
             return
         material, old, new = keys.external.location, keys.external.content, keys.external.with_new(texts, dropped)
-        with self._kept(work, material, "key_material", 0, old, new):
-            replace_external_material(
-                material,
-                old,
-                new,
-                lambda: check_unchanged(keys.location, keys.tail),
-                locked_folder=self._locked_folder,
-            )
+        replace_external_material(
+            material,
+            old,
+            new,
+            lambda: check_unchanged(keys.location, keys.tail),
+            locked_folder=self._locked_folder,
+        )
         yield ReplacedTail("new key material file", len(new), 0)
 
     def _replace_tail(self, work: BatchFile) -> Iterator[ReplacedTail]:
@@ -303,40 +349,17 @@ class Rewrapping(FileChange):
         assert dek is not None
         footer, tail = keys.footer, keys.tail
         new = new_tail(tail, footer, metadata)
-        with self._kept(work, keys.location, "tail", tail.offset, tail.data, new):
-            yield replace_tail(
-                keys.location,
-                tail,
-                new,
-                lambda source: check_new_tail(source, tail.offset, new, dek, work.aad_prefix, footer, metadata),
-                locked_folder=self._locked_folder,
-            )
-
-    @contextlib.contextmanager
-    def _kept(
-        self, work: BatchFile, replaced: FileLocation, kind: Kind, offset: int, old: bytes, new: bytes
-    ) -> Iterator[None]:
-        """Keep old bytes, if that is wanted, while they are replaced and after."""
-        if self._context.keep_old is None:
-            yield
-            return
-        kept = keep(work.location, replaced, kind, offset, old, new, self._context.keep_old)
-        try:
-            yield
-        except BaseException:
-            # What took its place all the same, before the error, cannot be undone without them.
-            if not may_be_in_place(replaced, offset, new):
-                remove_kept(kept)
-            raise
-
-    def _made(self, work: BatchFile) -> list[WrappedKey]:
-        """Return the wrapped keys that the file has from now on."""
-        found = [self._rewrapped[task] for _, task in work.tasks.values()]
-        return [WrappedKey(new.new_master_key_id, new.wrapped_key) for new in found if isinstance(new, Rewrapped)]
+        yield replace_tail(
+            keys.location,
+            tail,
+            new,
+            lambda source: check_new_tail(source, tail.offset, new, dek, work.aad_prefix, footer, metadata),
+            locked_folder=self._locked_folder,
+        )
 
     def _changes(self, work: BatchFile) -> tuple[KeyChange, ...]:
         """Count the keys of a file by what changes of them."""
-        versions = self._context.versions
+        versions = self._run.versions
         counts: Counter[tuple[str, str, str | None, str | None]] = Counter()
         for _, task in work.tasks.values():
             outcome = self._rewrapped.get(task)

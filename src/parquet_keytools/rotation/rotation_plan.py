@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from parquet_keytools.config.key_policy import ColumnPath
-from parquet_keytools.errors import ConfigurationError, KmsError, MasterKeyNotFoundError, TableMismatchError
+from parquet_keytools.config.document import Mistake, did_you_mean, list_of_names, one_of
+from parquet_keytools.config.key_policy import ColumnPath, check_moves
+from parquet_keytools.config.settings import Configuration, ConfigurationWarning
+from parquet_keytools.encryption.aad import AadPrefix
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KmsError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+    TableMismatchError,
+)
 from parquet_keytools.files.file_opening import check_column_keys, check_footer_key
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import DataKeys
 from parquet_keytools.kms.client import KmsClient, MasterKeyDescription
-from parquet_keytools.rotation.batch import KmsInstance
-from parquet_keytools.rotation.held_keys import AadPrefixOf, HeldKeys
+from parquet_keytools.rotation.file_keys import AadPrefixOf, FileKeys
 from parquet_keytools.rotation.report import KmsCalls
-from parquet_keytools.rotation.rewrapper import Rewrapper, WrappedKey
+from parquet_keytools.rotation.rewrapper import KmsInstance, WrappedKey
+from parquet_keytools.storage.locations import FileLocation
 
 SameMasterKey = Callable[[str, str], "bool | None"]
 """Whether two identifiers mean one master key; None where the KMS does not tell."""
@@ -88,12 +97,6 @@ class MasterKeyVersions:
         with self._lock:
             return dict(self._current)
 
-    @property
-    def known_new(self) -> dict[str, str | None]:
-        """Master key of the new KMS -> its newest version, as far as it was asked for."""
-        is_new = self._new_kms is not self._kms
-        return {key: version for (is_of_new, key), version in self.known.items() if is_of_new == is_new}
-
     def of(self, key: WrappedKey, *, new: bool = False) -> str | None:
         """Return the version that wrapped a key, of the new KMS or the other one; None where nobody can tell."""
         kms = self._new_kms if new else self._kms
@@ -133,13 +136,20 @@ class MasterKeyVersions:
 
 @dataclass(frozen=True)
 class RotationPlan:
-    """What a rotation is asked for.
+    """What a rotation changes; `plan_rotation` makes it. It holds no secret, and goes to the tasks of a cluster.
 
     Attributes:
-        moves: Identifier of an old master key -> that of the one that takes its place.
-        only_master_keys: Identifiers of the master keys that are rotated; None means all, or with `moves` those
-            that are moved.
-        older_than: Only keys that an older version wrapped, or one that nobody can tell.
+        moves: Identifier of an old master key -> identifier of the new one.
+        only_master_keys: Identifiers of the master keys that are rotated; None means all, or with `moves` the
+            master keys that are moved.
+        older_than: Only keys that an older version wrapped, or an unknown version.
+        new_keks: Whether fresh KEKs replace the old ones.
+        other_kms: Whether another KMS wraps the keys from now on.
+        dry_run: Whether nothing is changed.
+        instance: What footer key material says of the KMS from now on; None leaves it as it is.
+        table_name: The table of the files; None for any table of the configuration.
+        aad_prefix: The AAD prefix that the files must have.
+        known_versions: The newest versions of master keys, as far as they were looked up.
     """
 
     moves: Mapping[str, str] = field(default_factory=dict)
@@ -147,11 +157,16 @@ class RotationPlan:
     older_than: str | None = None
     new_keks: bool = False
     other_kms: bool = False
+    dry_run: bool = False
+    instance: KmsInstance | None = None
+    table_name: str | None = None
+    aad_prefix: str | bytes | None = None
+    known_versions: KnownVersions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         chained = sorted(self.moves.keys() & set(self.moves.values())) if not self.other_kms else []
         if chained:
-            # A run that goes on after a crash could not tell what was moved to it from what shall be moved away.
+            # A run after a crash could not distinguish keys that were moved to it from keys to be moved away.
             raise ConfigurationError(
                 f"the master key {chained[0]!r} is to be moved and is the target of a move.",
                 hint="Do these moves in rotations of their own, one after the other.",
@@ -206,16 +221,6 @@ class RotationPlan:
             return target
         return None if version == current_version(master_key_id) else target
 
-    def parameters(self) -> dict[str, object]:
-        """Return what tells two rotations apart, for the journal."""
-        return {
-            "moves": dict(sorted(self.moves.items())),
-            "only_master_keys": None if self.only_master_keys is None else sorted(self.only_master_keys),
-            "older_than": self.older_than,
-            "new_keks": self.new_keks,
-            "other_kms": self.other_kms,
-        }
-
 
 def check_names(plan: RotationPlan, versions: MasterKeyVersions) -> None:
     """Refuse moves that contradict each other where two names mean one master key, as far as the KMS tells.
@@ -257,33 +262,33 @@ class TableMembership:
         self._data_keys = data_keys
 
     @classmethod
-    def of(cls, keys: KeyService, table_name: str | None, plan: RotationPlan) -> TableMembership:
-        """Return what a rotation asks of files: those of the table, or where none is named, of one of the tables.
+    def of(cls, keys: KeyService, plan: RotationPlan) -> TableMembership:
+        """Return what a rotation requires of files: they belong to the named table, or to one of the tables.
 
-        Files that an earlier run has moved already are of the table, too.
+        Files that an earlier run moved belong to the table, too.
         """
-        names = [table_name] if table_name is not None else sorted(keys.configuration.tables)
+        names = [plan.table_name] if plan.table_name is not None else sorted(keys.configuration.tables)
         checks = [TableCheck(keys.configuration, name, moves=plan.moves.items()) for name in names]
         return cls(checks if plan.opens_to_others else [], keys.data_keys)
 
-    def check_footer(self, keys: HeldKeys) -> None:
+    def check_footer(self, keys: FileKeys) -> None:
         """Refuse a file by its footer's key, before that is unwrapped.
 
         Raises:
             TableMismatchError: It is not that of a table.
             KeyMaterialError: The key metadata is not valid.
         """
-        source = _HeldKeySource(keys, self._data_keys)
+        source = _KeysOfFile(keys, self._data_keys)
         self._one_passes(lambda check: check_footer_key(check, str(keys.location), keys.envelope, source))
 
-    def check_columns(self, keys: HeldKeys) -> None:
+    def check_columns(self, keys: FileKeys) -> None:
         """Refuse a file by the keys of its columns, before these are unwrapped; its footer is authentic by now.
 
         Raises:
             TableMismatchError: They are not those of the table that has the footer's key, either.
             ConfigurationError: A table has two keys for one of the columns.
         """
-        source, footer = _HeldKeySource(keys, self._data_keys), keys.footer
+        source, footer = _KeysOfFile(keys, self._data_keys), keys.footer
         assert footer is not None
 
         def check_both(check: TableCheck) -> None:
@@ -306,10 +311,10 @@ class TableMembership:
 
 
 @dataclass(frozen=True)
-class _HeldKeySource:
+class _KeysOfFile:
     """A `KeySource` of the keys that a rotation has read."""
 
-    keys: HeldKeys
+    keys: FileKeys
     data_keys: DataKeys
 
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
@@ -318,42 +323,6 @@ class _HeldKeySource:
 
     def name_without_metadata(self, column_path: ColumnPath | None) -> str | None:
         return self.data_keys.name_without_metadata(column_path)
-
-
-@dataclass(frozen=True)
-class RotationContext:
-    """What all files of a run share.
-
-    Attributes:
-        instance: What footer key material says of the KMS from now on; None leaves that as it is.
-        kms_digest: What tells the KMSs from others; for the journal.
-        keep_old: The id of this rotation if old key material is to be kept; else None.
-        identities: Finds files that share data keys and file unique.
-    """
-
-    plan: RotationPlan
-    rewrapper: Rewrapper
-    versions: MasterKeyVersions
-    data_keys: DataKeys
-    aad_prefix_of: AadPrefixOf
-    membership: TableMembership
-    instance: KmsInstance | None = None
-    kms_digest: str = ""
-    keep_old: str | None = None
-    dry_run: bool = False
-    identities: FileIdentities = field(default_factory=lambda: FileIdentities(refuses=False))
-
-    def concerns(self, master_key_id: str) -> bool:
-        """Whether keys under this master key may change at all, by whichever of its names a file calls it."""
-        return self.plan.concerns(self.versions.as_named(master_key_id, self.plan.named))
-
-    def target_of(self, old: WrappedKey, *, has_kek: bool) -> str | None:
-        """Return the master key that shall re-wrap a key, or None where the key stays as it is."""
-        named = self.versions.as_named(old.master_key_id, self.plan.named)
-        target = self.plan.new_master_key_id(
-            named, version=self.versions.of(old), current_version=self.versions.current, has_kek=has_kek
-        )
-        return old.master_key_id if target == named else target
 
 
 def is_same_version(version: str, other: str) -> bool:
@@ -387,3 +356,178 @@ def _is_older(version: str, than: str) -> bool:
 def _version(name: str) -> int | str:
     number = _NUMBER.fullmatch(name)
     return int(number[1]) if number else name
+
+
+# --- what is refused, or warned of, before a file is touched ---
+
+
+def plan_rotation(
+    keys: KeyService,
+    *,
+    moves: Mapping[str, str] | None = None,
+    only_master_keys: Collection[str] | None = None,
+    older_than: str | None = None,
+    new_keks: bool = False,
+    dry_run: bool = False,
+    new_kms: KmsClient | None = None,
+    new_configuration: Configuration | None = None,
+    table_name: str | None = None,
+    aad_prefix: str | bytes | None = None,
+) -> RotationPlan:
+    """Plan a rotation; see `Keytools.rotate` for the arguments.
+
+    `new_kms` wraps the keys from now on, and `new_configuration` names its master keys; None for the same KMS.
+
+    Raises:
+        ConfigurationError: There is no KMS, or a name means no master key, or the moves are not possible.
+        KmsError: A master key to move to cannot be used.
+    """
+    if only_master_keys is not None:
+        list_of_names("only_master_keys", only_master_keys)
+    is_other = new_kms is not None or new_configuration is not None
+    wanted = _configured_moves(keys, is_other_kms=is_other) if moves is None else moves
+    kms = keys.kms
+    if kms is None:
+        raise ConfigurationError(
+            "there are no master keys to rotate: the configuration has no KMS.",
+            hint="Add a `kms:` section to the configuration.",
+        )
+    if new_configuration is not None and new_kms is None:
+        # Else the rotation would stay within the KMS that is to be left.
+        raise ConfigurationError(
+            "there are no master keys to move to: the other configuration has no KMS.",
+            hint="Add a `kms:` section to it.",
+        )
+    new_kms = new_kms or kms
+    new_configuration = new_configuration or (keys.configuration if new_kms is kms else None)
+    identifiers = {
+        master_key_id(keys.configuration, old): master_key_id(new_configuration, new)
+        for old, new in wanted.items()
+    }
+    if len(identifiers) < len(wanted):
+        raise ConfigurationError("two names of master keys to be moved mean the same one.", hint="Name it once.")
+    only = None
+    if only_master_keys is not None:
+        only = frozenset(master_key_id(keys.configuration, key) for key in only_master_keys)
+    plan = RotationPlan(
+        moves=identifiers,
+        only_master_keys=only,
+        older_than=older_than,
+        new_keks=new_keks,
+        other_kms=new_kms is not kms,
+        dry_run=dry_run,
+        instance=_instance_of(new_configuration) if new_kms is not kms else None,
+        table_name=table_name,
+        aad_prefix=aad_prefix,
+    )
+    trust_master_keys(plan, kms, new_kms)
+    versions = MasterKeyVersions(kms, new_kms)
+    _check_known(kms, versions, plan.named)
+    for target in sorted(set(plan.moves.values())):
+        _check_usable(new_kms, versions, target)
+    check_names(plan, versions)
+    if new_kms is kms:
+        _warn_of_readers(keys, plan)
+    return replace(plan, known_versions=versions.known)
+
+
+def _configured_moves(keys: KeyService, *, is_other_kms: bool) -> Mapping[str, str]:
+    moves = keys.configuration.rotation.moves
+    if moves and is_other_kms:
+        mistake = Mistake(("rotation", "moves"), "moves are within one KMS, but another one is given.")
+        raise keys.configuration.error_for([mistake])
+    if moves and keys.kms is not None:
+        check_moves(keys.configuration, keys.kms.master_key_ids())
+    return moves
+
+
+def _warn_of_readers(keys: KeyService, plan: RotationPlan) -> None:
+    """Warn of moves after which tables would refuse their files, before any of these is touched."""
+    tables = keys.configuration.tables if plan.table_name is None else [plan.table_name]
+    for name in sorted(tables):
+        check = TableCheck(keys.configuration, name)
+        for old, new in sorted(plan.moves.items()):
+            if check.loses_by_move(old, new):
+                # Shown at the call of `Keytools.rotate`.
+                warnings.warn(
+                    f"files of the table {name!r} that are moved from the master key {old!r} to {new!r} cannot be "
+                    "read by this configuration from then on, for the table does not name that one. Add the move "
+                    "under `rotation: {moves: ...}`, here and in the configurations of all readers, before you "
+                    "rotate.",
+                    ConfigurationWarning,
+                    stacklevel=4,
+                )
+
+
+def trust_master_keys(plan: RotationPlan, kms: KmsClient, new_kms: KmsClient) -> None:
+    """Trust the master keys that a rotation names: who asks for it says with it that these are theirs."""
+    kms.trust_also({*plan.moves, *(plan.only_master_keys or ())})
+    new_kms.trust_also(plan.moves.values())
+
+
+def master_key_id(configuration: Configuration | None, key: str) -> str:
+    """Return the identifier of a master key, given that or its name in the configuration.
+
+    Raises:
+        ConfigurationError: It is the name of a data key.
+    """
+    if configuration is None:
+        return key
+    if key in configuration.data_keys and key not in configuration.master_keys:
+        raise ConfigurationError(
+            f"{key!r} is a data key: a rotation changes master keys.", hint="Use rekey for new data keys."
+        )
+    return configuration.master_keys.get(key, key)
+
+
+def _check_known(kms: KmsClient, versions: MasterKeyVersions, master_key_ids: Collection[str]) -> None:
+    """Refuse master keys that the KMS does not have: a name with a typing error would rotate nothing."""
+    known = kms.master_key_ids()
+    for wanted in sorted(master_key_ids):
+        if known is not None and wanted not in known:
+            hint = did_you_mean(wanted, known) or one_of(known)
+            raise ConfigurationError(f"the KMS has no master key {wanted!r}.", hint=hint)
+        if known is None:
+            try:
+                versions.describe(wanted)
+            except MasterKeyNotFoundError as error:
+                raise ConfigurationError(str(error)) from None
+
+
+def _check_usable(kms: KmsClient, versions: MasterKeyVersions, target: str) -> None:
+    """Refuse to move to a master key that is not there, before any file is touched."""
+    description = versions.describe(target, new=True)
+    if description is not None and not description.enabled:
+        raise MasterKeyDisabledError(backend=kms.backend, operation="wrap", master_key_id=target)
+
+
+def _instance_of(configuration: Configuration | None) -> KmsInstance:
+    """Return what new files say of their KMS."""
+    settings = configuration.kms if configuration is not None else None
+    if settings is None:
+        return KmsInstance()
+    return KmsInstance(settings.instance_id, getattr(settings, "instance_url", "DEFAULT"))
+
+
+def prefix_of(
+    keys: KeyService, table_name: str | None, aad_prefix: str | bytes | None, *, opens_to_others: bool = False
+) -> AadPrefixOf:
+    """Return what tells the AAD prefix that a file must have, given what it stores, or that it has none.
+
+    Args:
+        keys: Of the configuration.
+        table_name: The table; None where there is only one, or where files may be of any.
+        aad_prefix: What the caller expects.
+        opens_to_others: Whether other people may unwrap the keys from then on.
+    """
+    is_one_table = table_name is not None or len(keys.configuration.tables) == 1
+    is_strict = opens_to_others and is_one_table
+
+    def expected(location: FileLocation, stored: bytes | None) -> AadPrefix:
+        if stored is not None and aad_prefix is None and not is_strict:
+            # Nobody else can read it afterwards; a file under another prefix, or under none, must not be left
+            # behind.
+            return None
+        return keys.expected_aad_prefix(location, table_name, aad_prefix, stored)
+
+    return expected

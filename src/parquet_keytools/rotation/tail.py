@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -44,11 +43,6 @@ class Tail(VerifiedTail):
     """
 
     state: tuple[object, ...]
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the tail."""
-        return hashlib.sha256(self.data).hexdigest()
 
 
 def read_tail(location: FileLocation) -> tuple[Tail, FooterEnvelope]:

@@ -225,7 +225,6 @@ def test_what_is_passed_over_and_needs_no_key(run, keystore_case) -> None:
         "_SUCCESS": b"",
         ".x.parquet.crc": b"crc\x00" + bytes(100),
         "_cut-off.parquet": encrypted[:-20],
-        ".kept.tail.old_keys": b"{}\n" + encrypted[-100:],
     }.items():
         (case.data / name).write_bytes(content)
     (case.data / ".#lock").symlink_to("somebody@machine:1")

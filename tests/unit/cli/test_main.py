@@ -67,7 +67,7 @@ FILE_OPTIONS = ["SRC", "DST", "--config", "--table", "--overwrite", "--json"]
         ("decrypt", [*FILE_OPTIONS, "--aad-prefix"]),
         (
             "rekey",
-            [*FILE_OPTIONS, "--aad-prefix", "--to-config", "--to-table", "--in-place", "--no-verify", "--journal"],
+            [*FILE_OPTIONS, "--aad-prefix", "--to-config", "--to-table", "--in-place", "--no-verify"],
         ),
         (
             "rotate",
@@ -80,7 +80,7 @@ FILE_OPTIONS = ["SRC", "DST", "--config", "--table", "--overwrite", "--json"]
                 "--only-master-key",
                 "--older-than",
                 "--new-keks",
-                *("--keep-old", "--undo", "--drop-old", "--dry-run", "--journal", "--aad-prefix", "--json"),
+                *("--dry-run", "--aad-prefix", "--json"),
             ],
         ),
         (

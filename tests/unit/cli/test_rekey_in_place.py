@@ -1,4 +1,3 @@
-import errno
 import json
 import os
 import stat
@@ -11,9 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools
-from parquet_keytools.errors import StorageFailedError
 from parquet_keytools.rotation import rekeying
-from parquet_keytools.rotation.journal import Journal
 
 KINDS = pytest.mark.parametrize(
     "settings",
@@ -165,48 +162,30 @@ def test_an_altered_page_changes_nothing(run, keystore_case) -> None:
     assert case.digest() == before
 
 
-def test_with_a_journal_it_goes_on(run, keystore_case, tmp_path: Path, monkeypatch) -> None:
+def test_an_interrupted_run_starts_over(run, keystore_case, monkeypatch) -> None:
+    """Nothing shows which files have new keys, and after another leak all of them need new ones."""
     case = keystore_case()
-    journal = tmp_path / "journal"
-    original = rekeying._Rekeying.rekey
+    original = rekeying.check_rekeyed
 
-    def rekey(self, location, locked_folder):
-        if location.name == "b.parquet":
+    def check_rekeyed(written, *arguments, **options):
+        if "b.parquet" in written.path:
             raise KeyboardInterrupt
-        return original(self, location, locked_folder)
+        return original(written, *arguments, **options)
 
-    arguments = ["rekey", case.data, "--config", case.config, "--in-place", "--journal", journal, "--json"]
-    monkeypatch.setattr(rekeying._Rekeying, "rekey", rekey)
+    arguments = ["rekey", case.data, "--config", case.config, "--in-place", "--json"]
+    monkeypatch.setattr(rekeying, "check_rekeyed", check_rekeyed)
+    before = case.digest()
     done = run(*arguments)
     assert done.exit_code == 130
-    assert "Before this: 1 file: 1 rekeyed. Give the same command again; without --journal" in done.stderr
+    assert "Before this: 1 file: 1 rekeyed. Give the same command again: it starts with the first" in done.stderr
     monkeypatch.undo()
-    first = case.files[0].read_bytes()
-    document = json.loads(run(*arguments).stdout)
-    assert document["counts"] == {"finished before": 1, "rekeyed": 1}
-    assert case.files[0].read_bytes() == first
-    assert not journal.exists()
-    # Without one, after another leak, all have their turn.
+    between = case.digest()
+    assert [path for path in before if before[path] != between[path]] == [str(case.files[0])]
+    case.read()
     assert json.loads(run(*arguments).stdout)["counts"] == {"rekeyed": 2}
-
-
-def test_a_journal_is_of_one_kms(run, keystore_case, config: Path, tmp_path: Path, monkeypatch) -> None:
-    case = keystore_case()
-    journal = tmp_path / "journal"
-    original = rekeying._Rekeying.rekey
-
-    def rekey(self, location, locked_folder):
-        if location.name == "b.parquet":
-            raise KeyboardInterrupt
-        return original(self, location, locked_folder)
-
-    arguments = ["rekey", case.data, "--config", case.config, "--in-place", "--journal", journal]
-    monkeypatch.setattr(rekeying._Rekeying, "rekey", rekey)
-    assert run(*arguments).exit_code == 130
-    monkeypatch.undo()
-    done = run(*arguments, "--to-config", config)
-    assert done.exit_code == 2
-    assert "with other parameters" in done.stderr
+    after = case.digest()
+    assert after.keys() == before.keys() and all(after[path] != between[path] for path in between)
+    case.read()
 
 
 def test_a_data_key_that_stays_is_told(run, table: pa.Table, tmp_path: Path) -> None:
@@ -233,7 +212,8 @@ def test_a_data_key_that_stays_is_told(run, table: pa.Table, tmp_path: Path) -> 
         ([], "or --in-place"),
         (["DST", "--in-place"], "DST and --in-place contradict each other"),
         (["--in-place", "--overwrite"], "replaces files in any case"),
-        (["DST", "--journal", "j"], "this goes with --in-place only"),
+        (["DST", "--follow-links"], "this goes with --in-place only"),
+        (["--in-place", "--skip-existing"], "encrypts all files again"),
         (["DST", "--no-verify"], "this goes with --in-place only"),
         (["--in-place", "--table", "peple"], "Did you mean 'people'?"),
         (["--in-place", "--to-table", "peple"], "Did you mean 'people'?"),
@@ -262,19 +242,3 @@ def test_nothing_is_left_over(run, keystore_case) -> None:
     assert run("rekey", case.data, "--config", case.config, "--in-place").exit_code == 0
     assert case.names() == ["a.parquet", "b.parquet"]
     assert os.access(case.files[0], os.R_OK)
-
-
-def test_a_journal_that_cannot_be_written_is_1(run, keystore_case, tmp_path: Path, monkeypatch) -> None:
-    """Every file is done, and no KMS failed."""
-    case = keystore_case()
-    journal = tmp_path / "journal"
-
-    def fail(self: Journal, *, remove: bool) -> None:
-        raise StorageFailedError("the journal cannot be written: disk full.", error_number=errno.ENOSPC)
-
-    monkeypatch.setattr(Journal, "close", fail)
-    done = run("rekey", case.data, "--config", case.config, "--in-place", "--journal", journal, "--json")
-    assert done.exit_code == 1
-    document = json.loads(done.stdout)
-    assert document["counts"] == {"rekeyed": 2} and document["complete"] is False
-    assert document["journal"] == str(journal) and "the journal cannot be written" in document["stopped_by"]

@@ -99,85 +99,40 @@ def test_to_another_kms(run, keystore_case, config: Path) -> None:
             assert keytools.read_table(path).equals(case.table)
 
 
-def test_undo(run, keystore_case) -> None:
-    case = keystore_case()
-    before = case.digest()
-    case.keystore.rotate_key("pii")
-    assert run("rotate", case.data, "--config", case.config, "--keep-old").exit_code == 0
-    assert len(case.names()) == 4
-    done = run("rotate", case.data, "--config", case.config, "--undo", "--json")
-    assert done.exit_code == 0
-    assert json.loads(done.stdout)["counts"] == {"restored": 2}
-    assert case.digest() == before
-    assert run("rotate", case.data, "--config", case.config, "--keep-old").exit_code == 0
-    done = run("rotate", case.data, "--config", case.config, "--drop-old", "--json")
-    assert done.exit_code == 0
-    assert json.loads(done.stdout) == {"dropped": 2}
-    assert case.names() == ["a.parquet", "b.parquet"]
-
-
-def test_undo_with_an_aad_prefix(run, keystore_case) -> None:
-    case = keystore_case(aad_prefix="place", store_aad_prefix=False)
-    before = case.digest()
-    config = case.config.with_name("without.yaml")
-    config.write_text(case.config.read_text().replace(', "aad_prefix": "place", "store_aad_prefix": false', ""))
-    prefix = ["--aad-prefix", "place"]
-    arguments = ["rotate", case.data, "--config", config]
-    assert run(*arguments, "--from", "pii", "--to", "times", "--keep-old", *prefix).exit_code == 0
-    assert run(*arguments, "--undo").exit_code == 1
-    assert run(*arguments, "--undo", *prefix).exit_code == 0
-    assert case.digest() == before
-
-
-def test_undo_needs_the_old_master_key(run, keystore_case) -> None:
-    case = keystore_case(also_trusted=["times"])
-    arguments = ["rotate", case.data, "--config", case.config]
-    assert run(*arguments, "--from", "pii", "--to", "times", "--keep-old").exit_code == 0
-    case.keystore.set_enabled("pii", False)
-    assert run(*arguments, "--undo").exit_code == 3
-    case.read()
-
-
 def test_what_the_configuration_says(run, keystore_case) -> None:
-    case = keystore_case("rotation: {moves: {pii: times}, keep_old: true}\n")
+    case = keystore_case("rotation: {moves: {pii: times}}\n")
     case.keystore.rotate_key("footer")
     arguments = ["rotate", case.data, "--config", case.config, "--json"]
     document = json.loads(run(*arguments).stdout)
     assert [(key["master_key_id"], key["new_master_key_id"]) for key in document["keys"]] == [("pii", "times")]
-    assert len(case.names()) == 4
-    assert run("rotate", case.data, "--config", case.config, "--undo").exit_code == 0
     # Options are stronger.
-    document = json.loads(run(*arguments, "--from", "footer", "--to", "times", "--no-keep-old").stdout)
+    document = json.loads(run(*arguments, "--from", "footer", "--to", "times").stdout)
     assert [key["master_key_id"] for key in document["keys"]] == ["footer"]
     assert case.names() == ["a.parquet", "b.parquet"]
 
 
-def test_a_run_that_was_cut_off_goes_on(run, keystore_case, tmp_path: Path, monkeypatch) -> None:
+def test_a_run_that_was_cut_off_goes_on(run, keystore_case, monkeypatch) -> None:
     case = keystore_case()
     case.keystore.rotate_key("pii")
-    original, turns = rewrapping.Rewrapping._finish, []
+    original = rewrapping.replace_tail
 
-    def finish(self, work):
-        turns.append(work.location.name)
-        if work.location.name == "b.parquet":
+    def replace_tail(location, *arguments, **options):
+        if location.name == "b.parquet":
             raise KeyboardInterrupt
-        return original(self, work)
+        return original(location, *arguments, **options)
 
-    journal = tmp_path / "journal"
-    arguments = ["rotate", case.data, "--config", case.config, "--journal", journal, "--json"]
-    monkeypatch.setattr(rewrapping.Rewrapping, "_finish", finish)
+    arguments = ["rotate", case.data, "--config", case.config, "--json"]
+    monkeypatch.setattr(rewrapping, "replace_tail", replace_tail)
     done = run(*arguments)
     assert done.exit_code == 130
-    assert "Before this: 1 file: 1 rotated. Give the same command again: it does the rest." in done.stderr
+    assert "Before this: 1 file: 1 rotated. Give the same command again." in done.stderr
     document = json.loads(done.stdout)
     assert [file["path"] for file in document["files"]] == [str(case.files[0])]
     assert document["complete"] is False
-    assert journal.exists()
     monkeypatch.undo()
     document = json.loads(run(*arguments).stdout)
     # The file itself shows that it is finished: its version is that of now, and is proven.
     assert document["counts"] == {"already current": 1, "rotated": 1}
-    assert not journal.exists()
     case.keystore.set_enabled("pii", False, 1)
     case.read()
 
@@ -283,12 +238,6 @@ def test_a_target_that_is_disabled_is_3_before_any_file_is_touched(run, keystore
         (["--from", "pii", "--to", "tmes"], "no such master key"),
         (["--from", "pii", "--to", "times", "--from", "times", "--to", "footer"], "is the target of a move"),
         (["--only-master-key", "pi"], "Did you mean 'pii'?"),
-        (["--undo", "--drop-old"], "--undo and --drop-old contradict each other"),
-        (["--undo", "--from", "pii", "--to", "times"], "--undo and --from contradict each other"),
-        (["--undo", "--dry-run"], "--undo and --dry-run contradict each other"),
-        (["--drop-old", "--new-keks"], "--drop-old and --new-keks contradict each other"),
-        (["--dry-run", "--keep-old"], "--dry-run and --keep-old contradict each other"),
-        (["--dry-run", "--journal", "j"], "--dry-run and --journal contradict each other"),
         (["--table", "peple"], "Did you mean 'people'?"),
     ],
 )
@@ -310,7 +259,6 @@ def test_mistakes_change_nothing(run, keystore_case, arguments: list[str], text:
         ("{moves: {pii: pii}}", "both names are the same master key"),
         ("{moves: {pii: own}}", "'own' is a data key"),
         ("{move: {pii: times}}", "rotation.move"),
-        ("{keep_old: 1}", "rotation.keep_old"),
     ],
 )
 def test_mistakes_in_the_configuration_have_their_line(run, keystore_case, rotation: str, text: str) -> None:
@@ -330,15 +278,6 @@ def test_moves_of_the_configuration_are_not_for_another_kms(run, keystore_case, 
     done = run("rotate", case.data, "--config", case.config, "--to-config", config)
     assert done.exit_code == 2
     assert "rotation.moves: moves are within one KMS" in done.stderr
-
-
-def test_a_journal_of_another_rotation_is_2(run, keystore_case, tmp_path: Path) -> None:
-    case = keystore_case()
-    journal = tmp_path / "journal"
-    journal.write_text('{"rotation_journal":1,"parameters":{}}\n')
-    done = run("rotate", case.data, "--config", case.config, "--journal", journal)
-    assert done.exit_code == 2
-    assert "with other parameters" in done.stderr
 
 
 def test_a_folder_without_files(run, keystore_case, tmp_path: Path) -> None:

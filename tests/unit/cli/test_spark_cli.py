@@ -92,27 +92,22 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resul
 
 def test_master_keys_are_moved(call: Callable[..., Result], tmp_path: Path) -> None:
     assert call("encrypt", "plain", "data").exit_code == 0
-    before = (tmp_path / "data" / "part-0.parquet").read_bytes()
-    result = call("rotate", "data", "--from", "pii", "--to", "new", "--new-keks", "--keep-old", "--json")
+    result = call("rotate", "data", "--from", "pii", "--to", "new", "--new-keks", "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
     assert document["outcomes"] == {"rotated": 1}
     assert [(key["master_key"], key["new_master_key"]) for key in document["files"][0]["keys"]] == [("pii", "new")]
     assert call("verify", "data").exit_code == 1  # The table still says pii.
-    undone = CliRunner().invoke(app, ["rotate", "data", "--undo", "--config", "c.yaml"])
-    assert undone.exit_code == 0
-    assert (tmp_path / "data" / "part-0.parquet").read_bytes() == before
 
 
 def test_what_the_configuration_says_is_done_where_nothing_else_is_said(
     call: Callable[..., Result], tmp_path: Path
 ) -> None:
     config = tmp_path / "c.yaml"
-    config.write_text(config.read_text() + "rotation: {moves: {pii: new}, keep_old: true}\n")
+    config.write_text(config.read_text() + "rotation: {moves: {pii: new}}\n")
     call("encrypt", "plain", "data")
-    assert call("rotate", "data", "--no-keep-old").exit_code == 0
+    assert call("rotate", "data").exit_code == 0
     assert "new" in call("keys", "data").stdout
-    assert [path.name for path in (tmp_path / "data").glob(".*old_keys")] == []
 
 
 def test_exit_status(call: Callable[..., Result], tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -20,7 +19,6 @@ from parquet_keytools.rotation.data_set_run import (
     RunOptions,
     change_data_set,
 )
-from parquet_keytools.rotation.journal import Journal
 from parquet_keytools.rotation.report import FileRotation, Outcome, RotationReport
 from parquet_keytools.rotation.tail import changed_while_rotated
 from parquet_keytools.storage.locations import FileLocation
@@ -107,25 +105,6 @@ def test_what_could_not_be_looked_into_is_a_failure(folder: FileLocation, monkey
     assert [(file.path, file.error_class) for file in report.failures] == [(unseen.path, "PermissionError")]
 
 
-class FullJournal:
-    """A journal whose disk is full."""
-
-    path = "journal"
-    removed: bool | None = None
-
-    def close(self, *, remove: bool) -> None:
-        self.removed = remove
-        raise StorageFailedError("no space for the journal.")
-
-
-def test_a_journal_that_cannot_be_closed_is_told_and_named(folder: FileLocation) -> None:
-    report, journal = RotationReport(), FullJournal()
-    change_data_set(folder, Changes(), report, RunOptions(), cast("Journal", journal))
-    assert report.counts == {Outcome.ROTATED: 4} and journal.removed is True
-    assert isinstance(report.stopped_by, StorageFailedError) and not report.succeeded
-    assert report.journal == "journal"
-
-
 def test_a_run_over_a_single_file_raises_its_failure(folder: FileLocation) -> None:
     change = Changes(a=FULL)
     with pytest.raises(OSError, match="No space left"):
@@ -152,10 +131,10 @@ def test_what_the_next_file_would_meet_too_ends_a_run_over_one_after_the_other(
         begun.append(location.name)
         if len(begun) == 2:
             raise error
-        return FileRotation(str(location), Outcome.RESTORED)
+        return FileRotation(str(location), Outcome.REKEYED)
 
     one_by_one = EachFile(change)
     report = run(folder, one_by_one)
-    assert begun == NAMES[:2] and report.counts == {Outcome.RESTORED: 1, Outcome.FAILED: 1}
+    assert begun == NAMES[:2] and report.counts == {Outcome.REKEYED: 1, Outcome.FAILED: 1}
     assert report.stopped_by is not None and not report.succeeded
     assert one_by_one.take_end() is None, "it is told once"

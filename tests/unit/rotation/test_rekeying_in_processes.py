@@ -31,7 +31,6 @@ from parquet_keytools.errors import (
     WorkerProcessEndedError,
 )
 from parquet_keytools.rotation import data_set_run
-from parquet_keytools.rotation.journal import Journal
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome
 from parquet_keytools.rotation.tail import changed_while_rotated
 from parquet_keytools.runtime import worker_processes
@@ -181,6 +180,10 @@ def test_a_locked_folder_is_waited_for(tmp_path: Path, folder: Path) -> None:
     assert f"{FILES} rekeyed" in stdout
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.parquet")}
+
+
 def tree_digest_of(tree: dict[str, Any], part: str) -> dict[str, Any]:
     return {name.removeprefix(f"{part}/"): digest for name, digest in tree.items() if name.startswith(f"{part}/")}
 
@@ -221,16 +224,15 @@ def children(process_id: int) -> list[int]:
 
 
 @pytest.mark.parametrize("who", ["parent", "worker", "Ctrl-C"])
-def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, tools: Keytools, folder: Path, who: str) -> None:
+def test_a_run_that_was_cut_off_is_repeated(tmp_path: Path, tools: Keytools, folder: Path, who: str) -> None:
     """Held at a lock in the middle of its files."""
-    journal = tmp_path / "journal"
-    before = tree_digest(folder)
+    before, originals = tree_digest(folder), contents(folder)
     locked = FileLocation.resolve(folder / "year=1" / "1.parquet")
     with exclusive_folder(locked):
-        process = start(tmp_path / "config.yaml", folder, "--journal", str(journal))
+        process = start(tmp_path / "config.yaml", folder)
         end = time.monotonic() + 60
-        # The five files before it are done, and in the journal.
-        while not journal.exists() or journal.read_text().count('"made"') < 5:
+        # The five files before it are done.
+        while sum(originals[name] != content for name, content in contents(folder).items()) < 5:
             assert time.monotonic() < end and process.poll() is None
             time.sleep(0.05)
         workers = children(process.pid)
@@ -260,17 +262,12 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, tools: Keytools, folder:
         assert "Give the same command again" in stderr and "Traceback" not in stderr
     for path in folder.rglob("*.parquet"):
         assert tools.read_table(path).equals(TABLE)
-    between = tree_digest(folder)
-    made = journal.read_text().count('"made"')
-    report = tools.rekey_in_place(folder, journal=journal, processes=3)
-    assert report.succeeded and not journal.exists()
-    assert report.counts[RotationOutcome.FINISHED_BEFORE] == made >= 5
+    report = tools.rekey_in_place(folder, processes=3)
+    assert report.succeeded and report.counts == Counter({RotationOutcome.REKEYED: FILES})
     after = tree_digest(folder)
+    # Nothing is left of the run that was cut off.
     assert before.keys() == after.keys()
-    for file in report.files:
-        name = str(Path(file.path).relative_to(folder))
-        assert (between[name] == after[name]) == (file.outcome is RotationOutcome.FINISHED_BEFORE)
-        assert before[name] != after[name]
+    assert all(before[name] != after[name] for name in before)
     assert tools.verify_folder(folder).conforms
 
 
@@ -420,18 +417,3 @@ def test_what_others_leave_behind_is_said_and_logged_once(
     report = tools.rekey_in_place(folder, processes=2)
     assert report.succeeded and sorted(report.left_behind) == ["a temporary file", "another one"]
     assert "temporary" not in caplog.text and "another" not in caplog.text
-
-
-def test_a_full_disk_ends_the_run(
-    tmp_path: Path, tools: Keytools, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here that of the journal, which stays in this process; what others say of it too is not said again."""
-
-    def full(*_: object) -> None:
-        raise StorageFailedError("the journal is full", error_number=28)
-
-    monkeypatch.setattr(Journal, "add_made", full)
-    report = tools.rekey_in_place(folder, journal=tmp_path / "journal", processes=2)
-    assert isinstance(report.stopped_by, StorageFailedError)
-    assert report.counts == Counter({RotationOutcome.FAILED: 1})
-    assert tools.read_table(folder).num_rows == FILES * TABLE.num_rows

@@ -31,8 +31,8 @@ def test_all_is_counted_and_what_failed_is_kept(keep_results: bool) -> None:
     rotated = FileRotation("a", RotationOutcome.ROTATED, bytes_written=3, bytes_copied=5, shares_keys_with="b")
     failed = FileRotation.failed("c", KeytoolsError("why"))
     report = RotationReport()
-    report.add([FileRotation("e", RotationOutcome.RESTORED)], keep_results=False)
-    assert not report.shared_keys and not report.files and report.counts.pop(RotationOutcome.RESTORED) == 1
+    report.add([FileRotation("e", RotationOutcome.REKEYED)], keep_results=False)
+    assert not report.shared_keys and not report.files and report.counts.pop(RotationOutcome.REKEYED) == 1
     report.add([rotated] * (MOST_LEFT_BEHIND + 1), keep_results=keep_results)
     assert report.succeeded and not report.failures
     report.add([failed, FileRotation("d", RotationOutcome.NOT_ENCRYPTED)], keep_results=keep_results)

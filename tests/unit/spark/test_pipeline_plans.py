@@ -233,48 +233,40 @@ def test_later_tasks_of_a_job_have_a_share_of_their_own(encrypted: tuple[Keytool
     assert worker_keys.worker_keys(job.carried_keys(5)) is second
 
 
-def test_attempts_of_one_task_do_not_take_each_others_old_keys(
+def test_two_attempts_of_one_task_do_no_harm_to_each_other(
     encrypted: tuple[Keytools, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from parquet_keytools.rotation import rewrapping
-    from parquet_keytools.rotation.replaced_keys import keep
-    from parquet_keytools.rotation.request import RotationRequest, rotation_context
+    from parquet_keytools.rotation.rotation_plan import plan_rotation
 
     keytools, folder = encrypted
-    before = next(folder.glob("*.parquet")).read_bytes()
     spark: Any = FakeSpark([2], spark_master="local[2]")
     job = Job(spark, folder, keytools.configuration)
-    context = rotation_context(job.keys, RotationRequest(moves={"pii": "new"}))
-    opening = rotation.OpeningTask(job.carried_keys(1), str(folder), None, None, context.plan)
+    plan = plan_rotation(job.keys, moves={"pii": "new"})
+    opening = rotation.OpeningTask(job.carried_keys(1), str(folder), None, None, plan)
     distinct = opening(0, 0, piece_of(folder)).other
     assert keytools.kms is not None
-    given = rotation._rewrap(keytools.kms, context, distinct)
+    given = rotation._rewrap(keytools.kms, rewrapping.Rewrapping(job.keys, plan), distinct)
     assert len(given) == 1
     broadcast: Any = SimpleNamespace(value=given)
-    writing = rotation.WritingTask(
-        job.carried_keys(1), str(folder), None, None, context.plan, None, {}, True, False, broadcast
-    )
+    writing = rotation.WritingTask(job.carried_keys(1), str(folder), None, None, plan, broadcast)
     attempts: list[TaskResult] = []
+    replace_tail = rewrapping.replace_tail
 
     def attempt(number: int) -> TaskResult:
         # Each is a process of its own.
         monkeypatch.setattr(worker_keys._Held, "job", None)
         return writing(0, number, piece_of(folder))
 
-    def keep_while_another_attempt_works(*arguments: Any) -> FileLocation:
-        kept = keep(*arguments)
-        if not attempts:
-            attempts.append(TaskResult())
-            attempts.append(attempt(1))
-        return kept
+    def replace_after_another_attempt(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(rewrapping, "replace_tail", replace_tail)
+        attempts.append(attempt(1))
+        return replace_tail(*arguments, **options)
 
-    monkeypatch.setattr(rewrapping, "keep", keep_while_another_attempt_works)
+    monkeypatch.setattr(rewrapping, "replace_tail", replace_after_another_attempt)
     attempts.append(attempt(0))
-    assert [sum(found.outcomes.values()) for found in attempts[1:]] == [1, 1]
-    assert all(not found.outcomes["failed"] for found in attempts)
+    assert [found.outcomes for found in attempts] == [{"rotated": 1}, {"nothing to rotate": 1}]
     assert {use.master_key_id for file in keytools.key_inventory(folder) for use in file.uses} == {"footer", "new"}
-    assert keytools.undo_rotation(folder).succeeded
-    assert next(folder.glob("*.parquet")).read_bytes() == before
     assert [path.name for path in folder.iterdir()] == ["part-0.parquet"]
 
 
@@ -331,19 +323,16 @@ def write_plain(folder: Path, name: str = "part-0.parquet") -> Path:
 
 
 def test_what_the_configuration_says_of_rotations_holds(encrypted: tuple[Keytools, Path]) -> None:
-    keytools, folder = encrypted
-    before = next(folder.glob("*.parquet")).read_bytes()
+    _, folder = encrypted
     config = folder.with_name("config.yaml")
-    config.write_text(config.read_text() + "rotation: {moves: {pii: new}, keep_old: true}\n")
+    config.write_text(config.read_text() + "rotation: {moves: {pii: new}}\n")
     spark: Any = FakeSpark([2], spark_master="local[2]")
     (row,) = rotation.rotate(spark, folder, config).rows()
     assert [(key["master_key"], key["new_master_key"]) for key in row["keys"]] == [("pii", "new")]
-    assert keytools.undo_rotation(folder).succeeded
-    assert next(folder.glob("*.parquet")).read_bytes() == before
     with pytest.raises(ConfigurationError, match="moves are within one KMS, but another one is given"):
         rotation.rotate(spark, folder, config, to=config)
     # What a caller says is stronger.
-    (row,) = rotation.rotate(spark, folder, config, moves={"footer": "new"}, keep_old=False).rows()
+    (row,) = rotation.rotate(spark, folder, config, moves={"footer": "new"}).rows()
     assert [(key["master_key"], key["new_master_key"]) for key in row["keys"]] == [("footer", "new")]
     assert [path.name for path in folder.iterdir()] == ["part-0.parquet"]
     config.write_text(config.read_text().replace("pii: new", "pii: nwe"))

@@ -19,7 +19,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools
 from parquet_keytools.arrow.callbacks import DelegatingHandler
-from parquet_keytools.errors import IncompleteDataSetError, NoParquetFilesError, OutputError
+from parquet_keytools.errors import NoParquetFilesError, OutputError
 from parquet_keytools.storage import listing, walk
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
@@ -301,10 +301,3 @@ def test_what_no_reader_would_look_at_is_not_written(
 def test_a_column_whose_name_begins_with_a_dot_is_no_partition(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"'\.c="):
         tools().write_dataset(TABLE.rename_columns(["_year", ".c", "v"]), tmp_path, partitioning=[".c"])
-
-
-def test_old_keys_are_dropped_as_far_as_they_are_seen(root: Path) -> None:
-    (root / "lost").symlink_to("/nowhere")
-    with pytest.raises(IncompleteDataSetError, match="a dangling link") as caught:
-        tools().drop_old_keys(root)
-    assert str(root / "lost") in str(caught.value) and "0 kept files were removed" in str(caught.value)

@@ -22,7 +22,7 @@ from parquet_keytools.conformance.nonce_ledger import Invocations, NonceLedger, 
 from parquet_keytools.conformance.report import FileReport, RuleResult, Verdict, verdict_of
 from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory, uses_of_left_out
-from parquet_keytools.rotation.request import prefix_of
+from parquet_keytools.rotation.rotation_plan import prefix_of
 from parquet_keytools.spark.pipelines.file_tables import (
     FAILED,
     PipelineReport,

@@ -18,7 +18,7 @@ from parquet_keytools.config.loader import load_configuration
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, SparkJobFailedError, without_frames
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.rotation.held_keys import read_file_keys
+from parquet_keytools.rotation.file_keys import read_file_keys
 from parquet_keytools.spark.pipelines.file_tables import (
     FAILED,
     PipelineReport,

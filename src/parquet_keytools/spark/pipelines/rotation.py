@@ -12,7 +12,7 @@ In a rotation each distinct wrapped key is re-wrapped once, then files are writt
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
@@ -20,26 +20,18 @@ import pyarrow.compute as pc
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import KeytoolsError, KmsError, KmsUnavailableError, NotEncryptedError
 from parquet_keytools.kms.client import KmsClient, RewrapRequest
-from parquet_keytools.rotation.batch import KmsInstance
 from parquet_keytools.rotation.data_set_run import RunOptions
-from parquet_keytools.rotation.held_keys import HeldKeys, read_file_keys
+from parquet_keytools.rotation.file_keys import FileKeys, read_file_keys
 from parquet_keytools.rotation.rekeying import RekeyRequest, rekey_data_set
-from parquet_keytools.rotation.replaced_keys import new_rotation_id
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome
-from parquet_keytools.rotation.request import (
-    RotationRequest,
-    prefix_of,
-    rotate_data_set,
-    rotation_context,
-    trust_master_keys,
-)
 from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask, WrappedKey
+from parquet_keytools.rotation.rewrapping import Rewrapping, rotate_data_set
 from parquet_keytools.rotation.rotation_plan import (
-    KnownVersions,
-    MasterKeyVersions,
-    RotationContext,
     RotationPlan,
     TableMembership,
+    plan_rotation,
+    prefix_of,
+    trust_master_keys,
 )
 from parquet_keytools.spark.pipelines.file_tables import (
     FAILED,
@@ -76,7 +68,6 @@ def rotate(
     only_master_keys: list[str] | None = None,
     older_than: str | None = None,
     new_keks: bool = False,
-    keep_old: bool | None = None,
     dry_run: bool = False,
     to: Configuration | PathLike | None = None,
     table_name: str | None = None,
@@ -91,7 +82,8 @@ def rotate(
     each. With `new_keks`, with `to`, and where the KMS does not re-wrap by itself, each Python worker makes fresh
     KEKs of its own.
 
-    A run that was cut off goes on when it is called again in the same way: files tell what is left to do.
+    After an interrupted run, call it again in the same way: files whose keys show that they are current stay as
+    they are. Where the KMS hides versions, and with `new_keks`, all keys are re-wrapped again.
 
     Args:
         spark: A session.
@@ -102,8 +94,6 @@ def rotate(
         only_master_keys: The master keys that are rotated.
         older_than: Only keys that an older version wrapped, or one that nobody can tell.
         new_keks: Make fresh KEKs, as after a leak of one.
-        keep_old: Keep the old keys beside the files, for `Keytools.undo_rotation`; None does as the configuration
-            says.
         dry_run: Change nothing; the rows say what would change.
         to: The configuration of another KMS, whose master keys wrap from now on.
         table_name: Table of the files, for an AAD prefix that they do not store.
@@ -120,34 +110,35 @@ def rotate(
         SparkJobFailedError: Spark gave the job up.
     """
     with Job(spark, path, configuration, to, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
-        request = RotationRequest(
+        new_kms = job.new_keys.kms if to is not None else None
+        plan = plan_rotation(
+            job.keys,
             moves=moves,
             only_master_keys=only_master_keys,
             older_than=older_than,
             new_keks=new_keks,
-            keep_old=keep_old,
             dry_run=dry_run,
-            new_kms=job.new_keys.kms if to is not None else None,
+            new_kms=new_kms,
             new_configuration=job.new_configuration,
             table_name=table_name,
             aad_prefix=aad_prefix,
         )
-        context = rotation_context(job.keys, request)
+        rewrapping = Rewrapping(job.keys, plan, new_kms)
         place = job.place
-        plan = plan_data_set(job.root, follow_links=follow_links)
-        grouped = job.grouped(plan.table)
+        files = plan_data_set(job.root, follow_links=follow_links)
+        grouped = job.grouped(files.table)
         distinct: set[_KeyOf] = set()
         encrypted = grouped.filter(pc.field("is_encrypted"))
         if encrypted.num_rows:
             pieces = job.pieces(encrypted)
-            opening = OpeningTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix, context.plan)
+            opening = OpeningTask(job.carried_keys(len(pieces)), place, table_name, aad_prefix, plan)
             for result in job.run(f"open footers of {place}", opening, pieces):
                 distinct |= result.other
         assert job.keys.kms is not None
-        given: Given = {} if dry_run else _rewrap(job.keys.kms, context, distinct)
+        given: Given = {} if dry_run else _rewrap(job.keys.kms, rewrapping, distinct)
         if dry_run:
             # So that versions are known, as in a rotation.
-            _tasks(context, distinct)
+            _tasks(rewrapping, distinct)
         pieces = job.pieces(grouped)
         broadcast = spark.sparkContext.broadcast(given)
         writing = WritingTask(
@@ -155,15 +146,11 @@ def rotate(
             place,
             table_name,
             aad_prefix,
-            context.plan,
-            context.instance,
-            context.versions.known,
-            context.keep_old is not None,
-            dry_run,
+            replace(plan, known_versions=rewrapping.versions.known),
             broadcast,
         )
         job.work_on_files(f"rotate the keys of {place}", writing, pieces)
-        job.add_unseen(plan)
+        job.add_unseen(files)
         broadcast.destroy()
     return job.report()
 
@@ -171,23 +158,23 @@ def rotate(
 # --- the driver ---
 
 
-def _tasks(context: RotationContext, distinct: set[_KeyOf]) -> list[RewrapTask]:
+def _tasks(rewrapping: Rewrapping, distinct: set[_KeyOf]) -> list[RewrapTask]:
     """Return which of some wrapped keys to re-wrap."""
     tasks = []
     for key, is_kek in sorted(distinct, key=lambda found: (found[0].master_key_id, found[0].wrapped_key)):
-        target = context.target_of(key, has_kek=is_kek)
+        target = rewrapping.target_of(key, has_kek=is_kek)
         if target is not None:
-            context.versions.current(target, new=True)
+            rewrapping.versions.current(target, new=True)
             tasks.append(RewrapTask(key, target, is_kek))
     return tasks
 
 
-def _rewrap(kms: KmsClient, context: RotationContext, distinct: set[_KeyOf]) -> Given:
+def _rewrap(kms: KmsClient, rewrapping: Rewrapping, distinct: set[_KeyOf]) -> Given:
     """Have the KMS re-wrap what it can by itself, each wrapped key once.
 
     What came back is proven where it is used. Keys that have to be unwrapped are left to the tasks: none travels.
     """
-    tasks = [task for task in _tasks(context, distinct) if not context.rewrapper.is_unwrapped(task)]
+    tasks = [task for task in _tasks(rewrapping, distinct) if not rewrapping.rewrapper.is_unwrapped(task)]
     given: dict[RewrapTask, str | KmsError] = {}
     for start in range(0, len(tasks), _KEYS_A_BATCH):
         batch = tasks[start : start + _KEYS_A_BATCH]
@@ -215,7 +202,7 @@ class OpeningTask(PipelineTask):
         assert kms is not None
         trust_master_keys(self.plan, kms, kms)
         unwrapper = worker.remembered.setdefault("unwrapper", Rewrapper(kms))
-        membership = TableMembership.of(worker.keys, self.table_name, self.plan)
+        membership = TableMembership.of(worker.keys, self.plan)
         found: set[_KeyOf] = set()
         for file in piece.files:
             try:
@@ -227,8 +214,11 @@ class OpeningTask(PipelineTask):
                 continue
         return TaskResult(other=found)
 
-    def _open(self, keys: HeldKeys, unwrapper: Rewrapper, membership: TableMembership, worker: WorkerKeys) -> None:
-        aad_prefix = keys.expected_prefix(prefix_of(worker.keys, self.table_name, self.aad_prefix, self.plan))
+    def _open(self, keys: FileKeys, unwrapper: Rewrapper, membership: TableMembership, worker: WorkerKeys) -> None:
+        expected = prefix_of(
+            worker.keys, self.table_name, self.aad_prefix, opens_to_others=self.plan.opens_to_others
+        )
+        aad_prefix = keys.expected_prefix(expected)
         membership.check_footer(keys)
         held = keys.footer_key
         found = unwrapper.unwrap([] if held is None else [held.wrapped_key])
@@ -240,46 +230,29 @@ class OpeningTask(PipelineTask):
 class WritingTask(PipelineTask):
     """Writes the new keys into files; a file that has them already stays as it is.
 
-    The driver knows versions of master keys, and had the given wrapped keys re-wrapped. New ones may be of another
-    instance of the KMS.
+    The driver had the given wrapped keys re-wrapped.
     """
 
     plan: RotationPlan
-    instance: KmsInstance | None
-    versions: KnownVersions
-    keep_old: bool
-    dry_run: bool
     given: Broadcast[Any]
 
     def row(self, worker: WorkerKeys, location: FileLocation, file: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row of a file, after its keys were written."""
-        if "context" not in worker.remembered:
-            worker.remembered["context"] = self._context(worker)
-        report = rotate_data_set(location, worker.remembered["context"], RunOptions())
+        if "rewrapping" not in worker.remembered:
+            worker.remembered["rewrapping"] = self._rewrapping(worker)
+        report = rotate_data_set(location, worker.remembered["rewrapping"], RunOptions())
         (result,) = report.files
         return _row(result, file["size_bytes"])
 
-    def _context(self, worker: WorkerKeys) -> RotationContext:
+    def _rewrapping(self, worker: WorkerKeys) -> Rewrapping:
         kms, new_kms = worker.keys.kms, worker.new_keys.kms
         assert kms is not None
         assert new_kms is not None
         trust_master_keys(self.plan, kms, new_kms)
-        if self.dry_run:
-            rewrapper = Rewrapper(kms, new_kms, new_keks=self.plan.new_keks, only_count=True)
-        else:
+        rewrapper = None
+        if not self.plan.dry_run:
             rewrapper = GivenRewrapper(kms, new_kms, self.given.value, new_keks=self.plan.new_keks)
-        return RotationContext(
-            plan=self.plan,
-            rewrapper=rewrapper,
-            versions=MasterKeyVersions(kms, new_kms, self.versions),
-            data_keys=worker.keys.data_keys,
-            aad_prefix_of=prefix_of(worker.keys, self.table_name, self.aad_prefix, self.plan),
-            membership=TableMembership.of(worker.keys, self.table_name, self.plan),
-            instance=self.instance,
-            # Of this process alone: two attempts of a task must not take what the other one keeps for their own.
-            keep_old=new_rotation_id() if self.keep_old else None,
-            dry_run=self.dry_run,
-        )
+        return Rewrapping(worker.keys, self.plan, new_kms, rewrapper)
 
 
 class GivenRewrapper(Rewrapper):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rotation_case import TABLE, Case, external_entries, key_material_file, tree_digest
 
-from parquet_keytools.rotation import held_keys
-from parquet_keytools.rotation.held_keys import ExternalMaterial, external_material
+from parquet_keytools.rotation import file_keys
+from parquet_keytools.rotation.file_keys import ExternalMaterial
 from parquet_keytools.rotation.report import Outcome
 from parquet_keytools.storage.locations import FileLocation
 
@@ -48,7 +49,7 @@ def test_a_file_that_is_replaced_before_its_key_material_is_read(
     case = Case.make(tmp_path, "keystore", key_material="external")
     path = case.write()
     case.add_version()
-    read = held_keys.read_external_material
+    read = file_keys.read_external_material
     attempts: list[FileLocation] = []
 
     def of_the_next_one(location: FileLocation) -> ExternalMaterial:
@@ -58,11 +59,10 @@ def test_a_file_that_is_replaced_before_its_key_material_is_read(
             return found
         shutil.copy(path, tmp_path / "next")
         (tmp_path / "next").replace(path)
-        texts = json.loads(found.content)
-        del texts[reference]
-        return external_material(found.location, json.dumps(texts).encode())
+        others = {name: held for name, held in found.by_reference.items() if name != reference}
+        return replace(found, content=found.with_new({}, [reference]), by_reference=others)
 
-    monkeypatch.setattr(held_keys, "read_external_material", of_the_next_one)
+    monkeypatch.setattr(file_keys, "read_external_material", of_the_next_one)
     (file,) = case.tools().rotate(case.folder).files
     assert file.outcome is Outcome.ROTATED and len(attempts) == 2
     case.disable(1)

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import contextvars
+import itertools
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from parquet_keytools.encryption.aad import AadPrefix
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn, FooterMode
-from parquet_keytools.errors import KeyMaterialError, KeyNotAvailableError, KmsError, value_or_raise
+from parquet_keytools.errors import (
+    KeyMaterialError,
+    KeyNotAvailableError,
+    KeytoolsError,
+    KmsError,
+    value_or_raise,
+)
 from parquet_keytools.files.opened_file import naming_place
 from parquet_keytools.keys.kek import dek_of
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import DataKeys, decode_master_key_id
 from parquet_keytools.keys.material_store import parse_key_materials, read_key_material_file
-from parquet_keytools.rotation.rewrapper import WrappedKey
+from parquet_keytools.rotation.report import FileRotation
+from parquet_keytools.rotation.rewrapper import NewMaterial, RewrapTask, WrappedKey
 from parquet_keytools.rotation.tail import Tail, check_unchanged, read_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, key_material_location
 
 
 @dataclass(frozen=True)
-class HeldKey:
+class FileKey:
     """A wrapped key of a file.
 
     Attributes:
@@ -57,10 +67,10 @@ class ExternalMaterial:
 
     location: FileLocation
     content: bytes = field(repr=False)
-    by_reference: Mapping[str, HeldKey]
+    by_reference: Mapping[str, FileKey]
 
     @property
-    def held(self) -> tuple[HeldKey, ...]:
+    def held(self) -> tuple[FileKey, ...]:
         """Its keys, also those that the Parquet file does not refer to."""
         return tuple(self.by_reference.values())
 
@@ -89,23 +99,14 @@ def read_external_material(parquet_file: FileLocation) -> ExternalMaterial:
         KeyMaterialError: There is none, or it is not valid.
     """
     location, content = key_material_location(parquet_file), read_key_material_file(parquet_file)
-    return external_material(location, content)
-
-
-def external_material(location: FileLocation, content: bytes) -> ExternalMaterial:
-    """Return the content of a key material file.
-
-    Raises:
-        KeyMaterialError: It is not valid.
-    """
     materials = parse_key_materials(content, str(location))
     texts: dict[str, str] = json.loads(content)
-    held = {reference: HeldKey(material, texts[reference], reference) for reference, material in materials.items()}
+    held = {reference: FileKey(material, texts[reference], reference) for reference, material in materials.items()}
     return ExternalMaterial(location, content, held)
 
 
 @dataclass
-class HeldKeys:
+class FileKeys:
     """The keys of one file.
 
     Before its footer is authentic only the key of the footer is known, and nothing that is said of it is proven.
@@ -120,9 +121,9 @@ class HeldKeys:
     tail: Tail
     envelope: FooterEnvelope
     external: ExternalMaterial | None = None
-    internal: dict[bytes, HeldKey] = field(default_factory=dict)
+    internal: dict[bytes, FileKey] = field(default_factory=dict)
     footer: Footer | None = None
-    _referenced: dict[int, HeldKey] = field(default_factory=dict)
+    _referenced: dict[int, FileKey] = field(default_factory=dict)
 
     @property
     def is_encrypted(self) -> bool:
@@ -130,23 +131,23 @@ class HeldKeys:
         return self.envelope.mode is not FooterMode.UNENCRYPTED
 
     @property
-    def referenced(self) -> list[HeldKey]:
+    def referenced(self) -> list[FileKey]:
         """The wrapped keys that key metadata refers to: the footer's first; those of columns once it is opened."""
         return list(self._referenced.values())
 
     @property
-    def unreferenced(self) -> list[HeldKey]:
+    def unreferenced(self) -> list[FileKey]:
         """Entries of the key material file that the authentic footer does not refer to: they are nobody's."""
         if self.external is None or (self.is_encrypted and self.footer is None):
             return []
         return [held for held in self.external.held if id(held) not in self._referenced]
 
     @property
-    def footer_key(self) -> HeldKey | None:
+    def footer_key(self) -> FileKey | None:
         """The footer's key; None where a data key takes its place, or the key material file lacks it."""
         return self.key_of(self.envelope.key_metadata)
 
-    def key_of(self, key_metadata: bytes | None) -> HeldKey | None:
+    def key_of(self, key_metadata: bytes | None) -> FileKey | None:
         """Return the wrapped key that key metadata stands for; None for a data key."""
         if key_metadata in self.internal:
             return self.internal[key_metadata]
@@ -155,7 +156,7 @@ class HeldKeys:
             return self.external.by_reference.get(parsed.reference)
         return None
 
-    def column_keys(self) -> Iterator[tuple[FooterColumn, HeldKey]]:
+    def column_keys(self) -> Iterator[tuple[FooterColumn, FileKey]]:
         """Yield the columns of the authentic footer that have a wrapped key, and that key."""
         if self.footer is not None and self.is_encrypted:
             for column in own_key_columns(self.footer):
@@ -178,7 +179,7 @@ class HeldKeys:
                 f"{self.location}: {error} Which keys its columns have cannot be seen."
             ) from None
 
-    def dek(self, held: HeldKey, unwrapped: Unwrapped | None) -> SecretBytes:
+    def dek(self, held: FileKey, unwrapped: Unwrapped | None) -> SecretBytes:
         """Return the DEK of one of the keys.
 
         Raises:
@@ -229,11 +230,6 @@ class HeldKeys:
             check_unchanged(self.location, self.tail)
             raise
 
-    def take_external(self) -> None:
-        """Read the key material file, if there is one and it was not needed yet."""
-        if self.external is None and key_material_location(self.location).is_file():
-            self.external = read_external_material(self.location)
-
     def prove(self, column: FooterColumn, dek: SecretBytes) -> None:
         """Decrypt metadata of a column with a DEK: that proves that it is this column's.
 
@@ -250,10 +246,13 @@ class HeldKeys:
         """Take in the key metadata of the footer.
 
         Raises:
-            KeyMaterialError: It is not valid, or refers to what is not there.
+            KeyMaterialError: It is not valid, or refers to what is not there, or says that it is no footer's.
         """
         self._add([self.envelope.key_metadata])
-        require_footer_key(self.footer_key, str(self.location))
+        held = self.footer_key
+        if held is not None and not held.material.is_footer_key:
+            # Readers refuse it, too.
+            raise KeyMaterialError("isFooterKey: is false in the footer's", path=str(self.location))
 
     def _add(self, all_key_metadata: Iterable[bytes | None]) -> None:
         try:
@@ -262,7 +261,7 @@ class HeldKeys:
                     continue
                 parsed = parse_key_metadata(key_metadata)
                 if isinstance(parsed, KeyMaterial):
-                    held = HeldKey(parsed, key_metadata, None)
+                    held = FileKey(parsed, key_metadata, None)
                     self.internal[key_metadata] = self._referenced[id(held)] = held
                 elif isinstance(parsed, KeyReference):
                     if self.external is None:
@@ -284,22 +283,12 @@ def stated_aad_prefix(envelope: FooterEnvelope) -> bytes | None:
     return envelope.aad_prefix
 
 
-def require_footer_key(held: HeldKey | None, path: str) -> None:
-    """Refuse key material of the footer that says that it is not, as readers do.
-
-    Raises:
-        KeyMaterialError: It says so.
-    """
-    if held is not None and not held.material.is_footer_key:
-        raise KeyMaterialError("isFooterKey: is false in the footer's", path=path)
-
-
 def own_key_columns(footer: Footer) -> list[FooterColumn]:
     """Return the columns that have a key of their own."""
     return [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
 
 
-def read_file_keys(location: FileLocation) -> HeldKeys:
+def read_file_keys(location: FileLocation) -> FileKeys:
     """Read what shows without a key and is needed for the footer: its tail, and its key material file.
 
     Raises:
@@ -309,7 +298,7 @@ def read_file_keys(location: FileLocation) -> HeldKeys:
         OSError: It cannot be read.
     """
     tail, envelope = read_tail(location)
-    keys = HeldKeys(location, tail, envelope)
+    keys = FileKeys(location, tail, envelope)
     if keys.is_encrypted:
         try:
             keys.add_footer_key()
@@ -317,3 +306,96 @@ def read_file_keys(location: FileLocation) -> HeldKeys:
             check_unchanged(location, tail)
             raise
     return keys
+
+
+# --- many files ---
+
+
+FILES_PER_BATCH = 1000
+"""For how many files, about, the KMS is asked together."""
+
+BYTES_PER_BATCH = 8 * 1024 * 1024
+"""To how many bytes, about, their footers and key material may come; parsed they take many times that."""
+
+FILES_PER_READ = 64
+
+
+@dataclass
+class BatchFile:
+    """A file on its way.
+
+    Attributes:
+        tasks: For each wrapped key that shall change, what is to be done.
+        aad_prefix: The AAD prefix that is expected of the file; None takes what it stores.
+        footer_dek: The DEK of its footer, once that is needed and known.
+        new: For each wrapped key that changed, what it became.
+        unwrapped: The keys of columns that stay, and that the KMS is asked to unwrap.
+        shares_keys_with: See `FileRotation`.
+    """
+
+    location: FileLocation
+    keys: FileKeys | None = None
+    tasks: dict[int, tuple[FileKey, RewrapTask]] = field(default_factory=dict)
+    aad_prefix: AadPrefix = None
+    footer_dek: SecretBytes | None = None
+    new: dict[int, NewMaterial] = field(default_factory=dict)
+    unwrapped: set[int] = field(default_factory=set)
+    shares_keys_with: str | None = None
+    result: FileRotation | None = None
+    failure: KeytoolsError | OSError | None = None
+
+    @property
+    def read_keys(self) -> FileKeys:
+        """Its keys; only after they were read."""
+        assert self.keys is not None
+        return self.keys
+
+    @property
+    def size_bytes(self) -> int:
+        """How much of the file is kept in memory, before it is parsed."""
+        if self.keys is None:
+            return 0
+        return len(self.keys.tail.data) + len(self.keys.external.content if self.keys.external else b"")
+
+
+def read_batch(pool: Executor, locations: Iterator[FileLocation]) -> list[BatchFile]:
+    """Read the keys of the next files, as many as one window takes; of none when there are no more."""
+    works: list[BatchFile] = []
+    size_bytes = 0
+    while len(works) < FILES_PER_BATCH and size_bytes < BYTES_PER_BATCH:
+        batch = [BatchFile(location) for location in itertools.islice(locations, FILES_PER_READ)]
+        if not batch:
+            break
+        size_bytes += sum(work.size_bytes for work in step(pool, _read, batch))
+        works += batch
+    return works
+
+
+def _read(work: BatchFile) -> None:
+    work.keys = read_file_keys(work.location)
+
+
+def step(pool: Executor, function: Callable[[BatchFile], None], works: Sequence[BatchFile]) -> Iterator[BatchFile]:
+    """Do a step with each file by itself; yield those that go on: what fails is nothing to the others."""
+    return (work for work in step_each(pool, function, works) if work.failure is None)
+
+
+def step_each(
+    pool: Executor, function: Callable[[BatchFile], None], works: Sequence[BatchFile]
+) -> Iterator[BatchFile]:
+    """Do a step with each file, by several threads; yield each when it is done."""
+
+    def guarded(work: BatchFile) -> BatchFile:
+        try:
+            function(work)
+        except KeyMaterialError as error:
+            # What unwraps a key does not know of which file it is.
+            named = error.path is not None
+            work.failure = error if named else KeyMaterialError(str(error), path=str(work.location))
+        except (KeytoolsError, OSError) as error:
+            work.failure = error
+        return work
+
+    # What is said of the run, such as which files keys are for, is known in its threads, too.
+    context = contextvars.copy_context()
+    return pool.map(lambda work: context.copy().run(guarded, work), works)

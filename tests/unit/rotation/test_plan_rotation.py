@@ -1,0 +1,216 @@
+"""What a caller asks a rotation for, and what is refused before any file is touched."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from parquet_keytools import Keytools, parse_configuration
+from parquet_keytools.config.settings import Configuration, ConfigurationWarning
+from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError, NoParquetFilesError
+from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.rotation import rotation_plan
+from parquet_keytools.rotation.report import KmsCalls
+from parquet_keytools.rotation.rewrapper import KmsInstance
+from parquet_keytools.rotation.rotation_plan import RotationPlan, plan_rotation, prefix_of
+
+NAMES = ("kf", "ka", "kb", "new")
+
+
+class Kms(InMemoryKms):
+    """A KMS that tells which master keys it was to trust, and may not list those that it has."""
+
+    def __init__(self, *names: str, lists: bool = True) -> None:
+        super().__init__(dict.fromkeys(names or NAMES))
+        self.trusted: set[str] = set()
+        self.lists = lists
+
+    def trust_also(self, master_key_ids: Iterable[str]) -> None:
+        self.trusted |= set(master_key_ids)
+
+    def master_key_ids(self) -> frozenset[str] | None:
+        return super().master_key_ids() if self.lists else None
+
+
+def configured(tables: Iterable[str] = ("t",), instance_id: str = "one", **rotation: Any) -> Configuration:
+    table = {"footer_key": "kf", "column_keys": {"ka": ["a"]}}
+    kms = {"type": "in_memory", "keys": list(NAMES), "instance_id": instance_id}
+    document: dict[str, Any] = {"version": 1, "kms": kms, "tables": dict.fromkeys(tables, table)}
+    return parse_configuration({**document, "rotation": rotation})
+
+
+def plan_of(kms: Kms | None = None, configuration: Configuration | None = None, **asked: Any) -> RotationPlan:
+    tools = Keytools(configuration or configured(), kms=kms or Kms())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigurationWarning)
+        return plan_rotation(tools._keys, **asked)
+
+
+def test_all_that_is_asked_for_is_planned() -> None:
+    plan = plan_of(only_master_keys=["ka"], older_than="1", new_keks=True, dry_run=True)
+    assert plan == RotationPlan(only_master_keys=frozenset({"ka"}), older_than="1", new_keks=True, dry_run=True)
+    plan = plan_of(moves={"ka": "new"}, table_name="t", aad_prefix="p")
+    assert plan.moves == {"ka": "new"} and plan.instance is None and plan.known_versions == {(False, "new"): "1"}
+    assert not (plan.dry_run or plan.new_keks or plan.other_kms) and (plan.table_name, plan.aad_prefix) == (
+        "t",
+        "p",
+    )
+
+
+def test_a_plan_goes_to_other_processes() -> None:
+    plan = plan_of(moves={"ka": "new"}, new_kms=Kms(), new_configuration=configured(instance_id="two"))
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+@pytest.mark.parametrize(("known", "instance"), [(True, KmsInstance("two", "DEFAULT")), (False, KmsInstance())])
+def test_files_name_the_kms_that_they_are_moved_to(known: bool, instance: KmsInstance) -> None:
+    new_configuration = configured(instance_id="two") if known else None
+    plan = plan_of(new_kms=Kms(), new_configuration=new_configuration)
+    assert plan.instance == instance and plan.other_kms
+
+
+def test_who_names_master_keys_trusts_them() -> None:
+    """Each in its KMS, and no others."""
+    kms, other = Kms(), Kms()
+    plan_of(kms, moves={"ka": "new"}, only_master_keys=["kb", "ka"])
+    assert kms.trusted == {"ka", "kb", "new"}
+    kms = Kms()
+    plan_of(kms, moves={"ka": "new"}, new_kms=other)
+    assert kms.trusted == {"ka"} and other.trusted == {"new"}
+    kms = Kms()
+    plan_of(kms)
+    assert not kms.trusted
+
+
+def test_names_of_one_master_key_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Mapping[str, str]] = []
+    monkeypatch.setattr(rotation_plan, "check_names", lambda plan, versions: seen.append(plan.moves))
+    plan_of(moves={"ka": "new"})
+    assert seen == [{"ka": "new"}]
+
+
+def test_moves_of_the_configuration_are_made_unless_others_are_asked_for() -> None:
+    configuration = configured(moves={"ka": "new"})
+    assert plan_of(None, configuration).moves == {"ka": "new"}
+    assert plan_of(None, configuration, moves={"kb": "new"}).moves == {"kb": "new"}
+    assert plan_of(None, configuration, moves={}, new_kms=Kms()).moves == {}
+
+
+@pytest.mark.parametrize("given", ["new_kms", "both"])
+def test_moves_of_the_configuration_are_within_one_kms(given: str) -> None:
+    asked: dict[str, Any] = {"new_kms": Kms()}
+    if given == "both":
+        asked["new_configuration"] = configured(instance_id="two")
+    with pytest.raises(ConfigurationError, match=r"rotation\.moves: moves are within one KMS"):
+        plan_of(None, configured(moves={"ka": "new"}), **asked)
+    assert plan_of(None, configured(), **asked).other_kms
+
+
+def test_moves_of_the_configuration_name_master_keys_of_the_kms() -> None:
+    """Reported with their place, and before anything is trusted."""
+    kms = Kms("kf", "kb", "new")
+    with pytest.raises(ConfigurationError, match=r"rotation\.moves\.ka"):
+        plan_of(kms, configured((), moves={"ka": "new"}))
+    assert not kms.trusted
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_master_key_that_is_not_there_is_refused(lists: bool) -> None:
+    """It would rotate nothing, and say so of no file."""
+    for asked in ({"only_master_keys": ["kc"]}, {"moves": {"kc": "new"}}):
+        with pytest.raises(ConfigurationError, match="kc"):
+            plan_of(Kms(lists=lists), **asked)
+    plan_of(Kms(lists=lists), only_master_keys=["ka"])
+
+
+def test_a_mistyped_master_key_has_a_hint() -> None:
+    for wrong, hint in (("neww", "'new'"), ("something else", "'ka', 'kb', 'kf', 'new'")):
+        with pytest.raises(ConfigurationError, match="no master key") as caught:
+            plan_of(only_master_keys=[wrong])
+        assert hint in caught.value.hint and ("Known" in caught.value.hint) is (wrong != "neww")
+
+
+def test_nothing_is_moved_to_a_master_key_that_cannot_be_used() -> None:
+    kms, other = Kms(), Kms()
+    other.disable("new")
+    with pytest.raises(MasterKeyDisabledError) as caught:
+        plan_of(kms, moves={"ka": "new"}, new_kms=other)
+    assert (caught.value.master_key_id, caught.value.backend) == ("new", other.backend)
+    assert plan_of(kms, moves={"ka": "new"})
+
+
+def test_two_names_of_one_move_are_refused() -> None:
+    document = {"version": 1, "kms": {"type": "in_memory", "keys": list(NAMES)}, "master_keys": {"pii": "ka"}}
+    with pytest.raises(ConfigurationError, match="mean the same one"):
+        plan_of(None, parse_configuration(document), moves={"pii": "new", "ka": "new"})
+
+
+def test_readers_are_warned_of_within_one_kms_alone() -> None:
+    """In another one its own configuration is theirs."""
+    keys = Keytools(configured(["t", "u"]), kms=Kms())._keys
+    with pytest.warns(ConfigurationWarning) as caught:
+        plan_rotation(keys, moves={"ka": "new"})
+    assert [str(one.message).split("'")[1] for one in caught] == ["t", "u"]
+    with pytest.warns(ConfigurationWarning) as caught:
+        plan_rotation(keys, moves={"ka": "new"}, table_name="u")
+    assert [str(one.message).split("'")[1] for one in caught] == ["u"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_rotation(keys, moves={"ka": "new"}, new_kms=Kms())
+
+
+def test_a_warning_is_shown_at_the_line_of_the_caller(tmp_path: Path) -> None:
+    tools = Keytools(configured(), kms=Kms())
+    with pytest.warns(ConfigurationWarning) as caught, pytest.raises(NoParquetFilesError):
+        tools.rotate(tmp_path, moves={"ka": "new"})
+    assert caught[0].filename == __file__
+
+
+OPENS, STAYS = RotationPlan(moves={"ka": "new"}), RotationPlan()
+
+
+@pytest.mark.parametrize(
+    ("tables", "table", "plan", "stored", "given", "is_asked"),
+    [
+        (1, None, OPENS, b"p", None, True),
+        (2, "t", OPENS, b"p", None, True),
+        (2, None, OPENS, b"p", None, False),
+        (1, None, STAYS, b"p", None, False),
+        (1, None, None, b"p", None, False),
+        (1, "t", STAYS, b"p", "given", True),
+        (2, None, STAYS, None, None, True),
+    ],
+)
+def test_a_stored_prefix_is_believed_where_nobody_else_comes_to_read(
+    tables: int, table: str | None, plan: Any, stored: bytes | None, given: str | None, is_asked: bool
+) -> None:
+    """A file that was copied from another table would become readable to those of this one."""
+    asked: list[Any] = []
+
+    def expected(*of: Any) -> bytes:
+        asked.append(of)
+        return b"expected"
+
+    keys: Any = SimpleNamespace(configuration=configured("tu"[:tables]), expected_aad_prefix=expected)
+    location: Any = object()
+    opens = plan is not None and plan.opens_to_others
+    found = prefix_of(keys, table, given, opens_to_others=opens)(location, stored)
+    assert (found == b"expected") is is_asked
+    assert asked == ([(location, table, given, stored)] if is_asked else [])
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_dry_run_alone_foresees_calls(tmp_path: Path, dry_run: bool) -> None:
+    """Looking up the master key to move to changes nothing."""
+    (tmp_path / "x.parquet").touch()
+    tools = Keytools(configured(), kms=Kms())
+    with pytest.warns(ConfigurationWarning):
+        report = tools.rotate(tmp_path, moves={"ka": "new"}, dry_run=dry_run)
+    assert report.dry_run is dry_run and report.kms_calls == KmsCalls(describe=1)
+    assert report.expected_kms_calls == KmsCalls(describe=int(dry_run))
