@@ -34,8 +34,7 @@ from parquet_keytools.conformance.inspector import inspect_source
 from parquet_keytools.conformance.report import FileReport, Outcome, Verdict
 from parquet_keytools.conformance.verification import finder_of
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError
-from parquet_keytools.format.thrift_compact import read_struct
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_struct
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType, read_struct, write_struct
 from parquet_keytools.storage.locations import FileLocation
 
 MUTANTS = how_many(1200, 100_000)
@@ -258,19 +257,20 @@ class HostileWriter:
         wire_type, value = holder.fields[field_id]
         kind = generator.randrange(8)
         if kind == 0:
-            del holder.fields[field_id]
+            holder.set_entry(field_id, None)
         elif kind == 1:
-            holder.fields[field_id] = generator.choice(_OTHERS)
+            holder.set_entry(field_id, generator.choice(_OTHERS))
         elif wire_type in _BITS:
             most = (1 << _BITS[wire_type] - 1) - 1
             number = generator.choice((*_NUMBERS, value + 1, value - 1, value * 2))
-            holder.fields[field_id] = (wire_type, number if -most <= number <= most else most)
+            holder.set_entry(field_id, (wire_type, number if -most <= number <= most else most))
         elif wire_type is WireType.BINARY:
-            holder.fields[field_id] = (wire_type, generator.choice((b"", value[:-1], value + b"\0", b"\xff" * 5)))
+            other = generator.choice((b"", value[:-1], value + b"\0", b"\xff" * 5))
+            holder.set_entry(field_id, (wire_type, other))
         elif wire_type is WireType.LIST:
             elements = list(value.elements)
             elements = generator.choice(([], elements[:-1], elements + elements[:1], elements[::-1]))
-            holder.fields[field_id] = (wire_type, ThriftList(value.element_type, elements))
+            holder.set_entry(field_id, (wire_type, ThriftList(value.element_type, elements)))
 
 
 def _fields(root: Struct) -> Iterator[tuple[Struct, int]]:

@@ -28,7 +28,7 @@ from parquet_keytools.errors import KeytoolsError, MasterKeyDisabledError, Wrapp
 from parquet_keytools.files import file_opening
 from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_struct
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType, write_struct
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
@@ -224,16 +224,18 @@ def mutant_footer(data: bytes, path: Path, generator: random.Random) -> bytes:
         text = bytes(holder.fields[field_id][1]).decode()
         if kind == 2 and len(materials) > 1:
             other, other_id = generator.choice(materials)
-            holder.fields[field_id], other.fields[other_id] = other.fields[other_id], holder.fields[field_id]
+            mine, theirs = holder.entry(field_id), other.entry(other_id)
+            holder.set_entry(field_id, theirs)
+            other.set_entry(other_id, mine)
         else:
             changed = mutant_material(text, generator).encode("utf-8", "replace")
-            holder.fields[field_id] = (WireType.BINARY, changed)
+            holder.set_entry(field_id, (WireType.BINARY, changed))
     else:
         holder, field_id = generator.choice(places)
         if kind == 3 and field_id in holder.fields:
-            del holder.fields[field_id]
+            holder.set_entry(field_id, None)
         else:
-            holder.fields[generator.choice((field_id, 8, 9))] = (WireType.BINARY, b"kf")
+            holder.set_entry(generator.choice((field_id, 8, 9)), (WireType.BINARY, b"kf"))
     return data[: tail.offset] + with_trailer(write_struct(record.struct) + footer[end:], data[-4:])
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from soak import how_many
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.thrift_compact import read_struct
-from parquet_keytools.format.thrift_values import Struct, ThriftList, ThriftMap, WireType, write_struct
+from parquet_keytools.format.thrift import Struct, ThriftList, ThriftMap, WireType, read_struct, write_struct
 
 _SCALARS = {
     WireType.I16: st.integers(-(2**15), 2**15 - 1),

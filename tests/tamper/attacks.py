@@ -345,7 +345,7 @@ def _edit_statistics(scene: Scene) -> bytes:
     assert metadata is not None
     for field_id, (wire_type, value) in metadata.struct.fields[12][1].fields.items():
         if isinstance(value, bytes) and len(value) == 8:
-            metadata.struct.fields[12][1].fields[field_id] = (wire_type, struct.pack("<q", -1))
+            metadata.struct.fields[12][1].set_entry(field_id, (wire_type, struct.pack("<q", -1)))
     return _with_footer(data, footer.serialise() + signature)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from functools import cache
@@ -19,9 +21,9 @@ from parquet_keytools.errors import (
     NotEncryptedError,
     ParquetFormatError,
 )
-from parquet_keytools.format.file_layout import UNAUTHENTICATED_BASE, UNAUTHENTICATED_FACTOR
+from parquet_keytools.format.file_layout import UNAUTHENTICATED_BASE, UNAUTHENTICATED_FACTOR, with_trailer
 from parquet_keytools.format.structs import ColumnChunk, FileMetaData, SchemaElement
-from parquet_keytools.format.thrift_values import Struct, WireType, write_struct
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType, write_struct
 from parquet_keytools.storage.sources import BufferSource
 
 _COUNT = 70_000
@@ -57,7 +59,7 @@ def _columns(count: int) -> tuple[bytes, bytes]:
         chunk.file_offset = 4 + number
         sizes = dict.fromkeys((5, 6, 7, 9), (WireType.I64, 10**9 + number))
         metadata = {1: (WireType.I32, 2), 4: (WireType.I32, 0), **sizes}
-        chunk.struct.fields[3] = (WireType.STRUCT, Struct(metadata))
+        chunk.struct.set_entry(3, (WireType.STRUCT, Struct(metadata)))
         chunks += chunk.serialise()
     long = bytes([0xFC, 0x80 | count & 0x7F, 0x80 | count >> 7 & 0x7F, count >> 14])
     more = bytes([0xFC, 0x80 | (count + 1) & 0x7F, 0x80 | (count + 1) >> 7 & 0x7F, (count + 1) >> 14])
@@ -180,12 +182,12 @@ def test_a_file_that_is_not_encrypted_is_refused_before_its_footer_is_built(
         assert peak < 20 * length, (name, peak / length)
 
 
-@pytest.mark.parametrize("form", ["structs of a boolean", "empty lists"])
+@pytest.mark.parametrize("form", ["structs of a boolean", "empty structs"])
 def test_what_nothing_authenticates_is_shown_within_a_limit(
     case: Case, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     monkeypatch.setattr("parquet_keytools.format.file_layout.UNAUTHENTICATED_BASE", 0)
-    data = _forged((case.folder / "x.parquet").read_bytes(), form, 300, bytes(28))
+    data = _forged((case.folder / "x.parquet").read_bytes(), form, 4, bytes(28))
     length = int.from_bytes(data[-8:-4], "little")
     envelope = read_envelope(BufferSource("x", data))
     peak, found = _peak(envelope.unverified_footer)
@@ -198,4 +200,111 @@ def test_an_honest_footer_of_50_000_columns_is_within_the_limit(case: Case) -> N
     data = _forged((case.folder / "x.parquet").read_bytes(), "50,000 columns", 4, b"", signed=False)
     length = int.from_bytes(data[-8:-4], "little")
     limit = UNAUTHENTICATED_FACTOR * length + UNAUTHENTICATED_BASE
-    FileMetaData.read(data[-8 - length : -8], max_memory=limit * 7 // 10)
+    metadata, _ = FileMetaData.read(data[-8 - length : -8], max_memory=limit * 9 // 10)
+    assert len(metadata.row_groups[0].columns) == len(metadata.schema) - 1 == 50_000
+
+
+_SCRIPT = """
+import resource, sys
+from pathlib import Path
+from parquet_keytools import Keytools
+from parquet_keytools.errors import KeytoolsError
+
+length, *paths = sys.argv[1:]
+configuration = {"version": 1, "kms": {"type": "in_memory", "keys": {"kf": "MDEyMzQ1Njc4OTAxMjM0NQ=="}}}
+configuration["tables"] = {"t": {"footer_key": "kf", "unlisted_columns": "footer_key"}}
+configuration["reading"] = {"max_footer_bytes": int(length), "plaintext_files": "allow"}
+tools = Keytools.from_mapping(configuration)
+for path in map(Path, paths):
+    works = {
+        "verify": lambda: tools.verify_file(path),
+        "inspect": lambda: tools.inspect_file(path),
+        "read": lambda: tools.read_table(path),
+        "encrypt": lambda: tools.encrypt_file(path, path.with_suffix(".out")),
+        "decrypt": lambda: tools.decrypt_file(path, path.with_suffix(".out")),
+        "keys": lambda: list(tools.key_inventory(path)),
+    }
+    for name, work in works.items():
+        try:
+            found = work()
+            text = "; ".join(sorted(str(rule.reason) for rule in found.rules)) if name == "verify" else "done"
+        except KeytoolsError as error:
+            text = f"{type(error).__name__}: {error}"
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        print(name, peak, text.replace(chr(10), " "), sep="\\t", flush=True)
+"""
+
+
+def _run(limit: int, *paths: Path) -> list[tuple[str, int, str]]:
+    """Return what each command did in a process of its own, and how much memory the process took at most."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(limit), *map(str, paths)],
+        capture_output=True, text=True, check=True, timeout=600,
+    )  # fmt: skip
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    return [(name, int(peak), text) for name, peak, text in rows]
+
+
+_LEAVES = 1_000
+
+
+def _planted_groups(chunk: bytes, length: int) -> bytes:
+    """Return a footer of row groups with this chunk for each of 1,000 columns."""
+    root = Struct({4: (WireType.BINARY, b"r"), 5: (WireType.I32, _LEAVES)})
+    leaf = Struct({1: (WireType.I32, 2), 4: (WireType.BINARY, b"")})
+    schema = ThriftList(WireType.STRUCT, [root, *[leaf] * _LEAVES])
+    columns = (WireType.LIST, ThriftList(WireType.STRUCT, [chunk] * _LEAVES))
+    group = Struct({1: columns, 2: (WireType.I64, 0), 3: (WireType.I64, 0)}).as_bytes()
+    groups = ThriftList(WireType.STRUCT, [group] * (length // len(group)))
+    fields = {1: (WireType.I32, 1), 2: (WireType.LIST, schema), 3: (WireType.I64, 0), 4: (WireType.LIST, groups)}
+    return write_struct(Struct(fields))
+
+
+_CHUNKS = {
+    "empty chunks": b"\0",
+    "chunks of booleans": b"\x11" * 20 + b"\0",
+    "chunks of metadata": b"\x3c\0\0",
+    "chunks of texts": b"\x39\xf8\x1e" + bytes(30) + b"\0",
+}
+
+
+def test_a_planted_footer_takes_a_small_multiple_of_its_length(tmp_path: Path) -> None:
+    length = 15_000_000
+    path = tmp_path / "empty.parquet"
+    path.write_bytes(b"PAR1" + with_trailer(b"\0", b"PAR1"))
+    (_, before, _), *_ = _run(1 << 26, path)
+    paths = []
+    for name, chunk in list(_CHUNKS.items())[: None if SOAK else 2]:
+        paths.append(tmp_path / f"{name}.parquet")
+        footer = _planted_groups(chunk, length)
+        assert 0.9 * length < len(footer) < 1.1 * length
+        paths[-1].write_bytes(b"PAR1" + with_trailer(footer, b"PAR1"))
+    rows = _run(1 << 26, *paths)
+    limit = before + (UNAUTHENTICATED_FACTOR + 4) * length + UNAUTHENTICATED_BASE
+    assert [name for name, peak, _ in rows if peak > limit] == [], rows
+    assert all("bytes of memory" in text or "chunks" in text for name, _, text in rows if name == "read"), rows
+
+
+def test_a_footer_is_refused_that_is_longer_than_the_configuration_accepts(tmp_path: Path) -> None:
+    path = tmp_path / "long.parquet"
+    footer = _planted_groups(b"\0", 20_000)
+    path.write_bytes(b"PAR1" + with_trailer(footer, b"PAR1"))
+    refused = f"the footer has {len(footer):,} bytes, and at most {len(footer) - 1:,} are accepted."
+    for name, _, text in _run(len(footer) - 1, path):
+        assert refused in text and "raise `max_footer_bytes` under `reading`" in text, (name, text)
+    for name, _, text in _run(len(footer), path):
+        assert "are accepted" not in text, (name, text)
+
+
+def test_by_default_a_footer_may_have_64_mebibytes(tmp_path: Path, case: Case) -> None:
+    path = tmp_path / "long.parquet"
+    for length, is_refused in (((1 << 26) + 1, True), (1 << 26, False)):
+        with path.open("wb") as file:
+            file.write(b"PAR1")
+            file.truncate(4 + length)
+            file.seek(4 + length)
+            file.write(length.to_bytes(4, "little") + b"PAR1")
+        with pytest.raises(ParquetFormatError) as raised:
+            case.tools().read_table(path)
+        assert ("at most 67,108,864 are accepted" in str(raised.value)) == is_refused

@@ -21,7 +21,7 @@ from parquet_keytools import Keytools
 from parquet_keytools.conformance.report import Outcome
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.format.structs import PageHeader
-from parquet_keytools.format.thrift_values import Struct, WireType
+from parquet_keytools.format.thrift import Struct, WireType
 
 KINDS: dict[str, dict[str, Any]] = {
     "AES-GCM": {},
@@ -60,7 +60,7 @@ def flip_sign(struct: Struct, path: FieldPath) -> None:
     for outer_id in outer:
         struct = struct.fields[outer_id][1]
     wire_type, value = struct.fields[field_id]
-    struct.fields[field_id] = (wire_type, ~value)
+    struct.set_entry(field_id, (wire_type, ~value))
 
 
 @functools.cache

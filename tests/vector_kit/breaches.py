@@ -18,8 +18,7 @@ from parquet_keytools.format.structs import (
     KeyValue,
     PageHeader,
 )
-from parquet_keytools.format.thrift_compact import read_struct
-from parquet_keytools.format.thrift_values import Struct, WireType, write_struct
+from parquet_keytools.format.thrift import Struct, WireType, read_struct, write_struct
 from vector_kit.good_files import external_recipe, kms_recipe
 from vector_kit.plain_file import PlainPage, plain_bytes, summary_bytes, take_apart
 from vector_kit.sealed_file import (
@@ -103,13 +102,13 @@ def _on_header(place: Place, change: Callable[[PageHeader], None]) -> Callable[[
 
 
 def _draft_2018(crypto: Any) -> None:
-    crypto.struct.fields[2] = (WireType.TRUE, None)
-    crypto.struct.fields[4] = (WireType.I64, 4)
+    crypto.struct.set_entry(2, (WireType.TRUE, None))
+    crypto.struct.set_entry(4, (WireType.I64, 4))
 
 
 def _draft_2019(footer: Any) -> None:
-    footer.struct.fields[9] = (WireType.TRUE, None)
-    footer.struct.fields[10] = (WireType.BINARY, b"kf")
+    footer.struct.set_entry(9, (WireType.TRUE, None))
+    footer.struct.set_entry(10, (WireType.BINARY, b"kf"))
 
 
 def _both_algorithms(crypto: Any) -> None:
@@ -150,7 +149,7 @@ def _pandas(footer: FileMetaData) -> None:
 
 
 def _statistics(visible: Any) -> None:
-    visible.struct.fields[12] = (WireType.STRUCT, Struct({5: (WireType.BINARY, b"\x07" * 8)}))
+    visible.struct.set_entry(12, (WireType.STRUCT, Struct({5: (WireType.BINARY, b"\x07" * 8)})))
 
 
 def _dictionary_type(header: PageHeader) -> None:
@@ -267,7 +266,7 @@ _FILES: dict[str, Any] = {
     "file-unique-length": {"file_unique_length": 9},
     "no-prefix": {"aad_prefix": None},
     "ctr": {"is_ctr": True},
-    "crypto-fields": {"crypto": lambda crypto: crypto.struct.fields.update({7: (WireType.BINARY, b"anyone's")})},
+    "crypto-fields": {"crypto": lambda crypto: crypto.struct.set_entry(7, (WireType.BINARY, b"anyone's"))},
     "footer-framing": {"footer_block": lambda block: block + bytes(4)},
     "footer-authentic": {"module": _foreign_at(FOOTER)},
     "signature-present": _plaintext(footer_block=lambda block: block[:-28]),
@@ -291,7 +290,7 @@ _FILES: dict[str, Any] = {
     "columns-encrypted": {"columns": {}},
     "names-visible": _plaintext(),
     "footer-values": _plaintext(footer=_pandas),
-    "field-types": {"footer": lambda footer: footer.struct.fields.update({6: (WireType.I64, 1)})},
+    "field-types": {"footer": lambda footer: footer.struct.set_entry(6, (WireType.I64, 1))},
     "padding": {"padding": lambda plaintext: plaintext + bytes(3)},
     "column-metadata-authentic": {"module": _foreign_at(COLUMN_META_DATA, 0, _ID)},
     "data-page-authentic": {"module": _foreign_at(DATA_PAGE, 0, _ID, 1)},

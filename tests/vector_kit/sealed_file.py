@@ -278,7 +278,7 @@ class Sealer:
         if self.recipe.plaintext_footer:
             visible = metadata.shallow_copy()
             for field_id in _NOT_SHOWN:
-                visible.struct.fields.pop(field_id, None)
+                visible.struct.set_entry(field_id, None)
             self.hooks.visible(r, c, visible)
             chunk.meta_data = visible
 

@@ -1,6 +1,6 @@
 """Whatever writer made a file, its footer is kept, but for what says where things are and how they are encrypted.
 
-Footers are compared as the plain Thrift reader reads them, which shares nothing with what copies their bytes.
+Footers are compared as they are read, field by field.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from parquet_keytools.encryption.footer import Footer, read_footer
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, RowGroup
-from parquet_keytools.format.thrift_compact import read_struct
-from parquet_keytools.format.thrift_values import Struct, WireType, write_struct
+from parquet_keytools.format.thrift import Struct, WireType, read_struct, write_struct
 
 _FOOTER_FIELDS = {FileMetaData.row_groups.field_id}
 _ROW_GROUP_FIELDS = {

@@ -19,7 +19,7 @@ from parquet_keytools.encryption.page_walk import walk_chunk
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.format.pages import read_page_header, with_sizes
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData, OffsetIndex
-from parquet_keytools.format.thrift_values import WireType
+from parquet_keytools.format.thrift import WireType
 
 # Offsets and sizes that a rewrite sets anew: in ColumnMetaData, and in ColumnChunk.
 _METADATA_OFFSETS = {7, 9, 10, 11, 14, 15}

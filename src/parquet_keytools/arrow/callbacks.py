@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.format.collector import paused_collector
 from parquet_keytools.runtime.endings import share_with_arrow
 
 C = TypeVar("C", bound=type)
@@ -59,8 +58,7 @@ def _stacks() -> list[list[FrameType]]:
     and the list of threads stays locked (python/cpython#106883). And one that begins while `f_back` makes an
     object for a frame of another thread lets that thread leave the frame: the object would be one of freed memory.
     """
-    with paused_collector():
-        return [_stack(frame) for frame in sys._current_frames().values()]
+    return [_stack(frame) for frame in sys._current_frames().values()]
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:

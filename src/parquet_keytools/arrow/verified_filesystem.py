@@ -26,7 +26,7 @@ from parquet_keytools.files.files_ahead import FilesAhead
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, with_trailer
-from parquet_keytools.format.pages import ChunkTemplate
+from parquet_keytools.format.pages import generated_chunk
 from parquet_keytools.format.partial_footers import selected_footer, shown_row_group
 from parquet_keytools.runtime.endings import in_use, share_with_arrow
 from parquet_keytools.runtime.working_threads import in_threads
@@ -220,9 +220,12 @@ def redacted_footer(opened: OpenedFile) -> RedactedFooter:
 
     @functools.cache
     def redacted_chunks(num_rows: int) -> list[bytes | None]:
-        templates = {of: ChunkTemplate(of, num_rows, _CHUNK_LENGTH) for of in set(types)}
         return [
-            None if path is None else templates[of].chunk(path, chunks_offset + ordinal * _CHUNK_LENGTH)
+            None
+            if path is None
+            else generated_chunk(
+                of, path, num_rows, chunks_offset + ordinal * _CHUNK_LENGTH, _CHUNK_LENGTH
+            ).serialise()
             for ordinal, (path, of) in enumerate(zip(denied, types, strict=True))
         ]
 

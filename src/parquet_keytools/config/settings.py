@@ -343,6 +343,11 @@ class ReadingSettings(StrictSettings):
         description="Lengths of the file unique where an AAD prefix is expected: exactly 8 bytes, or any, for "
         "files of writers that use others. With any, no prefix of a table may be the beginning of another.",
     )
+    max_footer_bytes: Annotated[int, Field(strict=True, gt=0)] = Field(
+        default=64 * 1024 * 1024,
+        description="Length of the longest footer that is read, in bytes. A reader holds a footer in memory, and "
+        "anyone who can write to the storage can write one.",
+    )
     cache_lifetime_seconds: Seconds = Field(
         default=600, description="How long unwrapped KEKs are kept for reading, in seconds; 0 keeps none."
     )

@@ -15,7 +15,7 @@ from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC_LENGTH, RegionKind
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, RowGroup
-from parquet_keytools.format.thrift_values import IntegerFields, WireType
+from parquet_keytools.format.thrift import IntegerFields, WireType
 
 _I32, _I64 = WireType.I32, WireType.I64
 
@@ -35,15 +35,15 @@ _USUAL_TYPES = {
     _HIDDEN: WireType.BINARY,
 }
 
-_INDEXES = IntegerFields(
+_INDEXES: IntegerFields = (
     (ColumnChunk.column_index_offset.field_id, _I64),
     (ColumnChunk.column_index_length.field_id, _I32),
     (ColumnChunk.offset_index_offset.field_id, _I64),
     (ColumnChunk.offset_index_length.field_id, _I32),
 )
-_INDEX_IDS = frozenset(field_id for field_id, _ in _INDEXES.types)
+_INDEX_IDS = frozenset(field_id for field_id, _ in _INDEXES)
 
-_NUMBERS = IntegerFields(
+_NUMBERS: IntegerFields = (
     (ColumnMetaData.type.field_id, _I32),
     (ColumnMetaData.codec.field_id, _I32),
     (ColumnMetaData.num_values.field_id, _I64),

@@ -17,11 +17,12 @@ from parquet_keytools.format.file_layout import (
     TAIL_LENGTH,
     TRAILER_LENGTH,
     FooterBytes,
+    check_footer_length,
     unauthenticated_limit,
     with_trailer,
 )
 from parquet_keytools.format.structs import ColumnChunk, FileCryptoMetaData, FileMetaData
-from parquet_keytools.format.thrift_values import WireType
+from parquet_keytools.format.thrift import WireType
 
 _STRUCT, _BINARY = WireType.STRUCT, WireType.BINARY
 _CRYPTO, _HIDDEN = ColumnChunk.crypto_metadata.field_id, ColumnChunk.encrypted_column_metadata.field_id
@@ -34,6 +35,9 @@ def check_envelope(source: ByteSource, book: RuleBook) -> Envelope | None:
     """Read what is visible, by two or three reads, and check the rules about it; None where that fails.
 
     What it says is parsed as for readers; opening the footer, and the walk over pages, are the verifier's own.
+
+    Raises:
+        ParquetFormatError: The footer is longer than the configuration accepts, which breaks no rule.
     """
     footer = _footer_bytes(source, book)
     if footer is None:
@@ -76,6 +80,7 @@ def _footer_bytes(source: ByteSource, book: RuleBook) -> FooterBytes | None:
     message = f"{length} bytes do not fit into a file of {size} bytes."
     if not book.check("footer-length", length > 0 and offset >= MAGIC_LENGTH, message):
         return None
+    check_footer_length(length, source.path)
     if offset >= tail_offset:
         tail = tail[offset - tail_offset :]
     else:
@@ -138,9 +143,9 @@ def _check_parameters(envelope: Envelope, data: bytes, book: RuleBook) -> None:
     book.check("ctr", envelope.algorithm is not Algorithm.AES_GCM_CTR_V1, message, offset=offset)
     if envelope.mode is FooterMode.ENCRYPTED_FOOTER:
         crypto, _ = FileCryptoMetaData.read(data)
-        unknown = [f"{field_id}" for field_id in crypto.struct.fields if field_id not in _CRYPTO_FIELD_IDS]
+        unknown = [f"{field_id}" for field_id in crypto.struct.types() if field_id not in _CRYPTO_FIELD_IDS]
         algorithm = crypto.encryption_algorithm
         for parameters in filter(None, (algorithm.aes_gcm_v1, algorithm.aes_gcm_ctr_v1)):
-            unknown += [f"AES parameters {i}" for i in parameters.struct.fields if i not in _AES_FIELD_IDS]
+            unknown += [f"AES parameters {i}" for i in parameters.struct.types() if i not in _AES_FIELD_IDS]
         message = f"fields that are not known: {', '.join(unknown)}."
         book.check("crypto-fields", not unknown, message, offset=offset)

@@ -37,7 +37,6 @@ from parquet_keytools.encryption.aad import ModuleType, without_delimiter
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import FileMetaData
 
@@ -78,8 +77,7 @@ def verify_source(
     Raises:
         OSError: The file cannot be read. Whatever is wrong with its bytes is in the report.
     """
-    with paused_for(source.size_bytes):
-        return _FileVerifier(source, finder, expectation or Expectation(), threads).run()
+    return _FileVerifier(source, finder, expectation or Expectation(), threads).run()
 
 
 class _FileVerifier:

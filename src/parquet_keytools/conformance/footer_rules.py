@@ -16,7 +16,7 @@ from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
 from parquet_keytools.format.partial_footers import hidden_chunk_fields, shown_metadata, wrongly_shown
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData, RowGroup, SchemaElement
-from parquet_keytools.format.thrift_values import WireType
+from parquet_keytools.format.thrift import WireType
 
 if TYPE_CHECKING:
     from parquet_keytools.files.table_check import TableCheck
@@ -80,7 +80,7 @@ def check_footer(
 
 def _check_mode_fields(envelope: Envelope, metadata: FileMetaData, book: RuleBook) -> None:
     if envelope.mode is FooterMode.ENCRYPTED_FOOTER:
-        fields = metadata.struct.fields
+        fields = metadata.struct.types()
         message = "the encrypted footer states an algorithm, or a key for signing, of its own."
         book.check("algorithm-place", 8 not in fields and 9 not in fields, message, FOOTER_PLACE)
     elif envelope.mode is FooterMode.UNENCRYPTED:
@@ -101,7 +101,7 @@ def _flatness(schema: Sequence[SchemaElement]) -> list[bool]:
         while groups[-1][0] == 0:
             groups.pop()
         groups[-1][0] -= 1
-        is_flat = bool(groups[-1][1]) and element.struct.fields.get(_REPETITION_FIELD_ID) != _REPEATED
+        is_flat = bool(groups[-1][1]) and element.struct.entry(_REPETITION_FIELD_ID) != _REPEATED
         if element.num_children:
             groups.append([element.num_children, is_flat])
         elif element.type is not None:
@@ -248,7 +248,7 @@ def _crypto_of(chunk: ChunkEntry, known: dict[bytes, _Crypto]) -> _Crypto | None
             return None
         with_footer_key, own = crypto.encryption_with_footer_key, crypto.encryption_with_column_key
         known[stored] = _Crypto(
-            len(crypto.struct.fields) == 1 and (with_footer_key is None) is not (own is None),
+            len(crypto.struct.types()) == 1 and (with_footer_key is None) is not (own is None),
             own is not None,
             None if own is None else tuple(own.path_in_schema),
             None if own is None else own.key_metadata,

@@ -18,8 +18,7 @@ from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import BloomFilterHeader, OffsetIndex
-from parquet_keytools.format.thrift_compact import read_struct
-from parquet_keytools.format.thrift_values import ThriftList, WireType
+from parquet_keytools.format.thrift import ThriftList, WireType, read_struct
 
 _COLUMN_INDEX_LISTS = (1, 2, 3, 5)
 _REQUIRED_LISTS = (1, 2, 3)
@@ -153,12 +152,12 @@ class IndexVerifier:
         self._check_padding(data, end, ModuleType.COLUMN_INDEX)
         lengths = {}
         for field_id in _COLUMN_INDEX_LISTS:
-            value = column_index.fields.get(field_id, (None, None))[1]
+            value = (column_index.entry(field_id) or (None, None))[1]
             if isinstance(value, ThriftList):
                 lengths[field_id] = len(value.elements)
         if any(field_id not in lengths for field_id in _REQUIRED_LISTS) or len(set(lengths.values())) != 1:
             self._broken("column-index", f"its lists have lengths {lengths}.", *where)
-        elif column_index.fields.get(_BOUNDARY_ORDER[0], (None,))[0] is not _BOUNDARY_ORDER[1]:
+        elif column_index.types().get(_BOUNDARY_ORDER[0]) is not _BOUNDARY_ORDER[1]:
             self._broken("column-index", "its boundary_order is missing.", *where)
         elif pages is None:
             self._book.not_checked("column-index", "the pages of a chunk could not all be walked")
@@ -204,7 +203,7 @@ class IndexVerifier:
         try:
             header, end = BloomFilterHeader.read(data)
             num_bytes = header.num_bytes
-            kinds = [header.struct.fields.get(field_id, (None,))[0] for field_id in _BLOOM_FILTER_UNIONS]
+            kinds = [header.struct.types().get(field_id) for field_id in _BLOOM_FILTER_UNIONS]
             if kinds != [WireType.STRUCT] * len(kinds):
                 raise ParquetFormatError("its algorithm, hash or compression is missing.")
         except ParquetFormatError as error:

@@ -34,7 +34,6 @@ from parquet_keytools.encryption.aad import ExpectedAadPrefix, ModuleType, prefi
 from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource, FileSource
-from parquet_keytools.format.collector import paused_for
 from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
 from parquet_keytools.runtime.presentation import expanded
@@ -91,8 +90,7 @@ def inspect_source(
         aad_prefix: The AAD prefix that the file must have; needed for files that do not store theirs.
         path: Where the file lies, whose folders must not give values to protected columns; None for the source's.
     """
-    with paused_for(source.size_bytes):
-        return _Inspector(source, finder, aad_prefix, source.path if path is None else path).run()
+    return _Inspector(source, finder, aad_prefix, source.path if path is None else path).run()
 
 
 class _Inspector:

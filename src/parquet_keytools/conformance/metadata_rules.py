@@ -22,7 +22,7 @@ from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.partial_footers import shown_metadata
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
-from parquet_keytools.format.thrift_values import WireType
+from parquet_keytools.format.thrift import WireType
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.printable import escaped_bytes
 

@@ -15,8 +15,13 @@ from typing import NamedTuple
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.records import Record
 from parquet_keytools.format.structs import PageHeader
-from parquet_keytools.format.thrift_outline import zigzag_int
-from parquet_keytools.format.thrift_values import WireType
+from parquet_keytools.format.thrift import WireType
+
+
+def zigzag_int(value: bytes) -> int:
+    """Return what the bytes of a zigzag varint say."""
+    number = sum((byte & 0x7F) << 7 * position for position, byte in enumerate(value))
+    return (number >> 1) ^ -(number & 1)
 
 
 class HeaderFacts(NamedTuple):

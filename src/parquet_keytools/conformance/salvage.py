@@ -158,4 +158,4 @@ def _without_indexes(footer: Footer, damaged: frozenset[tuple[int, int]]) -> Foo
         chunk.offset_index_offset = chunk.offset_index_length = None
         chunks[row_group_ordinal][column_ordinal] = chunk
     parts: Mapping[str, object] = {part.name: getattr(footer, part.name) for part in fields(footer)}
-    return replace(_WithoutIndexes(**parts), read_chunks=chunks, damaged=damaged)  # type: ignore[arg-type]
+    return replace(_WithoutIndexes(**parts), chunks=chunks, damaged=damaged)  # type: ignore[arg-type]

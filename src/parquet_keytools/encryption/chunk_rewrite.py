@@ -17,7 +17,7 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import ChunkPlaces, Region, RegionKind
 from parquet_keytools.format.pages import move_pages
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnChunk, ColumnMetaData
-from parquet_keytools.format.thrift_values import Entry, WireType
+from parquet_keytools.format.thrift import Entry, WireType
 
 _MAX_BLOOM_FILTER_HEADER = 1024
 """Longest header of a Bloom filter in bytes that is looked for; writers make them about 20 bytes long."""

@@ -12,7 +12,6 @@ from parquet_keytools.encryption.protection import ColumnEncryption, KeyRetrieve
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource
-from parquet_keytools.format.collector import paused_collector, paused_for
 from parquet_keytools.format.file_layout import MAGIC
 from parquet_keytools.format.partial_footers import (
     Selection,
@@ -21,7 +20,7 @@ from parquet_keytools.format.partial_footers import (
     shown_row_group,
 )
 from parquet_keytools.format.structs import ColumnChunk, FileMetaData
-from parquet_keytools.format.thrift_values import Struct, WireType
+from parquet_keytools.format.thrift import Struct, WireType
 from parquet_keytools.secret_bytes import SecretBytes
 
 _STRUCT = WireType.STRUCT
@@ -72,21 +71,20 @@ def decrypt_columns(
     except ParquetFormatError as error:
         raise ParquetFormatError(str(error), path=source.path) from None
     check_stated_algorithm(source, footer, deks)
-    with paused_for(source.size_bytes):
-        row_groups = open_chunks(
-            footer, deks, lambda *_: None, selection.row_group_ordinals, selection.column_ordinals
-        )
-        rewrite_file(
-            source,
-            sink,
-            row_groups,
-            footer_offset=footer.envelope.footer_offset,
-            created_by=footer.metadata.created_by,
-            magic=MAGIC,
-            make_footer=lambda: _plaintext_footer(footer, selection, row_groups),
-            threads=threads,
-            on_progress=on_progress,
-        )
+    row_groups = open_chunks(
+        footer, deks, lambda *_: None, selection.row_group_ordinals, selection.column_ordinals
+    )
+    rewrite_file(
+        source,
+        sink,
+        row_groups,
+        footer_offset=footer.envelope.footer_offset,
+        created_by=footer.metadata.created_by,
+        magic=MAGIC,
+        make_footer=lambda: _plaintext_footer(footer, selection, row_groups),
+        threads=threads,
+        on_progress=on_progress,
+    )
 
 
 def authenticate_columns(
@@ -219,20 +217,19 @@ def open_chunks(
     ciphers = [footer.cipher_of(column, deks.get(column.path)) for column in columns]
     row_groups: list[RowGroupRewrite] = []
     ordinals = range(len(footer.row_groups)) if row_group_ordinals is None else row_group_ordinals
-    with paused_collector():
-        for row_group_ordinal in ordinals:
-            chunks: list[ChunkRewrite] = []
-            for column, cipher in zip(columns, ciphers, strict=True):
-                reader = None
-                if cipher is not None:
-                    reader = ChunkCipher(cipher, footer.algorithm, row_group_ordinal, column.ordinal)
-                chunks.append(
-                    ChunkRewrite(
-                        footer.chunks[row_group_ordinal][column.ordinal],
-                        footer.chunk_metadata(row_group_ordinal, column, cipher),
-                        reader,
-                        writer_of(row_group_ordinal, column.ordinal),
-                    )
+    for row_group_ordinal in ordinals:
+        chunks: list[ChunkRewrite] = []
+        for column, cipher in zip(columns, ciphers, strict=True):
+            reader = None
+            if cipher is not None:
+                reader = ChunkCipher(cipher, footer.algorithm, row_group_ordinal, column.ordinal)
+            chunks.append(
+                ChunkRewrite(
+                    footer.chunks[row_group_ordinal][column.ordinal],
+                    footer.chunk_metadata(row_group_ordinal, column, cipher),
+                    reader,
+                    writer_of(row_group_ordinal, column.ordinal),
                 )
-            row_groups.append((footer.row_groups[row_group_ordinal], chunks))
+            )
+        row_groups.append((footer.row_groups[row_group_ordinal], chunks))
     return row_groups

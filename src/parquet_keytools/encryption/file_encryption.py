@@ -34,7 +34,7 @@ from parquet_keytools.format.structs import (
     KeyValue,
     RowGroup,
 )
-from parquet_keytools.format.thrift_values import Entry, WireType
+from parquet_keytools.format.thrift import Entry, WireType
 from parquet_keytools.secret_bytes import SecretBytes
 
 _STRUCT, _BINARY = WireType.STRUCT, WireType.BINARY
@@ -272,11 +272,11 @@ class PlaintextFooterMaker:
     def protect_chunk(self, chunk: ColumnChunk, metadata: ColumnMetaData) -> None:
         """Set in the chunk of an encrypted column what is shown of its metadata, and remove fields not known."""
         for field_id in hidden_chunk_fields(chunk.struct):
-            del chunk.struct.fields[field_id]
+            chunk.struct.set_entry(field_id, None)
             self._lost[f"field {field_id} of a column chunk"] = None
         for offset_id, length_id in _INDEXES:
-            if length_id not in chunk.struct.fields:
-                chunk.struct.fields.pop(offset_id, None)  # Nobody can read an index without its length.
+            if length_id not in chunk.struct.types():
+                chunk.struct.set_entry(offset_id, None)  # Nobody can read an index without its length.
         # All of it is in the encrypted metadata.
         chunk.meta_data, _ = shown_metadata(metadata)
 

@@ -15,7 +15,6 @@ from parquet_keytools.encryption.protection import FooterMode, naming_file
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import AlreadyEncryptedError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
-from parquet_keytools.format.collector import paused_collector, paused_for
 from parquet_keytools.format.file_layout import (
     MAGIC,
     MAGIC_ENCRYPTED_FOOTER,
@@ -25,8 +24,7 @@ from parquet_keytools.format.file_layout import (
     with_trailer,
 )
 from parquet_keytools.format.structs import FileMetaData, RowGroup
-from parquet_keytools.format.thrift_outline import UnreadStruct
-from parquet_keytools.format.thrift_values import Struct, WireType
+from parquet_keytools.format.thrift import Struct, WireType, read_struct
 
 
 def encrypt_source(
@@ -104,32 +102,31 @@ def encrypt_opened(
         FormatLimitError: The output would break a limit of the format; nothing was written then.
         ConfigurationError: A key is given for a column that the file does not have.
     """
-    with paused_for(source.size_bytes):
-        refuse_more_than_ordinals(source.path, row_groups=len(footer.row_groups), columns=len(footer.leaves))
-        check_stated_algorithm(source, footer, deks)
-        keys = OutputKeys(encryption, footer.leaves)
-        row_groups = open_chunks(footer, deks, keys.writer_of)
+    refuse_more_than_ordinals(source.path, row_groups=len(footer.row_groups), columns=len(footer.leaves))
+    check_stated_algorithm(source, footer, deks)
+    keys = OutputKeys(encryption, footer.leaves)
+    row_groups = open_chunks(footer, deks, keys.writer_of)
 
-        def make_footer() -> bytes:
-            new_row_groups = []
-            for ordinal, (row_group, chunks) in enumerate(row_groups):
-                columns: list[bytes | Struct] = [
-                    keys.protected(chunk, column_ordinal) for column_ordinal, chunk in enumerate(chunks)
-                ]
-                new_row_groups.append(new_row_group(ordinal, row_group, chunks, columns))
-            return keys.footer(footer, new_row_groups)
+    def make_footer() -> bytes:
+        new_row_groups = []
+        for ordinal, (row_group, chunks) in enumerate(row_groups):
+            columns: list[bytes | Struct] = [
+                keys.protected(chunk, column_ordinal) for column_ordinal, chunk in enumerate(chunks)
+            ]
+            new_row_groups.append(new_row_group(ordinal, row_group, chunks, columns))
+        return keys.footer(footer, new_row_groups)
 
-        rewrite_file(
-            source,
-            sink,
-            row_groups,
-            footer_offset=footer.envelope.footer_offset,
-            created_by=footer.metadata.created_by,
-            magic=MAGIC if encryption.plaintext_footer else MAGIC_ENCRYPTED_FOOTER,
-            make_footer=make_footer,
-            threads=threads,
-            on_progress=on_progress,
-        )
+    rewrite_file(
+        source,
+        sink,
+        row_groups,
+        footer_offset=footer.envelope.footer_offset,
+        created_by=footer.metadata.created_by,
+        magic=MAGIC if encryption.plaintext_footer else MAGIC_ENCRYPTED_FOOTER,
+        make_footer=make_footer,
+        threads=threads,
+        on_progress=on_progress,
+    )
 
 
 Index = tuple[Struct, int, bytes]
@@ -178,23 +175,22 @@ class StreamedFile:
             FormatLimitError: The output would break a limit of the format.
             OSError: The sink cannot be written.
         """
-        with paused_collector():
-            footer = read_plaintext_footer(source)
-            if footer.metadata.bytes_of(FileMetaData.schema) != self._schema:
-                raise ParquetFormatError("a row group has another schema than the file.", path=source.path)
-            first = len(self._row_groups)
-            refuse_more_than_ordinals(source.path, row_groups=first + len(footer.row_groups))
-            row_groups = open_chunks(
-                footer, {}, lambda row_group, column: self._keys.writer_of(first + row_group, column)
-            )
-            parts, indexes = self._laid_out(source, footer, row_groups)
+        footer = read_plaintext_footer(source)
+        if footer.metadata.bytes_of(FileMetaData.schema) != self._schema:
+            raise ParquetFormatError("a row group has another schema than the file.", path=source.path)
+        first = len(self._row_groups)
+        refuse_more_than_ordinals(source.path, row_groups=first + len(footer.row_groups))
+        row_groups = open_chunks(
+            footer, {}, lambda row_group, column: self._keys.writer_of(first + row_group, column)
+        )
+        parts, indexes = self._laid_out(source, footer, row_groups)
         self._write(parts)
         for ordinal, (row_group, chunks) in enumerate(row_groups, first):
             columns: list[bytes | Struct] = []
             for column_ordinal, chunk in enumerate(chunks):
                 written = self._keys.protected(chunk, column_ordinal)
                 its_indexes = indexes.get(chunk, ())
-                struct_of_it = UnreadStruct(written, 0, len(written), None) if its_indexes else None
+                struct_of_it = read_struct(written)[0] if its_indexes else None
                 columns.append(struct_of_it or written)
                 for kind, module in its_indexes:
                     assert struct_of_it is not None
@@ -231,18 +227,17 @@ class StreamedFile:
             ParquetFormatError: It has another schema.
             OSError: The sink cannot be written.
         """
-        with paused_collector():
-            footer = read_plaintext_footer(template)
-            if footer.metadata.bytes_of(FileMetaData.schema) != self._schema:
-                raise ParquetFormatError("the footer has another schema than the file.", path=template.path)
-            offset = self.size_bytes
-            parts: list[Part] = []
-            for chunk, offset_field_id, module in (index for kind in self._indexes.values() for index in kind):
-                chunk.set_entry(offset_field_id, (WireType.I64, offset))
-                parts.append(_bytes_part(module))
-                offset += len(module)
-            footer.metadata.num_rows = self.num_rows
-            data = self._keys.footer(footer, self._row_groups)
+        footer = read_plaintext_footer(template)
+        if footer.metadata.bytes_of(FileMetaData.schema) != self._schema:
+            raise ParquetFormatError("the footer has another schema than the file.", path=template.path)
+        offset = self.size_bytes
+        parts: list[Part] = []
+        for chunk, offset_field_id, module in (index for kind in self._indexes.values() for index in kind):
+            chunk.set_entry(offset_field_id, (WireType.I64, offset))
+            parts.append(_bytes_part(module))
+            offset += len(module)
+        footer.metadata.num_rows = self.num_rows
+        data = self._keys.footer(footer, self._row_groups)
         parts.append(_bytes_part(with_trailer(data, self._magic)))
         self._write(parts)
 

@@ -11,7 +11,6 @@ from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite, PagesMemory
 from parquet_keytools.encryption.output_parts import BytesPart, Part, write_parts
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
-from parquet_keytools.format.collector import paused_collector
 from parquet_keytools.format.file_layout import (
     MAGIC_LENGTH,
     ChunkPlaces,
@@ -22,7 +21,7 @@ from parquet_keytools.format.file_layout import (
     with_trailer,
 )
 from parquet_keytools.format.structs import RowGroup
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType
 
 _PAGES, _OFFSET_INDEX = RegionKind.PAGES, RegionKind.OFFSET_INDEX
 
@@ -63,20 +62,19 @@ def rewrite_file(
         KeytoolsError: The source is not what it should be, or the output would break a limit.
         OSError: The sink cannot be written.
     """
-    with paused_collector():
-        parts: list[Part] = [BytesPart(MAGIC_LENGTH, lambda: magic)]
-        offset = MAGIC_LENGTH
-        memory = PagesMemory()
-        regions = in_order(source, row_groups, footer_offset, created_by)
-        read_ahead = ReadAhead(source, (region for region, _ in regions))
-        for region, chunk in regions:
-            try:
-                part = chunk.lay_out(read_ahead, region, offset, memory)
-            except ParquetFormatError as error:
-                raise _with_path(error, source.path) from None
-            parts.append(part)
-            offset += part.length
-        footer = make_footer()
+    parts: list[Part] = [BytesPart(MAGIC_LENGTH, lambda: magic)]
+    offset = MAGIC_LENGTH
+    memory = PagesMemory()
+    regions = in_order(source, row_groups, footer_offset, created_by)
+    read_ahead = ReadAhead(source, (region for region, _ in regions))
+    for region, chunk in regions:
+        try:
+            part = chunk.lay_out(read_ahead, region, offset, memory)
+        except ParquetFormatError as error:
+            raise _with_path(error, source.path) from None
+        parts.append(part)
+        offset += part.length
+    footer = make_footer()
     trailer = with_trailer(footer, magic)
     parts.append(BytesPart(len(trailer), lambda: trailer))
     sink.reserve(offset + len(trailer))

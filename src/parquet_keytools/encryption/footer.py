@@ -51,7 +51,6 @@ from parquet_keytools.format.structs import (
     RowGroup,
     path_bytes,
 )
-from parquet_keytools.format.thrift_values import WireType
 from parquet_keytools.secret_bytes import SecretBytes
 
 SIGNATURE_LENGTH = NONCE_LENGTH + TAG_LENGTH
@@ -177,8 +176,7 @@ class FooterEnvelope(Envelope):
         """
         with naming_file(self.path):
             row_groups = metadata.row_groups
-            are_unread = all(row_group.unread_chunks is not None for row_group in row_groups)
-            chunks = None if are_unread else [row_group.columns for row_group in row_groups]
+            chunks = [row_group.columns for row_group in row_groups]
             leaves = leaves_of(metadata)
             columns = columns_of(leaves, row_groups, chunks, self.mode is not FooterMode.UNENCRYPTED)
         return Footer(self, metadata, row_groups, chunks, leaves, columns, file_aad, cipher)
@@ -193,7 +191,7 @@ class Footer:
             footer all of it.
         metadata: The footer itself. Share it read-only.
         row_groups: Those of `metadata`.
-        read_chunks: `chunks`, if they were looked at when the footer was read; else None.
+        chunks: The column chunks: `chunks[row group ordinal][column ordinal]`.
         leaves: The leaf columns of the schema.
         columns: The same, and how each is encrypted.
         file_aad: AAD prefix and file unique; empty in a file that is not encrypted.
@@ -202,7 +200,7 @@ class Footer:
     envelope: FooterEnvelope
     metadata: FileMetaData = field(repr=False)
     row_groups: list[RowGroup] = field(repr=False)
-    read_chunks: list[list[ColumnChunk]] | None = field(repr=False)
+    chunks: list[list[ColumnChunk]] = field(repr=False)
     leaves: tuple[LeafColumn, ...] = field(repr=False)
     columns: tuple[FooterColumn, ...]
     file_aad: bytes
@@ -210,11 +208,6 @@ class Footer:
     """Under the footer's DEK; None in a file that is not encrypted, and in an unverified footer."""
     held_metadata: dict[tuple[int, int], ColumnMetaData] = field(default_factory=dict, repr=False)
     """What `chunk_metadata` returned, by the ordinals of row group and column, kept to be used again."""
-
-    @functools.cached_property
-    def chunks(self) -> list[list[ColumnChunk]]:
-        """The column chunks: `chunks[row group ordinal][column ordinal]`."""
-        return self.read_chunks or [row_group.columns for row_group in self.row_groups]
 
     @functools.cached_property
     def _paths(self) -> list[bytes]:
@@ -307,20 +300,10 @@ class Footer:
             holds_metadata: Whether the metadata is kept in `held_metadata`.
         """
         cipher = self.cipher_of(column, dek)
-        if holds_metadata:
-            for row_group_ordinal in range(len(self.row_groups)):
-                metadata = self.chunk_metadata(row_group_ordinal, column, cipher)
+        for row_group_ordinal in range(len(self.row_groups)):
+            metadata = self.chunk_metadata(row_group_ordinal, column, cipher)
+            if holds_metadata:
                 self.held_metadata[row_group_ordinal, column.ordinal] = metadata
-            return
-        path = self._paths[column.ordinal]
-        for row_group_ordinal, row_group in enumerate(self.row_groups):
-            unread = row_group.unread_chunks if self.read_chunks is None and cipher is not None else None
-            module = None if unread is None else unread.module(column.ordinal)
-            if module is not None and cipher is not None:
-                place = ModulePlace(ModuleType.COLUMN_META_DATA, row_group_ordinal, column.ordinal)
-                if ColumnMetaData.is_usual(cipher.decrypt(module, place), path):
-                    continue
-            self.chunk_metadata(row_group_ordinal, column, cipher)
 
     def chunk_metadata(
         self, row_group_ordinal: int, column: FooterColumn, cipher: ModuleCipher | None
@@ -333,18 +316,11 @@ class Footer:
         """
         if self.held_metadata and (row_group_ordinal, column.ordinal) in self.held_metadata:
             return self.held_metadata[row_group_ordinal, column.ordinal]
-        unread = self.row_groups[row_group_ordinal].unread_chunks if self.read_chunks is None else None
-        module = None if unread is None or cipher is None else unread.module(column.ordinal)
-        if module is None:
-            if unread is None:
-                chunk = self.chunks[row_group_ordinal][column.ordinal]
-            else:
-                chunk = ColumnChunk(unread.chunk(column.ordinal))
-            module = chunk.copy_of(ColumnChunk.encrypted_column_metadata)
+        chunk = self.chunks[row_group_ordinal][column.ordinal]
+        module = chunk.encrypted_column_metadata
         metadata: ColumnMetaData | None
         if cipher is None or module is None:
-            entry = chunk.struct.entry(_META_DATA)
-            metadata = ColumnMetaData(entry[1]) if entry is not None and entry[0] is WireType.STRUCT else None
+            metadata = chunk.meta_data
             if column.encryption is not _PLAINTEXT and (
                 column.encryption is ColumnEncryption.COLUMN_KEY or self.mode is not FooterMode.ENCRYPTED_FOOTER
             ):
@@ -363,7 +339,6 @@ class Footer:
 
 
 _PLAINTEXT, _COLUMN_META_DATA = ColumnEncryption.PLAINTEXT, ModuleType.COLUMN_META_DATA
-_META_DATA = ColumnChunk.meta_data.field_id
 
 
 def read_envelope(source: ByteSource) -> FooterEnvelope:

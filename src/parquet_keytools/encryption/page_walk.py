@@ -20,7 +20,7 @@ from parquet_keytools.format.pages import (
     with_sizes,
 )
 from parquet_keytools.format.structs import PageHeader
-from parquet_keytools.format.thrift_values import varint
+from parquet_keytools.format.thrift import varint
 
 _WINDOW_LENGTH = 64 * 1024
 """How much is read at once where the next header is likely to be in it too."""

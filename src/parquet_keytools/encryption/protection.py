@@ -18,19 +18,15 @@ from parquet_keytools.format.file_layout import (
     refuse_draft_crypto_metadata,
     refuse_draft_footer,
 )
-from parquet_keytools.format.footer_outline import UnreadChunks, UnreadList
 from parquet_keytools.format.structs import (
     Aes,
     ColumnChunk,
-    ColumnCryptoMetaData,
     EncryptionAlgorithm,
-    EncryptionWithColumnKey,
     FileCryptoMetaData,
     FileMetaData,
     RowGroup,
-    kept_by_path,
 )
-from parquet_keytools.format.thrift_values import WireType
+from parquet_keytools.format.thrift import read_struct
 from parquet_keytools.secret_bytes import SecretBytes
 
 
@@ -76,8 +72,7 @@ class FooterColumn:
 
 def leaves_of(metadata: FileMetaData) -> tuple[LeafColumn, ...]:
     """Return the leaves of the schema of a footer; see `leaf_columns`."""
-    entry = metadata.struct.entry(FileMetaData.schema.field_id)
-    written = entry[1].as_bytes() if entry is not None and entry[0] is WireType.LIST else None
+    written = metadata.bytes_of(FileMetaData.schema)
     if written is None or len(written) > _USUAL_SCHEMA_BYTES:
         return leaf_columns(metadata.schema)
     return _leaves_of_written(written)
@@ -88,15 +83,20 @@ _USUAL_SCHEMA_BYTES = 64 * 1024
 
 @functools.lru_cache(maxsize=16)
 def _leaves_of_written(schema: bytes) -> tuple[LeafColumn, ...]:
-    metadata = FileMetaData()
-    metadata.struct.set_entry(FileMetaData.schema.field_id, (WireType.LIST, UnreadList(schema)))
+    """Return the leaves of a schema, which is the same in thousands of files.
+
+    Args:
+        schema: The type and the bytes of the field.
+    """
+    field_header = FileMetaData.schema.field_id << 4 | schema[0]
+    metadata = FileMetaData(read_struct(bytes((field_header,)) + schema[1:] + b"\0")[0])
     return leaf_columns(metadata.schema)
 
 
 def columns_of(
     leaves: tuple[LeafColumn, ...],
     row_groups: list[RowGroup],
-    chunks: list[list[ColumnChunk]] | None,
+    chunks: list[list[ColumnChunk]],
     is_encrypted: bool,
 ) -> tuple[FooterColumn, ...]:
     """Return how each column is encrypted, which must be the same in every row group.
@@ -104,7 +104,7 @@ def columns_of(
     Args:
         leaves: The leaf columns of the schema.
         row_groups: Those of the footer.
-        chunks: `chunks[row group ordinal][column ordinal]`; None where all have `unread_chunks`.
+        chunks: `chunks[row group ordinal][column ordinal]`.
         is_encrypted: Whether the footer names an encryption algorithm.
 
     Raises:
@@ -116,24 +116,18 @@ def columns_of(
     columns: list[FooterColumn] = []
     # Byte for byte the same in every row group, as a rule.
     first: object = None
-    for ordinal, row_group in enumerate(row_groups):
+    for ordinal, (row_group, these) in enumerate(zip(row_groups, chunks, strict=True)):
         if is_encrypted and row_group.ordinal not in (None, ordinal):
             raise ParquetFormatError(f"row group {ordinal} says that its ordinal is {row_group.ordinal}.")
-        these = row_group.unread_chunks if chunks is None else chunks[ordinal]
-        if these is None or len(these) != len(leaves):
-            count = 0 if these is None else len(these)
-            raise ParquetFormatError(f"row group {ordinal} has {count} chunks for {len(leaves)} leaf columns.")
-        written: object = these.crypto if isinstance(these, UnreadChunks) else list(map(_encryption_of, these))
+        if len(these) != len(leaves):
+            raise ParquetFormatError(
+                f"row group {ordinal} has {len(these)} chunks for {len(leaves)} leaf columns."
+            )
+        written = [_encryption_of(chunk) for chunk in these]
         if columns and written == first:
             continue
         first = written if first is None else first
-        if isinstance(these, UnreadChunks):
-            found = [
-                _usual_column_of(leaf, crypto) or _column_of(leaf, ColumnChunk(these.chunk(leaf.ordinal)))
-                for leaf, crypto in zip(leaves, these.crypto, strict=True)
-            ]
-        else:
-            found = [_column_of(leaf, chunk) for leaf, chunk in zip(leaves, these, strict=True)]
+        found = [_column_of(leaf, chunk) for leaf, chunk in zip(leaves, these, strict=True)]
         columns = columns or found
         if found != columns:
             leaf = next(leaf for leaf, a, b in zip(leaves, found, columns, strict=True) if a != b)
@@ -150,45 +144,23 @@ def columns_of(
     return tuple(columns)
 
 
-_CRYPTO_METADATA = ColumnChunk.crypto_metadata.field_id
-_ENCRYPTION_FIELD_IDS = (_CRYPTO_METADATA, ColumnChunk.encrypted_column_metadata.field_id)
-
-
-def _encryption_of(chunk: ColumnChunk) -> tuple[tuple[WireType, bytes] | None, bool]:
-    """Return what a chunk says of its encryption: its crypto metadata, and whether it says anything."""
-    struct = chunk.struct
-    if struct.lacks(_ENCRYPTION_FIELD_IDS):
-        return None, False
-    return struct.entry_bytes(_CRYPTO_METADATA), True
-
-
-def _usual_column_of(leaf: LeafColumn, crypto: bytes | None) -> FooterColumn | None:
-    """Return how a column is encrypted, by the crypto metadata of a chunk; None where that has to be parsed."""
-    if crypto is None:
-        return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None)
-    if crypto == _WITH_FOOTER_KEY:
-        return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.FOOTER_KEY, None)
-    key_metadata = _usual_key_metadata(_STRUCT + crypto, leaf.path)
-    if key_metadata is None:
-        return None
-    return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.COLUMN_KEY, key_metadata)
+def _encryption_of(chunk: ColumnChunk) -> tuple[bytes | None, bool]:
+    """Return what a chunk says of its encryption: its crypto metadata, and whether only that is missing."""
+    crypto = chunk.bytes_of(ColumnChunk.crypto_metadata)
+    return crypto, crypto is None and chunk.bytes_of(ColumnChunk.encrypted_column_metadata) is not None
 
 
 def _column_of(leaf: LeafColumn, chunk: ColumnChunk) -> FooterColumn:
-    written = chunk.bytes_of(ColumnChunk.crypto_metadata)
-    key_metadata = None if written is None else _usual_key_metadata(written, leaf.path)
-    if key_metadata is not None:
-        return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.COLUMN_KEY, key_metadata)
-    crypto = chunk.copy_of(ColumnChunk.crypto_metadata)
+    crypto = chunk.crypto_metadata
     if crypto is None:
-        if chunk.copy_of(ColumnChunk.encrypted_column_metadata) is not None:
+        if chunk.encrypted_column_metadata is not None:
             raise ParquetFormatError(
                 f"column {leaf.dotted_path!r} has encrypted metadata, and does not say with which key (spec 5.2).",
                 hint="The field crypto_metadata was removed or altered; restore the file.",
             )
         return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None)
     with_footer_key, with_column_key = crypto.encryption_with_footer_key, crypto.encryption_with_column_key
-    if len(crypto.struct.fields) == 1:
+    if len(crypto.struct.types()) == 1:
         if with_footer_key is not None:
             return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.FOOTER_KEY, None)
         if with_column_key is not None:
@@ -196,47 +168,6 @@ def _column_of(leaf: LeafColumn, chunk: ColumnChunk) -> FooterColumn:
                 raise ParquetFormatError(f"column {leaf.dotted_path!r} has the crypto metadata of another one.")
             return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.COLUMN_KEY, with_column_key.key_metadata)
     raise ParquetFormatError(f"column {leaf.dotted_path!r}: its crypto metadata is not valid (spec 5.2).")
-
-
-def _usual_key_metadata(written: bytes, path: tuple[str, ...]) -> bytes | None:
-    """Return the key metadata in crypto metadata that is written as all writers write it for a path.
-
-    None where it is written in any other way, or for another key or path: then it has to be parsed.
-    """
-    start = _usual_start(path)
-    at = len(start)
-    if not written.startswith(start) or not written.endswith(_TWO_STOPS) or len(written) < at + 4:
-        return None
-    length = written[at]
-    at += 1
-    if length > 0x7F:
-        # Of one or two bytes; longer ones are not usual.
-        if not 0 < written[at] <= 0x7F:
-            return None
-        length = length & 0x7F | written[at] << 7
-        at += 1
-    return written[at : at + length] if at + length + len(_TWO_STOPS) == len(written) else None
-
-
-_STRUCT = bytes((WireType.STRUCT,))
-_TWO_STOPS = b"\0\0"
-"""The ends of the structs that key metadata is in."""
-_WITH_FOOTER_KEY = b"\x1c" + _TWO_STOPS
-"""Crypto metadata of a column with the footer key: a struct without fields as field 1, and nothing else."""
-
-
-@kept_by_path
-def _usual_start(path: tuple[str, ...]) -> bytes:
-    """Return crypto metadata of a column with a key of its own, up to the length of its key metadata."""
-    own = EncryptionWithColumnKey()
-    own.path_in_schema = list(path)
-    own.key_metadata = b""
-    crypto = ColumnCryptoMetaData()
-    crypto.encryption_with_column_key = own
-    chunk = ColumnChunk()
-    chunk.crypto_metadata = crypto
-    written = chunk.bytes_of(ColumnChunk.crypto_metadata) or b""
-    return written.removesuffix(b"\0" + _TWO_STOPS)
 
 
 class UnknownAlgorithmError(ParquetFormatError):
@@ -300,7 +231,7 @@ class Envelope:
             mode, key_metadata = FooterMode.ENCRYPTED_FOOTER, crypto.key_metadata
             body, signature = data[end:], b""
         else:
-            protection, end = read or FileMetaData.read_protection(bytes(data))
+            protection, end = read or FileMetaData.read_outline(data)
             refuse_draft_footer(protection)
             body, signature = data[:end], bytes(data[end:])
             key_metadata = protection.footer_signing_key_metadata
@@ -328,9 +259,9 @@ class Envelope:
 
 def _algorithm_of(stored: EncryptionAlgorithm) -> tuple[Algorithm, Aes]:
     gcm, ctr = stored.aes_gcm_v1, stored.aes_gcm_ctr_v1
-    if gcm is not None and len(stored.struct.fields) == 1:
+    if gcm is not None and len(stored.struct.types()) == 1:
         return Algorithm.AES_GCM_V1, gcm
-    if ctr is not None and len(stored.struct.fields) == 1:
+    if ctr is not None and len(stored.struct.types()) == 1:
         return Algorithm.AES_GCM_CTR_V1, ctr
     raise UnknownAlgorithmError("the encryption algorithm is none of AES_GCM_V1 and AES_GCM_CTR_V1 (spec 5.2).")
 

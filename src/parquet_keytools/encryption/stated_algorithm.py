@@ -35,7 +35,7 @@ from parquet_keytools.errors import DecryptionError, KeytoolsError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import regions_of
 from parquet_keytools.format.structs import ColumnMetaData, DataPageHeaderV2, PageHeader
-from parquet_keytools.format.thrift_values import WireType, varint
+from parquet_keytools.format.thrift import WireType, varint
 from parquet_keytools.secret_bytes import SecretBytes
 
 _UNCOMPRESSED, _SNAPPY, _GZIP, _ZSTD = 0, 1, 2, 6
@@ -83,7 +83,7 @@ class _Page:
 
     def _is_compressed(self) -> bool:
         v2 = self.stored.header.data_page_header_v2
-        is_exempt = v2 is not None and v2.struct.fields.get(_IS_COMPRESSED, (None,))[0] is WireType.FALSE
+        is_exempt = v2 is not None and v2.struct.types().get(_IS_COMPRESSED) is WireType.FALSE
         return self.codec != _UNCOMPRESSED and not is_exempt
 
     def right_beginning(self) -> tuple[int, bool]:
@@ -205,8 +205,8 @@ def _first_page(
 
 
 def _number(header: DataPageHeaderV2, field_id: int) -> int:
-    value = header.struct.fields.get(field_id, (WireType.I32, 0))[1]
-    return value if isinstance(value, int) else 0
+    (value,) = header.struct.numbers([(field_id, WireType.I32)])
+    return value or 0
 
 
 def _beginning(codec: int, length: int) -> bytes:

@@ -34,6 +34,7 @@ from parquet_keytools.files.denied_columns import with_digests
 from parquet_keytools.files.file_opening import WantedColumns, open_files
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, read_again_if_changed
 from parquet_keytools.files.table_check import TableCheck, protected_names, refuse_folders_above
+from parquet_keytools.format.file_layout import accept_footers_up_to
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
@@ -131,6 +132,7 @@ class KeyService:
             kms = make_client(configuration.kms, configuration.folder)
         check_key_names(configuration, kms.master_key_ids() if kms is not None else None)
         self.configuration = configuration
+        accept_footers_up_to(configuration.reading.max_footer_bytes)
         self.kms = kms
         if kms is not None:
             kms.trust(configured_master_key_ids(configuration))

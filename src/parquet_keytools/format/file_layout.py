@@ -18,7 +18,7 @@ from parquet_keytools.format.structs import (
     FileMetaData,
     SchemaElement,
 )
-from parquet_keytools.format.thrift_values import IntegerFields, Struct, WireType
+from parquet_keytools.format.thrift import IntegerFields, WireType
 
 MAGIC = b"PAR1"
 MAGIC_ENCRYPTED_FOOTER = b"PARE"
@@ -38,11 +38,37 @@ MAX_PATHS_LENGTH = 32 * 1024 * 1024
 _BOOLEAN = (WireType.TRUE, WireType.FALSE)
 
 
-UNAUTHENTICATED_FACTOR = 100
-"""How many times its length a footer may take in memory that nothing authenticates; honest ones take 40 to 65."""
+UNAUTHENTICATED_FACTOR = 16
+"""How many times its length a footer may take in memory that nothing authenticates; honest ones take up to 12."""
 
-UNAUTHENTICATED_BASE = 16 * 1024 * 1024
+UNAUTHENTICATED_BASE = 32 * 1024 * 1024
 """What it may take beyond that, in bytes."""
+
+MAX_FOOTER_BYTES = 64 * 1024 * 1024
+"""How long a footer may be where no configuration says otherwise."""
+
+_stated_max_footer_bytes = 0
+
+
+def accept_footers_up_to(max_footer_bytes: int) -> None:
+    """Note the longest footer that a configuration accepts; the largest of all used in this process counts."""
+    global _stated_max_footer_bytes
+    _stated_max_footer_bytes = max(_stated_max_footer_bytes, max_footer_bytes)
+
+
+def check_footer_length(length: int, path: str) -> None:
+    """Refuse a footer that is too long to be read: anyone can write one, and all of it is held in memory.
+
+    Raises:
+        ParquetFormatError: It is longer than the configurations of this process accept.
+    """
+    limit = _stated_max_footer_bytes or MAX_FOOTER_BYTES
+    if length > limit:
+        raise ParquetFormatError(
+            f"the footer has {length:,} bytes, and at most {limit:,} are accepted.",
+            path=path,
+            hint="If you trust the file, raise `max_footer_bytes` under `reading` in the configuration.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +122,8 @@ def read_footer_bytes(source: ByteSource) -> FooterBytes:
     """Read the footer of a file, from its tail, by one read, or two where the footer is long.
 
     Raises:
-        ParquetFormatError: The file is too short, or not a Parquet file, or its footer does not fit into it.
+        ParquetFormatError: The file is too short, or not a Parquet file, or its footer does not fit into it, or is
+            longer than the configuration accepts.
         FileChangedError: It was replaced meanwhile.
     """
     path, size = source.path, source.size_bytes
@@ -119,6 +146,7 @@ def read_footer_bytes(source: ByteSource) -> FooterBytes:
         raise ParquetFormatError(
             f"a footer of {length} bytes does not fit into a file of {size} bytes.", path=path
         )
+    check_footer_length(length, path)
     if offset < tail_offset:
         tail, tail_offset = source.read_at(offset, length + TRAILER_LENGTH), offset
         if tail[-TRAILER_LENGTH:] != trailer:
@@ -137,8 +165,8 @@ def refuse_draft_crypto_metadata(metadata: FileCryptoMetaData) -> None:
     Raises:
         DraftFormatError: It has `encrypted_footer`, `footer_offset` or `iv_prefix`.
     """
-    fields = metadata.struct.fields
-    if _type_of(fields, 2) in _BOOLEAN or 4 in fields or 5 in fields:
+    types = metadata.struct.types()
+    if types.get(2) in _BOOLEAN or 4 in types or 5 in types:
         _refuse("2018", "its FileCryptoMetaData has encrypted_footer, footer_offset or iv_prefix")
 
 
@@ -148,14 +176,9 @@ def refuse_draft_footer(metadata: FileMetaData) -> None:
     Raises:
         DraftFormatError: It has that field, or the key metadata in field 10.
     """
-    fields = metadata.struct.fields
-    if 8 in fields and (_type_of(fields, 9) in _BOOLEAN or (9 not in fields and 10 in fields)):
+    types = metadata.struct.types()
+    if 8 in types and (types.get(9) in _BOOLEAN or (9 not in types and 10 in types)):
         _refuse("2019", "field 9 of its footer is signed_footer")
-
-
-def _type_of(fields: dict[int, tuple[WireType, Struct]], field_id: int) -> WireType | None:
-    entry = fields.get(field_id)
-    return entry[0] if entry else None
 
 
 def _refuse(year: str, reason: str) -> NoReturn:
@@ -289,7 +312,7 @@ class ChunkPlaces(NamedTuple):
         return cls._make((data, dictionary, index, length, bloom_filter, bloom_filter_length))
 
 
-_PLACES = IntegerFields(
+_PLACES: IntegerFields = (
     (ColumnMetaData.data_page_offset.field_id, WireType.I64),
     (ColumnMetaData.dictionary_page_offset.field_id, WireType.I64),
     (ColumnMetaData.index_page_offset.field_id, WireType.I64),
@@ -298,15 +321,12 @@ _PLACES = IntegerFields(
     (ColumnMetaData.bloom_filter_length.field_id, WireType.I32),
 )
 
-_INDEX_PLACES = IntegerFields(
+_INDEX_PLACES: IntegerFields = (
     (ColumnChunk.column_index_offset.field_id, WireType.I64),
     (ColumnChunk.column_index_length.field_id, WireType.I32),
     (ColumnChunk.offset_index_offset.field_id, WireType.I64),
     (ColumnChunk.offset_index_length.field_id, WireType.I32),
 )
-
-
-_UNUSUAL_FIELD_IDS = (ColumnChunk.file_path.field_id, *(field_id for field_id, _ in _INDEX_PLACES.types))
 
 
 def regions_of(
@@ -328,9 +348,8 @@ def regions_of(
     Raises:
         ParquetFormatError: A length is negative or missing, or the data lies in another file.
     """
-    is_usual = chunk.struct.lacks(_UNUSUAL_FIELD_IDS)
     # Old writers state an empty path for data in the file itself.
-    if not is_usual and chunk.file_path:
+    if chunk.file_path:
         raise ParquetFormatError(
             f"the data of column {'.'.join(metadata.path_in_schema)!r} is in another file, "
             f"{chunk.file_path!r}: this is a summary file (_metadata).",
@@ -345,8 +364,6 @@ def regions_of(
         if page and (page < start or not start):
             start = page
     regions = [_region((_PAGES, row_group_ordinal, column_ordinal, start, length, 0, 0))]
-    if bloom_filter is None and is_usual:
-        return regions
     column_index, column_index_length, offset_index, offset_index_length = chunk.struct.numbers(_INDEX_PLACES)
     for kind, offset, index_length in (
         (RegionKind.BLOOM_FILTER, bloom_filter, bloom_filter_length),
@@ -356,7 +373,7 @@ def regions_of(
         if offset is None:
             continue
         if index_length is None and kind is not RegionKind.BLOOM_FILTER:
-            if _LENGTH_FIELD_IDS[kind] in chunk.struct.fields:
+            if _LENGTH_FIELD_IDS[kind] in chunk.struct.types():
                 continue  # A length of another type: nobody can read the index.
             raise ParquetFormatError(f"the {kind.name.lower().replace('_', ' ')} has no length.")
         regions.append(Region(kind, row_group_ordinal, column_ordinal, offset, index_length))

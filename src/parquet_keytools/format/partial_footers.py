@@ -14,7 +14,7 @@ from typing import Any
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData, KeyValue, RowGroup, SchemaElement
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType
 
 ARROW_SCHEMA_KEY = "ARROW:schema"
 """Key under which Arrow keeps its own schema; readers apply it to columns by their position."""
@@ -96,21 +96,22 @@ def selected_sorting_columns(struct: Struct, column_ordinals: Sequence[int]) -> 
     Rows that are sorted by several columns are still sorted by the first ones of them, but no longer by those
     after one that was left out.
     """
-    entry = struct.fields.get(_SORTING_COLUMNS_FIELD_ID)
+    entry = struct.entry(_SORTING_COLUMNS_FIELD_ID)
     if entry is None or not isinstance(entry[1], ThriftList):
         return
     new_ordinals = {old: new for new, old in enumerate(column_ordinals)}
     elements: list[Struct] = []
     for element in entry[1].elements:
-        column = element.fields.get(1) if isinstance(element, Struct) else None
+        column = element.entry(1) if isinstance(element, Struct) else None
         if column is None or column[0] is not WireType.I32 or column[1] not in new_ordinals:
             break
-        elements.append(Struct({**element.fields, 1: (WireType.I32, new_ordinals[column[1]])}))
+        elements.append(element.copy())
+        elements[-1].set_entry(1, (WireType.I32, new_ordinals[column[1]]))
     _set_sorting_columns(struct, elements)
 
 
 def _set_sorting_columns(struct: Struct, elements: list[Struct]) -> None:
-    wire_type, _ = struct.fields[_SORTING_COLUMNS_FIELD_ID]
+    wire_type = struct.types()[_SORTING_COLUMNS_FIELD_ID]
     sorting_columns = (wire_type, ThriftList(WireType.STRUCT, elements))
     struct.set_entry(_SORTING_COLUMNS_FIELD_ID, sorting_columns if elements else None)
 
@@ -133,14 +134,14 @@ def _selected_schema(schema: list[SchemaElement], positions: Collection[int]) ->
 
 
 def _select_column_orders(metadata: FileMetaData, column_ordinals: Sequence[int]) -> None:
-    entry = metadata.struct.fields.get(_COLUMN_ORDERS_FIELD_ID)
+    entry = metadata.struct.entry(_COLUMN_ORDERS_FIELD_ID)
     if entry is None or not isinstance(entry[1], ThriftList):
         return
     orders = entry[1]
     if any(o >= len(orders.elements) for o in column_ordinals):
         raise ParquetFormatError("the file does not have one column order for each column.")
     elements = [orders.elements[ordinal] for ordinal in column_ordinals]
-    metadata.struct.fields[_COLUMN_ORDERS_FIELD_ID] = (entry[0], ThriftList(orders.element_type, elements))
+    metadata.struct.set_entry(_COLUMN_ORDERS_FIELD_ID, (entry[0], ThriftList(orders.element_type, elements)))
 
 
 def _change_key_values(metadata: FileMetaData, changes: Mapping[str, str | None]) -> None:
@@ -258,9 +259,7 @@ def shown_metadata(metadata: ColumnMetaData) -> tuple[ColumnMetaData, list[int]]
 
 def hidden_chunk_fields(struct: Struct) -> list[int]:
     """Return the ids of fields of an encrypted column's chunk that may not be shown."""
-    return [
-        field_id for field_id, (wire_type, _) in struct.fields.items() if _COLUMN_CHUNK.get(field_id) != wire_type
-    ]
+    return [field_id for field_id, wire_type in struct.types().items() if _COLUMN_CHUNK.get(field_id) != wire_type]
 
 
 def shown_row_group(row_group: RowGroup, encrypted: Collection[int]) -> tuple[RowGroup, list[str]]:
@@ -275,11 +274,11 @@ def shown_row_group(row_group: RowGroup, encrypted: Collection[int]) -> tuple[Ro
     """
     shown, hidden_ids = _record(row_group, _ROW_GROUP)
     hidden = [f"field {field_id} of a row group" for field_id in hidden_ids]
-    entry = shown.struct.fields.get(_SORTING_COLUMNS_FIELD_ID)
+    entry = shown.struct.entry(_SORTING_COLUMNS_FIELD_ID)
     if entry is not None:
         kept: list[Struct] = []
         for element in entry[1].elements:
-            ordinal = element.fields.get(1)
+            ordinal = element.entry(1)
             if ordinal is None or ordinal[1] in encrypted:
                 hidden.append("that rows are sorted by an encrypted column")
                 break
@@ -303,10 +302,10 @@ def shown_footer(metadata: FileMetaData) -> tuple[FileMetaData, list[str]]:
     elements: list[SchemaElement] = []
     for element in metadata.schema:
         shown_element, element_ids = _record(element, _SCHEMA_ELEMENT)
-        fields = shown_element.struct.fields
-        is_cut = _LOGICAL_TYPE_FIELD_ID in fields and _LOGICAL_TYPE_FIELD_ID in element_ids
-        if is_cut and not fields[_LOGICAL_TYPE_FIELD_ID][1].fields:
-            del fields[_LOGICAL_TYPE_FIELD_ID]  # A union of which nothing is set stops readers.
+        logical_type = shown_element.struct.entry(_LOGICAL_TYPE_FIELD_ID)
+        if logical_type is not None and _LOGICAL_TYPE_FIELD_ID in element_ids and not logical_type[1].types():
+            # A union of which nothing is set stops readers.
+            shown_element.struct.set_entry(_LOGICAL_TYPE_FIELD_ID, None)
         hidden += [f"field {field_id} of the schema's element {element.name!r}" for field_id in element_ids]
         elements.append(shown_element)
     shown.schema = elements
@@ -321,18 +320,17 @@ def _record(record: Any, shape: Mapping[int, Any]) -> tuple[Any, list[int]]:
 def _shown_struct(struct: Struct, shape: Mapping[int, Any]) -> tuple[Struct, list[int]]:
     """Return what may be shown of a struct, and the ids of fields of which not all may be."""
     hidden: list[int] = []
-    fields: dict[int, tuple[WireType, Any]] = {}
-    for field_id, (wire_type, value) in struct.fields.items():
+    shown = struct.copy()
+    for field_id, wire_type in struct.types().items():
         allowed = shape.get(field_id)
-        if allowed is not None and allowed is wire_type:
-            fields[field_id] = (wire_type, value)
+        if allowed is wire_type:
             continue
-        found = None if allowed is None else _shown(allowed, wire_type, value)
-        if found is not None:
-            fields[field_id] = (wire_type, found[0])
+        entry = None if allowed is None else struct.entry(field_id)
+        found = None if entry is None else _shown(allowed, *entry)
         if found is None or not found[1]:
             hidden.append(field_id)
-    return Struct(fields), hidden
+            shown.set_entry(field_id, None if found is None else (wire_type, found[0]))
+    return shown, hidden
 
 
 def _shown(shape: _Shape, wire_type: WireType, value: Any) -> tuple[Any, bool] | None:

@@ -7,15 +7,12 @@ ones it knows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.thrift_compact import read_struct
-from parquet_keytools.format.thrift_outline import read_outline
-from parquet_keytools.format.thrift_skim import check_value_count
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_struct
+from parquet_keytools.format.thrift import Entry, Struct, ThriftList, WireType, read_struct
 
 T = TypeVar("T")
 
@@ -25,49 +22,46 @@ class Record:
 
     __slots__ = ("struct",)
 
-    MAX_VALUES: ClassVar[int | None] = None
-    """How many values may be in it, at all depths; None for as many as its bytes hold."""
-
-    OUTLINE_LEVELS: ClassVar[int | None] = None
-    """How many levels of structs and lists are built when it is read; what lies deeper, when it is looked at."""
+    PATH: ClassVar[Sequence[int]] = ()
+    """Ids of fields, from the outermost inwards, whose structs are found on the way; see `read_struct`."""
 
     def __init__(self, struct: Struct | None = None) -> None:
         self.struct = Struct() if struct is None else struct
 
     @classmethod
-    def read(cls, data: bytes | memoryview, offset: int = 0, max_memory: int | None = None) -> tuple[Self, int]:
+    def read(
+        cls, data: bytes | bytearray | memoryview, offset: int = 0, max_memory: int | None = None
+    ) -> tuple[Self, int]:
         """Read the structure at `offset`; returns it and the offset of the first byte after it.
 
         Raises:
             ParquetFormatError: There is no Thrift struct there, or it takes more memory than `max_memory`.
         """
+        return cls._read(data, offset, cls.PATH, max_memory)
+
+    @classmethod
+    def read_outline(cls, data: bytes | bytearray | memoryview) -> tuple[Self, int]:
+        """Read the structure that `data` begins with; all that lies in its fields is only passed over."""
+        return cls._read(data, 0, (), None)
+
+    @classmethod
+    def _read(
+        cls, data: bytes | bytearray | memoryview, offset: int, path: Sequence[int], max_memory: int | None
+    ) -> tuple[Self, int]:
         try:
-            if cls.MAX_VALUES is not None:
-                check_value_count(data, offset, cls.MAX_VALUES)
-            struct, end = cls._read_struct(data, offset, max_memory)
+            struct, end = read_struct(data, offset, path, max_memory)
         except ParquetFormatError as error:
             raise ParquetFormatError(f"{cls.__name__}: {error}") from None
         return cls(struct), end
-
-    @classmethod
-    def _read_struct(cls, data: bytes | memoryview, offset: int, max_memory: int | None) -> tuple[Struct, int]:
-        if cls.OUTLINE_LEVELS is None:
-            return read_struct(data, offset, max_memory)
-        return read_outline(bytes(data), offset, cls.OUTLINE_LEVELS, max_memory)
 
     def bytes_of(self, field: _Field[Any]) -> bytes | None:
         """Return the bytes of a field's type and value; None where it is not set."""
         entry = self.struct.entry_bytes(field.field_id)
         return None if entry is None else bytes((entry[0],)) + entry[1]
 
-    def copy_of(self, field: _Field[T]) -> T | None:
-        """Return a copy of a field's value, and read no other field for it; None where it is not set."""
-        return field.load(self.struct.entry(field.field_id))
-
     def serialise(self) -> bytes:
         """Return the bytes of the structure, unknown fields included."""
-        written = self.struct.as_bytes()
-        return write_struct(self.struct) if written is None else written
+        return self.struct.as_bytes()
 
     def shallow_copy(self) -> Self:
         """Return a copy whose fields can be set without changing this one; what is in them is shared."""
@@ -94,7 +88,7 @@ class Record:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}, fields {sorted(self.struct.fields)}>"
+        return f"<{type(self).__name__}, fields {sorted(self.struct.types())}>"
 
 
 @dataclass(frozen=True)
@@ -103,15 +97,11 @@ class _Codec(Generic[T]):
 
     wire_types: tuple[WireType, ...]
     load: Callable[[WireType, Any], T]
-    store: Callable[[T], tuple[WireType, Any]]
-    plain: WireType | None = None
-    """The type of values that are what lies there."""
-    is_shared: bool = False
-    """Whether a change of the Python value is a change of what lies there."""
+    store: Callable[[T], Entry]
 
 
 def _plain(wire_type: WireType) -> _Codec[Any]:
-    return _Codec((wire_type,), lambda _, value: value, lambda value: (wire_type, value), wire_type)
+    return _Codec((wire_type,), lambda _, value: value, lambda value: (wire_type, value))
 
 
 def _load_text(_: WireType, value: bytes) -> str:
@@ -138,10 +128,7 @@ RecordT = TypeVar("RecordT", bound=Record)
 def nested(record: type[RecordT]) -> _Codec[RecordT]:
     """Return how a record lies in a field."""
     return _Codec(
-        (WireType.STRUCT,),
-        lambda _, value: record(value),
-        lambda value: (WireType.STRUCT, value.struct),
-        is_shared=True,
+        (WireType.STRUCT,), lambda _, value: record(value), lambda value: (WireType.STRUCT, value.struct)
     )
 
 
@@ -157,10 +144,10 @@ def list_of(codec: _Codec[T]) -> _Codec[list[T]]:
             )
         return [codec.load(element_type, element) for element in value.elements]
 
-    def store(values: list[T]) -> tuple[WireType, Any]:
+    def store(values: list[T]) -> Entry:
         return WireType.LIST, ThriftList(element_type, [codec.store(value)[1] for value in values])
 
-    return _Codec((WireType.LIST,), load, store, is_shared=codec.is_shared)
+    return _Codec((WireType.LIST,), load, store)
 
 
 class _Field(Generic[T]):
@@ -179,31 +166,26 @@ class _Field(Generic[T]):
     def __init__(self, field_id: int, codec: _Codec[T], *, refuses_other_types: bool = False) -> None:
         self.field_id = field_id
         self.codec = codec
-        self.plain = codec.plain
-        self.is_shared = codec.is_shared
         self.refuses_other_types = refuses_other_types
 
     def __set_name__(self, owner: type[Record], name: str) -> None:
         self.name = f"{owner.__name__}.{name}"
 
-    def load(self, entry: tuple[WireType, Any] | None) -> T | None:
-        """Return the value of an entry of a struct."""
-        if entry is None:
-            return None
-        wire_type, value = entry
-        if wire_type not in self.codec.wire_types:
-            if self.refuses_other_types:
-                raise ParquetFormatError(f"{self.name}: has the Thrift type {wire_type.name}")
-            return None
-        try:
-            return self.codec.load(wire_type, value)
-        except ParquetFormatError as error:
-            raise ParquetFormatError(f"{self.name}: {error}") from None
-
     def value(self, record: Record) -> T | None:
         """Return the value of the field in a record."""
-        struct = record.struct
-        return self.load(struct.entry_to_change(self.field_id) if self.is_shared else struct.entry(self.field_id))
+        codec = self.codec
+        try:
+            entry = record.struct.entry(self.field_id, codec.wire_types)
+            if entry is None:
+                return None
+            wire_type, value = entry
+            if wire_type in codec.wire_types:
+                return codec.load(wire_type, value)
+        except ParquetFormatError as error:
+            raise ParquetFormatError(f"{self.name}: {error}") from None
+        if self.refuses_other_types:
+            raise ParquetFormatError(f"{self.name}: has the Thrift type {wire_type.name}")
+        return None
 
     def _store(self, record: Record, value: T | None) -> None:
         record.struct.set_entry(self.field_id, None if value is None else self.codec.store(value))
@@ -218,15 +200,7 @@ class Optional(_Field[T]):
     def __get__(self, record: Record, owner: type[Record]) -> T | None: ...
     def __get__(self, record: Record | None, owner: type[Record]) -> Self | T | None:
         """Return the value of the field in a record."""
-        if record is None:
-            return self
-        if self.plain is None:
-            return self.value(record)
-        entry = record.struct.entry(self.field_id)
-        if entry is None:
-            return None
-        value: T | None = entry[1] if entry[0] is self.plain else self.load(entry)
-        return value
+        return self if record is None else self.value(record)
 
     def __set__(self, record: Record, value: T | None) -> None:
         """Set the field in a record, or remove it."""
@@ -244,10 +218,6 @@ class Required(_Field[T]):
         """Return the value of the field in a record."""
         if record is None:
             return self
-        entry = record.struct.entry(self.field_id) if self.plain is not None else None
-        if entry is not None and entry[0] is self.plain:
-            found: T = entry[1]
-            return found
         value = self.value(record)
         if value is None:
             raise ParquetFormatError(f"{self.name}: is missing")

@@ -5,12 +5,9 @@ Field ids are those of parquet.thrift (spec 5.2 to 5.5 for the ones about encryp
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
-from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.footer_outline import CutChunk, UnreadChunks, read_footer_outline
 from parquet_keytools.format.records import (
     BINARY,
     BOOL,
@@ -24,10 +21,7 @@ from parquet_keytools.format.records import (
     list_of,
     nested,
 )
-from parquet_keytools.format.thrift_compact import ThriftReader, read_struct
-from parquet_keytools.format.thrift_grammar import COLUMN_GROUPS
-from parquet_keytools.format.thrift_skim import check_value_count, column_at, skim_struct
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_value
+from parquet_keytools.format.thrift import ThriftList, WireType, write_value
 
 # --- Encryption (spec 5.2, 5.4) ----------------------------------------------------------------------------
 
@@ -49,8 +43,6 @@ class EncryptionAlgorithm(Record):
 
 class FileCryptoMetaData(Record):
     """What comes before an encrypted footer; no key authenticates it."""
-
-    MAX_VALUES = 1_000
 
     encryption_algorithm = Required(1, nested(EncryptionAlgorithm), refuses_other_types=True)
     key_metadata = Optional(2, BINARY, refuses_other_types=True)
@@ -92,23 +84,6 @@ class SchemaElement(Record):
     num_children = Optional(5, I32)
 
 
-_USUAL_PATH_LENGTH = 1024
-
-_Path = tuple[str, ...]
-
-
-def kept_by_path(make: Callable[[_Path], bytes]) -> Callable[[_Path], bytes]:
-    """Keep what is made for paths of columns, but not of long ones: files could fill the memory with them."""
-    kept = functools.lru_cache(maxsize=32_768)(make)
-
-    @functools.wraps(make)
-    def made(path: _Path) -> bytes:
-        return kept(path) if sum(map(len, path)) <= _USUAL_PATH_LENGTH else make(path)
-
-    return made
-
-
-@kept_by_path
 def path_bytes(path: tuple[str, ...]) -> bytes:
     """Return the bytes that metadata has for the path of a column, as all writers write it."""
     names = [name.encode("utf-8", "surrogateescape") for name in path]
@@ -117,8 +92,6 @@ def path_bytes(path: tuple[str, ...]) -> bytes:
 
 class ColumnMetaData(Record):
     """What a footer says of a column chunk; offsets are from the start of the file, sizes in bytes."""
-
-    OUTLINE_LEVELS = 0
 
     type = Required(1, I32)
     path_in_schema = Required(3, list_of(TEXT))
@@ -132,26 +105,13 @@ class ColumnMetaData(Record):
     bloom_filter_offset = Optional(14, I64)
     bloom_filter_length = Optional(15, I32)
 
-    @classmethod
-    def is_usual(cls, data: bytes, path: bytes) -> bool:
-        """Return whether bytes are the metadata of a column, as writers write it; else they have to be read.
-
-        Args:
-            data: The bytes.
-            path: The `path_bytes` of the column.
-        """
-        found = column_at(data, 0)
-        return found is not None and found[COLUMN_GROUPS[cls.path_in_schema.field_id][0]] == path
-
     def has_path(self, path: tuple[str, ...], written: bytes) -> bool:
         """Return whether it is the metadata of a column with this path, whose `path_bytes` are given."""
         own = self.struct.entry_bytes(_PATH_IN_SCHEMA)
-        return own == (_LIST, written) or tuple(self.path_in_schema) == path
+        return own == (WireType.LIST, written) or tuple(self.path_in_schema) == path
 
 
-# Looked up for each chunk of a file; with Python 3.11 that takes as long as a call.
 _PATH_IN_SCHEMA = ColumnMetaData.path_in_schema.field_id
-_LIST = WireType.LIST
 
 
 class ColumnChunk(Record):
@@ -167,16 +127,6 @@ class ColumnChunk(Record):
     crypto_metadata = Optional(8, nested(ColumnCryptoMetaData), refuses_other_types=True)
     encrypted_column_metadata = Optional(9, BINARY, refuses_other_types=True)
 
-    def cut(self) -> CutChunk:
-        """Return the bytes of the chunk, cut where its crypto metadata begins and ends."""
-        field_id = type(self).crypto_metadata.field_id
-        written = self.serialise()
-        places, _ = skim_struct(written, keep=(field_id,))
-        if field_id not in places:
-            return written, None, b""
-        _, start, end = places[field_id]
-        return written[:start], written[start:end], written[end:]
-
 
 class RowGroup(Record):
     """A row group; `total_byte_size` is without compression and without framing."""
@@ -190,33 +140,21 @@ class RowGroup(Record):
 
     def with_chunks(self, others: Sequence[bytes | None]) -> Self:
         """Return a row group, to be written only, with the bytes of others in place of chunks; None keeps one."""
-        field_id = type(self).columns.field_id
-        unread = self.unread_chunks
-        chunks = None if unread is None else unread.with_others(others)
-        if chunks is None:
-            pairs = zip(others, self.columns, strict=True)
-            chunks = ThriftList(WireType.STRUCT, [own.struct if other is None else other for other, own in pairs])
+        pairs = zip(others, self.columns, strict=True)
+        chunks = [own.struct if other is None else other for other, own in pairs]
         changed = self.shallow_copy()
-        changed.struct.set_entry(field_id, (WireType.LIST, chunks))
+        changed.struct.set_entry(type(self).columns.field_id, (WireType.LIST, ThriftList(WireType.STRUCT, chunks)))
         return changed
 
-    def cut_chunks(self) -> list[CutChunk]:
-        """Return the bytes of each column chunk, cut where its crypto metadata begins and ends."""
-        unread = self.unread_chunks
-        cut = None if unread is None else unread.cut()
-        return [chunk.cut() for chunk in self.columns] if cut is None else cut
-
-    @property
-    def unread_chunks(self) -> UnreadChunks | None:
-        """Its column chunks, where these were only passed over; to be looked at only."""
-        entry = self.struct.entry(type(self).columns.field_id)
-        return entry[1] if entry is not None and isinstance(entry[1], UnreadChunks) else None
+    def cut_chunks(self) -> list[tuple[bytes, bytes | None, bytes]]:
+        """Return the bytes of each column chunk, cut around its crypto metadata; see `Struct.cut`."""
+        return [chunk.struct.cut(ColumnChunk.crypto_metadata.field_id) for chunk in self.columns]
 
 
 class FileMetaData(Record):
-    """The footer. What lies in a column chunk is read when it is looked at."""
+    """The footer."""
 
-    OUTLINE_LEVELS = 4
+    PATH = (4, 1, 3)  # Row groups, their chunks, and the metadata of these.
 
     version = Required(1, I32)
     schema = Required(2, list_of(nested(SchemaElement)))
@@ -226,41 +164,6 @@ class FileMetaData(Record):
     created_by = Optional(6, TEXT)
     encryption_algorithm = Optional(8, nested(EncryptionAlgorithm), refuses_other_types=True)
     footer_signing_key_metadata = Optional(9, BINARY, refuses_other_types=True)
-
-    @classmethod
-    def _read_struct(cls, data: bytes | memoryview, offset: int, max_memory: int | None) -> tuple[Struct, int]:
-        if max_memory is not None:
-            return super()._read_struct(data, offset, max_memory)
-        return read_footer_outline(bytes(data), offset, cls.row_groups.field_id)
-
-    @classmethod
-    def read_protection(cls, data: bytes) -> tuple[Self, int]:
-        """Check the footer that `data` begins with, and build only what says how it is protected.
-
-        Returns:
-            A footer that has only these fields, and the offset of the first byte after the whole.
-
-        Raises:
-            ParquetFormatError: There is no Thrift struct there, or its encryption algorithm is too large.
-        """
-        kept: dict[int, tuple[WireType, Any]] = {}
-        try:
-            spans, end = skim_struct(data, keep=_PROTECTION_FIELDS)
-            for field_id, (wire_type, start, _) in spans.items():
-                value: Any = None
-                if wire_type is WireType.STRUCT and field_id == cls.encryption_algorithm.field_id:
-                    check_value_count(data, start, FileCryptoMetaData.MAX_VALUES)
-                    value, _ = read_struct(data, start)
-                elif wire_type is WireType.BINARY and field_id == cls.footer_signing_key_metadata.field_id:
-                    value = ThriftReader(data, start).value(wire_type, 0)
-                kept[field_id] = (wire_type, value)
-        except ParquetFormatError as error:
-            raise ParquetFormatError(f"{cls.__name__}: {error}") from None
-        return cls(Struct(kept)), end
-
-
-_PROTECTION_FIELDS = frozenset({8, 9, 10})
-"""The fields that say how a footer is signed, and the one that moved between drafts."""
 
 
 # --- Pages, indexes, Bloom filters -------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.files.opened_file import VerifiedTail
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.collector import paused_collector
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, TRAILER_LENGTH, with_trailer
 from parquet_keytools.format.records import Record
 from parquet_keytools.format.structs import (
@@ -27,7 +26,7 @@ from parquet_keytools.format.structs import (
     FileMetaData,
     RowGroup,
 )
-from parquet_keytools.format.thrift_values import Entry
+from parquet_keytools.format.thrift import Entry
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation
@@ -105,7 +104,6 @@ def footer_of(tail: bytes) -> bytes:
     return tail[:-TRAILER_LENGTH]
 
 
-@paused_collector()
 def new_tail(tail: Tail, footer: Footer, new_key_metadata: Mapping[bytes, bytes]) -> bytes:
     """Return a tail with key metadata replaced; every field that is not key metadata stays as it is.
 
@@ -182,7 +180,6 @@ def proving(what: str, path: str) -> Iterator[None]:
         raise OutputError(f"{path}: {what} cannot be read: {reason}.", hint=REFUSED_HINT) from error
 
 
-@paused_collector()
 def check_new_tail(
     source: ByteSource,
     offset: int,

@@ -17,7 +17,7 @@ import pyarrow as pa
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.format.structs import SchemaElement
-from parquet_keytools.format.thrift_values import Struct, WireType
+from parquet_keytools.format.thrift import Struct, WireType
 
 _TYPE_LENGTH, REPETITION_FIELD_ID, _CONVERTED_TYPE, _SCALE, _PRECISION, _LOGICAL_TYPE = 2, 3, 6, 7, 8, 10
 """Field ids of SchemaElement."""
@@ -150,13 +150,13 @@ def without_annotations(element: SchemaElement) -> SchemaElement:
     """Return an element without what says more of its values than their physical type."""
     new = element.shallow_copy()
     for field_id in (_CONVERTED_TYPE, _SCALE, _PRECISION, _LOGICAL_TYPE):
-        new.struct.fields.pop(field_id, None)
+        new.struct.set_entry(field_id, None)
     return new
 
 
 def _digest_leaf(leaf: SchemaElement, kind: DigestKind) -> SchemaElement:
     new = without_annotations(leaf)
-    new.struct.fields.pop(_TYPE_LENGTH, None)
+    new.struct.set_entry(_TYPE_LENGTH, None)
     new.type = _BYTE_ARRAY
     if not kind.is_binary:
         new.struct.set_entry(_CONVERTED_TYPE, (WireType.I32, 0))

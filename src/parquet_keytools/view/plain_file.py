@@ -28,7 +28,6 @@ from parquet_keytools.files.opened_file import (
     read_again_if_changed,
 )
 from parquet_keytools.format.byte_ranges import ByteSource, check_range
-from parquet_keytools.format.collector import paused_collector
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH, Region, RegionKind, arranged, regions_of
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
@@ -132,8 +131,7 @@ class PlainFile:
         self.size_bytes = source.size_bytes
         weakref.finalize(self, cache.forget, self._number)
         if opened.is_encrypted or opened.digests is not None:
-            with paused_collector():
-                self._lay_out(denied_columns, gap)
+            self._lay_out(denied_columns, gap)
 
     @property
     def is_encrypted(self) -> bool:

@@ -20,7 +20,7 @@ from parquet_keytools.format.partial_footers import (
     shown_row_group,
 )
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, RowGroup, SchemaElement
-from parquet_keytools.format.thrift_values import WireType
+from parquet_keytools.format.thrift import WireType
 from parquet_keytools.view.digest_chunk import StandIn
 from parquet_keytools.view.digest_kinds import (
     REPETITION_FIELD_ID,

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -5,7 +6,8 @@ import pytest
 import yaml
 
 from parquet_keytools import Keytools
-from parquet_keytools.errors import KmsResponseInvalidError
+from parquet_keytools.errors import KmsError, KmsResponseInvalidError
+from parquet_keytools.kms.client import WrapRequest
 from parquet_keytools.secret_bytes import SecretBytes
 
 
@@ -57,7 +59,11 @@ def test_a_wrapped_secret_that_does_not_open_is_not_handed_out(
 ) -> None:
     keytools = Keytools.from_yaml(config)
     assert keytools.kms is not None
-    wrap = keytools.kms.wrap
-    monkeypatch.setattr(keytools.kms, "wrap", lambda secret, key: wrap(SecretBytes.random(256), key))
+    wrap_many = keytools.kms.wrap_many
+
+    def wrap_others(requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        return wrap_many([WrapRequest(SecretBytes.random(256), request.master_key_id) for request in requests])
+
+    monkeypatch.setattr(keytools.kms, "wrap_many", wrap_others)
     with pytest.raises(KmsResponseInvalidError, match="does not unwrap to the secret"):
         keytools.wrap_hash_key("p", "pii")

@@ -52,8 +52,7 @@ from parquet_keytools.format.structs import (
     RowGroup,
     SchemaElement,
 )
-from parquet_keytools.format.thrift_compact import read_struct
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType, write_struct
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType, read_struct, write_struct
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import BufferSource
 
@@ -84,7 +83,7 @@ def test_a_page_v2_whose_levels_leave_no_room_for_a_module(left: int, is_ctr: bo
             inner = header.data_page_header_v2
             assert inner is not None
             levels = header.compressed_page_size - 4 - left
-            inner.struct.fields[_DEFINITION_LEVELS_LENGTH] = (WireType.I32, levels)
+            inner.struct.set_entry(_DEFINITION_LEVELS_LENGTH, (WireType.I32, levels))
 
     def sealed(place: Place, data: bytes) -> bytes:
         if place[0] != DATA_PAGE or place[2] != _PRICE:
@@ -107,7 +106,7 @@ def bloom_filters_in_each_other(columns: int, body_bytes: int) -> bytes:
         header.struct.fields |= {field_id: (WireType.STRUCT, Struct()) for field_id in (2, 3, 4)}
         leaf, chunk, metadata = SchemaElement(), ColumnChunk(), ColumnMetaData()
         leaf.type, leaf.name = 1, f"c{column}"
-        metadata.struct.fields[2] = (WireType.LIST, ThriftList(WireType.I32, [0]))
+        metadata.struct.set_entry(2, (WireType.LIST, ThriftList(WireType.I32, [0])))
         metadata.type, metadata.codec, metadata.path_in_schema = 1, 0, [f"c{column}"]
         metadata.num_values = metadata.total_uncompressed_size = metadata.total_compressed_size = 0
         metadata.data_page_offset, metadata.bloom_filter_offset = 4, len(out)
@@ -218,15 +217,15 @@ def test_what_a_later_chunk_of_a_column_shows_is_found_too(row_group: int) -> No
 
     def statistics(r: int, c: int, visible: ColumnMetaData) -> None:
         if (r, c) == (row_group, 0):
-            visible.struct.fields[12] = (WireType.STRUCT, Struct({5: (WireType.BINARY, b"\x07" * 8)}))
+            visible.struct.set_entry(12, (WireType.STRUCT, Struct({5: (WireType.BINARY, b"\x07" * 8)})))
 
     def list_of_texts(r: int, c: int, visible: ColumnMetaData) -> None:
         if (r, c) == (row_group, 0):
-            visible.struct.fields[2] = (WireType.LIST, ThriftList(WireType.BINARY, [b"value"]))
+            visible.struct.set_entry(2, (WireType.LIST, ThriftList(WireType.BINARY, [b"value"])))
 
     def unknown(r: int, c: int, chunk: ColumnChunk) -> None:
         if (r, c) == (row_group, 0):
-            chunk.struct.fields[77] = (WireType.BINARY, b"value")
+            chunk.struct.set_entry(77, (WireType.BINARY, b"value"))
 
     for hooks in ({"visible": statistics}, {"visible": list_of_texts}, {"chunk": unknown}):
         report = verified(SealedFile(recipe(1, plaintext_footer=True, **hooks)).make())
@@ -303,7 +302,7 @@ def _without(wanted: Place, *path: int) -> Callable[[Module], None]:
             holder = root
             for field_id in path[:-1]:
                 holder = holder.fields[field_id][1]
-            del holder.fields[path[-1]]
+            holder.set_entry(path[-1], None)
             module.plaintext = write_struct(root)
 
     return module
@@ -337,7 +336,7 @@ def test_levels_that_are_no_part_of_their_page(length: int) -> None:
         if place == (DATA_PAGE, 0, _PRICE, 1):
             inner = header.data_page_header_v2
             assert inner is not None
-            inner.struct.fields[_DEFINITION_LEVELS_LENGTH] = (WireType.I32, length)
+            inner.struct.set_entry(_DEFINITION_LEVELS_LENGTH, (WireType.I32, length))
 
     data = SealedFile(recipe(1, page_header=page_header), {"v2": True}).make()
     assert broken(verified(data)) == {"page-header"}

@@ -44,7 +44,7 @@ from parquet_keytools.format.structs import (
     RowGroup,
     SchemaElement,
 )
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType
 from parquet_keytools.secret_bytes import SecretBytes
 
 
@@ -268,12 +268,12 @@ def test_fields_of_newer_writers_survive() -> None:
     data = _written(pa.table({"a": [1]}))
     metadata, _ = FileMetaData.read(data[_footer_offset(data) : -8])
     unknown = (WireType.LIST, ThriftList(WireType.I64, [1, 2]))
-    metadata.struct.fields[99] = unknown
+    metadata.struct.set_entry(99, unknown)
     row_groups = metadata.row_groups
     chunks = row_groups[0].columns
     assert chunks[0].meta_data is not None
     for record in (row_groups[0], chunks[0], chunks[0].meta_data):
-        record.struct.fields[77] = unknown
+        record.struct.set_entry(77, unknown)
     serialised = metadata.serialise()
     changed = data[: _footer_offset(data)] + serialised + len(serialised).to_bytes(4, "little") + b"PAR1"
     keys = NamedKeys()
@@ -432,10 +432,8 @@ def _file_of_pages(pages_per_column: int, columns: int) -> bytes:
     """Return a file of empty pages: 17 bytes of header each."""
     header = PageHeader()
     header.type, header.uncompressed_page_size, header.compressed_page_size = 0, 0, 0
-    header.struct.fields[5] = (
-        WireType.STRUCT,
-        Struct({1: (WireType.I32, 0), 2: (WireType.I32, 0), 3: (WireType.I32, 3), 4: (WireType.I32, 3)}),
-    )
+    inner = Struct({1: (WireType.I32, 0), 2: (WireType.I32, 0), 3: (WireType.I32, 3), 4: (WireType.I32, 3)})
+    header.struct.set_entry(5, (WireType.STRUCT, inner))
     chunk_bytes = header.serialise() * pages_per_column
     chunks = []
     for number in range(columns):

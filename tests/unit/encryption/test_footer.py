@@ -29,7 +29,7 @@ from parquet_keytools.format.structs import (
     FileCryptoMetaData,
     FileMetaData,
 )
-from parquet_keytools.format.thrift_values import WireType
+from parquet_keytools.format.thrift import WireType
 from parquet_keytools.secret_bytes import SecretBytes
 
 
@@ -149,7 +149,7 @@ def test_a_file_without_file_unique_is_named(keys: NamedKeys) -> None:
 
     def strip(footer: bytes) -> bytes:
         crypto, end = FileCryptoMetaData.read(footer)
-        del crypto.encryption_algorithm.aes_gcm_v1.struct.fields[2]  # type: ignore[union-attr]
+        crypto.encryption_algorithm.aes_gcm_v1.struct.set_entry(2, None)  # type: ignore[union-attr]
         return crypto.serialise() + footer[end:]
 
     changed = _with_footer(data, strip)
@@ -161,7 +161,7 @@ def test_a_file_without_file_unique_is_named(keys: NamedKeys) -> None:
 def test_the_2018_draft_is_recognised(keys: NamedKeys) -> None:
     def draft(footer: bytes) -> bytes:
         crypto, end = FileCryptoMetaData.read(footer)
-        crypto.struct.fields[2] = (WireType.TRUE, None)
+        crypto.struct.set_entry(2, (WireType.TRUE, None))
         return crypto.serialise() + footer[end:]
 
     with pytest.raises(DraftFormatError, match="2018"):
@@ -171,7 +171,7 @@ def test_the_2018_draft_is_recognised(keys: NamedKeys) -> None:
 def test_the_2019_draft_is_recognised(keys: NamedKeys) -> None:
     def draft(footer: bytes) -> bytes:
         metadata, end = FileMetaData.read(footer)
-        metadata.struct.fields[9] = (WireType.TRUE, None)
+        metadata.struct.set_entry(9, (WireType.TRUE, None))
         return metadata.serialise() + footer[end:]
 
     signed = encrypted(_plain(), _encryption(keys, plaintext_footer=True))

@@ -24,7 +24,7 @@ from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.errors import FooterSignatureError, UnsupportedByArrowError, VisibleMetadataError
 from parquet_keytools.format.schema_key_values import schema_alone, spark_schema_alone
 from parquet_keytools.format.structs import FileMetaData
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType
 
 CANARY = b"CANARY-4711"
 _TEXT = (WireType.BINARY, CANARY)
@@ -116,18 +116,17 @@ def structs(footer: FileMetaData) -> Iterator[Struct]:
 
 def plant_everywhere(footer: FileMetaData) -> None:
     for found in structs(footer):
-        found.fields[_UNKNOWN_ID] = _TEXT
-        found.fields[_UNKNOWN_ID + 1] = (WireType.STRUCT, Struct({1: _TEXT}))
+        found.set_entry(_UNKNOWN_ID, _TEXT)
+        found.set_entry(_UNKNOWN_ID + 1, (WireType.STRUCT, Struct({1: _TEXT})))
     for row_group in footer.row_groups:
         metadata = row_group.columns[0].meta_data
         assert metadata is not None
-        fields = metadata.struct.fields
         box = Struct(dict.fromkeys(range(1, 5), (WireType.DOUBLE, CANARY[:8])))
         # Key-value metadata of the chunk, and known fields of other types.
-        fields[8] = (WireType.LIST, ThriftList(WireType.STRUCT, [Struct({1: _TEXT, 2: _TEXT})]))
-        fields[10] = (WireType.LIST, ThriftList(WireType.BINARY, [CANARY]))
-        fields[17] = (WireType.STRUCT, Struct({1: (WireType.STRUCT, box)}))
-        row_group.columns[0].struct.fields[1] = (WireType.LIST, ThriftList(WireType.BINARY, [CANARY]))
+        metadata.struct.set_entry(8, (WireType.LIST, ThriftList(WireType.STRUCT, [Struct({1: _TEXT, 2: _TEXT})])))
+        metadata.struct.set_entry(10, (WireType.LIST, ThriftList(WireType.BINARY, [CANARY])))
+        metadata.struct.set_entry(17, (WireType.STRUCT, Struct({1: (WireType.STRUCT, box)})))
+        row_group.columns[0].struct.set_entry(1, (WireType.LIST, ThriftList(WireType.BINARY, [CANARY])))
 
 
 def source(folder: Path) -> Path:
@@ -209,7 +208,7 @@ def test_a_logical_type_that_says_nothing_stays(tmp_path: Path) -> None:
 
     def empty_types(footer: FileMetaData) -> None:
         for element in footer.schema[1:]:
-            element.struct.fields[10] = (WireType.STRUCT, Struct())
+            element.struct.set_entry(10, (WireType.STRUCT, Struct()))
 
     plain = tmp_path / "plain.parquet"
     plain.write_bytes(with_footer(plain_bytes(), empty_types))
@@ -258,11 +257,11 @@ def test_unknown_fields_are_left_out_of_no_footer_in_silence(
         def change(footer: FileMetaData) -> None:
             footer.key_value_metadata = None
             for row_group in footer.row_groups:
-                del row_group.struct.fields[4]
+                row_group.struct.set_entry(4, None)
             row_group = footer.row_groups[0]
             places = {"file": footer, "row group": row_group, "chunk": row_group.columns[0]}
             if where in places:
-                places[where].struct.fields[_UNKNOWN_ID] = _TEXT
+                places[where].struct.set_entry(_UNKNOWN_ID, _TEXT)
 
         plain.write_bytes(with_footer(plain_bytes(), change))
 

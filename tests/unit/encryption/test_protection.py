@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from parquet_keytools.encryption import protection
 from parquet_keytools.encryption.protection import ColumnEncryption, columns_of
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn
@@ -49,32 +48,6 @@ def test_key_metadata_of_any_length(length: int | None, tail: bytes) -> None:
     chunk, _ = ColumnChunk.read(chunk_of(key_metadata).serialise())
     (column,) = found(chunk)
     assert (column.encryption, column.key_metadata) == (ColumnEncryption.COLUMN_KEY, key_metadata)
-
-
-def test_the_usual_form_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ColumnChunk, "copy_of", lambda *_: pytest.fail("parsed"))
-    assert found(chunk_of(b"some key metadata"))[0].key_metadata == b"some key metadata"
-
-
-@pytest.mark.parametrize("length", [5, 200])
-def test_every_altered_byte_is_read_as_the_parser_reads_it(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = chunk_of(bytes(range(length))).serialise()
-    usual = protection._usual_key_metadata
-    differ = 0
-    for at in range(len(written)):
-        for value in {0, 1, 0x7F, 0x80, 0xFF, written[at] ^ 1, written[at] ^ 0x80, (written[at] + 1) % 256}:
-            data = written[:at] + bytes([value]) + written[at + 1 :]
-            results = []
-            for function in (usual, lambda *_: None):
-                monkeypatch.setattr(protection, "_usual_key_metadata", function)
-                try:
-                    chunk, _ = ColumnChunk.read(data)
-                    results.append(found(chunk))
-                except ParquetFormatError as error:
-                    results.append(str(error))
-            assert results[0] == results[1], (at, value)
-            differ += results[0] != found(chunk_of(bytes(range(length))))
-    assert differ > len(written)
 
 
 def test_crypto_metadata_of_another_column() -> None:

@@ -20,10 +20,8 @@ from parquet_keytools.format.structs import (
     FileCryptoMetaData,
     FileMetaData,
     SchemaElement,
-    kept_by_path,
-    path_bytes,
 )
-from parquet_keytools.format.thrift_values import Struct, WireType
+from parquet_keytools.format.thrift import Struct, WireType
 
 
 def _file(footer: bytes, *, body: bytes = b"", head: bytes = b"PAR1", tail: bytes = b"PAR1") -> bytes:
@@ -156,19 +154,6 @@ def test_leaves_have_their_paths_ordinals_and_top_level_positions() -> None:
 def test_a_schema_that_is_no_tree_is_refused(schema: list[SchemaElement], reason: str) -> None:
     with pytest.raises(ParquetFormatError, match=reason):
         leaf_columns(schema)
-
-
-def test_what_is_made_for_paths_is_kept_unless_they_are_long() -> None:
-    made: list[tuple[str, ...]] = []
-
-    def make(path: tuple[str, ...]) -> bytes:
-        made.append(path)
-        return path_bytes(path)
-
-    kept = kept_by_path(make)
-    short, long = ("a", "b" * 1023), ("a", "b" * 1024)
-    assert [kept(path) for path in (short, long) * 2] == [make(short), make(long)] * 2
-    assert made == [short, long, long, short, long]
 
 
 def test_a_wide_and_deep_schema_takes_time_in_proportion() -> None:

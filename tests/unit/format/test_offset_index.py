@@ -7,7 +7,7 @@ import pytest
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.pages import move_pages
 from parquet_keytools.format.structs import OffsetIndex, PageLocation
-from parquet_keytools.format.thrift_values import Struct, ThriftList, WireType
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType
 
 _MOVES = {100 * page: (1_000_000_000 * page + 7, 132 + page) for page in range(1, 40)}
 
@@ -23,7 +23,7 @@ def _index(count: int, *, reverse_fields: bool = False, extra: bool = False) -> 
     index = OffsetIndex()
     index.page_locations = locations
     if extra:
-        index.struct.fields[2] = (WireType.LIST, ThriftList(WireType.I64, list(range(count))))
+        index.struct.set_entry(2, (WireType.LIST, ThriftList(WireType.I64, list(range(count)))))
     return index
 
 

@@ -19,7 +19,7 @@ from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryptio
 from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.structs import FileMetaData
-from parquet_keytools.format.thrift_values import Struct, ThriftList, ThriftMap, WireType
+from parquet_keytools.format.thrift import Struct, ThriftList, ThriftMap, WireType
 
 _TABLE = pa.table({"a": [i % 7 for i in range(100)], "b": [[1], None] * 50, "c": [{"d": "x"}] * 100})
 _BOOL = (WireType.TRUE, WireType.FALSE)
@@ -123,9 +123,8 @@ def test_a_list_where_the_length_of_a_bloom_filter_belongs_is_kept() -> None:
     for row_group in footer.row_groups:
         for chunk in row_group.columns:
             assert chunk.meta_data is not None
-            chunk.meta_data.struct.fields.pop(14, None)
-            chunk.meta_data.struct.fields[15] = odd
-            chunk.meta_data.struct.fields = dict(sorted(chunk.meta_data.struct.fields.items()))
+            chunk.meta_data.struct.set_entry(14, None)
+            chunk.meta_data.struct.set_entry(15, odd)
     data = _with_footer(body, footer)
     report = verify_source(MemorySource(data), None)[0]
     result = next(result for result in report.rules if result.rule.id == "field-types")
@@ -183,6 +182,6 @@ def test_nor_where_all_signs_but_one_are_removed() -> None:
         footer.encryption_algorithm = None
         for row_group in footer.row_groups:
             for chunk in row_group.columns:
-                chunk.struct.fields.pop(removed, None)
+                chunk.struct.set_entry(removed, None)
         with pytest.raises(ParquetFormatError, match=message):
             read_footer(MemorySource(_with_footer(body, footer)), None)

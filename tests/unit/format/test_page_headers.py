@@ -14,7 +14,7 @@ from parquet_keytools.format.pages import (
     with_sizes,
 )
 from parquet_keytools.format.structs import DataPageHeader, DataPageHeaderV2, DictionaryPageHeader, PageHeader
-from parquet_keytools.format.thrift_values import (
+from parquet_keytools.format.thrift import (
     Struct,
     ThriftList,
     WireType,

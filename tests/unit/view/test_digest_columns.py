@@ -39,7 +39,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.format.structs import SchemaElement
-from parquet_keytools.format.thrift_values import WireType
+from parquet_keytools.format.thrift import WireType
 from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.kms.contract_tests import wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
