@@ -1,34 +1,72 @@
 """Does a plan for a million files fit into the driver? Lists and cuts it, and reads results, without Spark.
 
-    python benchmarks/spark_plan.py [--files 1000000] [--folders 1000] [--slots 400]
+    python benchmarks/spark_plan.py [--files 1000000] [--folders 1000] [--cores 400]
 
-The files are real and empty: the listing is the one that `parquet-keytools spark` does. What is measured is this
-process: seconds, and the peak of its memory beyond what it had after its imports.
+The files are real and empty, and are listed as by `parquet-keytools spark keys`; the tasks run here, and open no
+file. What is measured is this process: seconds, and the peak of its memory beyond what it had after its imports.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import pickle
 import resource
 import shutil
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import pyarrow as pa
-
-from parquet_keytools.spark.pipelines.file_tables import (
-    cut,
-    cut_by_group,
-    file_row,
-    number_of_pieces,
-    plan_data_set,
-    rows_of,
-    task_result,
-)
-from parquet_keytools.spark.pipelines.file_tables import unpacked as unpacked_table
-from parquet_keytools.spark.pipelines.job import MOST_PIECES_A_GROUP
+from parquet_keytools.spark import pipelines
+from parquet_keytools.spark.map_files import NamedFile, Outcome
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.walk import data_set
+
+KEY = {"master_key": "arn:aws:kms:eu-west-1:111122223333:key/1", "version": "1", "number": 3}
+CONFIGURATION = "version: 1\nkms: {type: in_memory, keys: {footer: MDEyMzQ1Njc4OTAxMjM0NQ==}}\n"
+
+
+class Context:
+    """What a job asks of Spark's context. Its tasks open no file: each is listed, with three keys."""
+
+    def __init__(self, cores: int) -> None:
+        self.defaultParallelism = cores
+        self.sparkContext = self
+        self.said: list[str] = []
+
+    def getConf(self) -> dict[str, str]:  # noqa: N802 - Spark's name
+        """Return no settings."""
+        return {}
+
+    def getLocalProperty(self, _: str) -> None:  # noqa: N802
+        """Return no property."""
+
+    def setLocalProperty(self, _name: str, _value: object) -> None:  # noqa: N802
+        """Set nothing."""
+
+    def setJobGroup(self, _group: str, _description: str) -> None:  # noqa: N802
+        """Set nothing."""
+
+    def parallelize(self, pieces: list[Any], number: int) -> Any:
+        """Take pieces as Spark does: pickled."""
+        sent = [pickle.dumps(piece) for piece in pieces]
+        self.said.append(f"{number:,} tasks, {sum(map(len, sent)) / 1e6:.1f} MB sent")
+
+        def run(task: Any) -> Any:
+            _, *rest = task.args
+            listing = functools.partial(task.func, listed, *rest)
+            results = [found for data in sent for found in listing(0, iter([pickle.loads(data)]))]
+            self.said.append(f"{sum(map(len, results)) / 1e6:.1f} MB of results")
+            return SimpleNamespace(collect=lambda: results)
+
+        return SimpleNamespace(mapPartitionsWithIndex=run)
+
+
+def listed(_: object, location: FileLocation, file: NamedFile) -> Outcome:
+    """Return what `keys` would say of a file."""
+    return Outcome(str(location), "listed", keys=[KEY] * 3, bytes=file.size_bytes)
 
 
 def make_files(folder: Path, files: int, folders: int) -> None:
@@ -61,50 +99,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=1_000_000)
     parser.add_argument("--folders", type=int, default=1_000)
-    parser.add_argument("--slots", type=int, default=400)
+    parser.add_argument("--cores", type=int, default=400)
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
-        make_files(folder, arguments.files, arguments.folders)
-        memory = Memory()
-
-        def tell(what: str, start: float, note: str = "") -> None:
-            seconds = time.perf_counter() - start
-            print(f"  {what:28} {seconds:7.2f} s   peak {memory.megabytes:6.0f} MB   {note}")
-
-        print(f"{arguments.files:,} files in {arguments.folders:,} folders, {arguments.slots} task slots")
+        data = folder / "data"
+        data.mkdir()
+        make_files(data, arguments.files, arguments.folders)
+        configuration = folder / "c.yaml"
+        configuration.write_text(CONFIGURATION)
+        configuration.chmod(0o600)
+        print(f"{arguments.files:,} files in {arguments.folders:,} folders, {arguments.cores} cores")
+        memory, start, context = Memory(), time.perf_counter(), Context(arguments.cores)
+        for _ in data_set(FileLocation.resolve(data)):
+            pass
+        print(f"  list: {time.perf_counter() - start:.1f} s, peak {memory.megabytes:.0f} MB")
         start = time.perf_counter()
-        plan = plan_data_set(FileLocation.resolve(folder))
-        tell("list", start, f"{plan.table.nbytes / 1e6:.0f} MB of columns")
-        assert plan.table.num_rows == arguments.files // arguments.folders * arguments.folders
-        start = time.perf_counter()
-        pieces = cut(plan.table, number_of_pieces(plan.table.num_rows, arguments.slots, None))
-        tell("cut", start, f"{len(pieces):,} tasks, {sum(map(len, pieces)) / 1e6:.1f} MB to be sent")
-        for name, groups in (
-            ("one footer key", 1),
-            ("1,000 footer keys", 1_000),
-            ("a key for each file", 1 << 40),
-        ):
-            keys = [hash((number * 2_654_435_761) % groups) for number in range(plan.table.num_rows)]
-            table = plan.table.append_column("group", pa.array(keys, pa.int64()))
-            del keys
-            start = time.perf_counter()
-            grouped = cut_by_group(table, len(pieces), MOST_PIECES_A_GROUP)
-            tell(f"group: {name}", start, f"{len(grouped):,} tasks")
-            del table, grouped
-        start = time.perf_counter()
-        key = {"master_key": "arn:aws:kms:eu-west-1:111122223333:key/1", "version": "1", "number": 3}
-        results = [
-            task_result(
-                [
-                    file_row(row["path"], "encrypted", keys=[key], size_bytes=row["size_bytes"], seconds=0.1)
-                    for row in rows_of(unpacked_table(piece))
-                ]
-            ).rows
-            for piece in pieces
-        ]
-        tell("results of all tasks", start, f"{sum(map(len, results)) / 1e6:.1f} MB kept on the driver")
+        report = pipelines.keys(context, data, configuration)
+        seconds = time.perf_counter() - start
+        print(f"  all: {seconds:.1f} s, peak {memory.megabytes:.0f} MB; {', '.join(context.said)}")
+        print(f"  rows: {sum(map(len, report.packed_files)) / 1e6:.1f} MB kept on the driver; {report.outcomes}")
     finally:
         shutil.rmtree(folder)
 

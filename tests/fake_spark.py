@@ -1,12 +1,12 @@
-"""A session of Spark as pipelines use it, without Spark: its tasks run here, one after the other."""
+"""A session of Spark as pipelines use it, without Spark: its tasks run here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-from parquet_keytools.spark.pipelines.file_tables import TaskResult
 from parquet_keytools.spark.transport import KeyRequest
 
 
@@ -20,50 +20,50 @@ class FakeSpark:
     """What a job asks of a session; its tasks run one after the other.
 
     Args:
-        slots: How many task slots there are, look by look; the last number stays.
+        cores: How many the executors have.
+        attempts: How often each task runs, at the same time; the results are those of the last attempt.
         settings: Of Spark.
+
+    Attributes:
+        partitions: The number of tasks of each job.
+        descriptions: What the web UI says of each job.
     """
 
-    defaultParallelism = 2  # noqa: N815 - Spark's name
-
-    def __init__(self, slots: list[int], **settings: str) -> None:
+    def __init__(self, cores: int = 2, attempts: int = 1, **settings: str) -> None:
         self.sparkContext = self
-        self.startTime = 0
+        self.defaultParallelism = cores
         self.partitions: list[int] = []
-        self._slots = slots
+        self.descriptions: list[str] = []
+        self._attempts = attempts
         self._settings = settings
-        self._jsc = SimpleNamespace(sc=lambda: self)
 
     def getConf(self) -> dict[str, str]:  # noqa: N802 - Spark's name
         return {name.replace("_", "."): value for name, value in self._settings.items()}
 
-    def resourceProfileManager(self) -> Any:  # noqa: N802
-        return SimpleNamespace(defaultResourceProfile=lambda: None)
-
-    def maxNumConcurrentTasks(self, _: object) -> int:  # noqa: N802
-        return self._slots.pop(0) if len(self._slots) > 1 else self._slots[0]
-
-    def setJobDescription(self, _: str) -> None:  # noqa: N802
+    def getLocalProperty(self, _: str) -> None:  # noqa: N802
         return
 
-    def addJobTag(self, _: str) -> None:  # noqa: N802
+    def setLocalProperty(self, _name: str, _value: str | None) -> None:  # noqa: N802
         return
 
-    def removeJobTag(self, _: str) -> None:  # noqa: N802
-        return
-
-    def broadcast(self, value: object) -> Any:
-        return SimpleNamespace(value=value, destroy=lambda: None)
+    def setJobGroup(self, _: str, description: str) -> None:  # noqa: N802
+        self.descriptions.append(description)
 
     def statusTracker(self) -> Any:  # noqa: N802
-        return SimpleNamespace(getJobIdsForTag=lambda _: [])
+        return SimpleNamespace(getJobIdsForGroup=lambda _: [])
 
-    def parallelize(self, data: list[bytes], number: int) -> Any:
+    def parallelize(self, data: list[Any], number: int) -> Any:
         self.partitions.append(number)
 
-        def run(function: Callable[[int, Iterator[bytes]], Iterator[TaskResult]]) -> Any:
-            parts = [data[at::number] for at in range(number)]
-            results = [result for at, part in enumerate(parts) for result in function(at, iter(part))]
+        def run(function: Callable[[int, Iterator[Any]], Iterator[Any]]) -> Any:
+            def attempt(at: int) -> list[Any]:
+                return list(function(at, iter(data[at::number])))
+
+            results = []
+            for at in range(number):
+                with ThreadPoolExecutor(self._attempts) as pool:
+                    *_, last = pool.map(attempt, [at] * self._attempts)
+                results += last
             return SimpleNamespace(collect=lambda: results)
 
         return SimpleNamespace(mapPartitionsWithIndex=run)

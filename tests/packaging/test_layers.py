@@ -109,7 +109,7 @@ OUTSIDE: dict[str, list[str]] = {
         "keys/material_store.py",
         "keytools.py",
         "rotation/replaced_keys.py",
-        "spark/pipelines/*.py",
+        "spark/*.py",
         "rotation/s3_*.py",
         "storage/*.py",
         "view/*.py",

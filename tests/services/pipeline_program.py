@@ -13,17 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pyspark import TaskContext
 from spark_driver import Sessions, new_session
 from spark_jvm import JAVA_OPTIONS
 
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.spark import configure, pipelines
-from parquet_keytools.spark.pipelines import encryption, rotation, worker_keys
-from parquet_keytools.spark.pipelines.file_tables import TaskResult
-from parquet_keytools.spark.pipelines.job import Job, Work
-
-# On a busy machine, the executors of a new session come further apart.
-worker_keys._SETTLED_SECONDS = 3.0
+from parquet_keytools.spark.map_files import FileFunction, Job, NamedFile, Outcome, Worker
+from parquet_keytools.storage.locations import FileLocation
 
 
 def make_session(master: str, folder: Path, settings: dict[str, str]) -> Any:
@@ -57,52 +54,57 @@ def result_of(session: Any, name: str, arguments: list[Any], options: dict[str, 
     return found
 
 
+Change = Callable[[str, FileFunction, NamedFile], FileFunction]
+"""Takes what a job does, its function, and its last file; returns the function that tasks call instead."""
+
+
 @contextlib.contextmanager
-def changed_tasks(change: Callable[[Work, int], Work]) -> Iterator[None]:
-    """Let the tasks of a job that write files do something else.
+def changed_tasks(change: Change) -> Iterator[None]:
+    """Let the jobs that write files call another function."""
+    map_files = Job.map_files
 
-    Args:
-        change: Takes what a task does, and how many of them there are; returns what each does instead.
-    """
-    run = Job.run
+    def map_changed(
+        job: Job, what: str, function: FileFunction, files: Sequence[NamedFile]
+    ) -> Iterator[tuple[NamedFile, Outcome]]:
+        name = what.partition(" ")[0]
+        is_writing = name in ("encrypt", "rotate", "rekey")
+        return map_files(job, what, change(name, function, files[-1]) if is_writing else function, files)
 
-    def run_changed(job: Job, what: str, work: Work, pieces: Sequence[bytes]) -> Iterator[TaskResult]:
-        is_writing = isinstance(work, (encryption.EncryptionTask, rotation.WritingTask, rotation.RekeyTask))
-        return run(job, what, change(work, job._tasks_of(len(pieces))) if is_writing else work, pieces)
-
-    Job.run = run_changed  # type: ignore[assignment, method-assign]
+    Job.map_files = map_changed  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        Job.run = run  # type: ignore[method-assign]
+        Job.map_files = map_files  # type: ignore[method-assign]
 
 
-def slow(work: Work, _: int, *, notes: Path) -> Work:
+def slow(name: str, function: FileFunction, _: NamedFile, *, notes: Path) -> FileFunction:
     """Let the first attempt of the first task begin later than anybody waits.
 
     Args:
         notes: A folder where each attempt of this task leaves a file, with its process id.
     """
 
-    def slow_work(position: int, attempt: int, piece: bytes) -> TaskResult:
-        if position == 0:
-            (notes / f"{type(work).__name__} {attempt}").write_text(str(os.getpid()))
+    def slow_function(worker: Worker, location: FileLocation, file: NamedFile) -> Outcome:
+        context: Any = TaskContext.get()
+        if context.partitionId() == 0:
+            attempt = context.attemptNumber()
+            (notes / f"{name} {attempt}").write_text(str(os.getpid()))
             time.sleep(0 if attempt else 100)
-        return work(position, attempt, piece)
+        return function(worker, location, file)
 
-    return slow_work
+    return slow_function
 
 
-def held(work: Work, tasks: int, *, until: Path) -> Work:
-    """Let the last task begin when there is a file, so that the job is at work until then; or a minute later."""
+def held(_: str, function: FileFunction, last: NamedFile, *, until: Path) -> FileFunction:
+    """Let the last file wait until another one is there, so that the job is at work until then; or a minute."""
 
-    def held_work(position: int, attempt: int, piece: bytes) -> TaskResult:
+    def held_function(worker: Worker, location: FileLocation, file: NamedFile) -> Outcome:
         end = time.monotonic() + 60
-        while position == tasks - 1 and not until.exists() and time.monotonic() < end:
+        while file == last and not until.exists() and time.monotonic() < end:
             time.sleep(0.05)
-        return work(position, attempt, piece)
+        return function(worker, location, file)
 
-    return held_work
+    return held_function
 
 
 def at_work(notes: Path) -> list[str]:

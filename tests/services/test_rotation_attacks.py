@@ -34,7 +34,7 @@ from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.kms.contract_tests import unwrap_one
 from parquet_keytools.rotation.tail import footer_of, read_tail
-from parquet_keytools.spark.pipelines import inspection, rotation
+from parquet_keytools.spark import pipelines
 from parquet_keytools.storage.locations import FileLocation
 
 ROLES = ("kf", "ka", "kb", "new")
@@ -224,8 +224,8 @@ class Place(ExitStack):
             assert ended == (status if failed else 0), err
             assert all(re.search(rf"Failed: .*{re.escape(path)}: ", err) for path in failed), err
         else:
-            spark: Any = FakeSpark([2], spark_master="local[2]")
-            rows = rotation.rotate(spark, self.folder, self.config, **options).rows()
+            spark: Any = FakeSpark(2)
+            rows = pipelines.rotate(spark, self.folder, self.config, **options).rows()
             outcomes = [(row["path"], row["outcome"]) for row in rows]
         return {Path(path).stem: outcome for path, outcome in outcomes}
 
@@ -241,9 +241,9 @@ class Place(ExitStack):
             if status:
                 assert "Nothing here needs" not in err, err
         else:
-            spark: Any = FakeSpark([2], spark_master="local[2]")
-            rows = inspection.keys(spark, self.folder, self.config).rows()
-            files = [(row["path"], row["outcome"] != inspection.LISTED) for row in rows]
+            spark: Any = FakeSpark(2)
+            rows = pipelines.keys(spark, self.folder, self.config).rows()
+            files = [(row["path"], row["outcome"] != pipelines.LISTED) for row in rows]
         return {Path(path).stem for path, unknown in files if unknown}
 
 

@@ -162,6 +162,7 @@ def results(place: Place) -> dict[str, dict[str, Any]]:
         "keys after": ("keys", [target, config], {}),
         "rekey": ("rekey", [target, config], {}),
         "verify after": ("verify", [target, config], {}),
+        "decrypt": ("decrypt", [target, place.folder / "decrypted", config], {}),
     }
     return dict(zip(calls, place.call(*calls.values()), strict=True))
 
@@ -171,7 +172,7 @@ def test_encrypt_mirrors_the_folder(place: Place, results: dict[str, Any], fligh
     number = len(files_of(place.plain))
     assert number > 30
     assert found["outcomes"] == {"encrypted": number, "left out": 2}
-    # Eight for each of two task slots, though it was called as soon as there was a session.
+    # Eight for each of two cores.
     assert found["tasks"] > 8
     assert {path.relative_to(target) for path in files_of(target)} == {
         path.relative_to(place.plain) for path in files_of(place.plain)
@@ -203,8 +204,8 @@ def test_kms_calls_do_not_grow_with_files(place: Place, results: dict[str, Any])
     workers, number = 2, len(files_of(place.plain))
     # A Python worker that Spark did not use again asks once more: some leeway.
     assert results["encrypt"]["kms_keys"]["wrap"] <= 3 * 2 * workers < number
-    # Each of three keys is proven, whatever the number of files.
-    assert results["keys"]["kms_keys"]["unwrap"] <= 3 * 2 * workers
+    # Each worker proves the KEKs that it meets: of three keys, one of each worker that encrypted.
+    assert results["keys"]["kms_keys"]["unwrap"] <= 3 * 2 * 2 * workers
     assert results["verify"]["kms_keys"]["unwrap"] <= 3 * 2 * 2 * workers
     assert results["rekey"]["kms_keys"]["wrap"] <= 3 * 2 * workers
 
@@ -259,6 +260,15 @@ def test_the_rules_are_those_of_one_machine(place: Place, results: dict[str, Any
         if result.outcome.value != "not applicable"
     )
     assert ours == theirs
+
+
+def test_decrypt_gives_the_values_back(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
+    folder, number = place.folder / "decrypted", len(files_of(place.plain))
+    assert results["decrypt"]["outcomes"] == {"decrypted": number}
+    assert (folder / "_SUCCESS").exists()
+    found = ds.dataset(files_of(folder), partitioning=ds.partitioning(flavor="hive")).to_table()
+    found = found.select(flights.column_names).cast(flights.schema)
+    assert sorted_rows(found).equals(sorted_rows(flights))
 
 
 def test_nothing_secret_comes_out(place: Place, results: dict[str, Any]) -> None:
@@ -333,15 +343,13 @@ def test_single_failures_are_reported_and_done_later(place: Place, flights: pa.T
     (place.folder / "encrypted-one.parquet").unlink(missing_ok=True)
     other = source / "month=1" / "encrypted.parquet"
     place.keytools.encrypt_file(files_of(source)[1], other)
-    calls = [("encrypt", [source, target, place.configuration], {})]
-    (first,) = place.call(*calls)
+    (first,) = place.call(("encrypt", [source, target, place.configuration], {}))
     failed = {row["path"]: row["error_class"] for row in first["rows"] if row["outcome"] == "failed"}
     assert failed == {str(damaged): "ParquetFormatError", str(other): "AlreadyEncryptedError"}
     assert not (target / "_SUCCESS").exists() and not first["succeeded"]
     damaged.write_bytes(good)
     other.unlink()
-    (changed, again) = files_of(source)[1], place.call(*calls)[0]
-    assert changed.exists()
+    (again,) = place.call(("encrypt", [source, target, place.configuration], {"skip_existing": True}))
     assert again["outcomes"]["encrypted"] == 1
     assert again["outcomes"]["finished before"] == len(files_of(source)) - 1
     assert (target / "_SUCCESS").exists()
@@ -502,7 +510,7 @@ def test_copies_of_a_slow_task_lose_and_double_nothing(place: Place, flights: pa
     # Both tasks had a copy that was faster; and who goes on from there meets none that is late.
     assert encrypted["at_work"] == rotated["at_work"] == []
     attempts = {path.name for path in tmp_path.iterdir() if path.is_file()}
-    assert {f"{name} {attempt}" for name in ("EncryptionTask", "WritingTask") for attempt in (0, 1)} <= attempts
+    assert {f"{name} {attempt}" for name in ("encrypt", "rotate") for attempt in (0, 1)} <= attempts
     assert encrypted["outcomes"] == {"encrypted": number, "left out": 2}, encrypted
     assert rotated["outcomes"] == {"rotated": number}, rotated
     for found, folder in ((encrypted, source), (rotated, target)):
@@ -569,50 +577,6 @@ def test_the_limits_of_the_kms_hold_for_all_tasks_together(
     assert calls[-1] - calls[0] > 5
     for start in calls:
         assert len([at for at in calls if start <= at < start + 3]) <= 12 + 2
-
-
-def test_two_attempts_of_one_task_both_end_well(flights: pa.Table, tmp_path: Path) -> None:
-    from parquet_keytools.spark.pipelines import encryption
-    from parquet_keytools.spark.pipelines.file_tables import cut, node_location, plan_data_set
-    from parquet_keytools.spark.pipelines.finished_files import RecordFolder
-    from parquet_keytools.spark.pipelines.worker_keys import CarriedKeys
-    from parquet_keytools.spark.transport import carried
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, PASSPHRASE)
-        keystore = Keystore.create(
-            tmp_path / "keystore.json", lambda: passphrase_from_text(PASSPHRASE), scrypt_n=2**14
-        )
-        for name in MASTER_KEYS:
-            keystore.create_key(name)
-        config = tmp_path / "flights.yaml"
-        for key_material in ("internal", "external"):
-            config.write_text(KEYSTORE + f"    key_material: {key_material}\n")
-            keytools = Keytools.from_yaml(config)
-            source, target = tmp_path / f"source-{key_material}", tmp_path / f"target-{key_material}"
-            write_plain(flights.slice(0, 16 * ROWS_OF_A_FILE), source)
-            root = node_location(str(target))
-            RecordFolder(root.child(encryption.RECORDS), "run").begin()
-            plan = plan_data_set(node_location(str(source)))
-            (piece,) = cut(encryption._with_records(plan.table, RecordFolder(root, "none").read()), 1)
-            keys = CarriedKeys(key_material, carried(keytools.configuration), 1)
-            task = encryption.EncryptionTask(keys, str(source), "flights", None, str(target), "run")
-            outcomes: list[Counter[str]] = []
-
-            def attempt(number: int, task: Any = task, piece: bytes = piece, outcomes: Any = outcomes) -> None:
-                outcomes.append(task(0, number, piece).outcomes)
-
-            threads = [threading.Thread(target=attempt, args=(number,)) for number in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert len(outcomes) == 4
-            assert all(found["failed"] == 0 for found in outcomes), outcomes
-            found = keytools.read_table(target, table_name="flights")
-            assert found.num_rows == 16 * ROWS_OF_A_FILE
-            left = [path for path in target.rglob(".*.tmp") if path.is_file()]
-            assert left == []
 
 
 @IN_ONE_JVM

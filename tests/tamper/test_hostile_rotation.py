@@ -285,7 +285,7 @@ def test_elsewhere_a_writer_on_another_machine_may_need_it_yet(tmp_path: Path, s
 
 
 def test_in_spark_no_task_has_it_re_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from parquet_keytools.spark.pipelines import inspection, rotation
+    from parquet_keytools.spark import pipelines
 
     keys = {name: base64.b64encode(name.encode().ljust(32)).decode() for name in MASTER_KEYS}
     kms = InMemoryKms({name: base64.b64decode(key) for name, key in keys.items()})
@@ -306,15 +306,15 @@ def test_in_spark_no_task_has_it_re_wrapped(tmp_path: Path, monkeypatch: pytest.
         return rewrap(self, request)
 
     monkeypatch.setattr(InMemoryKms, "_rewrap", counted)
-    spark: Any = FakeSpark([2], spark_master="local[2]")
-    assert rotation.rotate(spark, case.folder, config).outcomes == {"rotated": 1}
+    spark: Any = FakeSpark(2)
+    assert pipelines.rotate(spark, case.folder, config).outcomes == {"rotated": 1}
     assert len(rewrapped) == 2 and set(external_entries(path)) == {"footerKey", "columnKey0"}
     # A forged entry is no answer, either.
     entries = external_entries(path)
     entries["columnKey0"]["masterKeyID"] = "kb"
     key_material_file(path).write_text(json.dumps({name: json.dumps(entry) for name, entry in entries.items()}))
-    assert inspection.keys(spark, case.folder, config).outcomes == {"not all keys can be seen": 1}
-    assert rotation.rotate(spark, case.folder, config, only_master_keys=["kf"]).outcomes == {"failed": 1}
+    assert pipelines.keys(spark, case.folder, config).outcomes == {"not all keys can be seen": 1}
+    assert pipelines.rotate(spark, case.folder, config, only_master_keys=["kf"]).outcomes == {"failed": 1}
 
 
 # --- moves to master keys that others may use ---

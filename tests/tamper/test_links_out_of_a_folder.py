@@ -239,7 +239,7 @@ def test_spark_does_not_follow_them(config: Path, name: str) -> None:
     (mine / "again").symlink_to(mine / "x.parquet")
     before = tree_digest(theirs)
     more: dict[str, Any] = {"moves": {"ka": "nw"}} if name == "rotate" else {}
-    spark: Any = FakeSpark([2], spark_master="local[2]")
+    spark: Any = FakeSpark(2)
     report = getattr(pipelines, name)(spark, mine, config, **more)
     assert not report.succeeded
     rows = {Path(row["path"]).name: row["outcome"] for row in report.rows()}

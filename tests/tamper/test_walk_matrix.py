@@ -23,8 +23,6 @@ from parquet_keytools import Keytools
 from parquet_keytools.cli import app
 from parquet_keytools.errors import IncompleteDataSetError, KeytoolsError
 from parquet_keytools.spark import pipelines
-from parquet_keytools.spark.pipelines.file_tables import plan_data_set, rows_of
-from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import escaped_path
 
 TABLE = pa.table({"id": range(10), "name": [f"name {number}" for number in range(10)]})
@@ -111,7 +109,7 @@ def of_report(report: Any) -> Seen:
 
 def pipeline(place: Place, name: str, *more: Any, **options: Any) -> Seen:
     pytest.importorskip("pyspark")
-    spark: Any = FakeSpark([2], spark_master="local[2]")
+    spark: Any = FakeSpark(2)
     report = getattr(pipelines, name)(spark, place.folder, *more, place.config, **options)
     rows = [row for row in report.rows() if row["outcome"] not in ("left out", "copied")]
     bad = ("failed", "incomplete", "violated")
@@ -119,13 +117,6 @@ def pipeline(place: Place, name: str, *more: Any, **options: Any) -> Seen:
     if name == "verify":
         return Seen([row["path"] for row in rows], failed, "", not failed)
     return Seen([row["path"] for row in rows], failed, "", report.succeeded)
-
-
-def planned(place: Place) -> Seen:
-    plan = plan_data_set(FileLocation.resolve(place.folder))
-    failed = {entry.path: entry.reason for entry in plan.unseen}
-    files = [str(place.folder / row["path"]) for row in rows_of(plan.table)]
-    return Seen(files + list(failed), failed, "", not failed)
 
 
 def inventory(place: Place) -> Seen:
@@ -162,7 +153,6 @@ COMMANDS: dict[str, Callable[[Place], Seen]] = {
     "pipelines.rekey": lambda place: pipeline(place, "rekey"),
     "pipelines.keys": lambda place: pipeline(place, "keys"),
     "pipelines.verify": lambda place: pipeline(place, "verify"),
-    "pipelines.plan": planned,
 }
 LIST_KEYS = {"keys", "keys --fail-if-uses", "Keytools.key_inventory", "pipelines.keys"}
 """These also look at what readers pass over: an encrypted file needs its keys, whatever it is called."""
@@ -186,9 +176,6 @@ IN_PLACE = {
 """These do not follow links out of the folder that was named: what such a link leads to fails."""
 
 OUTSIDE = {"link to a file": "odd.parquet", "link to a folder": "linked"}
-
-LOOK_ONLY = {"pipelines.plan"}
-"""These do not open files."""
 
 
 def make_place(tmp_path: Path, *, plain: bool) -> Place:
@@ -218,7 +205,7 @@ def test_every_command_sees_the_same(tmp_path: Path, command: str, entry: str) -
     seen = COMMANDS[command](place)
     unknown = {str(place.folder / PASSED_OVER[entry])} if command in LIST_KEYS and entry in PASSED_OVER else set()
     assert sorted(seen.files) == sorted(expected_paths(place, odd) | unknown)
-    fails = odd.verdict is Verdict.UNSEEN or (odd.verdict is Verdict.DAMAGED and command not in LOOK_ONLY)
+    fails = odd.verdict in (Verdict.UNSEEN, Verdict.DAMAGED)
     assert set(seen.failed) == ({str(place.folder / name) for name in odd.names} if fails else unknown)
     assert all(text and text != "None" for text in seen.failed.values()) or command == "pipelines.verify"
     assert seen.succeeded == (not fails and not unknown)

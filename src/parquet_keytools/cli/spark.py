@@ -1,4 +1,4 @@
-"""`parquet-keytools spark encrypt|rotate|rekey|verify|keys`."""
+"""`parquet-keytools spark encrypt|decrypt|rotate|rekey|verify|keys`."""
 
 # Nothing slow is imported here: `--help` has to answer at once.
 from __future__ import annotations
@@ -26,6 +26,7 @@ from parquet_keytools.cli.options import (
     OnlyOption,
     OtherKmsOption,
     OverwriteOption,
+    SkipExistingOption,
     SourceArgument,
     TableOption,
     TargetArgument,
@@ -79,9 +80,7 @@ def encrypt_with_spark(
     config: ConfigOption,
     table: TableOption = None,
     overwrite: OverwriteOption = False,
-    copy_others: Annotated[
-        bool, typer.Option("--copy-others", help="Copy files that are not Parquet, as they are.")
-    ] = False,
+    skip_existing: SkipExistingOption = False,
     master: MasterOption = None,
     conf: SettingOption = None,
     max_tasks: TasksOption = None,
@@ -90,7 +89,7 @@ def encrypt_with_spark(
 ) -> None:
     """Encrypt the Parquet files of a folder.
 
-    To continue an interrupted run, give the same command again. DST has _SUCCESS when every file is there.
+    To continue an interrupted run, add --skip-existing. DST has _SUCCESS when every file is there.
     """
     with _session(master, conf) as session:
         from parquet_keytools.spark import pipelines
@@ -102,7 +101,44 @@ def encrypt_with_spark(
             config,
             table,
             overwrite=overwrite,
-            copy_others=copy_others,
+            skip_existing=skip_existing,
+            file_on_nodes=file_on_nodes,
+            max_tasks=max_tasks,
+        )
+        _tell(report, as_json=as_json)
+
+
+@app.command("decrypt")
+def decrypt_with_spark(
+    source: SourceArgument,
+    target: TargetArgument,
+    config: ConfigOption,
+    table: TableOption = None,
+    aad_prefix: AadPrefixOption = None,
+    overwrite: OverwriteOption = False,
+    skip_existing: SkipExistingOption = False,
+    master: MasterOption = None,
+    conf: SettingOption = None,
+    max_tasks: TasksOption = None,
+    file_on_nodes: FileOnNodesOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Decrypt the Parquet files of a folder.
+
+    The written files are not encrypted. To continue an interrupted run, add --skip-existing.
+    """
+    with _session(master, conf) as session:
+        from parquet_keytools.spark import pipelines
+
+        report = pipelines.decrypt(
+            session,
+            source,
+            target,
+            config,
+            table,
+            aad_prefix=aad_prefix,
+            overwrite=overwrite,
+            skip_existing=skip_existing,
             file_on_nodes=file_on_nodes,
             max_tasks=max_tasks,
         )

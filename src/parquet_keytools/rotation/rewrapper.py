@@ -112,15 +112,23 @@ class Rewrapper:
         new_kms: The one whose master keys shall wrap it; None for the same.
         new_keks: Whether fresh KEKs take the place of all that are there, also where the KMS could re-wrap them.
         only_count: Whether to count what would be asked, and ask nothing.
+        given: What the KMS has re-wrapped already, or refused to; it is proven here all the same.
     """
 
     def __init__(
-        self, kms: KmsClient, new_kms: KmsClient | None = None, *, new_keks: bool = False, only_count: bool = False
+        self,
+        kms: KmsClient,
+        new_kms: KmsClient | None = None,
+        *,
+        new_keks: bool = False,
+        only_count: bool = False,
+        given: Mapping[RewrapTask, str | KmsError] | None = None,
     ) -> None:
         self._kms = kms
         self._new_kms = kms if new_kms is None else new_kms
         self._new_keks = new_keks
         self._only_count = only_count
+        self._given = given or {}
         self._rewrapped: Remembered[RewrapTask, Rewrapped] = Remembered()
         self._unwrapped: Remembered[WrappedKey, SecretBytes] = Remembered()
         self._counted: Remembered[RewrapTask, None] = Remembered()
@@ -204,11 +212,14 @@ class Rewrapper:
 
     def _rewrap_inside(self, tasks: Sequence[RewrapTask]) -> list[Rewrapped | KmsError]:
         """Have the KMS rewrap, and unwrap what it made."""
+        wrapped = {task: self._given[task] for task in tasks if task in self._given}
+        missing = [task for task in tasks if task not in wrapped]
         requests = [
-            RewrapRequest(task.old.wrapped_key, task.old.master_key_id, task.new_master_key_id) for task in tasks
+            RewrapRequest(task.old.wrapped_key, task.old.master_key_id, task.new_master_key_id) for task in missing
         ]
-        wrapped = self._asked("rewrap", self._kms.rewrap_many(requests)) if requests else []
-        return self._proven(self._kms, tasks, wrapped)
+        if requests:
+            wrapped |= zip(missing, self._asked("rewrap", self._kms.rewrap_many(requests)), strict=True)
+        return self._proven(self._kms, tasks, [wrapped[task] for task in tasks])
 
     def _wrap_anew(self, tasks: Sequence[RewrapTask]) -> list[Rewrapped | KmsError]:
         """Unwrap, and have the KMS wrap fresh KEKs or the same DEKs, and unwrap what it made."""

@@ -20,6 +20,7 @@ from parquet_keytools.cli import app, spark
 
 COMMANDS = {
     "encrypt": ["source", "target"],
+    "decrypt": ["source", "target"],
     "rotate": ["path"],
     "rekey": ["path"],
     "verify": ["path"],
@@ -83,14 +84,14 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resul
 
     @contextlib.contextmanager
     def session(*_: object) -> Iterator[FakeSpark]:
-        yield FakeSpark([1], spark_master="local[1]")
+        yield FakeSpark(1)
 
     monkeypatch.setattr(spark, "_session", session)
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: CliRunner().invoke(app, ["spark", *arguments, "--config", "c.yaml"])
 
 
-def test_master_keys_are_moved(call: Callable[..., Result], tmp_path: Path) -> None:
+def test_master_keys_are_moved(call: Callable[..., Result]) -> None:
     assert call("encrypt", "plain", "data").exit_code == 0
     result = call("rotate", "data", "--from", "pii", "--to", "new", "--new-keks", "--json")
     assert result.exit_code == 0
@@ -110,6 +111,14 @@ def test_what_the_configuration_says_is_done_where_nothing_else_is_said(
     assert "new" in call("keys", "data").stdout
 
 
+def test_decrypt_takes_an_aad_prefix(call: Callable[..., Result], tmp_path: Path) -> None:
+    assert call("encrypt", "plain", "data").exit_code == 0
+    assert call("decrypt", "data", "back", "--aad-prefix", "other").exit_code == 1
+    assert not list((tmp_path / "back").rglob("*.parquet"))
+    assert call("decrypt", "data", "back").exit_code == 0
+    assert pq.read_table(tmp_path / "back").equals(pq.read_table(tmp_path / "plain"))
+
+
 def test_exit_status(call: Callable[..., Result], tmp_path: Path) -> None:
     assert call("encrypt", "plain", "data").exit_code == 0
     assert call("encrypt", "plain", "data").exit_code == 2
@@ -118,6 +127,10 @@ def test_exit_status(call: Callable[..., Result], tmp_path: Path) -> None:
     failed = call("encrypt", "plain", "data", "--overwrite")
     assert failed.exit_code == 1 and "0 bytes are too few" in failed.stderr
     assert not (tmp_path / "data" / "_SUCCESS").exists()
+    (tmp_path / "plain" / "zero.parquet").unlink()
+    continued = call("encrypt", "plain", "data", "--skip-existing")
+    assert continued.exit_code == 0 and "1 finished before" in continued.stdout
+    assert (tmp_path / "data" / "_SUCCESS").exists()
     (tmp_path / "empty").mkdir()
     assert call("verify", "empty").exit_code == 1
     assert call("rotate", "data", "--from", "pii", "--to", "nowhere").exit_code == 3

@@ -1,0 +1,1066 @@
+"""Commands over whole data sets as Spark jobs; the module encryptor works on each file, in a Python task.
+
+Each takes a session and returns a report, whose `files` is a DataFrame with a row for each file. After an
+interruption the same call is made again: see each function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import pyarrow as pa
+
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.conformance import verification
+from parquet_keytools.conformance.data_set import Member
+from parquet_keytools.conformance.file_keys import use_fingerprint_key
+from parquet_keytools.conformance.file_verifier import FileFacts
+from parquet_keytools.conformance.nonce_ledger import Invocations, NonceLedger, SharedNonces
+from parquet_keytools.conformance.report import FileReport, RuleResult, Verdict, verdict_of
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KmsError,
+    KmsUnavailableError,
+    NotEncryptedError,
+    OutputError,
+    ReusedKeysError,
+)
+from parquet_keytools.files import conversion
+from parquet_keytools.files.conversion import FileResult
+from parquet_keytools.files.file_plan import FilePlan, plan_files
+from parquet_keytools.files.opened_file import FileIdentities
+from parquet_keytools.files.table_check import TableCheck
+from parquet_keytools.kms.client import KmsClient, RewrapRequest
+from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES, RunOptions
+from parquet_keytools.rotation.inventory import FileKeyUses, Inventory, uses_of_left_out
+from parquet_keytools.rotation.rekeying import RekeyRequest, rekey_data_set
+from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
+from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask
+from parquet_keytools.rotation.rewrapping import Rewrapping, rotate_data_set
+from parquet_keytools.rotation.rotation_plan import RotationPlan, plan_rotation, prefix_of, trust_master_keys
+from parquet_keytools.spark.map_files import (
+    FAILED,
+    FileFunction,
+    Job,
+    NamedFile,
+    Outcome,
+    Worker,
+    file_at,
+    node_location,
+    place_of,
+)
+from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation, PathLike
+from parquet_keytools.storage.outputs import write_whole
+from parquet_keytools.storage.walk import BehindLink, Entry, LeftOut, ParquetFile, data_set, data_set_in_place
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["PipelineReport", "VerificationReport", "decrypt", "encrypt", "keys", "rekey", "rotate", "verify"]
+
+
+# --- reports ---
+
+KEY = pa.struct(
+    [
+        ("master_key", pa.string()),
+        ("version", pa.string()),
+        ("new_master_key", pa.string()),
+        ("new_version", pa.string()),
+        ("number", pa.int64()),
+        ("column", pa.string()),
+        ("is_footer", pa.bool_()),
+        ("wrapping", pa.string()),
+        ("kek_id", pa.string()),
+        ("data_key", pa.string()),
+    ]
+)
+"""Keys of a file. What a command has nothing to say of is null."""
+
+FILE_ROWS = pa.schema(
+    [
+        ("path", pa.string()),
+        ("outcome", pa.string()),
+        ("detail", pa.string()),
+        ("keys", pa.list_(KEY)),
+        ("bytes", pa.int64()),
+        ("seconds", pa.float64()),
+        ("error_class", pa.string()),
+        ("error", pa.string()),
+    ]
+)
+"""A row for each file."""
+
+RULE_ROWS = pa.schema(
+    [
+        ("file", pa.string()),
+        ("rule", pa.string()),
+        ("severity", pa.string()),
+        ("outcome", pa.string()),
+        ("message", pa.string()),
+        ("place", pa.string()),
+        ("offset", pa.int64()),
+    ]
+)
+"""A row for each rule and file, or for each finding; rules about the data set as a whole have its path."""
+
+_ROWS_PER_PART = 4096
+_COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """What came of a pipeline.
+
+    Attributes:
+        session: The session.
+        packed_files: Rows of files, packed some thousand at a time.
+        outcomes: How many files had each outcome.
+        kms_keys: For how many keys the KMS was asked, by operation, by the driver and all tasks that ended well.
+        tasks: How many tasks there were.
+        seconds: How long it took.
+    """
+
+    session: SparkSession
+    packed_files: Sequence[bytes]
+    outcomes: Counter[str]
+    kms_keys: Counter[str]
+    tasks: int
+    seconds: float
+
+    @property
+    def files(self) -> DataFrame:
+        """A row for each file: path, outcome, detail, keys, bytes, seconds, error_class, error."""
+        return _frame(self.session, self.packed_files, FILE_ROWS)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether nothing failed."""
+        return not self.outcomes[FAILED]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the same rows as dictionaries, without Spark."""
+        return _rows_of(self.packed_files)
+
+    def failures(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of files that failed."""
+        return (row for row in self.rows() if row["outcome"] == FAILED)
+
+
+@dataclass(frozen=True)
+class VerificationReport(PipelineReport):
+    """What a verification found. The outcome of a file is its verdict.
+
+    Attributes:
+        packed_rules: Rows of rules, packed some thousand at a time.
+        verdict: The verdict on the data set.
+    """
+
+    packed_rules: Sequence[bytes] = ()
+    verdict: Verdict = Verdict.INCOMPLETE
+
+    @property
+    def rules(self) -> DataFrame:
+        """A row for each rule and file: file, rule, severity, outcome, message, place, offset."""
+        return _frame(self.session, self.packed_rules, RULE_ROWS)
+
+    def rule_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the same rows as dictionaries, without Spark."""
+        return _rows_of(self.packed_rules)
+
+    @property
+    def conforms(self) -> bool:
+        """Whether all that was asked for was checked, and no violation was found."""
+        return self.verdict is Verdict.CONFORMS
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it conforms."""
+        return self.conforms
+
+
+class _Rows:
+    """Rows of a report on their way into packed columns: as Python objects, a million would be a gigabyte."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._waiting: list[dict[str, Any]] = []
+        self._parts: list[bytes] = []
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        for row in rows:
+            self._waiting.append(row)
+            if len(self._waiting) >= _ROWS_PER_PART:
+                self._pack()
+
+    def packed(self) -> Sequence[bytes]:
+        self._pack()
+        return tuple(self._parts)
+
+    def _pack(self) -> None:
+        if self._waiting:
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, self._schema, options=_COMPRESSED) as writer:
+                writer.write_table(pa.Table.from_pylist(self._waiting, self._schema))
+            self._parts.append(sink.getvalue().to_pybytes())
+            self._waiting = []
+
+
+def _rows_of(parts: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    for part in parts:
+        yield from pa.ipc.open_stream(part).read_all().to_pylist()
+
+
+def _frame(session: SparkSession, parts: Sequence[bytes], schema: pa.Schema) -> DataFrame:
+    tables = [schema.empty_table(), *(pa.ipc.open_stream(part).read_all() for part in parts)]
+    return session.createDataFrame(pa.concat_tables(tables))
+
+
+class _Report:
+    """The outcomes of a job's files, as they come."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._rows = _Rows(FILE_ROWS)
+        self.outcomes: Counter[str] = Counter()
+
+    def add(self, outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            self.outcomes[outcome.outcome] += 1
+            self._rows.add([{name: getattr(outcome, name) for name in FILE_ROWS.names}])
+
+    def finished(self) -> PipelineReport:
+        """Return the report, after the end of the job."""
+        job = self._job
+        return PipelineReport(
+            job.session, self._rows.packed(), self.outcomes, job.kms_keys, job.tasks, job.seconds
+        )
+
+
+def _listed(
+    root: FileLocation, *, follow_links: bool | None = None
+) -> tuple[list[NamedFile], list[LeftOut], list[Outcome]]:
+    """List a data set: its files, what is left out, and what could not be looked into or is behind links.
+
+    `follow_links` says whether files are changed in place, and then whether also files are that links lead to,
+    outside of the root.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder.
+        NoParquetFilesError: The folder has no Parquet files, and nothing that may hold some.
+    """
+    files: list[NamedFile] = []
+    left_out: list[LeftOut] = []
+    others: list[Outcome] = []
+    entries: Iterator[Entry | BehindLink] = data_set(root, into_passed_over=True)
+    if follow_links is not None:
+        entries = data_set_in_place(root, follow_links=follow_links, into_passed_over=True)
+    for entry in entries:
+        if isinstance(entry, ParquetFile):
+            files.append(NamedFile(entry.location.path_within(root), entry.size_bytes))
+        elif isinstance(entry, LeftOut):
+            left_out.append(entry)
+        elif isinstance(entry, BehindLink):
+            others.append(_of_rotation(FileRotation.of_link(entry)))
+        else:
+            others.append(Outcome.of_error(entry.path, entry.error))
+    return files, left_out, others
+
+
+# --- encrypt ---
+
+ENCRYPTED = "encrypted"
+FINISHED_BEFORE = "finished before"
+LEFT_OUT = "left out"
+
+SUCCESS_FILE = "_SUCCESS"
+
+_TRIES = 3
+
+
+def encrypt(
+    spark: SparkSession,
+    source: PathLike,
+    target: PathLike,
+    configuration: Configuration | PathLike,
+    table_name: str | None = None,
+    *,
+    overwrite: bool = False,
+    skip_existing: bool = False,
+    file_on_nodes: str | None = None,
+    max_tasks: int | None = None,
+) -> PipelineReport:
+    """Encrypt the Parquet files of a folder into another one, with the same folders in it.
+
+    A file that fails is in the report, and the others are encrypted all the same. `_SUCCESS` is written when every
+    file is there. After an interruption, or when files failed, repeat the call with `skip_existing`.
+
+    Nothing else is copied: `_metadata` and `_common_metadata` hold statistics of all columns in plaintext, and
+    other files may hold anything. Each has a row that says so.
+
+    Args:
+        spark: A session; its executors need this package, the configuration's KMS, and source and target.
+        source: A path or URI that every node understands.
+        target: Likewise. What is in it stays, except that `overwrite` replaces files of the same names.
+        configuration: The configuration, or its YAML file.
+        table_name: The table in the configuration; None where it has only one.
+        overwrite: Whether the target may hold files.
+        skip_existing: Whether the target may hold files, and a file is skipped that is newer than its source, and
+            has the same rows, columns and statistics; see `Keytools.encrypt_file`.
+        file_on_nodes: The YAML file on every node, or the name of one of Spark's files, in place of the
+            configuration, which executors otherwise get without its secrets.
+        max_tasks: How many tasks there may be.
+
+    Raises:
+        ConfigurationError: The configuration is wrong here, or on an executor; or values of a column that has a
+            key are in the names of folders.
+        FileNotFoundError: There is no source.
+        OutputError: The target is the source or in it, or holds files.
+        ParquetFormatError: The source has no Parquet files.
+        SparkJobFailedError: Spark gave the job up.
+    """
+    target_place = place_of(target)
+    target_root = node_location(target_place)
+    with Job(spark, source, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+        name, table = job.configuration.select_table(table_name)
+        if table.key_material == "external" and target_root.filesystem.type_name in OBJECT_STORES:
+            raise ConfigurationError(
+                "external key material cannot be written to an object store by several tasks: there is no lock "
+                "that keeps two attempts of one file from mixing their keys.",
+                hint="Set `key_material: internal`.",
+            )
+        encrypt_one = partial(
+            _encrypt,
+            target_place=target_place,
+            table_name=name,
+            overwrite=overwrite or not skip_existing,
+            skip_existing=skip_existing,
+        )
+        check = TableCheck(job.configuration, name, ignores_case=True)
+        plan = plan_files(job.root, target_root, overwrite=overwrite or skip_existing)
+        check.refuse_folder_names(plan.paths_in_folder)
+        return _mirror(job, f"encrypt {job.root}", encrypt_one, plan, target_root)
+
+
+def _mirror(
+    job: Job,
+    what: str,
+    convert: FileFunction,
+    plan: FilePlan,
+    target: FileLocation,
+    copies: Callable[[list[NamedFile]], Mapping[NamedFile, Outcome]] = lambda _: {},
+) -> PipelineReport:
+    """Convert the files of a plan, and write `_SUCCESS` last if every file is there.
+
+    `copies` returns files that fail because they are copies of others, or for another reason.
+    """
+    success, report = SUCCESS_FILE, _Report(job)
+    files = [
+        NamedFile(file.path_in_folder if plan.source_is_folder else "", file.size_bytes) for file in plan.files
+    ]
+    refused = copies(files)
+    report.add(refused.values())
+    if plan.source_is_folder:
+        with contextlib.suppress(FileNotFoundError):
+            # Until all is done, the target is not complete.
+            target.filesystem.delete_file(target.child(success).path)
+    left = [file for file in files if file not in refused]
+    report.add(outcome for _, outcome in job.map_files(what, convert, left))
+    report.add(
+        Outcome(entry.path, LEFT_OUT, entry.reason.value)
+        for entry in plan.left_out
+        if entry.location.path != job.root.child(success).path
+    )
+    report.add(Outcome.of_error(unseen.path, unseen.error) for unseen in plan.unseen)
+    if plan.source_is_folder and not report.outcomes[FAILED]:
+        write_whole(target.child(success), b"")
+    return report.finished()
+
+
+def _encrypt(
+    worker: Worker,
+    source: FileLocation,
+    file: NamedFile,
+    *,
+    target_place: str,
+    table_name: str,
+    overwrite: bool,
+    skip_existing: bool,
+) -> Outcome:
+    """Encrypt a file. Another attempt of the task may do the same at the same time: both end well."""
+    convert = partial(
+        conversion.encrypt_file,
+        worker.keys,
+        source,
+        table_name=table_name,
+        overwrite=overwrite,
+        skip_existing=skip_existing,
+        threads=1,
+    )
+    result = _converted(convert, target_place, file)
+    if result.skipped:
+        return Outcome(str(source), FINISHED_BEFORE, bytes=result.source_bytes)
+    return Outcome(str(source), ENCRYPTED, keys=worker.keys.take_last_keys(), bytes=result.source_bytes)
+
+
+def _converted(convert: Callable[..., FileResult], target_place: str, file: NamedFile) -> FileResult:
+    target = file_at(node_location(target_place), file.name)
+    if file.name and target.filesystem.type_name not in OBJECT_STORES:
+        target.filesystem.create_dir(target.path.rpartition("/")[0], recursive=True)
+    for _ in range(_TRIES - 1):
+        try:
+            return convert(target=target)
+        except OutputError:
+            # The other attempt put the same file there meanwhile, or its key material file.
+            if not target.is_file():
+                raise
+    return convert(target=target)
+
+
+# --- decrypt ---
+
+DECRYPTED = "decrypted"
+COPIED = "copied"
+
+
+def decrypt(
+    spark: SparkSession,
+    source: PathLike,
+    target: PathLike,
+    configuration: Configuration | PathLike,
+    table_name: str | None = None,
+    *,
+    aad_prefix: str | bytes | None = None,
+    overwrite: bool = False,
+    skip_existing: bool = False,
+    file_on_nodes: str | None = None,
+    max_tasks: int | None = None,
+) -> PipelineReport:
+    """Decrypt the Parquet files of a folder into another one, with the same folders in it; see `encrypt`.
+
+    First, tasks open all files: a file that has the keys of another one is a copy, and fails. With
+    `plaintext_files: allow`, plaintext files are copied.
+
+    Args:
+        spark: A session.
+        source: A path or URI that every node understands.
+        target: Likewise.
+        configuration: The configuration, or its YAML file.
+        table_name: The table of the files; None where there is only one, or where files may be of any.
+        aad_prefix: The AAD prefix that they must have.
+        overwrite: See `encrypt`.
+        skip_existing: See `encrypt`.
+        file_on_nodes: See `encrypt`.
+        max_tasks: How many tasks there may be.
+
+    Raises:
+        ConfigurationError: The configuration is wrong here, or on an executor.
+        FileNotFoundError: There is no source.
+        OutputError: The target is the source or in it, or holds files.
+        ParquetFormatError: The source has no Parquet files.
+        SparkJobFailedError: Spark gave the job up.
+    """
+    target_place = place_of(target)
+    target_root = node_location(target_place)
+    with Job(spark, source, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+        job.configuration.table_of_files(table_name)
+        open_file = partial(_open, table_name=table_name, aad_prefix=aad_prefix, salt=secrets.token_bytes(32))
+        decrypt_one = partial(
+            _decrypt,
+            target_place=target_place,
+            table_name=table_name,
+            aad_prefix=aad_prefix,
+            overwrite=overwrite or not skip_existing,
+            skip_existing=skip_existing,
+        )
+        plan = plan_files(job.root, target_root, overwrite=overwrite or skip_existing)
+        copies = partial(_copies, job, open_file)
+        return _mirror(job, f"decrypt {job.root}", decrypt_one, plan, target_root, copies)
+
+
+def _copies(job: Job, open_file: FileFunction, files: list[NamedFile]) -> dict[NamedFile, Outcome]:
+    """Return files that cannot be opened, or have data key and file unique of an earlier file."""
+    refused: dict[NamedFile, Outcome] = {}
+    seen: dict[bytes, FileLocation] = {}
+    allows = job.configuration.reading.reused_encryption_properties == "allow"
+    for file, outcome in job.map_files(f"open the files of {job.root}", open_file, files):
+        location = file_at(job.root, file.name)
+        if outcome.outcome == FAILED:
+            refused[file] = outcome
+        elif outcome.other is not None and not allows:
+            first = seen.setdefault(outcome.other, location)
+            # One file under two names, by way of links, is no copy.
+            if first is not location and not first.is_same_file(location):
+                refused[file] = Outcome.of_error(str(location), ReusedKeysError(str(location), str(first)))
+    return refused
+
+
+def _open(
+    worker: Worker,
+    location: FileLocation,
+    file: NamedFile,
+    *,
+    table_name: str | None,
+    aad_prefix: str | bytes | None,
+    salt: bytes,
+) -> Outcome:
+    """Open a file; the outcome has a digest of its data key and file unique, which only this job can make."""
+    alone = FileIdentities(refuses=False)
+    (opened,) = worker.keys.open_files([location], table_name, aad_prefix, identities=alone)
+    digest = None
+    if opened.is_encrypted:
+        envelope = opened.footer.envelope
+        dek = opened.retriever.footer_dek(envelope.key_metadata)
+        digest = hmac.digest(salt, dek.reveal() + (envelope.aad_file_unique or b""), "sha256")
+    return Outcome(str(location), "opened", bytes=file.size_bytes, other=digest)
+
+
+def _decrypt(
+    worker: Worker,
+    source: FileLocation,
+    file: NamedFile,
+    *,
+    target_place: str,
+    table_name: str | None,
+    aad_prefix: str | bytes | None,
+    overwrite: bool,
+    skip_existing: bool,
+) -> Outcome:
+    """Decrypt a file; see `_encrypt`."""
+    convert = partial(
+        conversion.decrypt_file,
+        worker.keys,
+        source,
+        table_name=table_name,
+        aad_prefix=aad_prefix,
+        overwrite=overwrite,
+        skip_existing=skip_existing,
+        identities=FileIdentities(refuses=False),
+    )
+    result = _converted(convert, target_place, file)
+    outcome = FINISHED_BEFORE if result.skipped else COPIED if result.copied else DECRYPTED
+    return Outcome(str(source), outcome, bytes=result.source_bytes)
+
+
+# --- rotate ---
+
+_KEYS_PER_CALL = 1000
+
+_Given = Mapping[RewrapTask, str | KmsError]
+"""New wrapped keys, and why there are none. Not secret."""
+
+
+def rotate(
+    spark: SparkSession,
+    path: PathLike,
+    configuration: Configuration | PathLike,
+    *,
+    moves: Mapping[str, str] | None = None,
+    only_master_keys: list[str] | None = None,
+    older_than: str | None = None,
+    new_keks: bool = False,
+    dry_run: bool = False,
+    to: Configuration | PathLike | None = None,
+    table_name: str | None = None,
+    aad_prefix: str | bytes | None = None,
+    file_on_nodes: str | None = None,
+    max_tasks: int | None = None,
+    follow_links: bool = False,
+) -> PipelineReport:
+    """Re-wrap the keys of a data set; see `Keytools.rotate`, which does the same on one machine.
+
+    First, tasks open all files as in a dry run. Then the driver has the KMS re-wrap each distinct wrapped key
+    once, and tasks write the new wrapped keys into the files, where they are proven by what they unwrap to. With
+    `new_keks` or `to` there is no first pass: each Python worker makes fresh KEKs of its own.
+
+    After an interruption, call it again in the same way: files whose keys show that they are current stay as
+    they are. Where the KMS hides versions, and with `new_keks`, all keys are re-wrapped again.
+
+    Args:
+        spark: A session.
+        path: A path or URI that every node understands.
+        configuration: The configuration, or its YAML file.
+        moves: Old master key -> the one that takes its place; names of the configuration, or identifiers. None
+            takes those of the configuration.
+        only_master_keys: The master keys that are rotated.
+        older_than: Only keys that an older version wrapped, or one that nobody can tell.
+        new_keks: Make fresh KEKs, as after a leak of one.
+        dry_run: Change nothing; the rows say what would change.
+        to: The configuration of another KMS, whose master keys wrap from now on.
+        table_name: Table of the files, for an AAD prefix that they do not store.
+        aad_prefix: The AAD prefix that they must have.
+        file_on_nodes: See `encrypt`.
+        max_tasks: How many tasks there may be.
+        follow_links: Whether files are changed, too, that links lead to outside of `path`; if not, each such file
+            or folder has a row as one that failed.
+
+    Raises:
+        ConfigurationError: There is no KMS, or the moves are not possible, or an executor lacks something.
+        KmsError: A master key to move to cannot be used, or the KMS answers nothing.
+        FileNotFoundError: There is no such file or folder.
+        SparkJobFailedError: Spark gave the job up.
+    """
+    with Job(spark, path, configuration, to, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+        new_kms = job.new_keys.kms if to is not None else None
+        plan = plan_rotation(
+            job.keys,
+            moves=moves,
+            only_master_keys=only_master_keys,
+            older_than=older_than,
+            new_keks=new_keks,
+            dry_run=dry_run,
+            new_kms=new_kms,
+            new_configuration=job.new_configuration,
+            table_name=table_name,
+            aad_prefix=aad_prefix,
+        )
+        files, _, others = _listed(job.root, follow_links=follow_links)
+        report = _Report(job)
+        report.add(others)
+        given: _Given = {}
+        if dry_run or not (new_keks or plan.other_kms):
+            left: list[NamedFile] = []
+            wanted: set[RewrapTask] = set()
+            find = partial(_find_keys, plan=replace(plan, dry_run=True))
+            for file, outcome in job.map_files(f"open the files of {job.root}", find, files):
+                if not dry_run and outcome.outcome == RotationOutcome.WOULD_ROTATE.value:
+                    left.append(file)
+                    wanted |= outcome.other
+                else:
+                    report.add([outcome])
+            files = left
+            assert job.keys.kms is not None
+            given = _rewrapped(job.keys.kms, wanted)
+        if not dry_run:
+            write = partial(_rotate, plan=plan, given=given)
+            report.add(outcome for _, outcome in job.map_files(f"rotate the keys of {job.root}", write, files))
+    return report.finished()
+
+
+def _rewrapped(kms: KmsClient, wanted: Collection[RewrapTask]) -> _Given:
+    """Have the KMS re-wrap what it can by itself, each wrapped key once.
+
+    The new keys are proven where they are used. Keys that have to be unwrapped are left to the tasks: no key
+    travels.
+    """
+    rewrapper = Rewrapper(kms)
+    tasks = sorted(
+        (task for task in wanted if not rewrapper.is_unwrapped(task)), key=lambda task: task.old.wrapped_key
+    )
+    given: dict[RewrapTask, str | KmsError] = {}
+    for start in range(0, len(tasks), _KEYS_PER_CALL):
+        some = tasks[start : start + _KEYS_PER_CALL]
+        requests = [RewrapRequest(t.old.wrapped_key, t.old.master_key_id, t.new_master_key_id) for t in some]
+        given |= dict(zip(some, kms.rewrap_many(requests), strict=True))
+    unreachable = [outcome for outcome in given.values() if isinstance(outcome, KmsUnavailableError)]
+    if unreachable and len(unreachable) == len(given):
+        # All files would fail with it.
+        raise unreachable[0]
+    return given
+
+
+class _Recorder(Rewrapper):
+    """Notes what a dry run would have re-wrapped."""
+
+    def __init__(self, kms: KmsClient, new_kms: KmsClient, *, new_keks: bool) -> None:
+        super().__init__(kms, new_kms, new_keks=new_keks, only_count=True)
+        self.wanted: set[RewrapTask] = set()
+
+    def rewrap(self, wanted: Iterable[RewrapTask]) -> dict[RewrapTask, Rewrapped | KmsError]:
+        tasks = list(wanted)
+        self.wanted.update(tasks)
+        return super().rewrap(tasks)
+
+
+def _find_keys(worker: Worker, location: FileLocation, file: NamedFile, *, plan: RotationPlan) -> Outcome:
+    """Open a file as in a dry run; the outcome has the keys to re-wrap, which count if the file would rotate."""
+    kms, new_kms = _trusting_clients(worker, plan)
+    recorder = worker.keep("recorder", lambda: _Recorder(kms, new_kms, new_keks=plan.new_keks))
+    rewrapping = worker.keep("dry run", lambda: Rewrapping(worker.keys, plan, new_kms, recorder))
+    recorder.wanted = set()
+    result = _result_of(rotate_data_set(location, rewrapping, RunOptions()))
+    return replace(_of_rotation(result, file), other=recorder.wanted)
+
+
+def _rotate(
+    worker: Worker, location: FileLocation, file: NamedFile, *, plan: RotationPlan, given: _Given
+) -> Outcome:
+    """Write new wrapped keys into a file; a file that has them already stays as it is."""
+    kms, new_kms = _trusting_clients(worker, plan)
+    rewrapper = worker.keep("rewrapper", lambda: Rewrapper(kms, new_kms, new_keks=plan.new_keks, given=given))
+    rewrapping = worker.keep("rotation", lambda: Rewrapping(worker.keys, plan, new_kms, rewrapper))
+    return _of_rotation(_result_of(rotate_data_set(location, rewrapping, RunOptions())), file)
+
+
+def _result_of(report: RotationReport) -> FileRotation:
+    """Return the result for the one file of a run; raise why there is none, as where the disk is full."""
+    if report.stopped_by is not None and not report.files:
+        raise report.stopped_by
+    (result,) = report.files
+    return result
+
+
+def _trusting_clients(worker: Worker, plan: RotationPlan) -> tuple[KmsClient, KmsClient]:
+    kms, new_kms = worker.keys.kms, worker.new_keys.kms
+    assert kms is not None
+    assert new_kms is not None
+    trust_master_keys(plan, kms, new_kms)
+    return kms, new_kms
+
+
+def _of_rotation(result: FileRotation, file: NamedFile | None = None) -> Outcome:
+    size_bytes = 0 if file is None else file.size_bytes
+    if result.error is not None:
+        return Outcome.of_error(result.path, result.error, result.outcome.value, size_bytes)
+    changes = [
+        {
+            "master_key": change.master_key_id,
+            "version": change.version,
+            "new_master_key": change.new_master_key_id,
+            "new_version": change.new_version,
+            "number": change.keys,
+        }
+        for change in result.keys
+    ]
+    return Outcome(result.path, result.outcome.value, result.how or None, changes, size_bytes)
+
+
+# --- rekey ---
+
+
+def rekey(
+    spark: SparkSession,
+    path: PathLike,
+    configuration: Configuration | PathLike,
+    *,
+    table_name: str | None = None,
+    aad_prefix: str | bytes | None = None,
+    file_on_nodes: str | None = None,
+    max_tasks: int | None = None,
+    follow_links: bool = False,
+) -> PipelineReport:
+    """Re-encrypt the files of a data set, in their place, with new data keys and KEKs, as after a leak.
+
+    Each file is replaced in one step. One that fails stays as it is, and is in the report. A second run encrypts
+    all files once more; a task that Spark tries again may do so with the files that were done.
+
+    Args:
+        spark: A session.
+        path: A path or URI that every node understands.
+        configuration: The configuration, or its YAML file.
+        table_name: The table of the files; None where there is only one.
+        aad_prefix: The AAD prefix that they must have.
+        file_on_nodes: See `encrypt`.
+        max_tasks: How many tasks there may be.
+        follow_links: Whether files are changed, too, that links lead to outside of `path`; if not, each such file
+            or folder has a row as one that failed.
+
+    Raises:
+        ConfigurationError: The configuration is wrong here, or on an executor.
+        FileNotFoundError: There is no such file or folder.
+        SparkJobFailedError: Spark gave the job up.
+    """
+    with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+        new_table_name, _ = job.configuration.select_table(table_name)
+        files, _, others = _listed(job.root, follow_links=follow_links)
+        request = RekeyRequest(table_name=table_name, new_table_name=new_table_name, aad_prefix=aad_prefix)
+        report = _Report(job)
+        rekey_one = partial(_rekey, request=request)
+        report.add(outcome for _, outcome in job.map_files(f"rekey {job.root}", rekey_one, files))
+        report.add(others)
+    return report.finished()
+
+
+def _rekey(worker: Worker, location: FileLocation, file: NamedFile, *, request: RekeyRequest) -> Outcome:
+    """Encrypt a file with new data keys."""
+    worker.keys.take_last_keys()
+    try:
+        result = _result_of(rekey_data_set(worker.keys, worker.keys, location, request))
+    except NotEncryptedError:
+        # As on one machine: in a folder there is nothing to do for it.
+        if not file.name:
+            raise
+        return Outcome(str(location), RotationOutcome.NOT_ENCRYPTED.value, bytes=file.size_bytes)
+    rekeyed = _of_rotation(result, file)
+    if result.outcome is RotationOutcome.REKEYED:
+        rekeyed = replace(rekeyed, keys=worker.keys.take_last_keys())
+    return rekeyed
+
+
+# --- keys ---
+
+LISTED = "listed"
+NOT_ENCRYPTED = "not encrypted"
+INCOMPLETE = "not all keys can be seen"
+
+
+def keys(
+    spark: SparkSession,
+    path: PathLike,
+    configuration: Configuration | PathLike,
+    *,
+    table_name: str | None = None,
+    aad_prefix: str | bytes | None = None,
+    file_on_nodes: str | None = None,
+    max_tasks: int | None = None,
+    ignore_passed_over: bool = False,
+) -> PipelineReport:
+    """List which master keys, and versions of them, each file of a data set depends on; nothing is changed.
+
+    Args:
+        spark: A session.
+        path: A path or URI that every node understands.
+        configuration: The configuration, or its YAML file.
+        table_name: Table of the files, for an AAD prefix that they do not store.
+        aad_prefix: The AAD prefix that they must have.
+        file_on_nodes: See `encrypt`.
+        max_tasks: How many tasks there may be.
+        ignore_passed_over: Whether encrypted files are left out that readers of data sets pass over for their
+            names. Else they count as failed: which keys they need is unknown.
+
+    Raises:
+        ConfigurationError: The configuration is wrong here, or on an executor.
+        FileNotFoundError: There is no such file or folder.
+        SparkJobFailedError: Spark gave the job up.
+    """
+    with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+        files, left_out, others = _listed(job.root)
+        list_one = partial(_list_keys, table_name=table_name, aad_prefix=aad_prefix)
+        report = _Report(job)
+        report.add(outcome for _, outcome in job.map_files(f"list the keys of {job.root}", list_one, files))
+        report.add(others)
+        if not ignore_passed_over:
+            with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
+                report.add(_of_uses(uses, 0) for uses in uses_of_left_out(pool, left_out))
+    return report.finished()
+
+
+def _list_keys(
+    worker: Worker,
+    location: FileLocation,
+    file: NamedFile,
+    *,
+    table_name: str | None,
+    aad_prefix: str | bytes | None,
+) -> Outcome:
+    """List the keys of a file; the keys of footers are remembered for all tasks in this process."""
+    inventory = worker.keep(
+        "inventory", lambda: Inventory(worker.keys, prefix_of(worker.keys, table_name, aad_prefix))
+    )
+    (uses,) = inventory.list(location)
+    return _of_uses(uses, file.size_bytes)
+
+
+def _of_uses(file: FileKeyUses, size_bytes: int) -> Outcome:
+    uses = [
+        {
+            "master_key": use.master_key_id,
+            "version": use.version,
+            "number": 1,
+            "column": use.column,
+            "is_footer": use.is_footer,
+            "wrapping": use.wrapping,
+            "kek_id": use.kek_id,
+            "data_key": use.data_key,
+        }
+        for use in file.uses
+    ]
+    if file.unknown is not None:
+        failed = Outcome.of_error(file.path, file.unknown, INCOMPLETE if uses else FAILED, size_bytes)
+        return replace(failed, keys=uses)
+    return Outcome(file.path, LISTED if file.is_encrypted else NOT_ENCRYPTED, keys=uses, bytes=size_bytes)
+
+
+# --- verify ---
+
+_Fingerprints = dict[bytes, Invocations]
+_Nonces = dict[bytes, list[tuple[bytes, bytes]]]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the rules about several files need of a file."""
+
+    name: str
+    verdict: Verdict
+    facts: FileFacts
+    fingerprints: _Fingerprints
+    rules: Sequence[dict[str, Any]] = ()
+
+
+def verify(
+    spark: SparkSession,
+    path: PathLike,
+    configuration: Configuration | PathLike,
+    *,
+    table_name: str | None = None,
+    aad_prefix: str | bytes | None = None,
+    part_count: int | None = None,
+    file_on_nodes: str | None = None,
+    max_tasks: int | None = None,
+) -> VerificationReport:
+    """Check every module of every file against the specification, and all files as one data set.
+
+    Rules about several files, such as a DEK that two of them share, are checked on the driver: it keeps some
+    hundred bytes of each file, and nonces only of those that share a DEK, which are read once more then.
+
+    Args:
+        spark: A session.
+        path: A path or URI that every node understands.
+        configuration: The configuration, or its YAML file.
+        table_name: The table, whose policy the files must follow; None where the configuration has only one.
+        aad_prefix: The AAD prefix that every file must have.
+        part_count: How many parts there must be, numbered from 0; None where that is not known.
+        file_on_nodes: See `encrypt`.
+        max_tasks: How many tasks there may be.
+
+    Raises:
+        ConfigurationError: The configuration is wrong here, or on an executor.
+        FileNotFoundError: There is no such file or folder.
+        SparkJobFailedError: Spark gave the job up.
+    """
+    with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+        if table_name is not None:
+            job.configuration.select_table(table_name)
+        root = job.root
+        files, left_out, others = _listed(root)
+        how = _Verification(table_name, aad_prefix, secrets.token_bytes(32))
+        report, rules = _Report(job), _Rows(RULE_ROWS)
+        found: list[_Found] = []
+        columns: dict[object, Any] = {}
+        for _, outcome in job.map_files(f"verify {root}", partial(_verify, how=how), files):
+            report.add([outcome])
+            if outcome.other is None:
+                continue
+            rules.add(outcome.other.rules)
+            # The same for all files, as a rule.
+            facts: FileFacts = outcome.other.facts
+            facts = replace(facts, column_paths=columns.setdefault(facts.column_paths, facts.column_paths))
+            found.append(replace(outcome.other, facts=facts, rules=()))
+        verdicts = Counter(file.verdict for file in found)
+        verdicts[Verdict.INCOMPLETE] += len(others) + report.outcomes[FAILED]
+        if [file.name for file in files] != [""]:
+            found.sort(key=lambda file: file.name)
+            nonces = _shared_nonces(job, how, found, files)
+            data_set = verification.folder_report(
+                root,
+                [],
+                [Member(file.name, file.facts) for file in found],
+                nonces,
+                left_out,
+                [],
+                part_count=part_count,
+            )
+            rules.add(_rule_rows(str(root), data_set.rules))
+            for other in data_set.files:
+                rules.add(_rule_rows(other.path, other.rules))
+                verdicts[other.verdict] += 1
+                report.add([_of_verdict(other, 0)])
+            verdicts[verdict_of(data_set.rules, with_keys=True)] += 1
+        report.add(replace(other, outcome=Verdict.INCOMPLETE.value) for other in others)
+        verdict = Verdict.CONFORMS if found else Verdict.INCOMPLETE
+        for worse in (Verdict.INCOMPLETE, Verdict.VIOLATED):
+            verdict = worse if verdicts[worse] else verdict
+    return VerificationReport(**vars(report.finished()), packed_rules=rules.packed(), verdict=verdict)
+
+
+@dataclass(frozen=True)
+class _Verification:
+    """How tasks verify a file. The key makes fingerprints of DEKs that can be compared within the job alone."""
+
+    table_name: str | None
+    aad_prefix: str | bytes | None
+    fingerprint_key: bytes
+
+    def of(self, worker: Worker, location: FileLocation) -> tuple[FileReport, FileFacts]:
+        use_fingerprint_key(self.fingerprint_key)
+        # One for each file: the answers of all would pile up. KEKs stay in the cache of the service.
+        return verification.MemberVerifier(worker.keys, self.table_name, self.aad_prefix)(location, threads=1)
+
+
+def _verify(worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification) -> Outcome:
+    """Verify a file; the outcome has what the rules about the data set need, without nonces."""
+    report, facts = how.of(worker, location)
+    fingerprints: _Fingerprints = {}
+    if (ledger := facts.nonces) is not None:
+        fingerprints = {key: ledger.invocations(key) for key in ledger.fingerprints}
+    rules = list(_rule_rows(report.path, report.rules))
+    found = _Found(file.name, report.verdict, replace(facts, nonces=None), fingerprints, rules)
+    return replace(_of_verdict(report, file.size_bytes), other=found)
+
+
+def _read_nonces(
+    worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification, shared: frozenset[bytes]
+) -> Outcome:
+    """Read the nonces of a file that shares DEKs with others."""
+    report, facts = how.of(worker, location)
+    nonces: _Nonces = {}
+    if (ledger := facts.nonces) is not None:
+        nonces = {key: list(ledger.nonces(key)) for key in shared.intersection(ledger.fingerprints)}
+    return replace(_of_verdict(report, file.size_bytes), other=nonces)
+
+
+def _shared_nonces(job: Job, how: _Verification, found: list[_Found], files: list[NamedFile]) -> SharedNonces:
+    """Return the nonces of files that share a DEK; as a rule there are none, and no second pass is needed."""
+    users = Counter(fingerprint for file in found for fingerprint in file.fingerprints)
+    shared = frozenset(fingerprint for fingerprint, number in users.items() if number > 1)
+    names = {file.name for file in found if not shared.isdisjoint(file.fingerprints)}
+    again = [file for file in files if file.name in names]
+    read = partial(_read_nonces, how=how, shared=shared)
+    nonces: dict[str, _Nonces] = {
+        file.name: outcome.other or {}
+        for file, outcome in job.map_files("compare nonces of files that share a DEK", read, again)
+    }
+    collected = SharedNonces()
+    for file in found:
+        ledger = _CarriedLedger(file.fingerprints, nonces.get(file.name, {}))
+        collected.add_file(file.name, cast(NonceLedger, ledger))
+    return collected
+
+
+class _CarriedLedger:
+    """What `SharedNonces` asks of a ledger, as it came from a task."""
+
+    def __init__(self, fingerprints: _Fingerprints, nonces: _Nonces) -> None:
+        self._invocations = fingerprints
+        self._nonces = nonces
+
+    @property
+    def fingerprints(self) -> tuple[bytes, ...]:
+        return tuple(self._invocations)
+
+    def invocations(self, fingerprint: bytes) -> Invocations:
+        return self._invocations[fingerprint]
+
+    def nonces(self, fingerprint: bytes) -> Iterator[tuple[bytes, bytes]]:
+        return iter(self._nonces.get(fingerprint, ()))
+
+
+def _of_verdict(report: FileReport, size_bytes: int) -> Outcome:
+    detail = "; ".join(f"{user}: {reason}" for user, reason in report.denied.items())
+    return Outcome(report.path, report.verdict.value, detail or None, bytes=size_bytes)
+
+
+def _rule_rows(path: str, results: Sequence[RuleResult]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each rule, or one for each finding and for each reason why it could not be checked."""
+    for result in results:
+        about = {
+            "file": path,
+            "rule": result.rule.id,
+            "severity": result.rule.severity.value,
+            "outcome": result.outcome.value,
+        }
+        for finding in result.findings:
+            yield about | {"message": finding.message, "place": finding.where or None, "offset": finding.offset}
+        for reason in result.reasons:
+            yield about | {"outcome": "not checked", "message": reason}
+        if not result.findings and not result.reasons:
+            yield about
