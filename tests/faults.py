@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError
 from parquet_keytools.kms.client import MasterKeyDescription, SingleKeyKmsClient, UnwrapRequest, WrapRequest
@@ -121,23 +120,20 @@ class FaultyKms(SingleKeyKmsClient):
         return self.failure
 
 
-_DYING = """\
-import sys
-from multiprocessing.connection import Connection
-connection = Connection(int(sys.argv[2]))
-connection.recv()
-connection.recv_bytes()
-connection.send(("ready",))
-connection.recv()
-"""
+def let_a_worker_die_at_work() -> threading.Thread:
+    """Kill the first worker process that this process starts, as soon as it is there; return the thread that does.
 
+    It has answered nothing by then: a process takes longer to start than a look at it.
+    """
 
-def let_workers_die_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each worker process end with its first call, of which it says nothing."""
-    start = subprocess.Popen
+    def kill() -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            for child in multiprocessing.active_children():
+                child.kill()
+                return
+            time.sleep(0.001)
 
-    def dying(command: list[str], **options: Any) -> Any:
-        program = command.index("-c") + 1
-        return start([*command[:program], _DYING, *command[program + 1 :]], **options)
-
-    monkeypatch.setattr(subprocess, "Popen", dying)
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread

@@ -141,15 +141,7 @@ class SparkJobFailedError(KeytoolsError):
 
 
 class WorkerProcessEndedError(KeytoolsError):
-    """A worker process ended before it reported a result: it was killed, or ran out of memory.
-
-    Attributes:
-        has_begun: Whether the process may have done some or all of this work. False if it had not begun.
-    """
-
-    def __init__(self, message: str, *, has_begun: bool, hint: str = "") -> None:
-        super().__init__(message, hint=hint)
-        self.has_begun = has_begun
+    """A worker process of the command line was killed before it reported a result, or cannot be started."""
 
 
 def without_frames(error: E) -> E:

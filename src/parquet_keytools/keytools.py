@@ -908,7 +908,6 @@ class Keytools(Summarised):
         part_count: int | None = None,
         filesystem: Any = None,
         on_progress: Callable[[FileReport], None] | None = None,
-        processes: int | None = 1,
     ) -> DataSetReport:
         """Check each file of a folder as `verify_file` does, and the folder as one data set.
 
@@ -919,13 +918,8 @@ class Keytools(Summarised):
             part_count: The number of parts that there must be, numbered from 0; None if it is not known.
             filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the report of each file.
-            processes: Number of processes that share the small files; None chooses it. More than one requires a
-                `Keytools` that can be pickled, and files that other processes can open; otherwise this process
-                does all the work.
 
         Raises:
-            ValueError: `processes` is less than 1.
-            WorkerProcessEndedError: A worker process was killed.
             OSError: The folder cannot be read.
         """
         location = FileLocation.resolve(folder, filesystem)
@@ -936,7 +930,6 @@ class Keytools(Summarised):
             aad_prefix,
             part_count=part_count,
             on_progress=on_progress,
-            processes=processes,
         )
 
     # --- rotation of keys ---
@@ -1026,7 +1019,6 @@ class Keytools(Summarised):
         keep_results: bool = True,
         on_file: OnFile | None = None,
         on_progress: conversion.Progress | None = None,
-        processes: int | None = 1,
         follow_links: bool = False,
     ) -> RotationReport:
         """Encrypt a file, or all files under a folder, with new data keys, in place.
@@ -1047,14 +1039,10 @@ class Keytools(Summarised):
             keep_results: Whether the report lists all files, or only failed ones.
             on_file: Called with the outcome of each file.
             on_progress: Called with the number of bytes after each write, from any thread.
-            processes: Number of processes that share the small files; None chooses it. More than one requires a
-                `Keytools` that can be pickled, and files that other processes can open; otherwise this process
-                does all the work.
             follow_links: Whether to change files outside `path` that links lead to. If not, the report lists each
                 of them as failed.
 
         Raises:
-            ValueError: `processes` is less than 1.
             FileNotFoundError: The file or folder does not exist.
             ConfigurationError: The table does not exist.
             KeytoolsError: The file failed. For a folder, the report lists files that failed.
@@ -1071,7 +1059,6 @@ class Keytools(Summarised):
             keep_results=keep_results,
             on_file=on_file,
             on_progress=on_progress,
-            processes=processes,
             follow_links=follow_links,
         )
         return rekeying.rekey_data_set(

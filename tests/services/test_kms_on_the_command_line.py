@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.server
 import json
 import re
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +17,6 @@ from typer.testing import CliRunner
 
 from parquet_keytools import Keytools, cli
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.runtime import presentation
 from parquet_keytools.secret_bytes import SecretBytes
 
 TABLE = pa.table({"a": [1, 2, 3]})
@@ -73,54 +70,6 @@ COMMANDS = {
 def called(command: str, folder: Path, config: Path) -> Any:
     places = {"CONFIG": config, "DATA": folder, "FILE": folder / "a.parquet", "NEW": folder.parent / "new"}
     return run(*(places.get(word, word) for word in COMMANDS[command]))
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_says_what_it_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    folder = folder_of(tmp_path, "vault")
-    monkeypatch.setattr(presentation, "SAID_AFTER_SECONDS", 0.05)
-    monkeypatch.setattr(presentation, "_LOOK_SECONDS", 0.02)
-    said = threading.Event()
-    saying = cli.saying_what_is_waited_for
-
-    def saying_so(say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
-        def say_so(line: str) -> None:
-            say(line)
-            said.set()
-
-        return saying(say_so)
-
-    monkeypatch.setattr(cli, "saying_what_is_waited_for", saying_so)
-
-    def hang_up() -> None:
-        """Let everybody wait until what is waited for was said."""
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = silent.accept()
-                said.wait(60)
-                connection.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        thread = threading.Thread(target=hang_up)
-        thread.start()
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        kms = {"type": "vault", "url": url, "token": "t", "max_tries": 1, "call_timeout_seconds": 60}
-        done = called(command, folder, config_of(tmp_path, kms))
-        silent.shutdown(socket.SHUT_RDWR)
-        thread.join()
-    assert done.exit_code != 0 or command in ("inspect", "keys")
-    assert done.stderr.count(f"Waiting for the KMS (vault) at {url} ...") == 1
-    assert "Waiting" not in done.stdout
-
-
-def test_nothing_is_said_of_what_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    said: list[str] = []
-    with presentation.saying_what_is_waited_for(said.append), presentation.waiting_for("nothing long"):
-        pass
-    assert said == []
-    assert presentation.waited_for(0) == []
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):

@@ -21,7 +21,6 @@ from parquet_keytools.errors import (
     TableMismatchError,
     UnsupportedByArrowError,
     UnsupportedBySparkError,
-    WorkerProcessEndedError,
 )
 
 CLASSES = [
@@ -58,8 +57,6 @@ def example(cls: type[KeytoolsError]) -> KeytoolsError:
         return cls(["a.b", "c"], [cause, cause], hint="Do that.")
     if issubclass(cls, ReusedKeysError):
         return cls("b.parquet", "a.parquet", hint="Do that.")
-    if issubclass(cls, WorkerProcessEndedError):
-        return cls("wrong", has_begun=True, hint="Do that.")
     return cls("wrong", hint="Do that.")
 
 

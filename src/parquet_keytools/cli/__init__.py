@@ -21,7 +21,6 @@ from typer.core import TyperGroup
 from parquet_keytools import __version__
 from parquet_keytools.cli import check, convert, iceberg, keys, keystore, rotate, serve, spark
 from parquet_keytools.cli.output import ExitStatus, error_text, say, status_of
-from parquet_keytools.runtime.presentation import saying_what_is_waited_for
 
 
 class CommandGroup(TyperGroup):
@@ -37,7 +36,7 @@ class CommandGroup(TyperGroup):
 
     def _invoke(self, ctx: Any) -> Any:
         try:
-            with _warnings_on_stderr(), _interrupted_by_sigterm(), saying_what_is_waited_for(say):
+            with _warnings_on_stderr(), _interrupted_by_signals():
                 result = super().invoke(ctx)
             sys.stdout.flush()
             return result
@@ -66,19 +65,26 @@ class TerminatedError(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    def raise_terminated(*_: object) -> None:
-        raise TerminatedError
+def _interrupted_by_signals() -> Iterator[None]:
+    """Raise an exception when a signal is to end this process; the same signal again ends it at once."""
+
+    def interrupt(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise TerminatedError if number == signal.SIGTERM else KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = signal.signal(signal.SIGTERM, raise_terminated)
+    former = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
+    # Not where it is ignored, as in background jobs of a shell.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        former[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        # None is a handler that is not of Python.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if former is None else former)
+        for number, handler in former.items():
+            # None is a handler that is not of Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager

@@ -241,6 +241,7 @@ def verify_command(
     from parquet_keytools.conformance import verification
     from parquet_keytools.conformance.report import data_set_document, file_document
     from parquet_keytools.keytools import Keytools
+    from parquet_keytools.runtime.worker_processes import command_line_processes
 
     if table is not None and config is None:
         raise typer.BadParameter("--table needs --config.")
@@ -260,13 +261,12 @@ def verify_command(
             verify_folder = partial(keytools.verify_folder, table_name=table)
             verify_file = partial(keytools.verify_file, table_name=table)
         if kind == "Directory":
-            with file_counter() as count:
+            with file_counter() as count, command_line_processes(processes):
                 data_set = verify_folder(
                     location,
                     aad_prefix=aad_prefix,
                     part_count=parts,
                     on_progress=count,
-                    processes=processes,
                 )
             print_json(data_set_document(data_set)) if as_json else say_data_set(data_set)
             conforms = data_set.conforms

@@ -188,6 +188,7 @@ def rekey_command(
         raise typer.BadParameter("this goes with --in-place only.", param_hint=option)
 
     from parquet_keytools.cli.file_work import convert_files, open_keytools
+    from parquet_keytools.runtime.worker_processes import command_line_processes
 
     with contextlib.ExitStack() as stack:
         keytools = stack.enter_context(open_keytools(config))
@@ -200,10 +201,10 @@ def rekey_command(
                 "new_keytools": stack.enter_context(open_keytools(to_config)) if to_config is not None else None,
                 "aad_prefix": aad_prefix,
                 "verify": verify is not False,
-                "processes": processes,
                 "follow_links": follow_links,
             }
-            _in_place(keytools, source, options, as_json=as_json)
+            with command_line_processes(processes):
+                _in_place(keytools, source, options, as_json=as_json)
             return
         assert target is not None
         if to_config is not None:

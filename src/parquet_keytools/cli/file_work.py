@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,8 +42,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.files.conversion import FileResult
 from parquet_keytools.files.file_plan import FilePlan, PlannedFile, plan_files
 from parquet_keytools.keytools import Keytools
-from parquet_keytools.runtime.worker_processes import WorkerProcesses
-from parquet_keytools.runtime.working_threads import in_threads
+from parquet_keytools.runtime.worker_processes import FileWorkers, command_line_processes
 from parquet_keytools.storage.failures import storage_failure
 from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation
 from parquet_keytools.storage.printable import printable
@@ -56,6 +54,10 @@ _SMALL_BYTES = 4 << 20
 """Larger files are written by several threads each."""
 
 _SMALL_FILES_AT_A_TIME = 4
+
+
+_Numbered = tuple[int, PlannedFile]
+"""A file, and its place in the plan."""
 
 
 class Convert(Protocol):
@@ -158,10 +160,11 @@ def convert_files(
     plan = plan_files(locations_of(sources, "SRC"), location_of(target, "DST"), overwrite=may_be_there)
     check(plan.paths_in_folder)
     with progress_bar(plan.size_bytes) as progress:
-        work = _Work(plan, convert, progress, overwrite=overwrite, processes=processes)
+        work = _Work(plan, convert, progress, overwrite=overwrite)
         try:
-            work.run()
-        except KeyboardInterrupt:
+            with command_line_processes(processes):
+                work.run()
+        except (KeyboardInterrupt, WorkerProcessEndedError):
             if plan.source_is_folder:
                 say(
                     f"{len(work.results):,} of {number_of(len(plan.files), 'file')} were {participle} before "
@@ -178,14 +181,11 @@ def convert_files(
 class _Work:
     """The conversion of the files of a plan: small ones several at a time, for they mostly wait for the disk."""
 
-    def __init__(
-        self, plan: FilePlan, convert: Convert, progress: ByteProgress, *, overwrite: bool, processes: int | None
-    ) -> None:
+    def __init__(self, plan: FilePlan, convert: Convert, progress: ByteProgress, *, overwrite: bool) -> None:
         self.plan = plan
         self._progress = progress
         first = plan.files[0] if plan.files else None
-        are_for_all = first is None or (first.source.is_for_all_processes and first.target.is_for_all_processes)
-        self._processes = processes if are_for_all else 1
+        self._visible = first is None or (first.source.is_for_all_processes and first.target.is_for_all_processes)
         # All files of a plan lie on one file system, and so do their targets.
         self._convert = partial(
             convert,
@@ -195,8 +195,7 @@ class _Work:
         )
         self._outcomes: dict[int, FileResult | Failure] = {}
         self._done_bytes = 0
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self._is_stopped = False
 
     @property
     def results(self) -> list[FileResult]:
@@ -221,62 +220,72 @@ class _Work:
 
         Raises:
             KeytoolsError: The one file failed, or the configuration fits none.
+            WorkerProcessEndedError: A worker process was killed.
         """
         convert = partial(self._convert, on_progress=self._progress.advance)
         numbered = list(enumerate(self.plan.files))
         small = sum(file.size_bytes <= _SMALL_BYTES for _, file in numbered[1:])
-        # How far a small file is matters to nobody.
-        convert_small = partial(self._convert, on_progress=None)
-        with WorkerProcesses(convert_small, small, self._processes, _SMALL_FILES_AT_A_TIME) as workers:
+        # No progress within small files.
+        convert_small = partial(_converted, partial(self._convert, on_progress=None), self.plan.source_is_folder)
+        with FileWorkers(convert_small, small, _SMALL_FILES_AT_A_TIME, visible=self._visible) as workers:
             # The first alone: for a mistake in the configuration all would fail.
-            for first in numbered[:1]:
-                self._one(convert, first)
+            self._one_by_one(convert, numbered[:1])
             for is_small, files in groupby(numbered[1:], key=lambda entry: entry[1].size_bytes <= _SMALL_BYTES):
                 if not is_small:
                     # In this thread, which Ctrl-C interrupts at once; a pool would first finish the file.
-                    for file in files:
-                        self._one(convert, file)
+                    self._one_by_one(convert, files)
                     continue
-                # A second Ctrl-C does not wait for files that were begun: they may wait for a KMS.
-                one, at_a_time = partial(self._one, workers), workers.calls_at_a_time
-                in_threads(one, list(files), at_a_time, give_up=workers.hang_up)
+                for (number, file), outcome in workers.outcomes(self._left(files)):
+                    self._take(number, file, outcome)
 
-    def _one(self, convert: Callable[[str, str], FileResult], numbered: tuple[int, PlannedFile]) -> None:
-        """Convert a file, unless the others were given up."""
-        number, file = numbered
-        if self._stopped.is_set():
-            return
-        outcome = self._outcome(convert, file)
-        if outcome is not None:
-            with self._lock:
-                self._outcomes[number] = outcome
-                self._done_bytes += file.size_bytes
-                self._progress.move_to(self._done_bytes)
+    def _left(self, files: Iterable[_Numbered]) -> Iterator[_Numbered]:
+        """Yield files until they are given up."""
+        return takewhile(lambda _: not self._is_stopped, files)
 
-    def _outcome(
-        self, convert: Callable[[str, str], FileResult], file: PlannedFile
-    ) -> FileResult | Failure | None:
-        try:
-            if self.plan.source_is_folder:
-                _create_folder_of(file.target)
-            return convert(file.source.path, file.target.path)
-        except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
-            if not self.plan.source_is_folder:
-                raise
-            if isinstance(error, ConfigurationError | KmsConfigurationError) and not self._outcomes:
-                say(f"Stopped at the first of {number_of(len(self.plan.files), 'file')}, {file.source}.")
-                raise
-            if isinstance(error, WorkerProcessEndedError):
-                self._stopped.set()
-                return Failure(file, error) if error.has_begun else None
-            if storage_failure(error, file.target) is not None:
-                # The others would fare no better; those that are under way say the same, and count as not started.
-                with self._lock:
-                    is_first = not self._stopped.is_set()
-                    self._stopped.set()
-                if not is_first:
-                    return None
-            return Failure(file, error)
+    def _one_by_one(self, convert: Callable[[str, str], FileResult], files: Iterable[_Numbered]) -> None:
+        for number, file in self._left(files):
+            try:
+                outcome: FileResult | Exception = _converted(convert, self.plan.source_is_folder, (number, file))
+            except Exception as error:
+                outcome = error
+            self._take(number, file, outcome)
+
+    def _take(self, number: int, file: PlannedFile, outcome: FileResult | Exception) -> None:
+        """Take what became of a file; what stops all others is said by each that is under way, and kept once."""
+        kept = self._failure(file, outcome) if isinstance(outcome, Exception) else outcome
+        if kept is not None:
+            self._outcomes[number] = kept
+            self._done_bytes += file.size_bytes
+            self._progress.move_to(self._done_bytes)
+
+    def _failure(self, file: PlannedFile, error: Exception) -> Failure | None:
+        """Return a failure, or None where the file counts as not started.
+
+        Raises:
+            Exception: It is the one file, or the others would fail, too.
+        """
+        is_expected = isinstance(error, KeytoolsError | OSError | UnicodeEncodeError | pa.ArrowException)
+        if not (is_expected and self.plan.source_is_folder):
+            raise error
+        if isinstance(error, ConfigurationError | KmsConfigurationError) and not self._outcomes:
+            say(f"Stopped at the first of {number_of(len(self.plan.files), 'file')}, {file.source}.")
+            raise error
+        if storage_failure(error, file.target) is not None:
+            # The others would fare no better.
+            if self._is_stopped:
+                return None
+            self._is_stopped = True
+        return Failure(file, error)
+
+
+def _converted(
+    convert: Callable[[str, str], FileResult], source_is_folder: bool, numbered: _Numbered
+) -> FileResult:
+    """Convert a file; also called in worker processes."""
+    _, file = numbered
+    if source_is_folder:
+        _create_folder_of(file.target)
+    return convert(file.source.path, file.target.path)
 
 
 def _create_folder_of(file: FileLocation) -> None:

@@ -332,7 +332,7 @@ class KeysTally:
                     "master_key_id": key.master_key_id,
                     "version": key.version,
                     "needed_by": need.needed_by,
-                    "cannot_be_told": need.uncertain,
+                    "unknown": need.uncertain,
                 }
                 for key, need in self._needs.items()
             ],

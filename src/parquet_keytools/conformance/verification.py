@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextvars
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -24,13 +22,13 @@ from parquet_keytools.conformance.nonce_ledger import SharedNonces
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
 from parquet_keytools.encryption.protection import Envelope, FooterMode
-from parquet_keytools.errors import KeytoolsError, ParquetFormatError, WorkerProcessEndedError
+from parquet_keytools.errors import KeytoolsError, ParquetFormatError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
-from parquet_keytools.runtime.worker_processes import WorkerProcesses, check_number_of_processes
+from parquet_keytools.runtime.worker_processes import FileWorkers
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import escaped_path
@@ -102,17 +100,15 @@ def verify_folder(
     *,
     part_count: int | None = None,
     on_progress: Progress | None = None,
-    processes: int | None = 1,
 ) -> DataSetReport:
     """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`."""
-    check_number_of_processes(processes)
     found = sorted(data_set(folder, into_passed_over=True), key=lambda entry: entry.location.path)
     reports: list[FileReport] = []
     members: list[Member] = []
     nonces = SharedNonces()
     files = [entry for entry in found if isinstance(entry, ParquetFile)]
     verify = MemberVerifier(keys, table_name, aad_prefix)
-    for location, (report, facts) in _verified(files, verify, processes if folder.is_for_all_processes else 1):
+    for location, (report, facts) in _verified(files, verify, visible=folder.is_for_all_processes):
         reports.append(report)
         name = _name_in(folder, location)
         if facts.nonces is not None:
@@ -192,7 +188,7 @@ def _verifier_in_worker(
 
 
 def _verified(
-    files: Sequence[ParquetFile], verify: MemberVerifier, processes: int | None
+    files: Sequence[ParquetFile], verify: MemberVerifier, *, visible: bool
 ) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts]]]:
     """Yield the files, in their order, with what `verify` says of them; small ones are verified ahead.
 
@@ -200,41 +196,20 @@ def _verified(
     wait for a disk or a store together.
     """
     small = sum(file.size_bytes <= _SMALL_BYTES for file in files[1:])
-    with (
-        WorkerProcesses(verify, small, processes, _SMALL_FILES_AT_A_TIME) as verify_small,
-        ThreadPoolExecutor(verify_small.calls_at_a_time, thread_name_prefix="parquet-keytools-verify") as pool,
-    ):
-        waiting: deque[tuple[FileLocation, Future[tuple[FileReport, FileFacts]]]] = deque()
-        try:
-            for number, file in enumerate(files):
-                location = file.location
-                # The first alone: it finds what is wrong with the configuration, and fetches shared keys.
-                if number == 0 or file.size_bytes > _SMALL_BYTES:
-                    yield from _results(waiting, 0)
-                    yield location, verify(location)
-                    continue
-                context = contextvars.copy_context()
-                waiting.append((location, pool.submit(context.run, partial(verify_small, location, threads=1))))
-                yield from _results(waiting, verify_small.calls_at_a_time)
-            yield from _results(waiting, 0)
-        finally:
-            for _, future in waiting:
-                future.cancel()
-
-
-def _results(
-    waiting: deque[tuple[FileLocation, Future[tuple[FileReport, FileFacts]]]], left: int
-) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts]]]:
-    while len(waiting) > left:
-        location, future = waiting.popleft()
-        try:
-            result = future.result()
-        except WorkerProcessEndedError as error:
-            # It does not say what it was doing.
-            raise WorkerProcessEndedError(
-                f"{location}: {error.args[0]}", has_begun=error.has_begun, hint=error.hint
-            ) from None
-        yield location, result
+    one_thread_each = partial(verify, threads=1)
+    with FileWorkers(one_thread_each, small, _SMALL_FILES_AT_A_TIME, visible=visible) as workers:
+        # The first alone: it finds what is wrong with the configuration, and fetches shared keys.
+        for is_small, group in groupby(
+            files, lambda file: file is not files[0] and file.size_bytes <= _SMALL_BYTES
+        ):
+            locations = (file.location for file in group)
+            if not is_small:
+                yield from ((location, verify(location)) for location in locations)
+                continue
+            for location, outcome in workers.outcomes(locations):
+                if isinstance(outcome, Exception):
+                    raise outcome
+                yield location, outcome
 
 
 def folder_report(

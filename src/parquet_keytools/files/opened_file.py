@@ -12,8 +12,7 @@ import contextlib
 import hashlib
 import secrets
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import levels_inside
-from parquet_keytools.runtime.worker_processes import StaysInParent
+from parquet_keytools.runtime.worker_processes import shared_with_workers
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import ends_with, open_source
@@ -274,24 +273,29 @@ MOST_REMEMBERED = 100_000
 REMEDY = "Remove copies, and give the others keys of their own: `parquet-keytools rekey FOLDER --in-place`."
 
 
-class KnownFiles(StaysInParent):
+class KnownFiles:
     """Digest of data key and file unique -> the file that has them; of all worker processes together."""
 
-    def __init__(self) -> None:
-        self._files: OrderedDict[bytes, FileLocation] = OrderedDict()
+    def __init__(self, files: MutableMapping[bytes, FileLocation] | None = None) -> None:
+        self._files = {} if files is None else files
         self._lock = ForkSafeLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        shared = shared_with_workers(self._files)
+        if shared is not None:
+            self._files = shared
         # Another program has opened other files.
-        return KnownFiles, ()
+        return KnownFiles, () if shared is None else (shared,)
 
-    def remember(self, digest: bytes, location: FileLocation, *, first_stays: bool) -> FileLocation | None:
-        """Remember a file; return the one that was remembered with this digest before."""
+    def remember(self, digest: bytes, location: FileLocation, *, first_stays: bool) -> FileLocation:
+        """Remember a file; return the file that is remembered with this digest: another one, or this one."""
         with self._lock:
-            found = self._files.pop(digest, None)
-            self._files[digest] = found if found is not None and first_stays else location
-            if len(self._files) > MOST_REMEMBERED:
-                self._files.popitem(last=False)
+            # One step, also where worker processes do it at the same time.
+            found = self._files.setdefault(digest, location)
+            if not first_stays and found != location:
+                self._files[digest] = location
+            if isinstance(self._files, dict) and len(self._files) > MOST_REMEMBERED:
+                del self._files[next(iter(self._files))]
         return found
 
     def forget(self, digest: bytes) -> None:
@@ -361,7 +365,7 @@ class FileIdentities:
         # Who is refused once is refused again when it is opened again: the first file is the one that stays.
         digest = self._digest(footer_dek, file_unique)
         found = self._known.remember(digest, location, first_stays=self._refuses)
-        return None if found is None or found == location or found.is_same_file(location) else found
+        return None if found == location or found.is_same_file(location) else found
 
     def forget(self, footer_dek: SecretBytes, file_unique: bytes) -> None:
         """Forget the file that is remembered with this data key and file unique."""

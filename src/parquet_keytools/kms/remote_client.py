@@ -33,7 +33,6 @@ from parquet_keytools.kms.client import KmsClient, outcome_name
 from parquet_keytools.kms.contract import RemoteKmsSettings
 from parquet_keytools.kms.transport import connection_failure
 from parquet_keytools.runtime.fork_safety import ForkSafeLock, PerProcess, SharedWork
-from parquet_keytools.runtime.presentation import waiting_for
 
 __all__ = ["RemoteKmsClient", "RemoteKmsSettings", "RemoteOperation", "Time"]
 
@@ -183,9 +182,8 @@ class RemoteOperation:
         server = client._server()
         about = {"backend": client.backend, "operation": self.name}
         key = {"master_key_id": master_key_id} if client.telemetry_key_ids and master_key_id is not None else {}
-        what = f"the KMS ({client.backend})" + (f" at {server}" if server else "")
         started = self._time.clock()
-        with telemetry.Span("kms.call", about | key) as span, waiting_for(what):
+        with telemetry.Span("kms.call", about | key) as span:
             outcome = self._attempts(master_key_id, send, span)
             about = about | {"outcome": outcome_name(outcome)}
             if isinstance(outcome, KmsError):

@@ -6,13 +6,11 @@ Small files are changed several at a time, by several processes, each as the one
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from parquet_keytools import audit
@@ -26,7 +24,12 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.tail import changed_while_rotated
-from parquet_keytools.runtime.worker_processes import FILES_PER_PROCESS, MOST_PROCESSES, WorkerProcesses
+from parquet_keytools.runtime.worker_processes import (
+    FILES_PER_PROCESS,
+    MOST_PROCESSES,
+    FileWorkers,
+    may_start_processes,
+)
 from parquet_keytools.storage.failures import naming_left_behind, storage_failure, warn_left_behind
 from parquet_keytools.storage.locations import FileLocation, folder_path, real_location
 from parquet_keytools.storage.locks import exclusive_folder
@@ -144,88 +147,53 @@ class _SmallFileChange:
 
 
 class EachFile(FileChange):
-    """Changes files one after the other, or small ones by several processes, where that is wanted and pays.
+    """Changes files one after the other, or small ones by worker processes, where that is wanted and pays."""
 
-    Args:
-        change: Is pickled for each process.
-        processes: How many processes do it to small files; None takes as many as pay.
-    """
-
-    def __init__(self, change: ChangeFile, processes: int | None = 1) -> None:
+    def __init__(self, change: ChangeFile) -> None:
         self._change = change
-        self.processes = processes
         self._end: KeytoolsError | None = None
-        self._workers: WorkerProcesses[[FileLocation], _Found] | None = None
-        self._pool: Executor | None = None
+        self._workers: FileWorkers[FileLocation, _Found] | None = None
 
     @contextlib.contextmanager
     def spread(self, files: int) -> Iterator[None]:
-        """Have several processes work within the block, if so many small files are worth it.
-
-        Args:
-            files: How many there are; of very many, those that were counted.
-        """
-        change = _SmallFileChange(self._change)
-        with (
-            WorkerProcesses(change, files, self.processes, FILES_AT_A_TIME) as workers,
-            ThreadPoolExecutor(workers.calls_at_a_time, thread_name_prefix="parquet-keytools-files") as pool,
-        ):
-            if workers.are_others:
-                self._workers, self._pool = workers, pool
+        """Have worker processes work within the block, if this number of small files is worth it."""
+        with FileWorkers(_SmallFileChange(self._change), files, FILES_AT_A_TIME) as workers:
+            self._workers = workers if workers.processes > 1 else None
             yield
 
     def change(
         self, pool: Executor, locations: Iterator[FileLocation], locked_folder: str | None
     ) -> Iterator[tuple[FileLocation, FileOutcome]]:
         """Change the next file, or the next small ones together."""
-        if self._workers is None or self._pool is None or locked_folder is not None:
+        if self._workers is None or locked_folder is not None:
             for location in itertools.islice(locations, 1):
                 outcome = changed_file(self._change, location, locked_folder)
                 if isinstance(outcome, FileRotation) and isinstance(outcome.error, KmsUnavailableError):
                     self._end = outcome.error
                 yield location, outcome
             return
-        waiting: deque[tuple[FileLocation, Future[FileOutcome | None]]] = deque()
+        # What is at an end gets no other file.
+        small = itertools.takewhile(lambda _: self._end is None, itertools.islice(locations, _FILES_PER_TURN))
         try:
-            for location in itertools.islice(locations, _FILES_PER_TURN):
-                # Before it is begun: what is at an end gets no other one.
-                yield from self._results(waiting, self._workers.calls_at_a_time - 1)
-                if self._end is not None:
-                    break
-                context = contextvars.copy_context()
-                waiting.append((location, self._pool.submit(context.run, self._changed_elsewhere, location)))
-            yield from self._results(waiting, 0)
-        finally:
-            for _, future in waiting:
-                future.cancel()
+            for location, found in self._workers.outcomes(small):
+                result = self._result(location, found)
+                if result is not None:
+                    yield location, result
+        except WorkerProcessEndedError as error:
+            self._end = WorkerProcessEndedError(error.args[0], hint=_AGAIN)
 
     def take_end(self) -> KeytoolsError | None:
         """Return why the files that are left would fare no better: the KMS does not answer, or a process ended."""
         error, self._end = self._end, None
         return error
 
-    def _changed_elsewhere(self, location: FileLocation) -> FileOutcome | None:
-        assert self._workers is not None
-        outcome, left_behind = self._workers(location)
+    def _result(self, location: FileLocation, found: _Found | Exception) -> FileOutcome | None:
+        """Return what became of a file; None where it counts as not processed, for another one ended the run."""
+        if isinstance(found, Exception):
+            raise found
+        outcome, left_behind = found
         for text in left_behind:
             warn_left_behind(_log, text, is_logged=False)
-        return outcome
-
-    def _results(
-        self, waiting: deque[tuple[FileLocation, Future[FileOutcome | None]]], left: int
-    ) -> Iterator[tuple[FileLocation, FileOutcome]]:
-        while len(waiting) > left:
-            location, future = waiting.popleft()
-            outcome = self._result(location, future)
-            if outcome is not None:
-                yield location, outcome
-
-    def _result(self, location: FileLocation, future: Future[FileOutcome | None]) -> FileOutcome | None:
-        """Return what became of a file; None where it counts as not processed, for another one ended the run."""
-        try:
-            outcome = future.result()
-        except WorkerProcessEndedError as error:
-            return self._of_ended_process(location, error)
         if outcome is None:
             if self._end is not None:
                 return None
@@ -239,16 +207,6 @@ class EachFile(FileChange):
                 return None
             self._end = self._end or end
         return outcome
-
-    def _of_ended_process(self, location: FileLocation, error: WorkerProcessEndedError) -> FileOutcome | None:
-        if self._end is None:
-            self._end = WorkerProcessEndedError(
-                "a worker process ended, and no more files were begun.", has_begun=False, hint=_AGAIN
-            )
-        if not error.has_begun:
-            return None
-        text = f"{location}: {error.args[0]} The file is whole, as it was or changed."
-        return FileRotation.failed(str(location), WorkerProcessEndedError(text, has_begun=True, hint=_AGAIN))
 
 
 def outcome_of(location: FileLocation, error: KeytoolsError | OSError) -> FileOutcome:
@@ -314,7 +272,7 @@ def change_data_set(path: FileLocation, change: FileChange, report: RotationRepo
 
     with audit.about(path), naming_left_behind(report.note_left_behind), contextlib.ExitStack() as stack:
         entries = _entries(data_set_in_place(path, follow_links=options.follow_links), note)
-        if isinstance(change, EachFile) and change.processes != 1:
+        if isinstance(change, EachFile) and path.is_for_all_processes and may_start_processes():
             first = list(itertools.islice(entries, MOST_PROCESSES * FILES_PER_PROCESS))
             entries = itertools.chain(first, entries)
             small = sum(isinstance(entry, ParquetFile) and entry.size_bytes <= SMALL_BYTES for entry in first)
@@ -322,7 +280,7 @@ def change_data_set(path: FileLocation, change: FileChange, report: RotationRepo
         locations = _files_of(entries, lambda unseen: note(FileRotation.of_unseen(unseen)))
         if not report.dry_run:
             locations = without_leftovers(locations)
-        # Closed at once if this ends early: what was begun is finished then.
+        # Closed at once if this ends early: files that were begun are finished then.
         results = stack.enter_context(contextlib.closing(_Run(change, report).results(locations)))
         for result in results:
             note(result)

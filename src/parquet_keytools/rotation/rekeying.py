@@ -30,7 +30,6 @@ from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.rotation.data_set_run import EachFile, OnFile, RunOptions, change_data_set
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.tail import REFUSED_HINT, check_unchanged, proving, read_tail
-from parquet_keytools.runtime.worker_processes import StaysInParent, check_number_of_processes
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
@@ -98,18 +97,7 @@ class RekeyRequest:
     keep_results: bool = True
     on_file: OnFile | None = None
     on_progress: Callable[[int], None] | None = None
-    processes: int | None = 1
     follow_links: bool = False
-
-
-class _Progress(StaysInParent):
-    """Takes progress of all processes."""
-
-    def __init__(self, on_progress: Callable[[int], None]) -> None:
-        self._on_progress = on_progress
-
-    def advance(self, count: int) -> None:
-        self._on_progress(count)
 
 
 def rekey_data_set(
@@ -121,9 +109,7 @@ def rekey_data_set(
         FileNotFoundError: There is no such file or folder.
         ConfigurationError: There is no such table, or several to choose from.
         KeytoolsError: The one file failed; failures of a folder's files are in the report.
-        ValueError: `processes` is not a number of processes.
     """
-    check_number_of_processes(request.processes)
     is_folder = not file_or_folder(path).is_file
     keys.configuration.table_of_files(request.table_name)
     new_keys.configuration.select_table(request.new_table_name)
@@ -138,8 +124,7 @@ def rekey_data_set(
         raises_failures=not is_folder,
         follow_links=request.follow_links,
     )
-    processes = request.processes if path.is_for_all_processes else 1
-    change_data_set(path, EachFile(rekeying.rekey, processes), report, options)
+    change_data_set(path, EachFile(rekeying.rekey), report, options)
     return report
 
 
@@ -154,9 +139,8 @@ class _Rekeying:
     ) -> None:
         self._keys = keys
         self._new_keys = new_keys
-        # Nothing else of the caller's goes to worker processes.
-        progress = None if request.on_progress is None else _Progress(request.on_progress).advance
-        self._request = replace(request, on_file=None, on_progress=progress)
+        # Worker processes get a copy: what belongs to the caller alone does not go to them.
+        self._request = replace(request, on_file=None)
         self._raises_not_encrypted = raises_not_encrypted
 
     def rekey(self, location: FileLocation, locked_folder: str | None) -> FileRotation:

@@ -1,7 +1,7 @@
 """How this package deals with people.
 
-Results have a short text, warnings the line of the caller, missing packages a command that installs them; it says
-what it waits for; and paths may begin with `~`, as people and configurations write them.
+Results have a short text, warnings the line of the caller, and missing packages a command that installs them.
+Paths may begin with `~`, as people and configurations write them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import errno
 import inspect
 import os
 import re
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
@@ -101,76 +99,3 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(
             errno.ENOENT, "this user has no home folder: set HOME, or write the whole path", str(path)
         ) from None
-
-
-# --- what this process waits for ---
-
-
-SAID_AFTER_SECONDS = 2.0
-_LOOK_SECONDS = 0.2
-
-_waits: dict[object, tuple[float, str]] = {}
-"""Since when somebody waits, and for what. Each thread changes its own entries only."""
-
-_sayers: list[Callable[[str], None]] = []
-"""Who says what is waited for."""
-
-
-@contextlib.contextmanager
-def waiting_for(what: str) -> Iterator[None]:
-    """Note in a block that another machine or process is waited for.
-
-    Args:
-        what: For people, such as `the KMS (vault) at https://kms.example`.
-    """
-    wait = object()
-    _waits[wait] = time.monotonic(), what
-    try:
-        yield
-    finally:
-        _waits.pop(wait, None)
-
-
-def waited_for(seconds: float) -> list[str]:
-    """Return what has been waited for so many seconds or longer, each once, the longest wait first."""
-    # A copy first: other threads go on.
-    waits = list(_waits.values())
-    now = time.monotonic()
-    return list(dict.fromkeys(what for since, what in sorted(waits) if now - since >= seconds))
-
-
-@contextlib.contextmanager
-def saying_what_is_waited_for(say: Callable[[str], None]) -> Iterator[None]:
-    """Say what is waited for, while the block runs, once for each thing.
-
-    Args:
-        say: Takes a line; called by a thread of its own.
-    """
-    is_over = threading.Event()
-    said: set[str] = set()
-
-    def say_once(text: str) -> None:
-        if text not in said and not is_over.is_set():
-            said.add(text)
-            say(text)
-
-    def look() -> None:
-        while not is_over.wait(_LOOK_SECONDS):
-            for what in waited_for(SAID_AFTER_SECONDS):
-                say_once(f"Waiting for {what} ...")
-
-    thread = threading.Thread(target=look, name="parquet-keytools-waiting", daemon=True)
-    thread.start()
-    _sayers.append(say_once)
-    try:
-        yield
-    finally:
-        _sayers.remove(say_once)
-        is_over.set()
-        thread.join()
-
-
-def say_what_is_waited_for_elsewhere(text: str) -> None:
-    """Say what a worker process waits for, as if this process did, if anybody wants to hear that."""
-    for say_once in list(_sayers):
-        say_once(text)

@@ -1,57 +1,87 @@
-"""One function in several processes: many small files are work for Python, which one process does on one core.
+"""One function for many files at a time: in threads of this process, or of worker processes.
 
-Workers are started afresh, never forked, with this interpreter and its paths; a script that starts them needs no
-`if __name__ == "__main__"`. Each has one connection to its parent, and ends when that closes, however the parent
-ended. Signals that mean the whole command, as Ctrl-C does, are for the parent alone.
+Small files are work for Python, which one process does on one core. Only the command line starts worker processes:
+`multiprocessing` imports the main module of a program again in each of them, and a script without
+`if __name__ == "__main__"` would start itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import contextvars
 import itertools
 import logging
+import multiprocessing
 import os
 import pickle
-import queue
 import signal
-import socket
-import subprocess
 import sys
 import threading
+import traceback
 import warnings
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
+from logging.handlers import QueueHandler
+from multiprocessing.managers import BaseManager, DictProxy
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from parquet_keytools.errors import WorkerProcessEndedError
+from parquet_keytools.errors import KeytoolsError, WorkerProcessEndedError
+from parquet_keytools.runtime.fork_safety import SharedWork
 from parquet_keytools.runtime.operating_system import POSIX, signals_blocked
-from parquet_keytools.runtime.presentation import (
-    levels_inside,
-    say_what_is_waited_for_elsewhere,
-)
-from parquet_keytools.runtime.worker_program import WorkerSetup, outcome_of_call
+from parquet_keytools.runtime.working_threads import end
 
-P = ParamSpec("P")
+K = TypeVar("K")
+V = TypeVar("V")
+T = TypeVar("T")
 R = TypeVar("R")
 
 MOST_PROCESSES = 8
-"""The parent hands files out, and takes results in, for no more of them than that."""
+"""One process hands the files out and takes the results in; it does not keep more of them busy."""
 
 FILES_PER_PROCESS = 200
-"""From so many small files on a process pays: its start takes as long as 100 of them (benchmarks/processes.py)."""
-
-_END_SECONDS = 10.0
+"""A process pays from this number of small files on: its start takes as long as 100 of them."""
 
 _log = logging.getLogger(__name__)
 
+_wanted: contextvars.ContextVar[int | None] = contextvars.ContextVar("parquet_keytools_processes", default=1)
 
-def automatic_processes(files: int) -> int:
-    """Return how many processes pay for so many small files: 1 for this process alone."""
-    return max(1, min(available_processors(), MOST_PROCESSES, files // FILES_PER_PROCESS))
+
+@contextlib.contextmanager
+def command_line_processes(processes: int | None) -> Iterator[None]:
+    """Let `FileWorkers` that are made in the block start processes; only for the command line.
+
+    Args:
+        processes: How many; None for as many as pay.
+    """
+    token = _wanted.set(processes if _is_safe_to_start_from() else 1)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def may_start_processes() -> bool:
+    """Return whether `FileWorkers` may start processes here."""
+    return _wanted.get() != 1
+
+
+def _is_safe_to_start_from() -> bool:
+    """Return whether a new process of Python may import the main module of this one, and runs no other code."""
+    # Only POSIX is tested. A child begins with the current folder on its path, which may be anyone's data, unless
+    # the environment says otherwise.
+    if not POSIX or getattr(sys, "frozen", False) or (sys.flags.ignore_environment and not sys.flags.safe_path):
+        return False
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        # As `python -m parquet_keytools`: this one is not imported again.
+        return spec.name == "__main__" or str(spec.name).endswith(".__main__")
+    return file is None or Path(file).stem == "parquet-keytools"
 
 
 def available_processors() -> int:
@@ -65,304 +95,269 @@ def available_processors() -> int:
     return number
 
 
-def check_number_of_processes(processes: int | None) -> None:
-    """Raise `ValueError` for what is not a number of processes."""
-    if processes is not None and processes < 1:
-        raise ValueError(f"the number of processes is 1 or more, or None for as many as pay; not {processes}")
-
-
-class StaysInParent:
-    """What is not copied to workers: there its methods are calls of the parent's object.
-
-    They are called by a thread that takes the results in, too: they must not take long.
-    """
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles for workers."""
-
-    def __init__(self, file: io.BytesIO, staying: list[StaysInParent]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._staying = staying
-
-    def persistent_id(self, thing: object) -> int | None:
-        if not isinstance(thing, StaysInParent):
-            return None
-        if thing not in self._staying:
-            self._staying.append(thing)
-        return self._staying.index(thing)
-
-
-_PROGRAM = """\
-import sys
-from multiprocessing.connection import Connection
-connection = Connection(int(sys.argv[2]))
-sys.path[:] = connection.recv()
-from parquet_keytools.runtime.worker_program import work
-work(connection)
-"""
-
-
-class WorkerProcesses(Generic[P, R]):
-    """Calls a function for files, in this process or in others. May be called by any number of threads.
-
-    Worker processes start with the first call; what those cannot do that never come to work, this one does. What
-    they log and warn of comes out here. They call the KMS no more often at a time than one process would.
+class FileWorkers(Generic[T, R]):
+    """Calls a function for files. Within `command_line_processes`, worker processes do it.
 
     Attributes:
-        calls_at_a_time: How many calls all of them make at a time; more of them wait.
+        processes: How many processes work; 1 is this one alone.
 
     Args:
-        function: Is pickled once for all processes, without secrets, with what it is bound to. A configuration is
-            handed over as it was read; a process reads it again where secrets stand in it, and environment
-            variables and files that it names in any case. What cannot be pickled, such as a KMS client that was
-            passed in, or a configuration with secrets that came from a pipe, is called in this process.
+        function: In worker processes, a pickle of it is called, which has no secrets: a process reads the secrets
+            of a configuration again. What cannot be pickled, such as a configuration with secrets that came from
+            a pipe, is called in this process.
         files: How many files there are.
-        processes: How many processes work; None takes as many as pay, and 1 this one alone.
-        calls_at_a_time: How many calls each makes at a time.
-
-    Raises:
-        ValueError: `processes` is not a number of processes.
+        threads: How many files each process works on at a time.
+        visible: Whether other processes see the same files.
     """
 
-    def __init__(self, function: Callable[P, R], files: int, processes: int | None, calls_at_a_time: int) -> None:
+    def __init__(self, function: Callable[[T], R], files: int, threads: int, *, visible: bool = True) -> None:
         self._function = function
-        self._staying: list[StaysInParent] = []
-        check_number_of_processes(processes)
-        # Windows hands no sockets over to other programs as file descriptors.
-        if not POSIX:
-            processes = 1
-        self._processes = min(processes, files) if processes else automatic_processes(files)
-        self._setup = self._pickled(calls_at_a_time) if self._processes > 1 and _runs_python() else None
-        self.calls_at_a_time = calls_at_a_time * (1 if self._setup is None else self._processes)
-        place = sys._getframe(levels_inside() - 1)
-        self._warn = partial(
-            warnings.warn_explicit, filename=place.f_code.co_filename, lineno=place.f_lineno, registry={}
-        )
-        self._lock = threading.Lock()
-        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._workers: list[_Worker] = []
-
-    def _pickled(self, calls_at_a_time: int) -> bytes | None:
-        file = io.BytesIO()
-        try:
-            _Pickler(file, self._staying).dump(self._function)
-        # Whatever a plug-in or a file system raises.
-        except Exception as error:
-            _log.info("one process does all of the work, for what it needs cannot be pickled: %s", error)
-            return None
-        return WorkerSetup(file.getvalue(), self._processes, calls_at_a_time).pickled()
-
-    @property
-    def are_others(self) -> bool:
-        """Whether other processes than this one do the work."""
-        return self._setup is not None
+        self._files = files
+        self._threads = threads
+        wanted = _wanted.get() if visible else 1
+        if wanted is None:
+            wanted = min(available_processors(), MOST_PROCESSES, files // FILES_PER_PROCESS)
+        self.processes = max(1, min(wanted, files))
+        self._pickled = b""
+        self._waiting: deque[tuple[list[T], Future[_Answer[R]]]] = deque()
+        if self.processes > 1:
+            try:
+                with _tables_shared():
+                    self._pickled = pickle.dumps(function)
+            # Whatever a plug-in or a file system raises.
+            except Exception as error:
+                _log.info("one process does all of the work, for what it needs cannot be pickled: %s", error)
+                self.processes = 1
 
     def __enter__(self) -> Self:
+        self._pool: Executor
+        if self.processes == 1:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="parquet-keytools-files")
+        else:
+            levels = {name: logging.getLogger(name).level for name in ("", "parquet_keytools")}
+            setup = (self._pickled, self.processes, self._threads, levels)
+            context = multiprocessing.get_context("spawn")
+            with _starting_processes():
+                self._pool = ProcessPoolExecutor(self.processes, context, initializer=_begin, initargs=setup)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the processes; one that works ends at once, as if it were killed.
+        """Wait for the calls that have begun, and end the processes."""
+        end(self._pool, [future for _, future in self._waiting])
 
-        Calls that wait for one that never came to work are not made here, either.
-        """
-        with self._lock:
-            self.hang_up()
-            for worker in self._workers:
-                worker.wait()
+    def outcomes(self, files: Iterable[T]) -> Iterator[tuple[T, R | Exception]]:
+        """Yield each file with what the function returns or raises, in the order of the files.
 
-    def hang_up(self) -> None:
-        """Let the processes end without a wait for them: calls that they have begun end with an error."""
-        for worker in tuple(self._workers):
-            worker.hang_up()
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function, and return or raise what it does.
+        When Ctrl-C interrupts it, the files that were begun are yielded before the interruption is raised.
 
         Raises:
-            WorkerProcessEndedError: A process ended, and nobody knows what it had done: of this call, or before
-                this call began. Then the others begin no more calls either.
+            WorkerProcessEndedError: A process was killed; what it was doing is unknown. Or none can be started.
+            ConfigurationError: A process finds another configuration, or another environment.
         """
-        with self._lock:
-            if self._setup is not None and not self._workers:
-                self._start(self._setup)
-        if self._setup is None:
-            return self._function(*args, **kwargs)
-        worker = self._free.get()
+        remaining = iter(files)
+        # Threads of this process find another file at once when they have finished one.
+        at_once, tasks = 1, 2 * self._threads
+        if self.processes > 1:
+            # Enough for all threads, and few enough that all processes end at about the same time.
+            at_once = max(1, min(2 * self._threads, self._files // (2 * self.processes)))
+            tasks = self.processes + 1
         try:
-            if any(other.has_ended for other in self._workers):
-                raise _ended_before()
-            result = worker.call(args, kwargs)
-        finally:
-            self._free.put(worker)
-        return self._function(*args, **kwargs) if result is _NEVER_WORKED else result
+            while task := list(itertools.islice(remaining, at_once)):
+                self._waiting.append((task, self._submit(task)))
+                if len(self._waiting) >= tasks:
+                    yield from self._next()
+            while self._waiting:
+                yield from self._next()
+        except KeyboardInterrupt:
+            yield from self._begun()
+            raise
+        except BrokenProcessPool:
+            yield from self._begun()
+            raise WorkerProcessEndedError(
+                "a worker process was killed, perhaps for lack of memory. Each file that it was working on is "
+                "whole: as it was, or done.",
+                hint="If memory is short, give a smaller number of --processes.",
+            ) from None
 
-    def _start(self, setup: bytes) -> None:
-        """Start the processes: as many as the system allows, or none, and then this one does all of the work."""
+    def _submit(self, files: list[T]) -> Future[_Answer[R]]:
+        if self.processes == 1:
+            return self._pool.submit(contextvars.copy_context().run, _call_here, self._function, files)
         try:
-            for _ in range(self._processes):
-                self._workers.append(_Worker(setup, self._staying, self._warn))
-        # The second is of threads.
-        except (OSError, RuntimeError) as error:
-            _log.info("only %d worker processes could be started: %s", len(self._workers), error)
-        if not self._workers:
-            self._setup = None
-        for worker in self._workers * (self.calls_at_a_time // self._processes):
-            self._free.put(worker)
+            with _starting_processes():
+                return self._pool.submit(_call, files)
+        except OSError as error:
+            raise WorkerProcessEndedError(
+                f"a worker process cannot be started: {error.strerror}.", hint="Use --processes 1."
+            ) from None
+
+    def _next(self) -> Iterator[tuple[T, R | Exception]]:
+        """Yield the results of the task that has waited longest."""
+        files, future = self._waiting[0]
+        answer = future.result()
+        self._waiting.popleft()
+        yield from _taken(files, answer)
+
+    def _begun(self) -> Iterator[tuple[T, R | Exception]]:
+        """Yield the results of all tasks that have begun, as far as there are any; the others are cancelled."""
+        for files, future in self._waiting:
+            if not future.cancel() and future.exception() is None:
+                yield from _taken(files, future.result())
+
+
+def _taken(files: list[T], answer: _Answer[R]) -> Iterator[tuple[T, R | Exception]]:
+    for record in answer.records:
+        logging.getLogger(record.name).handle(record)
+    for text, category in answer.warnings:
+        warnings.warn(text, category, stacklevel=2)
+    yield from zip(files, answer.outcomes, strict=True)
+
+
+@contextlib.contextmanager
+def _starting_processes() -> Iterator[None]:
+    """Start processes in the block that inherit two things.
+
+    They import nothing from the current folder, which may be anyone's data. And Ctrl-C is for their parent alone,
+    which lets them finish their files.
+    """
+    former = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        with signals_blocked(signal.SIGINT):
+            yield
+    finally:
+        if former is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = former
+
+
+# --- what worker processes share with their parent ---
+
+
+class _Tables(BaseManager):
+    """Serves dictionaries of this process to worker processes."""
+
+
+_Tables.register("table", dict, DictProxy)
+
+_tables: contextvars.ContextVar[list[_Tables] | None] = contextvars.ContextVar(
+    "parquet_keytools_tables", default=None
+)
+
+
+@contextlib.contextmanager
+def _tables_shared() -> Iterator[None]:
+    token = _tables.set([])
+    try:
+        yield
+    finally:
+        _tables.reset(token)
+
+
+def shared_with_workers(table: MutableMapping[K, V]) -> MutableMapping[K, V] | None:
+    """Return a dictionary with the same content that all processes of this command see, for `__reduce__`.
+
+    Returns:
+        None if the pickle is not for worker processes.
+    """
+    serving = _tables.get()
+    if serving is None or isinstance(table, DictProxy):
+        return None if serving is None else table
+    if not serving:
+        server: Any = _Tables(ctx=multiprocessing.get_context("spawn")).get_server()
+        threading.Thread(target=server.serve_forever, name="parquet-keytools-tables", daemon=True).start()
+        serving.append(_Tables(server.address, authkey=bytes(multiprocessing.current_process().authkey)))
+        serving[0].connect()
+    shared: MutableMapping[K, V] = serving[0].table(dict(table))  # type: ignore[attr-defined]
+    return shared
+
+
+# --- what worker processes do ---
+
+
+@dataclass(frozen=True)
+class _Answer(Generic[R]):
+    """What became of the files of a task, and what was logged and warned of meanwhile."""
+
+    outcomes: list[R | Exception]
+    records: Sequence[logging.LogRecord] = ()
+    warnings: Sequence[tuple[str, type[Warning]]] = ()
+
+
+class _Said(list[Any]):
+    """What is logged or warned of, for the parent; in place of the queue of a `QueueHandler`."""
+
+    put_nowait = list.append
+
+    def taken(self) -> list[Any]:
+        """Return what there is, and forget it."""
+        said = self[:]
+        self.clear()
+        return said
 
 
 class _Worker:
-    """One process, as its parent sees it.
+    """What a worker process has; it works on one task at a time."""
 
-    Attributes:
-        has_ended: Whether it ended while it was needed.
-    """
+    function: Callable[[Any], Any]
+    failure: KeytoolsError | None = None
+    pool: ThreadPoolExecutor
+    records = _Said()
+    warnings = _Said()
 
-    def __init__(self, setup: bytes, staying: list[StaysInParent], warn: Callable[..., None]) -> None:
-        self.has_ended = False
-        self._is_ready = self._is_unusable = self._is_over = False
-        self._staying = staying
-        self._warn = warn
-        self._numbers = itertools.count()
-        self._waiting: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair()
-        self._connection = Connection(os.dup(self._socket.fileno()))
-        with theirs:
-            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            # -P: nothing is imported from the current folder, which may be anyone's data.
-            command = [
-                sys.executable,
-                *flags,
-                "-P",
-                "-c",
-                _PROGRAM,
-                "parquet-keytools-worker",
-                str(theirs.fileno()),
-            ]
-            # The masks of threads are inherited; those of this process's other threads are not touched.
-            try:
-                with signals_blocked(signal.SIGINT, signal.SIGTERM):
-                    self._process = subprocess.Popen(  # noqa: S603 - this interpreter
-                        command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()]
-                    )
-            except OSError:
-                self._connection.close()
-                self._socket.close()
-                raise
-        # Where it ended already, the reader hears of it.
-        with contextlib.suppress(OSError):
-            self._connection.send(sys.path)
-            self._connection.send_bytes(setup)
-        self._reader = threading.Thread(target=self._read, name="parquet-keytools-worker", daemon=True)
-        self._reader.start()
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        future: Future[Any] = Future()
-        with self._lock:
-            if self.has_ended or self._is_over:
-                raise _ended_before()
-            if self._is_unusable:
-                return _NEVER_WORKED
-            number = next(self._numbers)
-            self._waiting[number] = future
-            # Where it ended just now, the reader hears of it, too.
-            with contextlib.suppress(OSError):
-                self._connection.send((number, args, kwargs))
-        return future.result()
+def _begin(pickled: bytes, processes: int, threads: int, levels: Mapping[str, int]) -> None:
+    """Prepare a worker process. Nothing is raised, for the pool would print it."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # The parent alone writes answers.
+    sys.stdout = sys.stderr
+    SharedWork.processes = processes
+    logging.getLogger().addHandler(QueueHandler(_Worker.records))  # type: ignore[arg-type]
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    warnings.showwarning = lambda message, category, *_: _Worker.warnings.append((str(message), category))
+    _Worker.pool = ThreadPoolExecutor(threads)
+    try:
+        _Worker.function = pickle.loads(pickled)  # noqa: S301 - of the parent
+    except KeytoolsError as error:
+        _Worker.failure = error
+    except Exception as error:
+        # What others raise may quote what is secret.
+        text = f"a worker process lacks what it needs: {type(error).__name__}."
+        _Worker.failure = WorkerProcessEndedError(text, hint="Use --processes 1.")
 
-    def hang_up(self) -> None:
-        """Let it end; what it has not begun is not done."""
-        self._is_over = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
 
-    def wait(self) -> None:
-        """Wait until it ended."""
+def _end_with_parent() -> None:
+    """End when the parent has ended, however that was. Files that are half written have no name yet."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _call(files: list[Any]) -> _Answer[Any]:
+    if _Worker.failure is not None:
+        raise _Worker.failure
+    outcomes = _Worker.pool.map(partial(_outcome, _Worker.function), files)
+    return _Answer(list(map(_portable, outcomes)), _Worker.records.taken(), _Worker.warnings.taken())
+
+
+def _call_here(function: Callable[[T], R], files: list[T]) -> _Answer[R]:
+    return _Answer([_outcome(function, file) for file in files])
+
+
+def _outcome(function: Callable[[T], R], file: T) -> R | Exception:
+    try:
+        return function(file)
+    except Exception as error:
+        return error
+
+
+def _portable(outcome: Any) -> Any:
+    """Return an outcome as the parent can take it in: some exceptions of others do not come out of a pickle."""
+    if isinstance(outcome, Exception):
         try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._reader.join()
-        self._connection.close()
-        self._socket.close()
-
-    def _read(self) -> None:
-        """Take in what it sends, until it ended."""
-        try:
-            while True:
-                kind, *content = self._connection.recv()
-                self._take(kind, *content)
-        except (EOFError, OSError):
-            pass
-        # Whatever cannot be taken in: nobody may wait for it.
+            pickle.loads(pickle.dumps(outcome))  # noqa: S301 - made here
         except Exception:
-            _log.exception("a worker process is ended, for its parent does not understand it")
-            self._process.kill()
-            # Nobody knows what it had begun.
-            self._is_ready = True
-        with self._lock:
-            self.has_ended, self._is_unusable = self._is_ready, not self._is_ready
-            waiting = self._waiting
-        if self._is_over and self._is_unusable:
-            for future in waiting.values():
-                future.set_exception(_ended_before())
-            return
-        if self._is_unusable:
-            _log.info("a worker process ended before it began to work; its work is done by this process")
-            for future in waiting.values():
-                future.set_result(_NEVER_WORKED)
-            return
-        if not waiting:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
-        status = self._process.returncode
-        how = f"was ended by {signal.Signals(-status).name}" if status and status < 0 else "ended"
-        for future in waiting.values():
-            error = WorkerProcessEndedError(
-                f"its worker process {how} before it reported what became of this.",
-                has_begun=True,
-                hint="If memory is short, give a smaller number of --processes.",
-            )
-            future.set_exception(error)
-
-    def _take(self, kind: str, *content: Any) -> None:
-        if kind == "ready":
-            self._is_ready = True
-        elif kind == "unusable":
-            _log.info("a worker process lacks what it needs: %s", *content)
-        elif kind == "done":
-            number, has_failed, result = content
-            with self._lock:
-                future = self._waiting.pop(number)
-            future.set_exception(result) if has_failed else future.set_result(result)
-        elif kind == "ask":
-            number, thing, name, args, kwargs = content
-            answer = outcome_of_call(partial(getattr(self._staying[thing], name), *args, **kwargs))
-            with self._lock, contextlib.suppress(OSError):
-                self._connection.send((number, *answer))
-        elif kind == "log":
-            (record,) = content
-            logging.getLogger(record.name).handle(record)
-        elif kind == "warn":
-            # A filter that makes errors of warnings is the worker's, too; there it was raised already.
-            with contextlib.suppress(Warning):
-                self._warn(*content)
-        elif kind == "wait":
-            say_what_is_waited_for_elsewhere(*content)
-
-
-_NEVER_WORKED = object()
-"""In place of a result: nothing was begun."""
-
-
-def _runs_python() -> bool:
-    """Return whether `sys.executable` is Python; a program with Python in it would do whatever it does, again."""
-    name = Path(sys.executable or "").name.lower()
-    return any(word in name for word in ("python", "pypy", "graalpy")) and not getattr(sys, "frozen", False)
-
-
-def _ended_before() -> WorkerProcessEndedError:
-    return WorkerProcessEndedError("a worker process ended before this was begun.", has_begun=False)
+            return RuntimeError("".join(traceback.format_exception_only(outcome)).strip())
+    return outcome

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.runtime.presentation import expanded, install_hint, waiting_for
+from parquet_keytools.runtime.presentation import expanded, install_hint
 from parquet_keytools.storage.printable import is_url, shown_url
 
 PathLike = str | os.PathLike[str]
@@ -202,8 +202,7 @@ class FileLocation:
                     raise
                 # Nothing can have such a name: that of key material is longer than that of its file.
                 return pafs.FileInfo(self.path, pafs.FileType.NotFound)
-        with waiting_for(str(self)):
-            return self.filesystem.get_file_info(self.path)
+        return self.filesystem.get_file_info(self.path)
 
     def size_bytes(self) -> int:
         """Return the length of a file in bytes; 0 where the file system does not say.

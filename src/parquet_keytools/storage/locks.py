@@ -17,7 +17,6 @@ from pathlib import PurePosixPath
 
 from parquet_keytools.errors import OutputError
 from parquet_keytools.runtime import operating_system
-from parquet_keytools.runtime.presentation import waiting_for
 from parquet_keytools.storage.local_files import Folder
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.temporary_files import LOCK_NAME
@@ -43,9 +42,7 @@ def exclusive_folder(target: FileLocation) -> Iterator[None]:
         return
     path = str(PurePosixPath(target.path).parent)
     if not operating_system.POSIX:
-        with contextlib.ExitStack() as held:
-            with waiting_for(f"the lock of the folder {path}, which another process holds"):
-                held.enter_context(operating_system.locked_path(f"{path}/{LOCK_NAME}"))
+        with operating_system.locked_path(f"{path}/{LOCK_NAME}"):
             yield
         return
     with Folder(path) as folder:
@@ -92,8 +89,7 @@ def _locked(folder: Folder) -> tuple[str, int]:
                 # From when the folder had other permissions, or put there: others could hold it for ever.
                 folder.unlink(name)
             else:
-                with waiting_for(f"the lock of the folder {path}, which another process holds"):
-                    _wait(lock, path, name)
+                _wait(lock, path, name)
                 if _is_still(folder, name, lock):
                     return name, lock
         except FileNotFoundError:

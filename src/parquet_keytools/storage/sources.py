@@ -14,7 +14,6 @@ import pyarrow as pa
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSource, FileSource, check_range, shortened
 from parquet_keytools.runtime import operating_system
-from parquet_keytools.runtime.presentation import waiting_for
 from parquet_keytools.storage.locations import FileLocation
 
 
@@ -49,8 +48,7 @@ class ArrowSource:
         """Read one range with one request."""
         check_range(self, offset, length)
         try:
-            with waiting_for(self.path):
-                data: bytes = self.file.read_at(length, offset)
+            data: bytes = self.file.read_at(length, offset)
         except OSError as error:
             raise _naming(error, self.path) from error.__cause__
         if len(data) != length:
@@ -76,9 +74,7 @@ def open_source(location: FileLocation) -> Iterator[ByteSource]:
         ParquetFormatError: It is not a regular file.
     """
     if not location.is_local:
-        with waiting_for(str(location)):
-            opened = location.filesystem.open_input_file(location.path)
-        with opened as file:
+        with location.filesystem.open_input_file(location.path) as file:
             yield ArrowSource(str(location), file, file.size())
         return
     _refuse_irregular(location)

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -345,42 +343,6 @@ def test_an_interruption_leaves_nothing_partial(
         )
         # The first is written alone, the others at the same time.
         assert names(target) in ([PARTS[0], other] for other in PARTS[1:])
-
-
-def test_an_interruption_while_a_thread_starts_waits_for_what_it_began(
-    run, config: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody else knows of it: the report came first, and a file too many after it."""
-    original, start = file_encryptor.encrypt_opened, threading.Thread.start
-    has_begun, calls, started = threading.Event(), list[str](), list[threading.Thread]()
-    main, done_files = threading.main_thread(), list[str]()
-
-    def encrypt_file(source, sink, *arguments, **options):
-        calls.append(source.path)
-        if len(calls) > 1:
-            has_begun.set()
-            time.sleep(0.5)
-        original(source, sink, *arguments, **options)
-        done_files.append(source.path)
-
-    def start_and_interrupt(thread: threading.Thread) -> None:
-        is_of_main = thread.name == "parquet-keytools-1" and threading.current_thread() is main
-        is_first_of_others = is_of_main and len(done_files) == 1 and not started
-        if is_first_of_others:
-            started.append(thread)
-        start(thread)
-        if is_first_of_others:
-            assert has_begun.wait(60)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(file_encryptor, "encrypt_opened", encrypt_file)
-    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
-    done = run("encrypt", folder, tmp_path / "out", "--config", config, "--processes", 1)
-    for thread in started:
-        thread.join(60)
-    assert done.exit_code == 130
-    assert done.stderr.startswith("2 of 3 files were encrypted before this.")
-    assert len(names(tmp_path / "out")) == len(calls) == 2
 
 
 @pytest.mark.parametrize("command", ["encrypt", "decrypt", "rekey"])

@@ -66,18 +66,18 @@ def test_the_answer_is_what_happens_when_a_version_is_disabled(
     assert reads == (done.exit_code == 0)
     (answer,) = json.loads(done.stdout)["fail_if_uses"]
     assert answer["needed_by"] == (0 if reads else 2)
-    assert answer["cannot_be_told"] == 0
+    assert answer["unknown"] == 0
     assert ("Nothing here needs" in done.stderr) == reads
 
 
-def test_what_cannot_be_told_is_1(run, keystore_case) -> None:
+def test_an_unknown_need_is_1(run, keystore_case) -> None:
     case = keystore_case()
     case.keystore.set_enabled("footer", False)
     done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "times", "--json")
     assert done.exit_code == 1
     document = json.loads(done.stdout)
     assert document["counts"]["not_all_keys_seen"] == 2
-    assert document["fail_if_uses"][0]["cannot_be_told"] == 2
+    assert document["fail_if_uses"][0]["unknown"] == 2
     assert {file["error"] for file in document["files"]} == {"MasterKeyDisabledError"}
     assert "For 2 files it is unknown whether times is needed: assume that it is." in done.stderr
     # What it does see, it tells: and that is no failure by itself.
@@ -96,7 +96,7 @@ def test_a_file_whose_folder_gives_values_to_a_column_does_not_pass(run, keystor
     assert "'name'" in done.stderr and "Keys unknown" in done.stderr
 
 
-def test_damaged_files_cannot_be_told(run, keystore_case) -> None:
+def test_whether_damaged_files_need_a_key_is_unknown(run, keystore_case) -> None:
     case = keystore_case()
     case.files[0].write_bytes(b"PAR1, and no more")
     done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "times")
@@ -206,7 +206,7 @@ def test_an_encrypted_file_that_readers_pass_over(run, keystore_case, name: str,
     assert "all keys are visible" not in done.stderr and str(hidden) in done.stderr
     document = json.loads(done.stdout)
     assert document["complete"] is False and document["passed_over"] == [str(hidden)]
-    assert document["fail_if_uses"][0]["cannot_be_told"] == 1
+    assert document["fail_if_uses"][0]["unknown"] == 1
     (file,) = [file for file in document["files"] if file["path"] == str(hidden)]
     assert file["error"] == "IncompleteDataSetError" and not file["all_keys_seen"]
     done = run(*ask, "--ignore-passed-over")

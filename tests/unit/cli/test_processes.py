@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -15,9 +16,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -25,21 +28,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from copying_program import PIDS
-from faults import let_workers_die_at_work
+from faults import let_a_worker_die_at_work
 from fsspec.implementations.dirfs import DirFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
 from unit.cli.conftest import MASTER_KEYS, PROGRAM
 from vector_kit.breaches import breaking_vectors
 from vector_kit.write_kit import data_keys, place_vector
 
 from parquet_keytools import Keytools, audit
 from parquet_keytools.cli import file_work
-from parquet_keytools.conformance.report import data_set_document
-from parquet_keytools.conformance.verification import MemberVerifier
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_file
-from parquet_keytools.runtime.worker_processes import WorkerProcesses
+from parquet_keytools.runtime import worker_processes
+from parquet_keytools.runtime.worker_processes import command_line_processes
 from parquet_keytools.storage.locations import FileLocation, fsspec_of
 
 FILES = 9
@@ -57,16 +58,20 @@ def many(tmp_path: Path, table: pa.Table) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The processes that are started."""
-    start = subprocess.Popen
-    processes: list[Any] = []
+    """How many worker processes each command starts that starts any."""
+    numbers: list[Any] = []
 
-    def popen(*args: Any, **options: Any) -> Any:
-        processes.append(start(*args, **options))
-        return processes[-1]
+    class Recording(ProcessPoolExecutor):
+        def __init__(self, number: int, *args: Any, **options: Any) -> None:
+            numbers.append(number)
+            super().__init__(number, *args, **options)
 
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    return processes
+    monkeypatch.setattr(worker_processes, "ProcessPoolExecutor", Recording)
+    return numbers
+
+
+def data_set_verified(run: Callable[..., Any], folder: Path, config: Path, processes: int) -> Any:
+    return json.loads(run("verify", folder, "--config", config, "--json", "--processes", processes).stdout)
 
 
 def without_times(text: str, *paths: Path) -> str:
@@ -126,8 +131,7 @@ def test_files_that_share_keys_are_found_in_whatever_process(
     for other in others:
         assert f"Failed: {other} and {first} share their data keys and file unique" in done.stderr
     assert [path.parent.name for path in (tmp_path / "out").rglob("*.parquet")] == [first.parent.name]
-    tools = Keytools.from_yaml(config)
-    one, two = (data_set_document(tools.verify_folder(sharing, processes=number)) for number in (1, 2))
+    one, two = (data_set_verified(run, sharing, config, number) for number in (1, 2))
     assert one == two and one["verdict"] == "violated"
     (shared,) = [rule for rule in two["rules"] if rule["id"] == "dek-shared"]
     assert shared["outcome"] == "broken"
@@ -136,7 +140,7 @@ def test_files_that_share_keys_are_found_in_whatever_process(
     assert done.stderr.count("share their data keys and file unique") == 7
 
 
-def test_nonces_of_different_processes_are_compared(tmp_path: Path, started: list[Any]) -> None:
+def test_nonces_of_different_processes_are_compared(run, tmp_path: Path, started: list[Any]) -> None:
     """Two files that share a DEK, and one nonce: each is verified by a worker of its own."""
     vectors = {vector.rule: vector for vector in breaking_vectors() if vector.rule is not None}
     folder = place_vector(vectors["nonce-shared"], tmp_path)
@@ -146,11 +150,10 @@ def test_nonces_of_different_processes_are_compared(tmp_path: Path, started: lis
     keys = {name: base64.b64encode(key).decode() for name, key in data_keys().items()}
     config.touch(mode=0o600)
     config.write_text(json.dumps({"version": 1, "data_keys": keys}))
-    tools = Keytools.from_yaml(config)
-    one = data_set_document(tools.verify_folder(folder))
+    one = data_set_verified(run, folder, config, 1)
     assert not started
-    two = data_set_document(tools.verify_folder(folder, processes=2))
-    assert len(started) == 2
+    two = data_set_verified(run, folder, config, 2)
+    assert started == [2]
     assert one == two
     (nonces,) = [rule for rule in two["rules"] if rule["id"] == "nonce-shared"]
     assert nonces["outcome"] == "broken"
@@ -176,7 +179,8 @@ def test_files_in_the_memory_of_this_process_stay_here(
     for file in files:
         tools.encrypt_file(plain, file)
     folder = FileLocation.resolve("" if scheme == "dir" else location.path, filesystem)
-    report = tools.verify_folder(folder, processes=2)
+    with command_line_processes(2):
+        report = tools.verify_folder(folder)
     assert report.conforms and len(report.files) == 4
     assert not started
 
@@ -210,19 +214,27 @@ def test_no_secret_is_pickled_and_what_cannot_be_stays_here(
     encrypted.mkdir()
     for number, path in enumerate(sorted(many.rglob("*.parquet"))):
         tools.encrypt_file(path, encrypted / f"{number}.parquet")
-    setup = WorkerProcesses(MemberVerifier(tools._keys, None, None), 100, 2, 4)._setup
-    assert setup is not None and b"SECRET_KEY" in setup
+    pickled = list[bytes]()
+
+    def dumps(thing: object) -> bytes:
+        pickled.append(pickle.dumps(thing))
+        return pickled[-1]
+
+    with command_line_processes(2), monkeypatch.context() as patch:
+        patch.setattr(worker_processes, "pickle", SimpleNamespace(dumps=dumps))
+        assert tools.verify_folder(encrypted).conforms
+    assert b"SECRET_KEY" in pickled[0]
     for form in (secret.encode(), b"a key of 16 byte", b"a key of 16 byte".hex().encode()):
-        assert form not in setup
-    assert tools.verify_folder(encrypted, processes=2).conforms
+        assert form not in pickled[0]
 
     # Keys that stand in a mapping, or are in a client that was passed in, do not leave this process.
     open_keys = dict.fromkeys(keys, secret)
     in_document = Keytools.from_mapping(document | {"kms": {"type": "in_memory", "keys": open_keys}})
     passed_in = Keytools.from_mapping(document, kms=InMemoryKms(dict.fromkeys(keys, b"a key of 16 byte")))
-    monkeypatch.setattr(subprocess, "Popen", None)
-    for other in (in_document, passed_in):
-        assert other.verify_folder(encrypted, processes=2).conforms
+    monkeypatch.setattr(worker_processes, "ProcessPoolExecutor", None)
+    with command_line_processes(2):
+        for other in (in_document, passed_in):
+            assert other.verify_folder(encrypted).conforms
 
 
 @pytest.mark.parametrize(
@@ -253,7 +265,7 @@ def test_a_configuration_from_a_pipe_is_read_once(
     os.close(reading)
     assert done.exit_code == 0, done.output
     assert "Encrypted 3 files" in done.stdout
-    assert len(started) == (0 if has_secrets else 2)
+    assert started == ([] if has_secrets else [2])
 
 
 def test_a_configuration_from_a_named_pipe_is_read_once(
@@ -300,7 +312,7 @@ def test_the_audit_log_has_each_use_of_a_key(
     assert len(uses) == 2 * len({record.process for record in uses}) <= 6
     assert {record.operation for record in uses} == {"wrap"}  # type: ignore[attr-defined]
     caplog.clear()
-    assert Keytools.from_yaml(config).verify_folder(encrypted, processes=2).conforms
+    assert data_set_verified(run, encrypted, config, 2)["verdict"] == "conforms"
     uses = [record for record in caplog.records if record.name == audit.LOGGER_NAME]
     assert 6 <= len(uses) <= 18
     assert {record.operation for record in uses} == {"unwrap"}  # type: ignore[attr-defined]
@@ -357,7 +369,7 @@ def wait_for(tmp_path: Path, *names: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("killed", r"killed.parquet: its worker process was ended by SIGKILL before it reported"),
+        ("killed", r"Error: a worker process was killed.* Each file that it was working on is whole"),
         ("full", r"Failed: .*full.parquet: no space left on device"),
         ("refused", r"Failed: .*refused.parquet is not encrypted"),
     ],
@@ -372,28 +384,44 @@ def test_one_file_fails(copying, many: Path, tmp_path: Path, name: str, said: st
         assert done == FILES and f"Copied {FILES} of {FILES + 1} files" in stdout
     else:
         assert not (tmp_path / "copies" / "year=1" / f"{name}.parquet").exists()
-        # What a killed process had done and not reported counts as failed.
-        (reported,) = re.findall(rf"Copied (\d) of {FILES + 1} files", stdout)
+        # What a killed process had done and not reported is not counted.
+        pattern = (
+            rf"(\d+) of {FILES + 1} files were copied before"
+            if name == "killed"
+            else rf"Copied (\d) of {FILES + 1}"
+        )
+        (reported,) = re.findall(pattern, stderr if name == "killed" else stdout)
         assert 1 <= int(reported) <= done
+        assert name == "full" or (stdout == "" and "Continue with --skip-existing" in stderr)
     assert_workers_end(tmp_path)
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interruption_finishes_what_was_begun(
-    copying, tmp_path: Path, sent: signal.Signals, status: int
-) -> None:
+def test_an_interruption_finishes_what_was_begun(copying, tmp_path: Path) -> None:
     """As a terminal does it: the signal goes to all processes of the command."""
     process = copying("slow 1", "slow 2")
     wait_for(tmp_path, "slow 1", "slow 2")
-    os.killpg(process.pid, sent)
+    os.killpg(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout) == (status, ""), stderr
-    assert stderr.splitlines()[-1] == ("Interrupted." if status == 130 else "Terminated.")
+    assert (process.returncode, stdout) == (130, ""), stderr
+    assert stderr.splitlines()[-1] == "Interrupted."
     done = sorted(path.stem for path in (tmp_path / "copies").rglob("*.parquet"))
     assert {"slow 1", "slow 2"} <= set(done)
     assert stderr.startswith(f"{len(done)} of {FILES + 2} files were copied before this. Continue with --skip-ex")
     assert "Traceback" not in stderr
     assert_workers_end(tmp_path)
+
+
+def test_sigterm_ends_all_processes(copying, tmp_path: Path) -> None:
+    """As `systemctl stop` does it: worker processes end in the middle of their files."""
+    process = copying("slowest 1", "slowest 2")
+    wait_for(tmp_path, "slowest 1", "slowest 2")
+    os.killpg(process.pid, signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (143, ""), stderr
+    assert stderr.splitlines()[-1] == "Terminated." and "Continue with --skip-existing" in stderr
+    assert "Traceback" not in stderr
+    assert_workers_end(tmp_path)
+    assert not list((tmp_path / "copies").rglob("slow*.parquet"))
 
 
 def test_a_second_interruption_waits_for_no_file(copying, tmp_path: Path) -> None:
@@ -405,9 +433,8 @@ def test_a_second_interruption_waits_for_no_file(copying, tmp_path: Path) -> Non
         with suppress(subprocess.TimeoutExpired):
             _, stderr = process.communicate(timeout=2)
             break
-    # A third one may come when Python itself ends.
-    assert process.returncode in (130, -signal.SIGINT), stderr
-    assert stderr.splitlines()[-1] == "Interrupted."
+    # Shells show that as 130, too.
+    assert process.returncode == -signal.SIGINT, stderr
     assert "Traceback" not in stderr
     assert_workers_end(tmp_path)
     assert not list((tmp_path / "copies").rglob("slow*.parquet"))
@@ -425,7 +452,7 @@ def test_workers_end_with_their_parent(copying, tmp_path: Path) -> None:
 def test_one_process_is_enough_for_few_files(
     run, config: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(worker_processes, "ProcessPoolExecutor", None)
     for command in (
         ("encrypt", many, tmp_path / "e"),
         ("verify", tmp_path / "e"),
@@ -436,21 +463,35 @@ def test_one_process_is_enough_for_few_files(
     assert json.loads(run("verify", tmp_path / "o", "--config", config, "--json").stdout)["verdict"] == "conforms"
 
 
-def test_verify_names_the_file_whose_process_ended(
-    run, config: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_ends_verify(run, config: Path, many: Path, tmp_path: Path) -> None:
     assert run("encrypt", many, tmp_path / "e", "--config", config, "--processes", 1).exit_code == 0
-    let_workers_die_at_work(monkeypatch)
+    thread = let_a_worker_die_at_work()
     outcome = run("verify", tmp_path / "e", "--config", config, "--processes", 2)
+    thread.join()
     assert outcome.exit_code == 1
-    assert re.search(r"\w+\.parquet: (a|its) worker process ended before", outcome.stderr), outcome.stderr
+    assert "Error: a worker process was killed" in outcome.stderr and "--processes" in outcome.stderr
     assert outcome.stdout == ""
 
 
-def test_a_configuration_that_changes_counts_as_it_was_read(
-    run, config: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Any]
+def test_what_a_killed_process_left_is_encrypted_by_the_next_run(
+    run, config: Path, many: Path, tmp_path: Path, table: pa.Table
 ) -> None:
-    """As in one process. What workers read again in its place would be another one."""
+    encrypted = tmp_path / "e"
+    thread = let_a_worker_die_at_work()
+    outcome = run("encrypt", many, encrypted, "--config", config, "--processes", 2)
+    thread.join()
+    assert outcome.exit_code == 1 and outcome.stdout == ""
+    assert f"of {FILES} files were encrypted before this. Continue with --skip-existing" in outcome.stderr
+    outcome = run("encrypt", many, encrypted, "--config", config, "--processes", 1, "--skip-existing")
+    assert outcome.exit_code == 0, outcome.stderr
+    assert Keytools.from_yaml(config).read_table(encrypted).num_rows == FILES * table.num_rows
+    assert Keytools.from_yaml(config).verify_folder(encrypted).conforms
+
+
+def test_a_configuration_that_changes_ends_the_command(
+    run, config: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What workers read in its place is another configuration."""
     load = file_work.load_configuration
 
     def load_and_change(path: Path) -> Any:
@@ -461,19 +502,15 @@ def test_a_configuration_that_changes_counts_as_it_was_read(
     monkeypatch.setattr(file_work, "load_configuration", load_and_change)
     text = config.read_text()
     done = run("encrypt", many, tmp_path / "e", "--config", config, "--processes", 2)
-    assert done.exit_code == 0 and done.stdout.startswith(f"Encrypted {FILES} files"), done.output
-    assert len(started) == 2
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.count("the configuration changed after it was sent here. Start again.") == 1
     config.write_text(text)
     assert Keytools.from_yaml(config).verify_folder(tmp_path / "e").conforms
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_a_number_of_processes_is_one_or_more(config: Path, many: Path, number: int) -> None:
-    """Also of files that other processes do not see; and nothing is begun."""
-    tools, memory = Keytools.from_yaml(config), MemoryFileSystem()
-    wrong = f"1 or more, or None for as many as pay; not {number}"
-    for folder, filesystem in ((many, None), ("/nowhere", memory)):
-        with pytest.raises(ValueError, match=wrong):
-            tools.verify_folder(folder, filesystem=filesystem, processes=number)
-        with pytest.raises(ValueError, match=wrong):
-            tools.rekey_in_place(folder, filesystem=filesystem, processes=number)
+def test_a_number_of_processes_is_one_or_more(run, config: Path, many: Path, tmp_path: Path, number: int) -> None:
+    """And nothing is begun."""
+    for command in (("verify", many), ("rekey", many, "--in-place"), ("encrypt", many, tmp_path / "e")):
+        assert run(*command, "--config", config, "--processes", number).exit_code == 2
+    assert not (tmp_path / "e").exists()

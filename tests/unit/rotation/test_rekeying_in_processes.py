@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import base64
 import errno
+import hashlib
+import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from faults import let_workers_die_at_work
+from faults import let_a_worker_die_at_work
 from rotation_case import tree_digest
 
 from parquet_keytools import Keytools
@@ -34,6 +35,7 @@ from parquet_keytools.rotation import data_set_run
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome
 from parquet_keytools.rotation.tail import changed_while_rotated
 from parquet_keytools.runtime import worker_processes
+from parquet_keytools.runtime.worker_processes import command_line_processes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.locks import exclusive_folder
 
@@ -96,10 +98,14 @@ def test_reports_are_the_same(tmp_path: Path, key_material: str) -> None:
         (root / "year=0" / "1.parquet").symlink_to("nowhere")
         pq.write_table(TABLE, root / "year=0" / "plain.parquet")
         before, seen, progress = tree_digest(root), list[FileRotation](), list[int]()
-        report = tools.rekey_in_place(root, on_file=seen.append, on_progress=progress.append, processes=processes)
+        # What takes progress stays in this process.
+        on_progress = progress.append if processes == 1 else None
+        with command_line_processes(processes):
+            report = tools.rekey_in_place(root, on_file=seen.append, on_progress=on_progress)
         said[processes] = facts(report.files, root), report.counts, report.stopped_by
         assert seen == report.files
-        assert sum(progress) == report.bytes_written == sum(file.new_size_bytes for file in seen)
+        assert report.bytes_written == sum(file.new_size_bytes for file in seen)
+        assert processes > 1 or sum(progress) == report.bytes_written
         after = tree_digest(root)
         assert before.keys() == after.keys()
         kept = {Path(name).name for name in before if before[name] == after[name] and name.endswith("parquet")}
@@ -131,7 +137,8 @@ def test_large_files_stay_here(tools: Keytools, folder: Path, monkeypatch: pytes
         return original(change, location, locked_folder)
 
     monkeypatch.setattr(data_set_run, "changed_file", changed)
-    assert tools.rekey_in_place(folder, processes=2).counts == Counter({RotationOutcome.REKEYED: FILES})
+    with command_line_processes(2):
+        assert tools.rekey_in_place(folder).counts == Counter({RotationOutcome.REKEYED: FILES})
     assert [location.path for location in here] == [str(large)]
 
 
@@ -140,13 +147,16 @@ def test_few_files_and_private_files_stay_here(
 ) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
-    monkeypatch.setattr(subprocess, "Popen", None)
-    assert tools.rekey_in_place(folder, processes=None).succeeded
+    monkeypatch.setattr(worker_processes, "ProcessPoolExecutor", None)
+    assert tools.rekey_in_place(folder).succeeded
+    with command_line_processes(None):
+        assert tools.rekey_in_place(folder).succeeded
     memory = MemoryFileSystem()
     memory.makedirs("/private", exist_ok=True)
     for name in "abc":
         tools.write_table(TABLE, f"/private/{name}.parquet", filesystem=memory)
-    report = tools.rekey_in_place("/private", filesystem=memory, processes=2)
+    with command_line_processes(2):
+        report = tools.rekey_in_place("/private", filesystem=memory)
     assert report.counts == Counter({RotationOutcome.REKEYED: 3})
 
 
@@ -159,33 +169,34 @@ def test_copies_become_files_of_their_own_without_a_warning(tools: Keytools, fol
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for processes in (1, 2):
-            assert tools.rekey_in_place(folder, processes=processes).succeeded
+            with command_line_processes(processes):
+                assert tools.rekey_in_place(folder).succeeded
     assert tools.read_table(folder).num_rows == (len(others) + 7) * TABLE.num_rows
 
 
 def test_a_locked_folder_is_waited_for(tmp_path: Path, folder: Path) -> None:
     """By worker processes, which take the lock themselves: nothing is replaced meanwhile."""
     before = tree_digest(folder)
-    locked = FileLocation.resolve(folder / "year=0" / "0.parquet")
-    with exclusive_folder(locked):
+    with exclusive_folder(FileLocation.resolve(folder / "year=1" / "1.parquet")):
         process = start(tmp_path / "config.yaml", folder)
-        end = time.monotonic() + 60
-        while tree_digest(folder / "year=1") == tree_digest_of(before, "year=1"):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until_changed(folder, before, "year=0")
         now = tree_digest(folder)
-        assert all(now[name] == before[name] for name in before if name.startswith("year=0"))
+        assert all(now[name] == before[name] for name in before if name.startswith("year=1"))
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     assert f"{FILES} rekeyed" in stdout
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.parquet")}
-
-
-def tree_digest_of(tree: dict[str, Any], part: str) -> dict[str, Any]:
-    return {name.removeprefix(f"{part}/"): digest for name, digest in tree.items() if name.startswith(f"{part}/")}
+def wait_until_changed(folder: Path, before: dict[str, Any], part: str) -> None:
+    """Wait until each file of a part of the folder is another one."""
+    end = time.monotonic() + 60
+    while any(
+        hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+        for name, digest in before.items()
+        if name.startswith(part)
+    ):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def start(config: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
@@ -210,15 +221,16 @@ def is_running(process_id: int) -> bool:
         return False
 
 
-def children(process_id: int) -> list[int]:
+def workers_of(process_id: int) -> list[int]:
     """Return the worker processes of a process."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
+            is_worker = b"spawn_main" in (path.parent / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if parent == process_id:
+        if parent == process_id and is_worker:
             found.append(int(path.parent.name))
     return found
 
@@ -226,16 +238,13 @@ def children(process_id: int) -> list[int]:
 @pytest.mark.parametrize("who", ["parent", "worker", "Ctrl-C"])
 def test_a_run_that_was_cut_off_is_repeated(tmp_path: Path, tools: Keytools, folder: Path, who: str) -> None:
     """Held at a lock in the middle of its files."""
-    before, originals = tree_digest(folder), contents(folder)
+    before = tree_digest(folder)
     locked = FileLocation.resolve(folder / "year=1" / "1.parquet")
     with exclusive_folder(locked):
         process = start(tmp_path / "config.yaml", folder)
-        end = time.monotonic() + 60
         # The five files before it are done.
-        while sum(originals[name] != content for name, content in contents(folder).items()) < 5:
-            assert time.monotonic() < end and process.poll() is None
-            time.sleep(0.05)
-        workers = children(process.pid)
+        wait_until_changed(folder, before, "year=0")
+        workers = workers_of(process.pid)
         assert len(workers) == 2
         if who == "parent":
             process.kill()
@@ -246,100 +255,80 @@ def test_a_run_that_was_cut_off_is_repeated(tmp_path: Path, tools: Keytools, fol
         if who == "parent":
             process.wait(60)
             # They end with it, in the middle of files whose folder is still locked.
+            end = time.monotonic() + 60
             while any(is_running(worker) for worker in workers):
                 assert time.monotonic() < end
                 time.sleep(0.02)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == {"parent": -9, "worker": 1, "Ctrl-C": 130}[who], stderr
     if who == "worker":
-        assert re.search(
-            r"Failed: \S+\.parquet: its worker process was ended by SIGKILL before it reported what became of "
-            r"this\. The file is whole, as it was or changed\. Give the same command again",
-            stderr,
-        ), stderr
-        assert "Stopped: a worker process ended, and no more files were begun." in stderr
-    if who == "Ctrl-C":
+        assert "Stopped: a worker process was killed" in stderr
+    if who != "parent":
         assert "Give the same command again" in stderr and "Traceback" not in stderr
     for path in folder.rglob("*.parquet"):
         assert tools.read_table(path).equals(TABLE)
-    report = tools.rekey_in_place(folder, processes=3)
-    assert report.succeeded and report.counts == Counter({RotationOutcome.REKEYED: FILES})
+    between = tree_digest(folder)
+    assert tools.rekey_in_place(folder).counts == Counter({RotationOutcome.REKEYED: FILES})
     after = tree_digest(folder)
     # Nothing is left of the run that was cut off.
     assert before.keys() == after.keys()
-    assert all(before[name] != after[name] for name in before)
+    assert not any(after[name] in (before[name], between[name]) for name in after if name.endswith(".parquet"))
     assert tools.verify_folder(folder).conforms
 
 
-def test_a_dead_process_ends_the_run(tools: Keytools, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    let_workers_die_at_work(monkeypatch)
-    before = tree_digest(folder)
-    report = tools.rekey_in_place(folder, processes=2)
-    assert isinstance(report.stopped_by, WorkerProcessEndedError)
-    assert not report.stopped_by.has_begun and report.files == report.failures
-    assert all(isinstance(file.error, WorkerProcessEndedError) for file in report.files)
-    assert tree_digest(folder) == before
+def test_a_dead_process_ends_the_run(tools: Keytools, folder: Path) -> None:
+    thread = let_a_worker_die_at_work()
+    with command_line_processes(2):
+        report = tools.rekey_in_place(folder)
+    thread.join()
+    assert (
+        isinstance(report.stopped_by, WorkerProcessEndedError) and "same command again" in report.stopped_by.hint
+    )
+    assert all(file.outcome is RotationOutcome.REKEYED for file in report.files)
+    assert len(report.files) < FILES
+    assert tools.read_table(folder).num_rows == FILES * TABLE.num_rows
 
 
-class WarningWorker:
-    """What a worker process is to its parent, with a warning of each file."""
+class ToldWorkers:
+    """Worker processes that say of a file what a test tells them to say; two files are done at a time."""
 
-    has_ended = False
-
-    def __init__(self, _setup: bytes, _staying: list[Any], warn: Callable[..., None]) -> None:
-        self._warn = warn
-
-    def call(self, args: tuple[FileLocation], _: object) -> tuple[FileRotation, list[str]]:
-        self._warn(f"{args[0].name} is odd", UserWarning)
-        return FileRotation(str(args[0]), RotationOutcome.REKEYED), []
-
-    def hang_up(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
-def test_warnings_are_shown_at_the_line_of_the_caller(
-    tools: Keytools, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_processes, "_Worker", WarningWorker)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert tools.rekey_in_place(folder, processes=2).counts == Counter({RotationOutcome.REKEYED: FILES})
-    assert {str(warning.message) for warning in caught} == {f"{number}.parquet is odd" for number in range(FILES)}
-    assert {warning.filename for warning in caught} == {__file__}
-
-
-class ToldWorker(WarningWorker):
-    """Says of a file what a test tells it to say; of others nothing, so that this process does them."""
-
+    processes = 2
     answers: ClassVar[dict[str, Any]] = {}
     begun: ClassVar[list[str]] = []
 
-    def call(self, args: tuple[FileLocation], _: object) -> Any:
-        (location,) = args
-        self.begun.append(location.name)
-        answer = self.answers.get(location.name, worker_processes._NEVER_WORKED)
-        if isinstance(answer, WorkerProcessEndedError):
-            raise answer
-        return answer(location) if callable(answer) else answer
+    def __init__(self, function: Callable[[FileLocation], Any], *_: object, **__: object) -> None:
+        self._function = function
+
+    def __enter__(self) -> ToldWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def outcomes(self, files: Iterator[FileLocation]) -> Iterator[tuple[FileLocation, Any]]:
+        while task := list(itertools.islice(files, 2)):
+            self.begun.extend(location.name for location in task)
+            for location in task:
+                answer = self.answers.get(location.name, self._function)
+                if isinstance(answer, WorkerProcessEndedError):
+                    raise answer
+                yield location, answer(location)
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What workers answer, by file; two files are done at a time."""
-    monkeypatch.setattr(worker_processes, "_Worker", ToldWorker)
-    monkeypatch.setattr(data_set_run, "FILES_AT_A_TIME", 1)
-    monkeypatch.setattr(ToldWorker, "answers", {})
-    monkeypatch.setattr(ToldWorker, "begun", [])
-    return ToldWorker.answers
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What workers answer, by file."""
+    monkeypatch.setattr(data_set_run, "FileWorkers", ToldWorkers)
+    monkeypatch.setattr(ToldWorkers, "answers", {})
+    monkeypatch.setattr(ToldWorkers, "begun", [])
+    with command_line_processes(2):
+        yield ToldWorkers.answers
 
 
 FIRST, SECOND = "0.parquet", "2.parquet"
 NO_KMS = KmsUnavailableError(backend="any", operation="unwrap")
 REFUSED = KeytoolsError("it is damaged")
 NO_ROOM = OSError(errno.ENOSPC, "no room")
-ENDED = WorkerProcessEndedError("its worker process ended before it reported.", has_begun=True)
-NOT_BEGUN = WorkerProcessEndedError("a worker process ended before this was begun.", has_begun=False)
+ENDED = WorkerProcessEndedError("a worker process was killed.")
 
 
 def failed(error: Any) -> Callable[[FileLocation], tuple[FileRotation, list[str]]]:
@@ -355,11 +344,10 @@ def done(location: FileLocation) -> tuple[FileRotation, list[str]]:
     [
         (failed(NO_KMS), done, KmsUnavailableError, [FIRST, SECOND]),
         (failed(NO_ROOM), done, StorageFailedError, [FIRST, SECOND]),
-        (ENDED, done, WorkerProcessEndedError, [FIRST, SECOND]),
-        (NOT_BEGUN, done, WorkerProcessEndedError, [SECOND]),
+        (ENDED, done, WorkerProcessEndedError, []),
+        (done, ENDED, WorkerProcessEndedError, [FIRST]),
         (failed(NO_KMS), failed(REFUSED), KmsUnavailableError, [FIRST, SECOND]),
-        (failed(NO_KMS), ENDED, KmsUnavailableError, [FIRST, SECOND]),
-        (failed(NO_KMS), NOT_BEGUN, KmsUnavailableError, [FIRST]),
+        (failed(NO_KMS), ENDED, WorkerProcessEndedError, [FIRST]),
         # What fails for the same reason is left for the next run, and so is a large one.
         (failed(NO_KMS), failed(NO_KMS), KmsUnavailableError, [FIRST]),
         (failed(NO_ROOM), failed(NO_KMS), StorageFailedError, [FIRST]),
@@ -378,14 +366,10 @@ def test_what_is_at_an_end_gets_no_other_file(
     """Those that were begun at the same time are finished, and said; nothing happens to all others."""
     before = tree_digest(folder)
     told.update({FIRST: first, SECOND: second})
-    report = tools.rekey_in_place(folder, processes=2)
+    report = tools.rekey_in_place(folder)
     assert type(report.stopped_by) is stopped_by
     assert [Path(file.path).name for file in report.files] == said
-    assert sorted(ToldWorker.begun) == [FIRST, SECOND] and tree_digest(folder) == before
-    for file in report.failures:
-        assert not isinstance(file.error, WorkerProcessEndedError) or (
-            file.error.has_begun and "The file is whole, as it was or changed." in str(file.error)
-        )
+    assert ToldWorkers.begun == [FIRST, SECOND] and tree_digest(folder) == before
 
 
 def test_what_fails_for_itself_ends_nothing(tools: Keytools, folder: Path, told: dict[str, Any]) -> None:
@@ -393,14 +377,14 @@ def test_what_fails_for_itself_ends_nothing(tools: Keytools, folder: Path, told:
 
     def removed(location: FileLocation) -> Any:
         Path(location.path).unlink()
-        return worker_processes._NEVER_WORKED
+        return FileRotation(location.path, RotationOutcome.NOTHING_TO_ROTATE), []
 
     changing = f"{FILES - 1}.parquet"
     told.update(
         {FIRST: failed(REFUSED), SECOND: removed, changing: lambda location: (changed_while_rotated(location), [])}
     )
-    report = tools.rekey_in_place(folder, processes=2)
-    assert report.stopped_by is None and ToldWorker.begun.count(changing) == 3
+    report = tools.rekey_in_place(folder)
+    assert report.stopped_by is None and ToldWorkers.begun.count(changing) == 3
     outcomes = {Path(file.path).name: file.outcome for file in report.files}
     assert outcomes.pop(FIRST) is RotationOutcome.FAILED
     assert outcomes.pop(SECOND) is RotationOutcome.NOTHING_TO_ROTATE
@@ -413,7 +397,7 @@ def test_what_others_leave_behind_is_said_and_logged_once(
 ) -> None:
     """Their log has it, and comes out here."""
     told[FIRST] = lambda location: (FileRotation(str(location), RotationOutcome.REKEYED), ["a temporary file"])
-    told[SECOND] = lambda location: (None, ["another one"])
-    report = tools.rekey_in_place(folder, processes=2)
+    told[SECOND] = lambda _: (None, ["another one"])
+    report = tools.rekey_in_place(folder)
     assert report.succeeded and sorted(report.left_behind) == ["a temporary file", "another one"]
     assert "temporary" not in caplog.text and "another" not in caplog.text
