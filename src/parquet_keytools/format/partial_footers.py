@@ -326,7 +326,7 @@ def _shown_struct(struct: Struct, shape: Mapping[int, Any]) -> tuple[Struct, lis
         if allowed is wire_type:
             continue
         entry = None if allowed is None else struct.entry(field_id)
-        found = None if entry is None else _shown(allowed, *entry)
+        found = None if allowed is None or entry is None else _shown(allowed, *entry)
         if found is None or not found[1]:
             hidden.append(field_id)
             shown.set_entry(field_id, None if found is None else (wire_type, found[0]))

@@ -54,7 +54,7 @@ _WIRE_TYPES = [WireType(code) if code <= _LAST else WireType.STOP for code in ra
 _INTEGER_BITS = {WireType.I16: 16, WireType.I32: 32, WireType.I64: 64}
 _FIXED_LENGTH = {WireType.DOUBLE: 8, WireType.UUID: 16, WireType.BYTE: 1, WireType.TRUE: 1, WireType.FALSE: 1}
 
-_STRUCT_BYTES, _ELEMENT_BYTES = 512, 64
+_STRUCT_BYTES, _ELEMENT_BYTES = 320, 64
 """About how much memory a struct in a list, with what its readers keep of it, and any other element take."""
 
 Entry = tuple[WireType, Any]
@@ -119,7 +119,7 @@ def read_struct(
     return struct, end
 
 
-def pass_value(data: Any, code: int, at: int, depth: int) -> int:
+def pass_value(data: bytes | bytearray | memoryview, code: int, at: int, depth: int) -> int:
     """Return where a value ends that begins at `at`; raises IndexError if that is after the end of the bytes."""
     if depth > MAX_DEPTH:
         raise ParquetFormatError(f"Thrift values nest more than {MAX_DEPTH} deep")
@@ -626,10 +626,12 @@ def write_value(wire_type: WireType, value: Any) -> bytes:
         return varint((value << 1) ^ (value >> 63))
     if value is None:
         return b""
+    written: bytes
     if wire_type is _BINARY:
-        return varint(len(value)) + value
+        written = varint(len(value)) + value
+        return written
     if wire_type is _STRUCT:
-        written: bytes = value if isinstance(value, bytes) else value.as_bytes()
+        written = value if isinstance(value, bytes) else value.as_bytes()
         return written
     if wire_type is _LIST or wire_type is _SET:
         count, element_type = len(value.elements), value.element_type

@@ -103,7 +103,8 @@ def bloom_filters_in_each_other(columns: int, body_bytes: int) -> bytes:
     for column in range(columns):
         header = BloomFilterHeader()
         header.num_bytes = body_bytes
-        header.struct.fields |= {field_id: (WireType.STRUCT, Struct()) for field_id in (2, 3, 4)}
+        for field_id in (2, 3, 4):
+            header.struct.set_entry(field_id, (WireType.STRUCT, Struct()))
         leaf, chunk, metadata = SchemaElement(), ColumnChunk(), ColumnMetaData()
         leaf.type, leaf.name = 1, f"c{column}"
         metadata.struct.set_entry(2, (WireType.LIST, ThriftList(WireType.I32, [0])))

@@ -101,7 +101,7 @@ def test_what_arrow_opens_we_open(path: tuple[int, ...]) -> None:
         holder = _holder(footer.struct, path)
         if _same_type(holder.fields[path[-1]][0], other[0]):
             continue
-        holder.fields[path[-1]] = other
+        holder.set_entry(path[-1], other)
         data = _with_footer(body, footer)
         inspect_source(MemorySource(data))
         report = verify_source(MemorySource(data), None)[0]
@@ -167,7 +167,7 @@ def test_an_encrypted_file_does_not_become_another(name: str) -> None:
         holder = _holder(footer.struct, path)
         if holder.fields[path[-1]][0] is other[0] or (path == (9,) and other[0] in _BOOL):
             continue  # In field 9 it is the 2019 draft, which has words of its own.
-        holder.fields[path[-1]] = other
+        holder.set_entry(path[-1], other)
         source = MemorySource(_with_footer(body, footer))
         with pytest.raises(ParquetFormatError, match=rf"{name}: has the Thrift type {other[0].name}"):
             read_envelope(source).unverified_footer()
