@@ -403,8 +403,8 @@ def test_a_query_for_all_other_columns_works(
         for query in ("sum(secret)", "c0, secret", "*", f"{others}, sum(secret)"):
             with pytest.raises(duckdb.Error):
                 connection.sql(f"select {query} from 'keytools://x.parquet'").fetchall()
-    for filesystem in (view, view.arrow):
-        with pytest.raises(ColumnAccessDeniedError, match="secret"):
+    for filesystem, error in ((view, (OSError, KeytoolsError)), (view.arrow, ColumnAccessDeniedError)):
+        with pytest.raises(error):
             pq.read_table("x.parquet", filesystem=filesystem)
         assert pq.read_table("x.parquet", filesystem=filesystem, columns=["c0", "c39"]).num_columns == 2
     with view.open("x.parquet") as file, pytest.raises((pl.exceptions.PolarsError, KeytoolsError)):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +10,10 @@ import pytest
 from botocore.awsrequest import AWSPreparedRequest
 from s3_store import BUCKET, S3Store, on_request, refusal
 
-from parquet_keytools.storage import s3_connection
+from parquet_keytools.storage import s3_connection, temporary_files
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import write_whole
-from parquet_keytools.storage.temporary_files import DEAD_AFTER_SECONDS, parse_temporary_name, temporary_name
+from parquet_keytools.storage.temporary_files import DEAD_AFTER_SECONDS, temporary_name
 
 
 @pytest.fixture(scope="module")
@@ -32,26 +30,20 @@ def store(running: S3Store) -> Iterator[S3Store]:
     running.clear()
 
 
-def dead_name(target: str) -> str:
-    program = f"from parquet_keytools.storage.temporary_files import temporary_name as n; print(n({target!r}))"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
-
-
-def of_another_machine(name: str) -> str:
-    parts = name.split("-")
-    return "-".join([parts[0], "00000000", *parts[2:]])
+@pytest.fixture
+def begun(store: S3Store) -> str:
+    """A temporary object and an upload of one, and what others wrote; returns the name of ours."""
+    name = temporary_name("x", is_locked=False)
+    store.put(f"d/{name}", b"half")
+    store.client.create_multipart_upload(Bucket=BUCKET, Key=f"d/{name}")
+    store.put("d/.x.somebody.tmp", b"theirs")
+    store.client.create_multipart_upload(Bucket=BUCKET, Key="d/x")
+    return name
 
 
 @pytest.fixture
-def begun(store: S3Store) -> dict[str, str]:
-    """Temporary objects and uploads: of a process that is gone, of one that lives, of one that nobody knows of."""
-    names = {"dead": dead_name("x"), "alive": temporary_name("x"), "unknown": of_another_machine(dead_name("x"))}
-    for name in names.values():
-        store.put(f"d/{name}", b"half")
-        store.client.create_multipart_upload(Bucket=BUCKET, Key=f"d/{name}.part"[: -len(".part")])
-    store.put("d/.x.somebody.tmp", b"theirs")
-    store.client.create_multipart_upload(Bucket=BUCKET, Key="d/x")
-    return names
+def a_day_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(temporary_files, "_age_seconds", lambda info: DEAD_AFTER_SECONDS + 1)
 
 
 def uploads(store: S3Store) -> list[str]:
@@ -59,28 +51,28 @@ def uploads(store: S3Store) -> list[str]:
     return sorted(upload["Key"] for upload in found)
 
 
-def test_the_next_run_removes_what_is_dead(
-    store: S3Store, begun: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_older_than_a_day_is_removed(store: S3Store, begun: str, a_day_later: None) -> None:
     # This server says of each upload that it was begun in 2010.
-    monkeypatch.setattr(s3_connection, "age_seconds", lambda upload: 3600.0)
-    target = FileLocation(store.filesystem(), f"{BUCKET}/d/x")
-    write_whole(target, b"whole")
-    kept = [f"d/{begun['alive']}", f"d/{begun['unknown']}"]
-    assert store.names() == sorted([*kept, "d/.x.somebody.tmp", "d/x"])
-    assert uploads(store) == sorted([*kept, "d/x"])
+    write_whole(FileLocation(store.filesystem(), f"{BUCKET}/d/x"), b"whole")
+    assert store.names() == ["d/.x.somebody.tmp", "d/x"]
+    assert uploads(store) == ["d/x"]
     assert store.get("d/x") == b"whole"
 
 
-def test_of_another_machine_only_age_tells(begun: dict[str, str]) -> None:
-    parsed = {kind: parse_temporary_name(name) for kind, name in begun.items()}
-    assert all(parsed.values())
-    for age, expected in ((0.0, ["dead"]), (DEAD_AFTER_SECONDS + 1, ["dead", "unknown"])):
-        assert [kind for kind, name in parsed.items() if name and name.is_dead(age)] == expected
+def test_a_running_write_is_not_disturbed(store: S3Store, begun: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its process lives is unknown: object stores have no locks."""
+    monkeypatch.setattr(s3_connection, "age_seconds", lambda upload: 3600.0)
+    write_whole(FileLocation(store.filesystem(), f"{BUCKET}/d/x"), b"whole")
+    assert store.names() == sorted([f"d/{begun}", "d/.x.somebody.tmp", "d/x"])
+    assert uploads(store) == sorted([f"d/{begun}", "d/x"])
 
 
 def test_what_may_not_be_listed_or_ended_is_named(
-    store: S3Store, begun: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    store: S3Store,
+    begun: str,
+    a_day_later: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for number, (refused, text) in enumerate(
         (("ListMultipartUploads", "s3:ListBucketMultipartUploads"), ("AbortMultipartUpload", "cannot be ended"))
@@ -95,8 +87,8 @@ def test_what_may_not_be_listed_or_ended_is_named(
         with caplog.at_level(logging.WARNING), on_request(filesystem, hook):
             write_whole(FileLocation(filesystem, f"{BUCKET}/d/x"), b"whole")
         assert text in caplog.text
-        assert f"d/{begun['dead']}" in uploads(store)
-    assert begun["dead"] in caplog.text
+        assert f"d/{begun}" in uploads(store)
+    assert begun in caplog.text
 
 
 def test_who_may_not_delete_has_written_all_the_same(store: S3Store, caplog: pytest.LogCaptureFixture) -> None:

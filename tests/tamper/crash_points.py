@@ -26,9 +26,6 @@ KILLED = 99
 PATH_CALLS = ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "link", "symlink", "chmod", "utime")
 """Their first argument is a path, or a file descriptor; for renames and links the second is what comes to be."""
 
-FOLDER_CALLS = ("exchange", "rename_new")
-"""Calls of `storage.renames`: file descriptor of a folder, a name, and the one that is replaced or comes to be."""
-
 DESCRIPTOR_CALLS = (
     "write",
     "pwrite",
@@ -40,7 +37,7 @@ DESCRIPTOR_CALLS = (
     "fchown",
     "setxattr",
 )
-RENAMES = ("rename", "replace", "exchange", "rename_new", "link")
+RENAMES = ("rename", "replace", "link")
 """Calls by which a file takes its place."""
 
 WRITES = ("write", "pwrite", "copy_file_range")
@@ -117,16 +114,10 @@ class Points:
 
     def watch(self) -> None:
         """Put a wrapper around each call."""
-        from parquet_keytools.storage import local_output, temporary_files
-
         for name in PATH_CALLS:
             setattr(
                 os, name, self._wrapped(name, getattr(os, name), 1 if name in ("rename", "replace", "link") else 0)
             )
-        for module in (local_output, temporary_files):
-            for name in FOLDER_CALLS:
-                if hasattr(module, name):
-                    setattr(module, name, self._wrapped(name, getattr(module, name), 2))
         for name in DESCRIPTOR_CALLS:
             setattr(os, name, self._wrapped(name, getattr(os, name), 0))
         os.copy_file_range = self._wrapped("copy_file_range", os.copy_file_range, 1)
@@ -170,7 +161,7 @@ class Points:
     def _wrapped(self, name: str, call: Callable[..., Any], position: int) -> Callable[..., Any]:
         def wrapper(*arguments: Any, **named: Any) -> Any:
             torn = self._half(name, call, arguments) if name in WRITES else None
-            folder = arguments[0] if name in FOLDER_CALLS else named.get("dst_dir_fd", named.get("dir_fd"))
+            folder = named.get("dst_dir_fd", named.get("dir_fd"))
             before = len(self.calls)
             self.at(name, _path_of(arguments[position], folder), torn)
             result = call(*arguments, **named)
@@ -234,7 +225,7 @@ def _open_stream(self: Any) -> Any:
     """Open a new file for Arrow so that its writes are calls of Python."""
     import pyarrow as pa
 
-    with self._file.opened() as descriptor:
+    with self._opened() as (_, descriptor):
         return pa.PythonFile(_RawFile(os.dup(descriptor)), mode="w")
 
 
@@ -312,13 +303,13 @@ def _attacker(job: Job, act: Callable[[Path], object]) -> Any:
     """Become the user who does the job, while another one waits for it."""
     from other_users import PRIVATE, Attacker
 
-    from parquet_keytools.storage import local_output
+    from parquet_keytools.storage import outputs
 
     base = Path(job.folder).parent
     # What is imported late cannot be imported by somebody else.
     act(base / "warm")
     attacker = Attacker(job.attack, Path(job.folder), base / PRIVATE)
-    local_output._NO_DESCRIPTORS = job.named
+    outputs._NO_DESCRIPTORS = job.named
     if job.user:
         os.setgroups([])
         os.setgid(job.user)

@@ -21,7 +21,7 @@ from pyiceberg.types import StringType
 
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, ParquetFormatError
 from parquet_keytools.iceberg import EncryptedTable, create_table, manifests
-from parquet_keytools.iceberg.loading import located_table
+from parquet_keytools.iceberg.located_table import located_table
 from parquet_keytools.iceberg.manifests import files_in, manifests_in
 from parquet_keytools.iceberg.table_audit import TableAudit, TableReport
 

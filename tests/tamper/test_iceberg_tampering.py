@@ -23,7 +23,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.iceberg import EncryptedFileIO
-from parquet_keytools.iceberg.loading import located_table
+from parquet_keytools.iceberg.located_table import located_table
 from parquet_keytools.iceberg.table_audit import TableAudit
 
 BLOCK = 12 + (1 << 20) + 16

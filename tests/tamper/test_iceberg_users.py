@@ -11,7 +11,7 @@ from pathlib import Path
 from iceberg_case import Lake
 from soak import SOAK
 
-from parquet_keytools.iceberg.loading import located_table
+from parquet_keytools.iceberg.located_table import located_table
 from parquet_keytools.iceberg.table_audit import TableAudit
 
 WORKER = Path(__file__).with_name("iceberg_users_worker.py")

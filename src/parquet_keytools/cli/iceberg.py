@@ -25,7 +25,7 @@ from parquet_keytools.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from parquet_keytools.iceberg.loading import LocatedTable
+    from parquet_keytools.iceberg.located_table import LocatedTable
     from parquet_keytools.iceberg.metadata import TableEncryption
     from parquet_keytools.iceberg.table_audit import ChainLink, KekReport, TableReport
 
@@ -162,7 +162,7 @@ def _iceberg_installed() -> Iterator[None]:
 
 def _located(table: str, config: Path | None, catalog: str | None, properties: list[str] | None) -> LocatedTable:
     with _iceberg_installed():
-        from parquet_keytools.iceberg.loading import located_table
+        from parquet_keytools.iceberg.located_table import located_table
 
     return located_table(table, config, catalog, pairs_of(properties, "--property"))
 

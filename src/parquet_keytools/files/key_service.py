@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +40,7 @@ from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyRefere
 from parquet_keytools.keys.key_wrapping import DataKeys, DekToWrap, KeyUnwrapper, KeyWrapper, KmsKeys, Wrapping
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.registry import make_client
-from parquet_keytools.runtime.presentation import levels_inside
+from parquet_keytools.runtime.presentation import warn_caller
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 
@@ -82,8 +81,7 @@ class TablePolicy:
                     f"{message}, and the table {self.table_name!r} has it under the key {key.key_name!r}.",
                     hint="Partition by another column, or take this one out of column_keys.",
                 )
-            text = f"{message}, for the data set is partitioned by it"
-            warnings.warn(text, UserWarning, stacklevel=levels_inside())
+            warn_caller(f"{message}, for the data set is partitioned by it")
 
     def refuse_folder_names(self, names: Iterable[str]) -> None:
         """Refuse folders that would give values to encrypted columns of the files in them: no reader opens these.

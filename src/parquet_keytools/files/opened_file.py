@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -31,7 +30,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
-from parquet_keytools.runtime.presentation import levels_inside
+from parquet_keytools.runtime.presentation import warn_caller
 from parquet_keytools.runtime.worker_processes import shared_with_workers
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
@@ -350,7 +349,7 @@ class FileIdentities:
         )
         if self._refuses:
             raise error
-        warnings.warn(str(error), UserWarning, stacklevel=levels_inside())
+        warn_caller(str(error))
 
     def other(self, location: FileLocation, footer_dek: SecretBytes, file_unique: bytes) -> FileLocation | None:
         """Remember a file; return another one that was opened before with the same data key and file unique.

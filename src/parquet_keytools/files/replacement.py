@@ -21,12 +21,12 @@ from parquet_keytools.keys.material_store import (
 )
 from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.local_files import FolderIdentity
-from parquet_keytools.storage.local_output import TargetExistsError
 from parquet_keytools.storage.locations import FileLocation, folder_path, key_material_location, real_location
 from parquet_keytools.storage.locks import exclusive_folder, written_meanwhile
 from parquet_keytools.storage.outputs import (
     Check,
     PendingOutput,
+    TargetExistsError,
     discarded_unless_done,
     pending_output,
     sync_folder,

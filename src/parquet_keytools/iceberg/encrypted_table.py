@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from pyiceberg.exceptions import CommitFailedException, ValidationException
 from pyiceberg.table import DataScan, Table, TableProperties, Transaction
-from pyiceberg.table.locations import LocationProvider
 from pyiceberg.table.metadata import TableMetadata, TableMetadataV3
-from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.update import (
     AddPartitionSpecUpdate,
     AddSchemaUpdate,
@@ -27,16 +24,16 @@ from parquet_keytools.errors import (
     KeyMaterialError,
     KeytoolsError,
     NotEncryptedError,
-    OutputError,
 )
-from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing, dumped, is_refusal
+from parquet_keytools.iceberg.catalog_commits import dumped, is_refusal
 from parquet_keytools.iceberg.claims import PATH_PROPERTIES, Counters, TablePlaces, counter_problems, refuse
 from parquet_keytools.iceberg.file_io import EncryptedFileIO
-from parquet_keytools.iceberg.key_chain import NewKeys, is_young, key_length_bits, master_key_of, rewrapped
+from parquet_keytools.iceberg.key_chain import NewKeys, key_length_bits, master_key_of
+from parquet_keytools.iceberg.key_rotation import KeyChanges, remove_unneeded_keys, rotate
 from parquet_keytools.iceberg.known_tables import KnownTable
 from parquet_keytools.iceberg.manifests import counters_of_list, counters_of_manifest, manifests_in
 from parquet_keytools.iceberg.metadata import KEY_ID_PROPERTY, EncryptionKey, StandardKeyMetadata
-from parquet_keytools.iceberg.snapshot_producers import EncryptedUpdateSnapshot
+from parquet_keytools.iceberg.pyiceberg_classes import CommittingTable, ProducingTransaction, committing
 from parquet_keytools.iceberg.table_files import is_of_catalogs
 from parquet_keytools.iceberg.written_files import StoredFileIO, WritingFileIO
 
@@ -61,7 +58,7 @@ def as_written(metadata: TableMetadata) -> TableMetadata:
     return metadata.model_copy(update={"properties": properties})
 
 
-class EncryptedTable(Table):
+class EncryptedTable(CommittingTable):
     """An encrypted table, with all that PyIceberg's tables do; what it writes is encrypted.
 
     A commit that conflicts with another one is repeated. A commit that fails leaves the table as it was, and
@@ -95,9 +92,16 @@ class EncryptedTable(Table):
     def refresh(self) -> Table:
         """Load the current state of the table."""
         fresh = self.catalog.load_table(self.name())
-        self._check_uuid(self.metadata, fresh.metadata)
+        self._refuse_other_table(fresh.metadata)
         self.take(fresh)
         return self
+
+    def _refuse_other_table(self, metadata: TableMetadata) -> None:
+        if metadata.table_uuid != self.metadata.table_uuid:
+            raise ValueError(
+                f"the catalog has another table under this name: its UUID is {metadata.table_uuid}, and was "
+                f"{self.metadata.table_uuid}. Load the table again."
+            )
 
     def take(self, fresh: Table) -> None:
         """Become another state of the same table."""
@@ -178,11 +182,7 @@ class EncryptedTable(Table):
             OutputError: Other commits were first, again and again, or the metadata file could not be written.
             KmsError: The KMS does not wrap or unwrap a KEK; the table is as it was.
         """
-        return self._change_keys(
-            lambda known: KeyChanges(
-                replaced=[(kek, rewrapped(self.reader.keys, known.chain, kek)) for kek in known.encryption.keks]
-            )
-        )
+        return rotate(self)
 
     def remove_unneeded_keys(self) -> tuple[str, ...]:
         """Remove the entries of `encryption-keys` that no snapshot needs, as one commit; return their `key-id`.
@@ -193,35 +193,13 @@ class EncryptedTable(Table):
         Raises:
             OutputError: Other commits were first, again and again, or the metadata file could not be written.
         """
+        return remove_unneeded_keys(self)
 
-        def changes(known: KnownTable) -> KeyChanges:
-            encryption, now_ms = known.encryption, time.time() * 1000
-            young = {kek.key_id for kek in encryption.keks if is_young(kek, now_ms)}
-            return KeyChanges(removed=[key_id for key_id in encryption.unneeded_keys if key_id not in young])
-
-        return self._change_keys(changes)
-
-    def _change_keys(self, changes_of: Callable[[KnownTable], KeyChanges]) -> tuple[str, ...]:
-        """Commit changes of keys alone, made from the current state each time; return the `key-id` of each."""
-        for _ in range(_ROTATION_ATTEMPTS):
-            known = self.known()
-            master_key_id = master_key_of(known.encryption)
-            changes = changes_of(known)
-            changed = (*(kek.key_id for kek, _ in changes.replaced), *changes.removed)
-            if not changed:
-                return ()
-            # The property stays the same: a commit without an update would be none.
-            same = SetPropertiesUpdate(updates={KEY_ID_PROPERTY: master_key_id})
-            try:
-                self.commit_keys(changes, (same,), ())
-            except CommitFailedException:
-                self.refresh()
-                continue
-            return changed
-        raise OutputError(
-            f"other commits changed the table {_ROTATION_ATTEMPTS} times while its keys were changed.",
-            hint="It is as they left it. Try again.",
-        )
+    def commit_key_changes(self, changes: KeyChanges) -> None:
+        """Commit changes of keys alone; errors as with `commit_keys`."""
+        # The property stays the same: a commit without an update would be none.
+        same = SetPropertiesUpdate(updates={KEY_ID_PROPERTY: master_key_of(self.known().encryption)})
+        self.commit_keys(changes, (same,), ())
 
     def commit_keys(
         self, changes: KeyChanges, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]
@@ -238,7 +216,7 @@ class EncryptedTable(Table):
         self._refuse_false_claims(self._counters_of_files() if gives_numbers else None)
         catalog = committing(self.catalog, StoredFileIO(self.reader, self.places), changes)
         response = catalog.commit_table(self, requirements, updates)
-        self._check_uuid(self.metadata, response.metadata)
+        self._refuse_other_table(response.metadata)
         self.metadata, self.metadata_location = response.metadata, response.metadata_location
         encryption = self.known().encryption
         for snapshot_id, key_id in changes.snapshot_keys.items():
@@ -251,7 +229,8 @@ class EncryptedTable(Table):
                     "and write it through another catalog.",
                 )
 
-    def _do_commit(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
+    def commit_updates(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
+        """Commit updates that add no snapshot."""
         if any(isinstance(update, AddSnapshotUpdate) for update in updates):
             raise NotEncryptedError(
                 "a snapshot would be added whose manifests have no keys.",
@@ -303,7 +282,8 @@ class WorkingTable(EncryptedTable):
         known = self.known()
         self._snapshot_keys[snapshot_id] = self._new_keys.entries_for(known.encryption, known.chain, key_metadata)
 
-    def _do_commit(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
+    def commit_updates(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
+        """Commit updates, with the keys of the snapshots that they add."""
         snapshots = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
         keys = {snapshot: self._snapshot_keys[snapshot] for snapshot in snapshots}
         added = {entry.key_id: entry for entries in keys.values() for entry in entries}
@@ -311,45 +291,28 @@ class WorkingTable(EncryptedTable):
         self.commit_keys(KeyChanges(list(added.values()), key_ids), updates, requirements)
 
 
-_ROTATION_ATTEMPTS = 10
-
-
-class EncryptedTransaction(Transaction):
+class EncryptedTransaction(ProducingTransaction):
     """Changes of an encrypted table that are committed as one."""
 
-    _table: WorkingTable
-
     def __init__(self, table: EncryptedTable) -> None:
-        super().__init__(table.working_copy())
+        self._working = table.working_copy()
+        super().__init__(self._working, self._working.io)
         self._original = table
         self._seen = table.metadata_location
 
     @property
     def table_metadata(self) -> TableMetadata:
         """The metadata with the changes so far, for PyIceberg's writers: see `as_written`."""
-        if self._original.metadata_location != self._seen and not self._snapshot_producers:
+        if self._original.metadata_location != self._seen and not self.snapshot_ids:
             # The caller refreshed the table, or committed to it: PyIceberg's transactions see that, too. Snapshots
             # that were made before stay as they are, until the commit repeats them.
-            self._table.take(self._original)
+            self._working.take(self._original)
             self._seen = self._original.metadata_location
         return as_written(super().table_metadata)
 
-    @property
-    def location_provider(self) -> LocationProvider:
-        """What names new files."""
-        return self._table.location_provider()
-
-    def update_snapshot(
-        self, snapshot_properties: dict[str, str] = EMPTY_DICT, branch: str | None = MAIN_BRANCH
-    ) -> EncryptedUpdateSnapshot:
-        """Return what makes a snapshot."""
-        return EncryptedUpdateSnapshot(
-            self, io=self._table.io, branch=branch, snapshot_properties=snapshot_properties
-        )
-
     def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
         """Take the key of the manifest list of a snapshot of this transaction."""
-        self._table.add_snapshot_key(snapshot_id, key_metadata)
+        self._working.add_snapshot_key(snapshot_id, key_metadata)
 
     def set_properties(self, properties: Properties = EMPTY_DICT, **kwargs: Any) -> Transaction:
         """Set properties of the table; those of its encryption never change."""
@@ -357,7 +320,7 @@ class EncryptedTransaction(Transaction):
         refuse_encryption_properties(given)
         for name in PATH_PROPERTIES:
             if name in given:
-                self._table.places.check(f"{str(given[name]).rstrip('/')}/file")
+                self._working.places.check(f"{str(given[name]).rstrip('/')}/file")
         return super().set_properties(properties, **kwargs)
 
     def remove_properties(self, *removals: str) -> Transaction:
@@ -378,8 +341,8 @@ class EncryptedTransaction(Transaction):
             ValidationException: What another commit did conflicts with this one.
             OutputError: The commit failed otherwise; the table is as it was.
         """
-        table, original = self._table, self._original
-        snapshots = [producer.snapshot_id for producer in self._snapshot_producers]
+        table, original = self._working, self._original
+        snapshots = self.snapshot_ids
         try:
             super().commit_transaction()
         except (CommitFailedException, ValidationException):
@@ -405,17 +368,17 @@ class EncryptedTransaction(Transaction):
     def _has_landed(self, snapshots: list[int]) -> bool | None:
         """Return whether the table has the snapshots of this transaction, or None where it cannot be loaded."""
         try:
-            self._table.refresh()
+            self._working.refresh()
         except Exception:
             return None
         return bool(snapshots) and all(
-            self._table.metadata.snapshot_by_id(snapshot) is not None for snapshot in snapshots
+            self._working.metadata.snapshot_by_id(snapshot) is not None for snapshot in snapshots
         )
 
     def _remove_files(self) -> None:
-        for location in self._table.io.take_begun():
+        for location in self._working.io.take_begun():
             try:
-                self._table.io.delete(location)
+                self._working.io.delete(location)
             except FileNotFoundError:
                 pass
             except Exception:

@@ -1,29 +1,22 @@
-"""Tables of a catalog: loaded with their keys, made, or only found, with nothing decrypted yet."""
+"""Tables of a catalog: loaded with their keys, or created."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import overload
 
 import pyarrow as pa
-from pyiceberg.catalog import Catalog, load_catalog
-from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
+from pyiceberg.catalog import Catalog
 from pyiceberg.io import PY_IO_IMPL, FileIO, load_file_io
-from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table, TableProperties
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
 from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
-from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.encryption.aes import KEY_LENGTHS_BITS
-from parquet_keytools.errors import ConfigurationError, KeyMaterialError, KeytoolsError, NotEncryptedError
-from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.iceberg.catalog_commits import KeyChanges, committing
+from parquet_keytools.errors import ConfigurationError, KeyMaterialError, NotEncryptedError
 from parquet_keytools.iceberg.claims import PATH_PROPERTIES, PLACES_PROPERTY, TablePlaces
 from parquet_keytools.iceberg.encrypted_table import (
     HIDDEN_PARTITIONS,
@@ -32,20 +25,15 @@ from parquet_keytools.iceberg.encrypted_table import (
 )
 from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, EncryptedFileIO
 from parquet_keytools.iceberg.key_chain import master_key_of
+from parquet_keytools.iceberg.key_rotation import KeyChanges
+from parquet_keytools.iceberg.located_table import catalog_named, table_named
 from parquet_keytools.iceberg.metadata import (
     KEY_ID_PROPERTY,
     KEY_LENGTH_PROPERTY,
-    TableEncryption,
-    parse_table_metadata,
-    read_metadata_file,
 )
-from parquet_keytools.iceberg.table_files import MAPPING_PROPERTY, mapped_location, open_as_stored, stored_location
+from parquet_keytools.iceberg.pyiceberg_classes import committing
 from parquet_keytools.iceberg.written_files import StoredFileIO
-from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
-
-Loaded = TypeVar("Loaded")
 
 
 @overload
@@ -123,7 +111,7 @@ def load_table_to_write(
     given = {PY_IO_IMPL: "parquet_keytools.iceberg.EncryptedFileIO", **properties}
     if config is not None:
         given[CONFIG_PROPERTY] = str(config)
-    loaded = _table_named(_catalog_named(catalog_name, given), table, load_table)
+    loaded = table_named(catalog_named(catalog_name, given), table, load_table)
     if not isinstance(loaded, EncryptedTable):
         raise NotEncryptedError(f"the table {table} is not encrypted.", hint="It has no keys.")
     return loaded
@@ -195,107 +183,3 @@ def _refuse_unlisted_places(catalog: Catalog, location: str | None, properties: 
                 f"the property {name} is {properties[name]!r}, which the catalog does not list.",
                 hint=f"Name the place in the property {PLACES_PROPERTY} of the catalog, or leave {name} out.",
             )
-
-
-@dataclass(frozen=True)
-class LocatedTable:
-    """A table, and how its files are opened; without a configuration, its service has an empty one."""
-
-    encryption: TableEncryption
-    service: KeyService
-    file_io: FileIO
-    mapping: str
-    places: TablePlaces
-
-    def open_stored(self, location: str) -> pa.NativeFile:
-        """Open a file as it is stored."""
-        return open_as_stored(lambda _: self.file_io, location, self.mapping)
-
-    def path_of(self, location: str) -> str:
-        """Return the path of a location on its file system."""
-        mapped = mapped_location(location, self.mapping)
-        try:
-            return PyArrowFileIO.parse_location(mapped)[2]
-        except ValueError:
-            return mapped
-
-    def folder(self) -> FileLocation | None:
-        """Return the folder of the table: that of the folder `metadata` with its metadata file, or None.
-
-        The location in the file is not taken: whoever changed it could let us list anything.
-        """
-        folder, _, _ = self.encryption.metadata_location.rpartition("/")
-        above, _, name = folder.rpartition("/")
-        if name != "metadata" or not above:
-            return None
-        return stored_location(self.file_io, mapped_location(above, self.mapping))
-
-
-def _catalog_named(name: str, properties: Mapping[str, str]) -> Catalog:
-    """Return a catalog that PyIceberg knows; its errors are no context of ours, for they may hold anything."""
-    try:
-        return load_catalog(name, **properties)
-    except (KeytoolsError, OSError):
-        raise
-    except ValueError as error:
-        text, hint = f"PyIceberg has no catalog {name!r}: {error}.", "Describe it in .pyiceberg.yaml."
-    except Exception as error:
-        text = f"the catalog {name!r} cannot be used ({_in_short(error)})."
-        hint = "Check its properties in .pyiceberg.yaml."
-    raise ConfigurationError(text, hint=hint)
-
-
-def _table_named(catalog: Catalog, name: str, load: Callable[[Catalog, str], Loaded]) -> Loaded:
-    """Return a table of a catalog, by a function that loads it; errors are as those of `_catalog_named`."""
-    try:
-        return load(catalog, name)
-    except (KeytoolsError, OSError):
-        raise
-    except (NoSuchTableError, NoSuchNamespaceError):
-        text = f"the catalog {catalog.name!r} has no table {name!r}."
-    except Exception as error:
-        text = f"the catalog {catalog.name!r} does not load the table {name!r} ({_in_short(error)})."
-    raise ConfigurationError(text, hint="Name it with its namespace: db.people.")
-
-
-def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}"
-
-
-def located_table(
-    table: str,
-    config: Path | None = None,
-    catalog_name: str | None = None,
-    properties: Mapping[str, str] = EMPTY_DICT,
-) -> LocatedTable:
-    """Find a table, by the location of its metadata file or its name in a catalog, and read that file.
-
-    The configuration is by default the one that the properties name, of the catalog or given ones. Without any,
-    no key can be unwrapped.
-
-    Raises:
-        KeytoolsError: The configuration or the metadata file is wrong.
-        OSError: A file cannot be read.
-    """
-    given = dict(properties)
-    if catalog_name is not None:
-        if config is not None:
-            given.setdefault(CONFIG_PROPERTY, str(config))
-        catalog = _catalog_named(catalog_name, given)
-        loaded = _table_named(catalog, table, lambda catalog, name: catalog.load_table(name))
-        # Of ours, those of the catalog hold: a table's own may be anybody's.
-        of_storage = {n: v for n, v in loaded.io.properties.items() if not n.startswith("keytools.")}
-        ours = {n: v for n, v in catalog.properties.items() if n.startswith("keytools.")}
-        table, given = loaded.metadata_location, {**of_storage, **ours, **given}
-    elif "://" not in table and not table.startswith("file:"):
-        table = str(expanded(table).absolute())
-    if config is None and CONFIG_PROPERTY in given:
-        config = Path(given[CONFIG_PROPERTY])
-    configuration = load_configuration(config) if config is not None else parse_configuration({"version": 1})
-    service = KeyService(configuration, None, time.monotonic)
-    beneath = {name: value for name, value in given.items() if name != PY_IO_IMPL}
-    mapping = given.get(MAPPING_PROPERTY, "")
-    file_io = load_file_io(beneath, mapped_location(table, mapping))
-    with open_as_stored(lambda _: file_io, table, mapping) as file:
-        encryption = parse_table_metadata(read_metadata_file(file, table), table)
-    return LocatedTable(encryption, service, file_io, mapping, TablePlaces(table, given))

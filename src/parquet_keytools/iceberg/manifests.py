@@ -11,17 +11,18 @@ import bz2
 import io
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import zstandard
 from pyiceberg.avro.codecs import AVRO_CODEC_KEY
 from pyiceberg.avro.decoder import StreamingBinaryDecoder
-from pyiceberg.avro.file import SYNC_SIZE, AvroFile, Block
-from pyiceberg.avro.resolver import resolve_reader
+from pyiceberg.avro.file import META_SCHEMA, SYNC_SIZE, AvroFile, AvroFileHeader
+from pyiceberg.avro.resolver import construct_reader, resolve_reader
 from pyiceberg.io import InputFile
+from pyiceberg.schema import Schema
 from pyiceberg.typedef import Record
 from pyiceberg.types import FixedType, IcebergType, ListType, MapType, StructType, UnknownType
 
@@ -53,8 +54,6 @@ MAX_RECORDS = 1_000_000
 """Manifests have 8 MiB and some ten thousand records."""
 MAX_RECORD_BYTES = 8 << 20
 """A record has some 100 bytes for each column, and takes several times its bytes once it is decoded."""
-
-D = TypeVar("D")
 
 
 @dataclass(frozen=True)
@@ -173,8 +172,8 @@ def _records(
     """Return some fields of all records, and the header; of a manifest list, if it belongs to the snapshot."""
     kind = ""
     try:
-        file = _InMemory(content)
-        avro_file: AvroFile[Record] = AvroFile(file) if authentic else BoundedAvroFile(file)
+        avro_file: AvroFile[Record] | _BoundedAvroFile
+        avro_file = AvroFile(_InMemory(content)) if authentic else _BoundedAvroFile(content)
         with avro_file as reader:
             # Records are decoded whole, by the writer's schema: PyIceberg's readers skip decimals wrongly.
             places = _places(reader.schema.as_struct(), field_ids)
@@ -234,57 +233,62 @@ class _RecordDecoder(StreamingBinaryDecoder):
         return super().read(n)
 
 
-class BoundedAvroFile(AvroFile[D]):  # type: ignore[type-var]
-    """Reads as PyIceberg does, up to the limits.
+class _BoundedAvroFile:
+    """Reads what PyIceberg's `AvroFile` reads, up to the limits.
 
     Raises:
         ValueError: A limit is exceeded, or blocks, lists or maps have more elements than bytes.
     """
 
-    def __enter__(self) -> BoundedAvroFile[D]:
-        with self.input_file.open() as file:
-            self.decoder = StreamingBinaryDecoder(file.read(MAX_STORED_BYTES + 1))
-        if len(self.input_file) > MAX_STORED_BYTES:
+    header: AvroFileHeader
+    schema: Schema
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def __enter__(self) -> _BoundedAvroFile:
+        if len(self._content) > MAX_STORED_BYTES:
             raise ValueError("it is larger than any manifest")
-        self.header = self._read_header()
+        self._decoder = StreamingBinaryDecoder(self._content)
+        self.header = construct_reader(META_SCHEMA, {-1: AvroFileHeader}).read(self._decoder)
         self.schema = self.header.get_schema()
-        self.read_schema = self.schema
-        self.reader = resolve_reader(self.schema, self.schema)
+        self._reader = resolve_reader(self.schema, self.schema)
         if _has_elements_without_bytes(self.schema.as_struct()):
             raise ValueError("a list of elements without bytes would have no end")
-        self._bytes_left = MAX_PLAINTEXT_BYTES
-        self._records_left = MAX_RECORDS
         return self
 
-    def _read_block(self) -> int:
-        if self.block and self.decoder.read(SYNC_SIZE) != self.header.sync:
-            raise ValueError("a block ends elsewhere")
-        if self.decoder.tell() == len(self.input_file):
-            raise EOFError
-        try:
-            records = self.decoder.read_int()
-            data = self.decoder.read_bytes()
-        except EOFError:
-            # PyIceberg would take it for the end of the file.
-            raise ValueError("it is cut within a block") from None
-        codec = self.header.meta.get(AVRO_CODEC_KEY, "null")
-        decompress = _CODECS.get(codec)
-        if decompress is not None:
-            data = decompress(data, self._bytes_left + 1)
-        elif codec_class := self.header.compression_codec():
-            # Snappy says its length first, and PyIceberg has no library for it but where somebody installs it.
-            data = codec_class.decompress(data)
-        self._bytes_left -= len(data)
-        self._records_left -= records
-        if self._bytes_left < 0 or self._records_left < 0 or records > len(data):
-            raise ValueError("it is larger than any manifest")
-        self.block = Block(reader=self.reader, block_records=records, block_decoder=_RecordDecoder(data))
-        return int(records)
+    def __exit__(self, *_: object) -> None:
+        pass
 
-    def __next__(self) -> D:
-        if self.block is not None and isinstance(self.block.block_decoder, _RecordDecoder):
-            self.block.block_decoder.left = MAX_RECORD_BYTES
-        return super().__next__()
+    def __iter__(self) -> Iterator[Record]:
+        bytes_left, records_left = MAX_PLAINTEXT_BYTES, MAX_RECORDS
+        while self._decoder.tell() < len(self._content):
+            try:
+                records = self._decoder.read_int()
+                data = self._decoder.read_bytes()
+            except EOFError:
+                # PyIceberg would take it for the end of the file.
+                raise ValueError("it is cut within a block") from None
+            data = self._decompressed(data, bytes_left + 1)
+            bytes_left -= len(data)
+            records_left -= records
+            if bytes_left < 0 or records_left < 0 or records > len(data):
+                raise ValueError("it is larger than any manifest")
+            decoder = _RecordDecoder(data)
+            for _ in range(records):
+                decoder.left = MAX_RECORD_BYTES
+                yield self._reader.read(decoder)
+            if self._decoder.read(SYNC_SIZE) != self.header.sync:
+                raise ValueError("a block ends elsewhere")
+
+    def _decompressed(self, data: bytes, limit: int) -> bytes:
+        codec = self.header.meta.get(AVRO_CODEC_KEY, "null")
+        if decompress := _CODECS.get(codec):
+            return decompress(data, limit)
+        if codec_class := self.header.compression_codec():
+            # Snappy says its length first, and PyIceberg has no library for it but where somebody installs it.
+            return bytes(codec_class.decompress(data))
+        return data
 
 
 def _unzstd(data: bytes, limit: int) -> bytes:

@@ -19,7 +19,7 @@ from parquet_keytools.errors import KeyMaterialError, KeytoolsError, KmsError, W
 from parquet_keytools.iceberg.ags1 import MAGIC
 from parquet_keytools.iceberg.claims import Counters, counter_problems
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain, is_young, master_key_of
-from parquet_keytools.iceberg.loading import LocatedTable
+from parquet_keytools.iceberg.located_table import LocatedTable
 from parquet_keytools.iceberg.manifests import (
     ListedFile,
     counters_of_list,

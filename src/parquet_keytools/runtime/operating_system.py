@@ -205,20 +205,28 @@ def change_owner(descriptor: int, user_id: int, group_id: int) -> None:
         os.fchown(descriptor, user_id, group_id)
 
 
-def copy_attributes(new: int, old: int, wanted: Callable[[str], bool]) -> None:
+def copy_attributes(new: int, old: int, wanted: Callable[[str], bool]) -> list[str]:
     """Give an open file the extended attributes of another one, as far as this user may: Python has them on Linux.
 
     Args:
         new: File descriptor of the new file.
         old: File descriptor of the old file.
         wanted: Whether an attribute of this name is copied.
+
+    Returns:
+        The names of those that could not be copied.
     """
+    lost = []
     if sys.platform == "linux" and hasattr(os, "listxattr"):
+        names: list[str] = []
         with contextlib.suppress(OSError):
-            for name in filter(wanted, os.listxattr(old)):
-                # What the system guards for itself cannot be set.
-                with contextlib.suppress(OSError):
-                    os.setxattr(new, name, os.getxattr(old, name))
+            names = os.listxattr(old)
+        for name in filter(wanted, names):
+            try:
+                os.setxattr(new, name, os.getxattr(old, name))
+            except OSError:  # What the system guards for itself cannot be set.
+                lost.append(name)
+    return lost
 
 
 # --- processes ---
@@ -245,16 +253,3 @@ def signals_blocked(*signals: signal.Signals) -> Iterator[None]:
     finally:
         if sys.platform != "win32" and POSIX:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def is_running(process_id: int) -> bool | None:
-    """Return whether a process is running; None on Windows, where `os.kill` would end it."""
-    if not POSIX:
-        return None
-    try:
-        os.kill(process_id, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import inspect
 import os
 import re
+import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from html import escape
@@ -49,12 +50,12 @@ _INSIDE = (str(Path(__file__).parents[1]), contextlib.__file__)
 """This package, and what enters its context managers for it and for callers."""
 
 
-def levels_inside() -> int:
-    """Return the `stacklevel` with which the caller shows a warning at the first call from outside."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame, level = frame.f_back, level + 1
-    return max(1, level)
+def warn_caller(text: str) -> None:
+    """Show a `UserWarning` at the line that called this package; before Python 3.12, at a line of this package."""
+    if sys.version_info >= (3, 12):
+        warnings.warn(text, UserWarning, skip_file_prefixes=_INSIDE)
+    else:
+        warnings.warn(text, UserWarning, stacklevel=2)
 
 
 # --- what to install for an extra ---

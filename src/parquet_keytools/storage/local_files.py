@@ -6,79 +6,16 @@ On POSIX systems all is done by descriptor of the folder, for a path may lead el
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import stat
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import PurePosixPath
 from typing import Self
 
 from parquet_keytools.errors import OutputError
 from parquet_keytools.runtime import operating_system
 from parquet_keytools.storage.locations import FileLocation
-
-_NOREPLACE = 1
-_EXCHANGE = 2
-_UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
-"""What a kernel or a file system answers that has no such rename."""
-
-
-class UnsupportedRenameError(Exception):
-    """The file system has no such rename."""
-
-
-def exchange(folder: int | None, first: str, second: str) -> None:
-    """Exchange two names of a folder in one step.
-
-    Raises:
-        UnsupportedRenameError: The file system cannot; nothing was changed.
-        FileNotFoundError: One of them is not there; nothing was changed.
-        OSError: The file system failed.
-    """
-    _rename(folder, first, second, _EXCHANGE)
-
-
-def rename_new(folder: int | None, name: str, new_name: str) -> None:
-    """Rename within a folder; nothing is replaced.
-
-    Raises:
-        UnsupportedRenameError: The file system cannot; nothing was changed.
-        FileExistsError: There is something of the new name; nothing was changed.
-        OSError: The file system failed.
-    """
-    _rename(folder, name, new_name, _NOREPLACE)
-
-
-def _rename(folder: int | None, old: str, new: str, flags: int) -> None:
-    function = _renameat2()
-    if function is None or folder is None:
-        raise UnsupportedRenameError
-    while function(folder, os.fsencode(old), folder, os.fsencode(new), flags):
-        number = ctypes.get_errno()
-        if number == errno.EINTR:
-            continue
-        if number in _UNKNOWN:
-            raise UnsupportedRenameError
-        raise OSError(number, os.strerror(number), new)
-
-
-@cache
-def _renameat2() -> Callable[..., int] | None:
-    if sys.platform != "linux" or not operating_system.POSIX:
-        return None
-    try:
-        function = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    function.restype = ctypes.c_int
-    renameat2: Callable[..., int] = function
-    return renameat2
-
 
 _ACCESS_LISTS = "system.posix_acl_"
 _HADOOP_CHECKSUMS_MAGIC = b"crc\x00"
@@ -97,6 +34,9 @@ def may_give_attributes(file: os.stat_result, folder: os.stat_result) -> bool:
 def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
     """Give a new file owner, mode and access list of an old one, as far as this user may.
 
+    Where the access list cannot be copied, the group loses its permissions: with an access list, the group bits of
+    the mode are the most that anyone in the list has, and not what the group has.
+
     Args:
         new: File descriptor of the new file.
         old: File descriptor of the old file.
@@ -113,7 +53,9 @@ def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
         except OSError:
             # What the old group was allowed is nothing for another one.
             mode = mode & ~0o070 | ((mode & 0o007) << 3)
-    operating_system.copy_attributes(new, old, lambda name: all_attributes or name.startswith(_ACCESS_LISTS))
+    lost = operating_system.copy_attributes(new, old, lambda n: all_attributes or n.startswith(_ACCESS_LISTS))
+    if any(name.startswith(_ACCESS_LISTS) for name in lost):
+        mode &= ~0o070
     operating_system.change_mode(new, mode)
 
 

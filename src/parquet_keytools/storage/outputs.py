@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -12,18 +14,45 @@ from typing import Any, Protocol
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.errors import OutputError
+from parquet_keytools.errors import ChangedMeanwhileError, OutputError
 from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource, FileSource
 from parquet_keytools.runtime import operating_system
 from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.runtime.fork_safety import OwnerProcess
 from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
-from parquet_keytools.storage.local_files import Folder, FolderIdentity
-from parquet_keytools.storage.local_output import LocalFile, exists_already
+from parquet_keytools.storage.local_files import (
+    Folder,
+    FolderIdentity,
+    Identity,
+    folder_moved,
+    identity_of_folder,
+    may_give_attributes,
+    remove_hadoop_checksums,
+    take_attributes,
+)
 from parquet_keytools.storage.locations import FileLocation, fsspec_of
 from parquet_keytools.storage.printable import is_url
 from parquet_keytools.storage.sources import open_source
-from parquet_keytools.storage.temporary_files import remove_object, remove_stored_leftovers, temporary_name
+from parquet_keytools.storage.temporary_files import (
+    remove_leftovers,
+    remove_object,
+    remove_stored_leftovers,
+    temporary_name,
+)
+
+
+class TargetExistsError(OutputError):
+    """The target is there, and must not be replaced."""
+
+
+def exists_already(target: FileLocation) -> TargetExistsError:
+    """Return the error for a target that is there and must not be replaced."""
+    return TargetExistsError(f"{target} exists already.", hint="Use --overwrite to replace it.")
+
+
+def changed_meanwhile(target: FileLocation) -> ChangedMeanwhileError:
+    """Return the error for a target that is no longer what was to be replaced."""
+    return ChangedMeanwhileError(f"{target} was changed by another process meanwhile.", hint="Try again.")
 
 
 class LocalSink:
@@ -114,6 +143,20 @@ Check = Callable[[], None]
 """Raises if a file is no longer the one that may be replaced."""
 
 
+_DESCRIPTORS = "/proc/self/fd"
+_NO_DESCRIPTORS = not (operating_system.POSIX and hasattr(os, "O_TMPFILE") and Path(_DESCRIPTORS).is_dir())
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.ENOTDIR)
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
+_NOT_THE_FILE = operating_system.NOT_A_FILE | {errno.ENOENT}
+_MOST_STAYING_OPEN = 50
+"""Of files that need not stay open, how many do, each with its folder: macOS gives a process 256 descriptors.
+
+Of files that stay open, a killed process leaves nothing, or files that are not locked any more.
+"""
+
+_staying_open: set[int] = set()
+
+
 class PendingOutput(Protocol):
     """A file that is being written, and is not in its place yet.
 
@@ -145,8 +188,8 @@ class PendingOutput(Protocol):
         """Put the complete file in its place.
 
         Args:
-            check: Raises if what is there is no longer what may be replaced. What comes there later is not
-                replaced either, as far as the file system can tell (docs/operations.md says how far).
+            check: Raises if what is there is no longer what may be replaced. A file that another writer puts there
+                between this check and the rename is replaced (docs/operations.md).
             syncs_folder: Whether the folder is synced, too. Otherwise the caller does it, with `sync_folder`,
                 once for many files.
 
@@ -162,45 +205,319 @@ class PendingOutput(Protocol):
 
 
 class _LocalOutput:
-    """A local file; see `LocalFile`."""
+    """A local file that is written beside its target and then takes the target's place; see `pending_output`.
 
-    def __init__(self, target: FileLocation, file: LocalFile, *, overwrite: bool) -> None:
+    The folder is opened once, and what happens in it is asked for relative to that (not on Windows): a path leads
+    elsewhere when somebody who may write to one of its folders puts a link there. The new file has no name until
+    it is complete, where the file system can do that (`O_TMPFILE`): nothing is left of it when the process is
+    killed.
+
+    Raises:
+        OutputError: The folder is another one.
+        OSError: It cannot be created.
+    """
+
+    def __init__(
+        self,
+        target: FileLocation,
+        *,
+        overwrite: bool,
+        mode: int | None,
+        like: FileLocation | None,
+        keeps_open: bool,
+        folder: FolderIdentity | None,
+        durable: bool,
+    ) -> None:
         self.target = target
-        self.folder: FolderIdentity | None = file.folder
         self._owner = OwnerProcess()
-        self._file = file
         self._overwrite = overwrite
+        self._durable = durable
+        self._folder_path = str(PurePosixPath(target.path).parent)
+        self._name = PurePosixPath(target.path).name
+        self._mode = mode
+        self._like = like
+        self._is_synced = False
+        self._is_locked = False
+        self._stays_open = keeps_open or len(_staying_open) < _MOST_STAYING_OPEN
+        self._temporary: str | None = None
+        self._place: Folder | None = Folder(self._folder_path)
+        self._file: int | None = None
+        try:
+            self.folder: FolderIdentity | None = self._place.identity()
+            if folder not in (None, self.folder):
+                raise folder_moved(target)
+            remove_leftovers(self._place)
+            if self._stays_open and not keeps_open:
+                _staying_open.add(id(self))
+            self._file = self._create(self._place, self._permissions(self._place), anonymous=self._stays_open)
+            self._identity = _identity(os.fstat(self._file))
+        except BaseException:
+            self._close()
+            raise
+        if not self._stays_open:
+            self._close_descriptors()
 
     @contextlib.contextmanager
     def open_sink(self) -> Iterator[ByteSink]:
-        with self._file.opened() as descriptor:
-            yield LocalSink(descriptor, self.target)
+        with self._opened() as (_, file):
+            yield LocalSink(file, self.target)
 
     def open_stream(self) -> pa.NativeFile:
-        with self._file.opened() as descriptor:
-            again = Path(f"/proc/self/fd/{descriptor}")
+        with self._opened() as (_, file):
+            again = Path(f"{_DESCRIPTORS}/{file}")
             if again.exists():
                 # The same file, whatever has its name by now.
                 return pafs.LocalFileSystem().open_output_stream(str(again), compression=None)
-            file = io.FileIO(os.dup(descriptor), "wb")
-            share_with_arrow(file)
-            return pa.PythonFile(file, mode="w")
+            stream = io.FileIO(os.dup(file), "wb")
+            share_with_arrow(stream)
+            return pa.PythonFile(stream, mode="w")
 
     @contextlib.contextmanager
     def open_written(self) -> Iterator[ByteSource]:
-        with self._file.opened() as descriptor:
-            yield FileSource.of(str(self.target), descriptor)
+        with self._opened() as (_, file):
+            yield FileSource.of(str(self.target), file)
 
     def sync(self) -> None:
-        self._file.sync()
-
-    def commit(self, check: Check | None = None, *, syncs_folder: bool = True) -> None:
-        refuse_in_child(self._owner, self.target)
-        self._file.replace(overwrite=self._overwrite, check=check, syncs_folder=syncs_folder)
+        with self._opened() as (folder, file), failing_as_output(self.target, only_writing=True):
+            self._sync(folder, file)
 
     def discard(self) -> None:
         if self._owner.is_here:
-            self._file.close()
+            self._close()
+
+    def commit(self, check: Check | None = None, *, syncs_folder: bool = True) -> None:
+        refuse_in_child(self._owner, self.target)
+        with self._opened() as (folder, file), failing_as_output(self.target, only_writing=True):
+            self._sync(folder, file)
+            if operating_system.POSIX:
+                self._put_in_place(folder, file, check)
+                if syncs_folder:
+                    folder.sync()
+        if not operating_system.POSIX:
+            # It does not rename files that are open.
+            self._close_descriptors()
+            with Folder(self._folder_path) as folder, failing_as_output(self.target, only_writing=True):
+                self._put_in_place(folder, -1, check)
+        self._close()
+
+    def _put_in_place(self, folder: Folder, file: int, check: Check | None) -> None:
+        self._require_same_folder()
+        if check is not None:
+            self._replace_checked(folder, file, check)
+        elif self._overwrite:
+            remove_hadoop_checksums(folder, self._name)
+            self._replace_any(folder, file)
+        else:
+            self._appear(folder, file)
+            remove_hadoop_checksums(folder, self._name)
+        found = self._look(folder, self._name)
+        if found is None or (found.device, found.inode) != self._identity[:2]:
+            raise self._exchanged()
+
+    def _sync(self, folder: Folder, file: int) -> None:
+        if not self._is_synced:
+            self._set_attributes(folder, file)
+            self._identity = _identity(os.fstat(file))
+            if self._durable:
+                operating_system.sync(file)
+            self._is_synced = True
+
+    def _close(self) -> None:
+        """Remove what is not in its place, and close what is open."""
+        if not operating_system.POSIX:
+            # It does not remove files that are open.
+            self._close_descriptors()
+        with contextlib.suppress(OSError):
+            if self._temporary is not None:
+                with contextlib.ExitStack() as opened:
+                    folder = self._place or opened.enter_context(Folder(self._folder_path))
+                    if _identity(folder.look(self._temporary)) == self._identity:
+                        folder.unlink(self._temporary)
+        self._temporary = None
+        self._close_descriptors()
+        _staying_open.discard(id(self))
+
+    # --- how it comes to be ---
+
+    def _permissions(self, folder: Folder) -> int:
+        """Return the most that others may do with it while it is written."""
+        if self._mode is not None or self._like is not None:
+            return 0o600
+        found = self._replaced(folder)
+        return 0o666 if found is None else found.st_mode & 0o666 | 0o600
+
+    def _replaced(self, folder: Folder) -> os.stat_result | None:
+        """Return what is there and decides who may use what replaces it."""
+        try:
+            found = folder.look(self._name)
+        except FileNotFoundError:
+            return None
+        return found if may_give_attributes(found, folder.status()) else None
+
+    def _create(self, folder: Folder, permissions: int, *, anonymous: bool) -> int:
+        with failing_as_output(self.target, only_writing=True):
+            if sys.platform == "linux" and anonymous and not _NO_DESCRIPTORS:
+                try:
+                    file = os.open(".", os.O_TMPFILE | os.O_RDWR, permissions, dir_fd=folder.descriptor)
+                except OSError as error:
+                    if error.errno not in _NO_TMPFILE:
+                        raise
+                else:
+                    self._is_locked = _lock(file)
+                    return file
+            return self._create_named(folder, permissions)
+
+    def _create_named(self, folder: Folder, permissions: int) -> int:
+        """Create it under a temporary name, locked if it stays open and the file system has locks."""
+        is_lockable = self._stays_open and operating_system.POSIX
+        while True:
+            name = temporary_name(self._name, is_locked=is_lockable)
+            file = folder.open(name, _CREATE, permissions)
+            self._temporary, self._identity = name, _identity(os.fstat(file))
+            if not is_lockable:
+                return file
+            self._is_locked = is_lockable = _lock(file)
+            with contextlib.suppress(FileNotFoundError):
+                if _identity(folder.look(name)) == self._identity:
+                    if self._is_locked:
+                        return file
+                    folder.unlink(name)
+            # There are no locks; or another writer took the file for left over in this moment.
+            os.close(file)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[Folder, int]]:
+        """Yield folder and file; they are opened again where they did not stay open."""
+        if self._place is not None and self._file is not None:
+            yield self._place, self._file
+            return
+        assert self._temporary is not None
+        with contextlib.ExitStack() as descriptors:
+            folder = descriptors.enter_context(Folder(self._folder_path))
+            if folder.identity() != self.folder:
+                raise folder_moved(self.target)
+            try:
+                file = folder.open(self._temporary, os.O_RDWR)
+            except OSError as error:
+                if error.errno not in _NOT_THE_FILE:
+                    raise
+                raise self._exchanged() from None
+            descriptors.callback(os.close, file)
+            if _identity(os.fstat(file)) != self._identity:
+                raise self._exchanged()
+            yield folder, file
+
+    def _close_descriptors(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        if self._place is not None:
+            self._place.close()
+        self._file = self._place = None
+
+    # --- how it takes its place ---
+
+    def _set_attributes(self, folder: Folder, file: int) -> None:
+        if self._mode is not None:
+            operating_system.change_mode(file, self._mode)
+            return
+        try:
+            if self._like is not None:
+                old = operating_system.open_file(self._like.path, os.O_RDONLY, follow_link=True)
+            elif self._replaced(folder) is not None:
+                old = folder.open(self._name, os.O_RDONLY)
+            else:
+                return
+        except FileNotFoundError:
+            return
+        except PermissionError:
+            # Its owner may not even read it; nobody else may then.
+            operating_system.change_mode(file, 0o600)
+            return
+        try:
+            found = os.fstat(old)
+            if self._like is not None or may_give_attributes(found, folder.status()):
+                take_attributes(file, old, all_attributes=self._like is not None)
+        finally:
+            os.close(old)
+
+    def _replace_any(self, folder: Folder, file: int) -> None:
+        folder.replace(self._give_name(folder, file), self._name)
+        self._temporary = None
+
+    def _appear(self, folder: Folder, file: int) -> None:
+        """Take a name that nothing has."""
+        try:
+            if self._temporary is None:
+                os.link(f"{_DESCRIPTORS}/{file}", self._name, dst_dir_fd=folder.descriptor, follow_symlinks=True)
+            else:
+                self._appear_by_link(folder, self._temporary)
+        except FileExistsError:
+            raise exists_already(self.target) from None
+        self._temporary = None
+
+    def _appear_by_link(self, folder: Folder, temporary: str) -> None:
+        try:
+            folder.link(temporary, self._name)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            # A file system without links: an empty file holds the place.
+            os.close(folder.open(self._name, _CREATE))
+            folder.replace(temporary, self._name)
+        else:
+            folder.unlink(temporary)
+
+    def _replace_checked(self, folder: Folder, file: int, check: Check) -> None:
+        """Replace what is there if it passes the check, and is still there just before the rename.
+
+        What another writer puts there between this last look and the rename is lost: no call of the operating
+        system that Python has compares and renames in one step.
+        """
+        found = self._look(folder, self._name)
+        check()
+        if found is None:
+            # A check that passes although nothing is there is about this.
+            try:
+                self._appear(folder, file)
+            except OutputError:
+                raise changed_meanwhile(self.target) from None
+            return
+        self._give_name(folder, file)
+        remove_hadoop_checksums(folder, self._name)
+        if self._look(folder, self._name) != found:
+            raise changed_meanwhile(self.target)
+        self._replace_any(folder, file)
+
+    def _give_name(self, folder: Folder, file: int) -> str:
+        """Return the temporary name of the file, which gets one if it has none."""
+        if self._temporary is None:
+            name = temporary_name(self._name, is_locked=self._is_locked)
+            os.link(f"{_DESCRIPTORS}/{file}", name, dst_dir_fd=folder.descriptor, follow_symlinks=True)
+            self._temporary = name
+        return self._temporary
+
+    @staticmethod
+    def _look(folder: Folder, name: str) -> Identity | None:
+        try:
+            return Identity.of(folder.look(name))
+        except FileNotFoundError:
+            return None
+
+    # --- what is refused ---
+
+    def _require_same_folder(self) -> None:
+        try:
+            found = identity_of_folder(self._folder_path)
+        except FileNotFoundError:
+            raise folder_moved(self.target) from None
+        if found != self.folder:
+            raise folder_moved(self.target)
+
+    def _exchanged(self) -> OutputError:
+        return OutputError(
+            f"what lies at {self.target} is not the file that was written.",
+            hint="Another process writes there: check who may write to this folder.",
+        )
 
 
 class _StoredOutput:
@@ -209,7 +526,7 @@ class _StoredOutput:
     def __init__(self, target: FileLocation, *, overwrite: bool) -> None:
         self.target = target
         self.folder: FolderIdentity | None = None
-        self.location = target.sibling(temporary_name(target.name))
+        self.location = target.sibling(temporary_name(target.name, is_locked=False))
         self._owner = OwnerProcess()
         self._overwrite = overwrite
         self._is_done = False
@@ -242,6 +559,19 @@ class _StoredOutput:
             remove_object(self.location)
 
 
+def _lock(file: int) -> bool:
+    """Lock a new file as long as it is open; return whether the file system has locks and it is locked."""
+    try:
+        return operating_system.try_lock(file)
+    except OSError:
+        return False
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int]:
+    """Return what tells a file from one of another user, which may get the inode of one that was removed."""
+    return found.st_dev, found.st_ino, found.st_uid
+
+
 def pending_output(
     target: FileLocation,
     *,
@@ -260,8 +590,8 @@ def pending_output(
         mode: Permissions of the local file, whatever is there.
         like: The file that it is another version of: from that it takes owner, permissions and attributes.
         overwrite: Whether it may replace a file.
-        keeps_open: Whether a local file stays open until it is in its place. What stays open leaves nothing behind
-            when the process is killed; a process may have only so many open files.
+        keeps_open: Whether a local file surely stays open until it is in its place. Otherwise it may be closed in
+            between, for a process may have only so many open files; then a killed process leaves it for 24 hours.
         folder: Device and inode that the folder of a local file must have; None for any.
         durable: Whether a local file is synced to the disk before it is in its place.
 
@@ -276,8 +606,9 @@ def pending_output(
         remove_stored_leftovers(target)
         return _StoredOutput(target, overwrite=overwrite)
     like = like if like is not None and like.is_local else None
-    file = LocalFile(target, mode=mode, like=like, keeps_open=keeps_open, folder=folder, durable=durable)
-    return _LocalOutput(target, file, overwrite=overwrite)
+    return _LocalOutput(
+        target, overwrite=overwrite, mode=mode, like=like, keeps_open=keeps_open, folder=folder, durable=durable
+    )
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.storage.failures import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.temporary_files import parse_temporary_name
+from parquet_keytools.storage.temporary_files import DEAD_AFTER_SECONDS, parse_temporary_name
 
 CONCURRENT_PARTS = 8
 """How many parts of an object are copied at a time."""
@@ -114,7 +114,7 @@ _said_of: set[str] = set()
 
 
 def end_dead_uploads(target: FileLocation) -> None:
-    """End the unfinished uploads of temporary objects beside an object whose processes are gone.
+    """End uploads of temporary objects beside an object that were begun long ago.
 
     What cannot be listed or ended stays, and a warning names it.
     """
@@ -137,8 +137,8 @@ def end_dead_uploads(target: FileLocation) -> None:
         _said_of.add(bucket)
         return
     for upload in answer.get("Uploads", ()):
-        parsed = parse_temporary_name(upload["Key"].rpartition("/")[2])
-        if parsed is not None and parsed.is_dead(age_seconds(upload)):
+        is_ours = parse_temporary_name(upload["Key"].rpartition("/")[2]) is not None
+        if is_ours and age_seconds(upload) > DEAD_AFTER_SECONDS:
             end_upload(client, bucket, upload["Key"], upload["UploadId"])
 
 

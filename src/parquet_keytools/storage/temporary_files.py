@@ -1,8 +1,8 @@
-"""Temporary files: their names say who writes there, and those of processes that are gone are removed.
+"""Temporary files: their writers lock them, and what is left of killed processes is removed.
 
-A name holds the machine (and container) of its process, the process's id and when it began. So another process of
-the same machine knows whether it is still there, also on stores that have no locks. Of other machines only time
-tells. What a process left that was killed while it wrote is removed when somebody writes there again.
+A lock ends with its process, whatever ends that. So the next writer in a folder removes temporary files that are
+not locked, and never a file that is being written. Where locks say nothing, only time does: on object stores, on
+Windows, on file systems without locks, and of other machines, whose locks may not be visible here.
 """
 
 from __future__ import annotations
@@ -26,33 +26,15 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.runtime import operating_system
 from parquet_keytools.storage.failures import warn_left_behind
-from parquet_keytools.storage.local_files import Folder, UnsupportedRenameError, exchange
+from parquet_keytools.storage.local_files import Folder
 from parquet_keytools.storage.locations import FileLocation
 
 DEAD_AFTER_SECONDS = 24 * 3600.0
-"""How long a process of another machine may be at work on one file."""
+"""How long a file whose lock says nothing may stay as it is before it is taken for left over."""
 
 _MOST_BYTES_OF_NAME = 140
-_NAME = re.compile(
-    r"\..+\.[0-9a-f]{12}-(?P<machine>[0-9a-f]{8})-(?P<process>[0-9a-f]+)-(?P<began>[0-9a-f]+)"
-    r"\.(?:tmp|(?P<new>[0-9a-f]+)-(?P<old>[0-9a-f]+)-(?P<old_time>[0-9a-f]+)\.swap)",
-    re.DOTALL,
-)
-
-
-@dataclass(frozen=True)
-class Swap:
-    """Two files that exchange their names: which is which.
-
-    Attributes:
-        new: Inode of the new file.
-        old: Inode of the one that it replaces.
-        old_time: When that was changed last, in ns.
-    """
-
-    new: int
-    old: int
-    old_time: int
+_NO_LOCK = "0" * 8
+_NAME = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{12}-(?P<machine>[0-9a-f]{8})\.tmp", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -61,75 +43,38 @@ class TemporaryName:
 
     Attributes:
         target: Name of the file that it will be; of long names a digest.
-        machine: Where it is written.
-        process_id: By whom.
-        began: When that process began.
-        swap: What exchanges its name with the target; None where nothing does.
+        is_locked_here: Whether its writer, on this machine, has it locked.
     """
 
     target: str
-    machine: str
-    process_id: int
-    began: int
-    swap: Swap | None
-
-    def is_dead(self, age_seconds: float) -> bool:
-        """Return whether nobody writes there any more."""
-        is_alive = _is_alive(self.process_id, self.began) if self.machine == _machine() else None
-        return age_seconds > DEAD_AFTER_SECONDS if is_alive is None else not is_alive
+    is_locked_here: bool
 
 
-def temporary_name(target: str, swap: Swap | None = None) -> str:
-    """Return a new name for a temporary file beside a target.
+def temporary_name(target: str, *, is_locked: bool = True) -> str:
+    """Return a new name for a temporary file beside a target, which its writer locks.
 
     It starts with a dot: Arrow's and Spark's data sets pass over it.
     """
     encoded = os.fsencode(target)
     # The operating system takes 255 bytes.
     stem = target if len(encoded) <= _MOST_BYTES_OF_NAME else hashlib.sha256(encoded).hexdigest()
-    process_id = os.getpid()
-    writer = f"{secrets.token_hex(6)}-{_machine()}-{process_id:x}-{_began(process_id):x}"
-    end = "tmp" if swap is None else f"{swap.new:x}-{swap.old:x}-{swap.old_time:x}.swap"
-    return f".{stem}.{writer}.{end}"
+    return f".{stem}.{secrets.token_hex(6)}-{_machine() if is_locked else _NO_LOCK}.tmp"
 
 
 def parse_temporary_name(name: str) -> TemporaryName | None:
     """Return what a name says, or None where it is no temporary file of ours."""
     found = _NAME.fullmatch(name)
-    if found is None:
-        return None
-    swap = None
-    if found["new"] is not None:
-        swap = Swap(int(found["new"], 16), int(found["old"], 16), int(found["old_time"], 16))
-    target = name[1:].rsplit(".", 2 if swap is None else 3)[0]
-    return TemporaryName(target, found["machine"], int(found["process"], 16), int(found["began"], 16), swap)
+    return None if found is None else TemporaryName(found["target"], found["machine"] == _machine())
 
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    """Return a digest of what two processes have in common that see each other's ids."""
+    """Return a digest of what processes have in common that see each other's locks."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
-        boot, namespace = socket.gethostname(), ""
-    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:8]
-
-
-def _is_alive(process_id: int, began: int) -> bool | None:
-    is_running = operating_system.is_running(process_id)
-    return _began(process_id) in (began, 0) if is_running else is_running
-
-
-def _began(process_id: int) -> int:
-    """Return when a process began, in ticks; 0 where that is not known, and -1 where it ended."""
-    try:
-        text = Path(f"/proc/{process_id}/stat").read_bytes()
-    except OSError:
-        return 0
-    # The name of the program comes in brackets, and may hold any.
-    state, *others = text.rpartition(b")")[2].split()
-    return -1 if state in (b"Z", b"X") else int(others[18])
+        boot = socket.gethostname()
+    return hashlib.sha256(boot.encode()).hexdigest()[:8]
 
 
 class OccasionalScan:
@@ -174,9 +119,9 @@ def without_leftovers(locations: Iterable[FileLocation]) -> Iterator[FileLocatio
 
 
 def remove_leftovers(folder: Folder) -> None:
-    """Remove temporary files from a folder whose processes are gone.
+    """Remove temporary files from a folder that no process writes any more.
 
-    Only those that are surely ours and dead; what cannot be looked at or removed stays. A folder is not looked
+    Only files of this user; what cannot be looked at or removed stays. A folder is not looked
     through again and again: that would take as long as there are files in it, for each file in it.
     """
     with contextlib.suppress(OSError):
@@ -190,64 +135,46 @@ def remove_leftovers(folder: Folder) -> None:
                 continue
             if _LOCK_NAME.fullmatch(name):
                 with contextlib.suppress(OSError):
-                    _remove_lock(folder, name)
+                    _remove_unlocked(folder, name)
             elif (parsed := parse_temporary_name(name)) is not None:
-                with contextlib.suppress(OSError, UnsupportedRenameError):
+                with contextlib.suppress(OSError):
                     _remove(folder, found, name, parsed)
         _scans.done(key, time.monotonic() - started)
 
 
-def _remove_lock(folder: Folder, name: str) -> None:
-    """Remove the file of a lock that nobody holds."""
+def _remove_unlocked(folder: Folder, name: str, flags: int = os.O_RDWR) -> None:
+    """Remove a file that no process has locked."""
     if not operating_system.POSIX:
         # It is refused as long as the file is open.
         folder.unlink(name)
         return
-    lock = folder.open(name, os.O_RDWR)
+    file = folder.open(name, flags)
     try:
-        if operating_system.try_lock(lock):
-            status = os.fstat(lock)
+        if operating_system.try_lock(file):
+            status = os.fstat(file)
             if stat.S_ISREG(status.st_mode) and os.path.samestat(folder.look(name), status):
                 folder.unlink(name)
     finally:
-        os.close(lock)
+        os.close(file)
 
 
 def _remove(folder: Folder, folder_found: os.stat_result, name: str, parsed: TemporaryName) -> None:
     found = folder.look(name)
-    if not stat.S_ISREG(found.st_mode) or not parsed.is_dead(time.time() - found.st_mtime):
+    if not stat.S_ISREG(found.st_mode):
         return
-    swap = parsed.swap
-    try:
-        target = folder.look(parsed.target)
-    except FileNotFoundError:
-        target = None
-    if swap is not None and (found.st_ino, found.st_mtime_ns) == (swap.old, swap.old_time):
+    owners = {operating_system.own_user_id()}
+    if operating_system.own_user_id() == 0:
+        # When running as root, a new file gets the owner of the old one before it is in its place.
+        owners.add(folder_found.st_uid)
+        with contextlib.suppress(FileNotFoundError):
+            owners.add(folder.look(parsed.target).st_uid)
+    if found.st_uid not in owners:
+        return
+    if parsed.is_locked_here:
+        # It has the mode of the file that it was to replace already, and that may be read-only.
+        _remove_unlocked(folder, name, os.O_RDWR if found.st_mode & stat.S_IWUSR else os.O_RDONLY)
+    elif time.time() - found.st_mtime > DEAD_AFTER_SECONDS:
         folder.unlink(name)
-        return
-    if swap is None or found.st_ino == swap.new:
-        owners = {operating_system.own_user_id()}
-        if operating_system.own_user_id() == 0:
-            # Who may do all gives a new file to the owner of the old one before it is in its place.
-            owners |= {folder_found.st_uid} | (set() if target is None else {target.st_uid})
-        if found.st_uid in owners:
-            folder.unlink(name)
-        return
-    # It was killed after it had taken the place of a file that came meanwhile, and before it could put that back.
-    if target is None or target.st_ino != swap.new or not _may_replace(found, target, folder_found):
-        _log.warning("%r is a version of %r that somebody wrote meanwhile; it is kept", name, parsed.target)
-        return
-    exchange(folder.descriptor, name, parsed.target)
-    if folder.look(name).st_ino == swap.new:
-        folder.unlink(name)
-
-
-def _may_replace(file: os.stat_result, target: os.stat_result, folder: os.stat_result) -> bool:
-    """Return whether the owner of a file may have put it in place of another one.
-
-    In a folder with the sticky bit others may not: then they had its name made up, to have this user replace it.
-    """
-    return not folder.st_mode & stat.S_ISVTX or file.st_uid in (target.st_uid, folder.st_uid, 0)
 
 
 def remove_stored_leftovers(target: FileLocation) -> None:
@@ -266,8 +193,8 @@ def remove_stored_leftovers(target: FileLocation) -> None:
     except Exception:
         found = []
     for info in found:
-        parsed = parse_temporary_name(info.base_name)
-        if info.type == pafs.FileType.File and parsed is not None and parsed.is_dead(_age_seconds(info)):
+        is_ours = info.type == pafs.FileType.File and parse_temporary_name(info.base_name) is not None
+        if is_ours and _age_seconds(info) > DEAD_AFTER_SECONDS:
             remove_object(FileLocation(target.filesystem, info.path))
     if target.is_in_s3 and importlib.util.find_spec("boto3") is not None:
         from parquet_keytools.storage.s3_connection import end_dead_uploads

@@ -10,7 +10,6 @@ import contextlib
 import io
 import itertools
 import struct
-import sys
 import zlib
 from array import array
 from bisect import bisect_right
@@ -28,25 +27,19 @@ from parquet_keytools.format.pages import PageHeaderFacts, padded_header, with_s
 from parquet_keytools.format.structs import OffsetIndex, PageHeader
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 
-KEPT_BYTES = 128 * 1024 * 1024
-"""How much memory is kept for the next readers, in bytes."""
-
-_SMALLEST = 128 * 1024
-"""Below that, the allocator of C keeps memory itself."""
-
 
 class _Buffer(io.BytesIO):
     def __del__(self) -> None:
         """Close nothing: if parts of a view outlive a failed read, Python 3.13 says on stderr that it cannot."""
 
 
-def _references_to_content(buffer: _Buffer) -> int:
-    content = buffer.getvalue()
-    return sys.getrefcount(content)
+def filled(length: int, fill: Callable[[memoryview], None]) -> bytes:
+    """Return bytes of a length that `fill` writes, without copying them: a buffer shares them with its value."""
+    buffer = _Buffer(bytes(length))
+    with buffer.getbuffer() as out:
+        fill(out)
+    return buffer.getvalue()
 
-
-_NOT_SHARED = _references_to_content(_Buffer(bytes(2)))
-"""References to bytes that only their buffer has; in Python 3.14 local variables have none."""
 
 CACHE_BYTES = 64 * 1024 * 1024
 """How much the pages in a cache may take, in bytes."""
@@ -55,65 +48,11 @@ PageKey = tuple[int, int]
 """A number of the file's own, and where the page begins."""
 
 
-class ReadBuffers:
-    """Makes bytes objects in place, for any number of threads, in memory that readers are done with.
-
-    The operating system hands out memory zeroed, page by page as it is touched first. That costs more than reading
-    and decrypting what goes there.
-
-    A buffer shares its memory with the bytes that came from it. If these are still in use when it is written to,
-    it takes other memory: what was given out never changes.
-    """
-
-    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        self._kept_bytes = kept_bytes
-        self._kept: list[_Buffer] = []
-        self._lock = ForkSafeLock()
-
-    def filled(self, length: int, fill: Callable[[memoryview], None]) -> bytes:
-        """Return bytes of a length, each of which `fill` writes: what is there before is of another read."""
-        buffer = self._taken(length) if length >= _SMALLEST else _Buffer(bytes(length))
-        with buffer.getbuffer() as out:
-            fill(out)
-        data = buffer.getvalue()
-        if length >= _SMALLEST:
-            self._keep(buffer)
-        return data
-
-    def _taken(self, length: int) -> _Buffer:
-        with self._lock:
-            free = [
-                (abs(_length(buffer) - length), position)
-                for position, buffer in enumerate(self._kept)
-                if _references_to_content(buffer) == _NOT_SHARED
-            ]
-            if not free:
-                return _Buffer(bytes(length))
-            buffer = self._kept.pop(min(free)[1])
-        buffer.truncate(length)
-        if _length(buffer) < length:
-            buffer.seek(length - 1)
-            buffer.write(b"\0")
-        return buffer
-
-    def _keep(self, buffer: _Buffer) -> None:
-        with self._lock:
-            self._kept.append(buffer)
-            held = sum(map(_length, self._kept))
-            while held > self._kept_bytes:
-                held -= _length(self._kept.pop(0))
-
-
-def _length(buffer: _Buffer) -> int:
-    return buffer.seek(0, io.SEEK_END)
-
-
 class PageCache:
     """Pages of any number of files, for readers that come back for the rest; for any number of threads."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self.held_bytes = 0
-        self.buffers = ReadBuffers()
         self._max_bytes = max_bytes
         self._pages: OrderedDict[PageKey, memoryview] = OrderedDict()
         self._lock = ForkSafeLock()

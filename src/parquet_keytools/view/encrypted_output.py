@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -114,9 +112,6 @@ class EncryptedOutput(io.RawIOBase):
         super().close()
         try:
             refuse_in_child(self._owner, self._target)
-            if reason := _why_abandoned():
-                _log.warning("%s is not written, because %s", self._target, reason)
-                return
             self._watch.refuse(self._target)
             with audit.about(self._target), failing_as_output(self._target):
                 self._pending = pending_output(self._target, overwrite=self._overwrite)
@@ -191,26 +186,3 @@ def refuse_partition_folders(keys: KeyService, table_name: str, path: str) -> No
     check = keys.table_check(table_name)
     assert check is not None
     check.refuse_folder_names([f"{path}/"], is_planned=True)
-
-
-def _why_abandoned() -> str:
-    """Return why the file is not complete: an exception ends the `with` statement, or nobody closes the writer.
-
-    pyarrow's `ParquetWriter` ends a file in these cases, too: it would look whole, and lack rows.
-    """
-    error = sys.exception()
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            return "its writer was never closed: open it in a `with` block"
-        if (
-            frame.f_code.co_name == "__exit__"
-            and error is not None
-            and any(
-                value is error or (isinstance(value, tuple) and any(item is error for item in value))
-                for value in frame.f_locals.values()
-            )
-        ):
-            return f"of {type(error).__name__}"
-        frame = frame.f_back
-    return ""

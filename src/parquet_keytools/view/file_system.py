@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import errno
 import hashlib
-import inspect
 import logging
 import os
 import secrets
@@ -15,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from glob import has_magic
 from pathlib import Path, PurePosixPath
-from types import FrameType
 from typing import Any, Protocol
 
 import fsspec
+import pyarrow as pa
 from fsspec.callbacks import DEFAULT_CALLBACK
 from pyarrow import fs as pafs
 
@@ -159,15 +158,19 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         block_size: int | None = None,
         autocommit: bool = True,
         cache_options: dict[str, Any] | None = None,
+        whole_row_groups: bool = True,
         **options: Any,
     ) -> Any:
-        """Open a file: `rb`, which decrypts what is read, or `wb` and `xb`, which encrypt when it is closed."""
+        """Open a file: `rb`, which decrypts what is read, or `wb` and `xb`, which encrypt when it is closed.
+
+        DuckDB reads whole row groups where it needs nearly all of them: `PlainFile.read_at` says what it gets.
+        """
         location = self._location(path)
         if mode == "rb":
             file = PlainInput(
                 self._files.open(location),
                 partial(self.open, path),
-                whole_row_groups=_is_opened_by_duckdb(inspect.currentframe()),
+                whole_row_groups=whole_row_groups,
             )
             file.path = path  # By which caches of fsspec know it.
             return file
@@ -242,7 +245,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """Return the length of a file as it is read: with digests it is longer than it is stored."""
         if info.type == pafs.FileType.File and self._keys.configuration.reading.denied_columns == "hash":
             try:
-                return self._files.open(FileLocation(self._root.filesystem, info.path)).size_bytes
+                return self._files.size_bytes(FileLocation(self._root.filesystem, info.path), info)
             except KeytoolsError as error:
                 # A file that cannot be opened does not hide those beside it.
                 if isinstance(error, KmsError) and not isinstance(error, KEY_REFUSALS):
@@ -617,13 +620,6 @@ def _remove_empty_folder(location: FileLocation) -> None:
         location.filesystem.delete_dir(location.path)
 
 
-def _is_opened_by_duckdb(frame: FrameType | None) -> bool:
-    """Tell whether DuckDB opens a file: on a thread of its own, or from its package."""
-    while frame is not None and frame.f_globals.get("__name__") in (__name__, "fsspec.spec"):
-        frame = frame.f_back
-    return frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in ("duckdb", "_duckdb")
-
-
 def _raise_unless_missing(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):
         raise error
@@ -637,6 +633,14 @@ class _Handler(pafs.FSSpecHandler):  # type: ignore[misc]
     def normalize_path(self, path: str) -> str:
         """Return a path as `ls` names it: pyarrow would find no files in a view whose root is "/" or "."."""
         return "/".join(PurePosixPath(path.strip("/")).parts) if isinstance(self.fs, PlainView) else path
+
+    def open_input_file(self, path: str) -> pa.PythonFile:
+        """Open a file for Arrow, which gets our error if it reads a refused column along with others."""
+        if not self.fs.isfile(path):
+            raise FileNotFoundError(path)
+        return pa.PythonFile(self.fs.open(path, mode="rb", whole_row_groups=False), mode="r")
+
+    open_input_stream = open_input_file
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
         """Remove what is in a folder, links that lead nowhere or out of a view included."""

@@ -33,7 +33,7 @@ from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
-from parquet_keytools.view.chunk_view import ChunkView, HeldSource, PageCache
+from parquet_keytools.view.chunk_view import ChunkView, HeldSource, PageCache, filled
 from parquet_keytools.view.digest_chunk import StandIn, StandIns
 from parquet_keytools.view.digest_kinds import digest_kind, leaf_chains
 from parquet_keytools.view.plain_footer import PlainTail, plain_tail
@@ -230,7 +230,7 @@ class PlainFile:
         """
         check_range(self, offset, length)
         # Bytes that are written in their place, once: to copy them would cost as much as to decrypt them.
-        return self._cache.buffers.filled(length, partial(self._fill, offset, whole_row_groups))
+        return filled(length, partial(self._fill, offset, whole_row_groups))
 
     def _fill(self, offset: int, whole_row_groups: bool, out: memoryview) -> None:
         """Write each byte of `out`."""

@@ -108,6 +108,8 @@ class PlainFiles:
         """Path -> view, version of its file, and when it was opened."""
         self._verdicts: OrderedDict[tuple[str, int | None, int | None], tuple[str, str] | None] = OrderedDict()
         """Path, length and time of a file that was listed -> what `_misplacement` returned."""
+        self._sizes: OrderedDict[str, tuple[int, Version, float]] = OrderedDict()
+        """Path -> length of the view, version of its file, and when it was opened."""
         self._lock = ForkSafeLock()
 
     @in_use()
@@ -116,8 +118,7 @@ class PlainFiles:
         version = _version(location)
         with self._lock:
             file, known, opened_at = self._kept.get(location.path, (None, None, 0.0))
-            is_fresh = time.monotonic() - opened_at < self._keys.configuration.reading.cache_lifetime_seconds
-            if file is not None and version is not None and known == version and is_fresh:
+            if file is not None and version is not None and known == version and self._is_fresh(opened_at):
                 self._kept.move_to_end(location.path)
                 return file
         opened_at = time.monotonic()
@@ -136,6 +137,29 @@ class PlainFiles:
                 while len(self._kept) > _MOST_KEPT:
                     self._kept.popitem(last=False)
         return file
+
+    def size_bytes(self, location: FileLocation, info: pafs.FileInfo) -> int:
+        """Return the length of the view of a file that was listed; errors as with `open`.
+
+        The footer says it. A folder is listed more often than it changes, and has more files than views are kept:
+        the length is remembered as long as the file stays and its keys are kept.
+        """
+        version = _version(location, info)
+        with self._lock:
+            size, known, opened_at = self._sizes.get(location.path, (0, None, 0.0))
+            if version is not None and known == version and self._is_fresh(opened_at):
+                return size
+        opened_at = time.monotonic()
+        size = self.open(location).size_bytes
+        if version is not None:
+            with self._lock:
+                self._sizes[location.path] = size, version, opened_at
+                if len(self._sizes) > _MOST_VERDICTS:
+                    self._sizes.popitem(last=False)
+        return size
+
+    def _is_fresh(self, opened_at: float) -> bool:
+        return time.monotonic() - opened_at < self._keys.configuration.reading.cache_lifetime_seconds
 
     def refuse_misplaced(self, info: pafs.FileInfo, location: FileLocation, *, is_listed: bool) -> None:
         """Refuse a file whose folders give values to its protected columns.
@@ -196,11 +220,11 @@ class PlainFiles:
             return found
 
 
-def _version(location: FileLocation) -> Version | None:
+def _version(location: FileLocation, info: pafs.FileInfo | None = None) -> Version | None:
     """Return what changes when a file is replaced; None where that cannot be known."""
     if location.is_local:
         return state_of_local(location.path)  # A file that is open keeps its inode.
-    info = location.info()
+    info = info or location.info()
     if info.type != pafs.FileType.File:
         raise FileNotFoundError(str(location))
     if info.mtime_ns is None or time.time() - info.mtime_ns / 1e9 < _CLOCK_STEP_SECONDS:

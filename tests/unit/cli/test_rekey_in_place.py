@@ -1,8 +1,6 @@
 import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +9,7 @@ import pytest
 
 from parquet_keytools import Keytools
 from parquet_keytools.rotation import rekeying
+from parquet_keytools.storage.temporary_files import temporary_name
 
 KINDS = pytest.mark.parametrize(
     "settings",
@@ -229,16 +228,10 @@ def test_mistakes_change_nothing(run, keystore_case, arguments: list[str], text:
     assert not Path("DST").exists()
 
 
-def dead_temporary_name(target: str) -> str:
-    """Return a name as a process that is gone has made it."""
-    program = f"from parquet_keytools.storage.temporary_files import temporary_name as n; print(n({target!r}))"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
-
-
 def test_nothing_is_left_over(run, keystore_case) -> None:
     case = keystore_case()
     for path in case.files:
-        path.with_name(dead_temporary_name(path.name)).write_bytes(b"half of it")
+        path.with_name(temporary_name(path.name)).write_bytes(b"half of it")
     assert run("rekey", case.data, "--config", case.config, "--in-place").exit_code == 0
     assert case.names() == ["a.parquet", "b.parquet"]
     assert os.access(case.files[0], os.R_OK)

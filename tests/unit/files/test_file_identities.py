@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shutil
+import sys
 import tracemalloc
 import warnings
 from collections.abc import Callable
@@ -138,7 +139,8 @@ def test_single_reads_warn_once_both_were_seen(folder: Path) -> None:
         Keytools.from_mapping(document()).read_table(second)
     with pytest.warns(UserWarning, match="share their data keys") as caught:
         tools.read_table(second)
-    assert [warning.filename for warning in caught] == [__file__]
+    # Before Python 3.12, a library cannot ask for the line of its caller.
+    assert len(caught) == 1 and (sys.version_info < (3, 12) or caught[0].filename == __file__)
     with pytest.warns(UserWarning, match="share their data keys"):
         tools.decryption_properties(first)
 

@@ -15,7 +15,7 @@ import pytest
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import OutputError, StorageFailedError
 from parquet_keytools.files import conversion
-from parquet_keytools.storage.local_output import LocalFile
+from parquet_keytools.storage import outputs
 from parquet_keytools.storage.locations import FileLocation
 
 TABLE = pa.table({"part": [number % 6 for number in range(60)], "a": range(60)})
@@ -139,14 +139,14 @@ def replaced_by_a_folder(path: Path) -> None:
 @pytest.fixture(params=[removed, replaced_by_a_folder], ids=lambda act: act.__name__)
 def is_gone_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have somebody remove `x.parquet` or `0-0.parquet` as soon as they are in their places."""
-    replace = LocalFile.replace
+    commit = outputs._LocalOutput.commit
 
-    def replaced(file: LocalFile, **options: Any) -> None:
-        replace(file, **options)
-        if Path(file._target.path).name in ("x.parquet", "0-0.parquet"):
-            request.param(Path(file._target.path))
+    def committed(output: outputs.PendingOutput, *arguments: Any, **options: Any) -> None:
+        commit(output, *arguments, **options)  # type: ignore[arg-type]
+        if Path(output.target.path).name in ("x.parquet", "0-0.parquet"):
+            request.param(Path(output.target.path))
 
-    monkeypatch.setattr(LocalFile, "replace", replaced)
+    monkeypatch.setattr(outputs._LocalOutput, "commit", committed)
 
 
 def encrypts(keytools: Keytools, folder: Path) -> None:

@@ -15,7 +15,7 @@ from parquet_keytools import strict_base64
 from parquet_keytools.errors import DecryptionError, NotEncryptedError, ParquetFormatError
 from parquet_keytools.iceberg import EncryptedFileIO, metadata
 from parquet_keytools.iceberg.ags1 import Ags1Writer
-from parquet_keytools.iceberg.loading import located_table
+from parquet_keytools.iceberg.located_table import located_table
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.table_audit import TableAudit, TableReport
 from parquet_keytools.kms.aes_key_wrap import wrap_key

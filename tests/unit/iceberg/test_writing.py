@@ -38,9 +38,10 @@ from parquet_keytools.errors import (
     OutputError,
 )
 from parquet_keytools.iceberg import create_table, load_table
-from parquet_keytools.iceberg.catalog_commits import KeyChanges, merged
+from parquet_keytools.iceberg.catalog_commits import merged
 from parquet_keytools.iceberg.key_chain import as_json
-from parquet_keytools.iceberg.loading import located_table
+from parquet_keytools.iceberg.key_rotation import KeyChanges
+from parquet_keytools.iceberg.located_table import located_table
 from parquet_keytools.iceberg.metadata import EncryptionKey
 from parquet_keytools.iceberg.table_audit import TableAudit
 

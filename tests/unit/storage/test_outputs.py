@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 
 from parquet_keytools.errors import ChangedMeanwhileError, OutputError, StorageFailedError
-from parquet_keytools.storage import local_output, temporary_files
-from parquet_keytools.storage.local_files import UnsupportedRenameError
+from parquet_keytools.runtime import operating_system
+from parquet_keytools.storage import outputs, temporary_files
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import PendingOutput, discarded_unless_done, pending_output
 from parquet_keytools.storage.temporary_files import (
@@ -25,21 +26,26 @@ from parquet_keytools.storage.temporary_files import (
     without_leftovers,
 )
 
-KINDS = ("unnamed", "named", "named, plain renames")
+KINDS = ("unnamed", "named", "named, no links", "named, no locks")
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the file system can do: files without names, and renames that exchange."""
+    """What the file system can do: files without names, hard links, locks."""
     if request.param != "unnamed":
-        monkeypatch.setattr(local_output, "_NO_DESCRIPTORS", True)
-    if request.param == "named, plain renames":
+        monkeypatch.setattr(outputs, "_NO_DESCRIPTORS", True)
+    if request.param == "named, no links":
 
-        def unsupported(*_: object) -> None:
-            raise UnsupportedRenameError
+        def refused(*_: object, **__: object) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-        monkeypatch.setattr(local_output, "exchange", unsupported)
-        monkeypatch.setattr(local_output, "rename_new", unsupported)
+        monkeypatch.setattr(os, "link", refused)
+    elif request.param == "named, no locks":
+
+        def unsupported(*_: object) -> bool:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        monkeypatch.setattr(operating_system, "try_lock", unsupported)
     return str(request.param)
 
 
@@ -174,6 +180,28 @@ def test_owner_and_mode_of_another_version_are_kept(tmp_path: Path, kind: str) -
     assert os.getxattr(tmp_path / "x", "user.note") == b"kept"
 
 
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_lost_access_list_takes_the_permissions_of_the_group_along(
+    tmp_path: Path, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group bits are the most that anyone in the list has: without the list, the group would have that."""
+    path = tmp_path / "x"
+    path.touch()
+    path.chmod(0o664)
+    monkeypatch.setattr(os, "listxattr", lambda _: ["system.posix_acl_access"])
+    monkeypatch.setattr(os, "getxattr", lambda *_: b"a list")
+
+    def copied(*_: object) -> None:
+        if not is_copied:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "setxattr", copied)
+    with whole_output(at(path), like=at(path)) as pending:
+        write(pending, b"new")
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == (0o664 if is_copied else 0o604)
+
+
 # --- no replacement ---
 
 
@@ -231,7 +259,7 @@ def test_what_lands_while_it_is_synced_stays(tmp_path: Path, kind: str, monkeypa
 
 
 def test_what_lands_after_the_check_stays(tmp_path: Path, kind: str) -> None:
-    """The file system can tell what came out; where it has no exchange, as near as it can be."""
+    """What another writer puts there is looked at once more just before the rename."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
     with (
@@ -242,72 +270,12 @@ def test_what_lands_after_the_check_stays(tmp_path: Path, kind: str) -> None:
     assert path.read_bytes() == b"of another writer" and names(tmp_path) == ["x"]
 
 
-@pytest.mark.parametrize("landings", [1, 2, 3])
-def test_what_lands_at_the_last_moment_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, landings: int
-) -> None:
-    """Between the check and the exchange, and before each exchange that puts it back."""
-    path, count = tmp_path / "x", 0
-    path.write_bytes(b"old")
-    exchange = local_output.exchange
-
-    def exchanged(*arguments: Any) -> None:
-        nonlocal count
-        if count < landings:
-            count += 1
-            land(path, b"version %d of another writer" % count)
-        exchange(*arguments)
-
-    monkeypatch.setattr(local_output, "exchange", exchanged)
-    with pytest.raises(ChangedMeanwhileError), whole_output(at(path), check=lambda: None) as pending:
-        write(pending, b"new")
-    assert path.read_bytes() == b"version %d of another writer" % landings
-    assert names(tmp_path) == ["x"]
-
-
 def test_a_file_that_is_removed_meanwhile_does_not_come_back(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"old")
     with pytest.raises(ChangedMeanwhileError), whole_output(at(path), check=path.unlink) as pending:
         write(pending, b"new")
     assert names(tmp_path) == []
-
-
-def test_killed_between_exchange_and_putting_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The version of the other writer is found again by the next run, and not taken for what is left over."""
-    path = tmp_path / "x"
-    path.write_bytes(b"old")
-    child = os.fork()
-    if child == 0:
-        exchange = local_output.exchange
-
-        def killed(*arguments: Any) -> None:
-            land(path, b"of another writer")
-            exchange(*arguments)
-            os._exit(0)
-
-        monkeypatch.setattr(local_output, "exchange", killed)
-        with whole_output(at(path), check=lambda: None) as pending:
-            write(pending, b"new")
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert path.read_bytes() == b"new" and len(names(tmp_path)) == 2
-    assert list(without_leftovers([at(path)])) == [at(path)]
-    assert path.read_bytes() == b"of another writer" and names(tmp_path) == ["x"]
-
-
-def test_nobody_has_a_file_replaced_that_they_may_not_replace(
-    tmp_path: Path, dead_name: Callable[[str], str]
-) -> None:
-    """In a folder with the sticky bit: their file is named like one that came while another one was replaced."""
-    path = tmp_path / "x"
-    path.write_bytes(b"of this user")
-    tmp_path.chmod(0o1777)
-    planted = tmp_path / dead_name("x").replace(".tmp", f".{path.stat().st_ino:x}-1-1.swap")
-    planted.write_bytes(b"of another user")
-    os.chown(planted, 65534, 65534)
-    assert list(without_leftovers([at(path)])) == [at(path)]
-    assert path.read_bytes() == b"of this user" and planted.read_bytes() == b"of another user"
 
 
 # --- what is left ---
@@ -327,13 +295,53 @@ def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_the_next_run_removes_what_is_left(tmp_path: Path, kind: str) -> None:
-    killed_while_writing(tmp_path / "x", keeps_open=False)
+@pytest.mark.parametrize("keeps_open", [True, False])
+def test_the_next_run_removes_what_is_left(
+    tmp_path: Path, keeps_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "_NO_DESCRIPTORS", True)
+    killed_while_writing(tmp_path / "x", keeps_open=keeps_open)
     left = [name for name in names(tmp_path) if parse_temporary_name(name)]
     assert len(left) == 1 and (tmp_path / left[0]).read_bytes() == b"half"
     with whole_output(at(tmp_path / "x")) as pending:
         write(pending, b"whole")
     assert names(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize("keeps_open", [True, False])
+def test_a_running_write_is_never_disturbed(
+    tmp_path: Path, kind: str, keeps_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by another writer in the folder, however long it takes, nor where it cannot stay open."""
+    if not keeps_open:
+        monkeypatch.setattr(outputs, "_MOST_STAYING_OPEN", 0)
+    with whole_output(at(tmp_path / "x"), keeps_open=keeps_open) as pending:
+        write(pending, b"of the first")
+        child = os.fork()
+        if child == 0:
+            with whole_output(at(tmp_path / "y")) as other:
+                write(other, b"of the second")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert names(tmp_path) == ["x", "y"]
+    assert (tmp_path / "x").read_bytes() == b"of the first"
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_more_files_than_may_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "_MOST_STAYING_OPEN", 2)
+    before = open_files()
+    with contextlib.ExitStack() as opened:
+        for number in range(5):
+            target = at(tmp_path / str(number))
+            pending = opened.enter_context(whole_output(target, keeps_open=False))
+            write(pending, b"%d" % number)
+        assert open_files() == before + 4
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {str(n): str(n) for n in range(5)}
+    assert open_files() == before
 
 
 def test_long_names(tmp_path: Path, kind: str) -> None:
@@ -348,43 +356,31 @@ def test_long_names(tmp_path: Path, kind: str) -> None:
     assert path.read_bytes() == b"third" and names(tmp_path) == [path.name]
 
 
-@pytest.fixture
-def dead_name(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    def make(target: str) -> str:
-        program = f"from parquet_keytools.storage.temporary_files import temporary_name as n; print(n({target!r}))"
-        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
-
-    return make
-
-
-def test_only_what_is_surely_ours_and_dead_is_removed(tmp_path: Path, dead_name: Callable[[str], str]) -> None:
-    other_machine = dead_name("x").split("-")
-    other_machine[1] = "00000000"
-    kept = [
-        temporary_name("x"),  # of this process, which lives
-        ".x.0123456789ab.tmp",  # of somebody else
-        "-".join(other_machine),  # of a machine that nobody can ask, and new
-    ]
+def test_only_what_is_surely_ours_and_not_written_is_removed(tmp_path: Path) -> None:
+    running, unlockable = temporary_name("x"), temporary_name("x", is_locked=False)
+    other_machine = re.sub("-[0-9a-f]{8}", "-01234567", temporary_name("x"))
+    kept = [running, unlockable, other_machine, ".x.0123456789ab.tmp"]  # The last one is of somebody else.
     for name in kept:
         (tmp_path / name).write_bytes(b"kept")
-    link, folder, foreign, old = (dead_name(name) for name in ("link", "folder", "foreign", "old"))
+    link, folder, foreign = (temporary_name(name) for name in ("link", "folder", "foreign"))
     (tmp_path / "victim").write_bytes(b"kept")
     (tmp_path / link).symlink_to(tmp_path / "victim")
     (tmp_path / folder).mkdir()
     (tmp_path / foreign).write_bytes(b"kept")
     os.chown(tmp_path / foreign, 65534, 65534)
-    old = "-".join([old.split("-")[0], "00000000", *old.split("-")[2:]])
-    (tmp_path / old).write_bytes(b"removed")
-    os.utime(tmp_path / old, (1, 1))
-    (tmp_path / dead_name("x")).write_bytes(b"removed")
-    assert list(without_leftovers([at(tmp_path / "x")]))
+    for old in (temporary_name("x", is_locked=False), re.sub("-[0-9a-f]{8}", "-01234567", temporary_name("x"))):
+        (tmp_path / old).write_bytes(b"removed")
+        os.utime(tmp_path / old, (1, 1))
+    (tmp_path / temporary_name("x")).write_bytes(b"removed")
+    with (tmp_path / running).open() as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        os.utime(tmp_path / running, (1, 1))
+        assert list(without_leftovers([at(tmp_path / "x")]))
     assert names(tmp_path) == sorted([*kept, link, folder, foreign, "victim"])
 
 
-def test_what_cannot_be_removed_is_no_failure(
-    tmp_path: Path, dead_name: Callable[[str], str], monkeypatch
-) -> None:
-    (tmp_path / dead_name("x")).write_bytes(b"left")
+def test_what_cannot_be_removed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / temporary_name("x")).write_bytes(b"left")
 
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(1, "no")

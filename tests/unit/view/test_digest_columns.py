@@ -46,8 +46,10 @@ from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.spark.session import session_settings
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.view import plain_files
 from parquet_keytools.view.digest_chunk import StandIn
 from parquet_keytools.view.digest_kinds import digest_kind
+from parquet_keytools.view.plain_file import PlainFile
 from parquet_keytools.view.plain_files import PlainInput
 
 SECRET = bytes(range(32))
@@ -481,6 +483,33 @@ def test_a_view_says_how_long_a_file_is(people: ViewCase) -> None:
     assert view.info("x.parquet")["size"] == length > (people.folder / "x.parquet").stat().st_size
     assert {entry["name"]: entry["size"] for entry in view.ls("")}["x.parquet"] == length
     assert view.info("_SUCCESS")["size"] == 0
+
+
+def test_lengths_of_views_are_read_from_footers_once(people: ViewCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder has more files than views stay open."""
+    monkeypatch.setattr(plain_files, "_MOST_KEPT", 1)
+    opened: list[str] = []
+    open_plain_file = plain_files.open_plain_file
+
+    def watched(keys: KeyService, location: FileLocation, *arguments: Any, **named: Any) -> PlainFile:
+        opened.append(location.name)
+        return open_plain_file(keys, location, *arguments, **named)
+
+    monkeypatch.setattr(plain_files, "open_plain_file", watched)
+    keytools = people.keytools(denied_columns="hash")
+    data = people.folder / "data"
+    data.mkdir()
+    for name in "abc":
+        keytools.write_table(PEOPLE.slice(0, 50), data / f"{name}.parquet")
+    view = keytools.view(data)
+    first = {entry["name"]: entry["size"] for entry in view.ls("")}
+    assert sorted(opened) == ["a.parquet", "b.parquet", "c.parquet"]
+    assert {entry["name"]: entry["size"] for entry in view.ls("")} == first
+    assert len(opened) == 3
+    keytools.write_table(PEOPLE.slice(0, 2_000), data / "b.parquet")
+    again = {entry["name"]: entry["size"] for entry in view.ls("")}
+    assert opened[3:] == ["b.parquet"]
+    assert again["b.parquet"] > first["b.parquet"] and again["a.parquet"] == first["a.parquet"]
 
 
 def test_a_footer_costs_no_digests(people: ViewCase, monkeypatch: pytest.MonkeyPatch) -> None:

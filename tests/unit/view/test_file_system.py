@@ -119,16 +119,6 @@ def test_a_file_that_is_never_closed_is_missed_aloud(tmp_path: Path, caplog: pyt
     assert not caplog.records
 
 
-def test_a_writer_that_nobody_closes_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    filesystem = tools().filesystem()
-    path = str(tmp_path / "x.parquet")
-    writer = pq.ParquetWriter(path, TABLE.schema, filesystem=filesystem)
-    writer.write_table(TABLE)
-    del writer  # It ends the file now: nobody said that it is whole.
-    assert files_in(tmp_path) == []
-    assert f"{path} is not written, because its writer was never closed" in caplog.text
-
-
 @pytest.mark.parametrize("place", ["memory://", "s3://bucket/folder", "/data/folder", "folder/x.parquet"])
 def test_a_place_is_no_table(place: str) -> None:
     with pytest.raises(ConfigurationError, match=r"is a path, and `filesystem` takes .* a table\. Open files"):

@@ -343,9 +343,7 @@ class GcpConnection:
     @property
     def email(self) -> str | None:
         """Email of the service account, if it is known without a call."""
-        if self.tokens is not None:
-            return self.tokens.email
-        return email_of(getattr(getattr(self.client, "transport", None), "_credentials", None))
+        return None if self.tokens is None else self.tokens.email
 
     @property
     def is_ready(self) -> bool:

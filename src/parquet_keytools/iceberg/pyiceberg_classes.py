@@ -1,27 +1,34 @@
-"""How PyIceberg's append, overwrite and delete make snapshots of an encrypted table.
+"""All that touches PyIceberg's protected classes and methods; nothing else in the package does (ADR 10).
+
+PyIceberg 0.12 reads tables of format version 3 and does not write them, and it loses what it does not know of a
+metadata file. What it would have to do for encrypted tables is added here by subclasses: of tables and
+transactions, of the producers of snapshots, of the writers of manifests, and of catalogs for one commit.
 
 PyIceberg decides which files a snapshot keeps, adds and drops, and what conflicts with another commit. Here
-manifests and manifest lists are encrypted, and get their keys.
-
-They are of format version 3, which PyIceberg 0.12 reads and does not write. It keeps entries as version 2 has
-them; what version 3 adds, row ids above all, is put back here from the files that the entries were read from.
+manifests and manifest lists are encrypted, and get their keys. PyIceberg keeps entries as version 2 has them; what
+version 3 adds, row ids above all, is put back here from the files that the entries were read from.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import threading
 import uuid
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, cast
+from functools import cache
+from typing import Any, Literal, cast
 
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 from pyiceberg.avro.codecs import AVRO_CODEC_KEY, CODEC_MAPPING_ICEBERG_TO_AVRO, AvroCompressionCodec
 from pyiceberg.avro.file import MAGIC, META_SCHEMA, AvroFile, AvroFileHeader, AvroOutputFile
 from pyiceberg.avro.resolver import construct_writer
-from pyiceberg.exceptions import ValidationException
+from pyiceberg.catalog import Catalog
+from pyiceberg.catalog.rest import RestCatalog
+from pyiceberg.exceptions import CommitFailedException, TableAlreadyExistsError, ValidationException
 from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import (
     compute_statistics_plan,
@@ -46,14 +53,17 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
-from pyiceberg.table import TableProperties
-from pyiceberg.table.metadata import TableMetadataV3
-from pyiceberg.table.refs import SnapshotRefType
+from pyiceberg.table import Table, TableProperties, Transaction
+from pyiceberg.table.locations import LocationProvider
+from pyiceberg.table.metadata import TableMetadata, TableMetadataV3
+from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.table.update import (
     AddSnapshotUpdate,
     AssertRefSnapshotId,
     SetSnapshotRefUpdate,
+    TableRequirement,
+    TableUpdate,
     UpdatesAndRequirements,
 )
 from pyiceberg.table.update.snapshot import (
@@ -64,16 +74,16 @@ from pyiceberg.table.update.snapshot import (
     _OverwriteFiles,
     _SnapshotProducer,
 )
+from pyiceberg.typedef import EMPTY_DICT
 from pyiceberg.utils.schema_conversion import AvroSchemaConversion
 
-from parquet_keytools.errors import FormatLimitError
-from parquet_keytools.iceberg.catalog_commits import dumped
+from parquet_keytools.errors import FormatLimitError, KeytoolsError, OutputError
+from parquet_keytools.iceberg.catalog_commits import MetadataFiles, dumped, refuse_hashed
 from parquet_keytools.iceberg.claims import counter_problems, refuse
+from parquet_keytools.iceberg.key_rotation import KeyChanges
 from parquet_keytools.iceberg.manifests import counters_of_list
+from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.written_files import WritingFileIO
-
-if TYPE_CHECKING:
-    from parquet_keytools.iceberg.encrypted_table import EncryptedTransaction
 
 VERSION: Literal[3] = 3
 
@@ -83,6 +93,58 @@ _NO_STATISTICS = {TableProperties.DEFAULT_WRITE_METRICS_MODE: "none"}
 _ENTRY_FILE = 4
 _FILE_COLUMN_SIZES, _FILE_KEY_METADATA, _FILE_SPLIT_OFFSETS, _FILE_FIRST_ROW_ID = 6, 12, 13, 16
 _MANIFEST_KEY_METADATA, _MANIFEST_FIRST_ROW_ID = 14, 15
+
+
+# --- tables and transactions ---
+
+
+class CommittingTable(Table):
+    """A table that commits by a method of its own."""
+
+    @abstractmethod
+    def commit_updates(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
+        """Commit updates of the table."""
+
+    def _do_commit(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
+        self.commit_updates(updates, requirements)
+
+
+class ProducingTransaction(Transaction):
+    """A transaction whose snapshots are encrypted.
+
+    Args:
+        table: A copy of the table, which changes with the transaction.
+        io: Writes the files of the transaction, encrypted.
+    """
+
+    def __init__(self, table: Table, io: WritingFileIO) -> None:
+        super().__init__(table)
+        self._writing_io = io
+
+    @property
+    def snapshot_ids(self) -> list[int]:
+        """The ids of the snapshots so far."""
+        return [producer.snapshot_id for producer in self._snapshot_producers]
+
+    @property
+    def location_provider(self) -> LocationProvider:
+        """What names new files."""
+        return self._table.location_provider()
+
+    def update_snapshot(
+        self, snapshot_properties: dict[str, str] = EMPTY_DICT, branch: str | None = MAIN_BRANCH
+    ) -> _EncryptedUpdateSnapshot:
+        """Return what makes a snapshot."""
+        return _EncryptedUpdateSnapshot(
+            self, io=self._writing_io, branch=branch, snapshot_properties=snapshot_properties
+        )
+
+    @abstractmethod
+    def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
+        """Take the key of the manifest list of a snapshot of this transaction."""
+
+
+# --- writers of manifests and manifest lists ---
 
 
 class _ManifestOutput(AvroOutputFile[ManifestEntry]):
@@ -295,10 +357,13 @@ def check_partition_types(spec: PartitionSpec, schema: Schema) -> None:
             )
 
 
+# --- producers of snapshots ---
+
+
 class _EncryptedProducer(_SnapshotProducer[Any]):
     """What all producers of an encrypted table share; it stands behind PyIceberg's own class among the bases."""
 
-    _transaction: EncryptedTransaction
+    _transaction: ProducingTransaction
     _io: WritingFileIO
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -434,7 +499,7 @@ class _EncryptedDelete(_DeleteFiles, _EncryptedProducer):
     pass
 
 
-class EncryptedUpdateSnapshot(UpdateSnapshot):
+class _EncryptedUpdateSnapshot(UpdateSnapshot):
     """Makes the producers of snapshots of an encrypted table."""
 
     def _arguments(self, operation: Operation) -> dict[str, Any]:
@@ -463,3 +528,89 @@ class EncryptedUpdateSnapshot(UpdateSnapshot):
     def delete(self) -> _DeleteFiles:
         """Return a snapshot that drops files."""
         return _EncryptedDelete(**self._arguments(Operation.DELETE))
+
+
+# --- catalogs ---
+
+
+def committing(catalog: Catalog, storage: FileIO, changes: KeyChanges) -> Catalog:
+    """Return a catalog for one commit, or for the creation of one table, with the state of another one."""
+    if isinstance(catalog, RestCatalog):
+        copied = copy.copy(catalog)
+        copied._session = _Session(catalog._session, changes)  # type: ignore[assignment]
+        return copied
+    made = object.__new__(_committing_class(type(catalog)))
+    # They share connections and caches: a catalog in memory is nowhere else.
+    made.__dict__.update(catalog.__dict__, metadata_files=MetadataFiles(storage, changes))
+    return made
+
+
+@cache
+def _committing_class(catalog_class: type[Catalog]) -> type[_CommittingCatalog]:
+    return type(f"Committing{catalog_class.__name__}", (_CommittingCatalog, catalog_class), {})
+
+
+class _CommittingCatalog(Catalog):
+    """A catalog that writes metadata files itself, with the keys; it stands before PyIceberg's own class."""
+
+    metadata_files: MetadataFiles
+
+    def _load_file_io(self, properties: Any = None, location: str | None = None) -> FileIO:
+        return self.metadata_files.storage
+
+    def _write_metadata(self, metadata: TableMetadata, io: FileIO, metadata_path: str) -> None:
+        self.metadata_files.write(metadata, metadata_path)
+
+    # The name by which Glue's catalog calls it for managed storage.
+    _write_metadata_no_exist_check = _write_metadata
+
+    # What the catalogs of Hive and Glue call with their own entry of a table, before they write.
+    def _convert_hive_into_iceberg(self, table: Any) -> Any:
+        refuse_hashed(table.parameters)
+        return super()._convert_hive_into_iceberg(table)  # type: ignore[misc]
+
+    def _convert_glue_to_iceberg(self, glue_table: Any) -> Any:
+        refuse_hashed(glue_table.get("Parameters"))
+        return super()._convert_glue_to_iceberg(glue_table)  # type: ignore[misc]
+
+    def create_table(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return super().create_table(*arguments, **named)  # type: ignore[safe-super]
+        except TableAlreadyExistsError:
+            self.metadata_files.remove_written()
+            raise
+
+    def commit_table(self, table: Any, requirements: Any, updates: Any) -> Any:
+        try:
+            response = super().commit_table(table, requirements, updates)  # type: ignore[safe-super]
+        except CommitFailedException:
+            self.metadata_files.remove_written()
+            raise
+        except KeytoolsError:
+            raise
+        except Exception as error:
+            if not self.metadata_files.has_refused(self, table, error):
+                raise
+            self.metadata_files.remove_written()
+            raise OutputError(f"the catalog did not take the commit ({type(error).__name__}).") from error
+        self.metadata_files.delete_dropped(table.metadata, response, self.properties)
+        return response
+
+
+class _Session:
+    """The HTTP session of a REST catalog, which adds to a commit what PyIceberg's models cannot hold."""
+
+    def __init__(self, session: Any, changes: KeyChanges) -> None:
+        self._session = session
+        self._changes = changes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def post(self, url: str, data: bytes | None = None, **named: Any) -> Any:
+        """Send a request; one with updates is that of a commit."""
+        request = json.loads(data) if data is not None else None
+        if isinstance(request, dict) and "updates" in request:
+            self._changes.apply_to_request(request)
+            data = json.dumps(request).encode()
+        return self._session.post(url, data=data, **named)
