@@ -33,7 +33,6 @@ NEEDS_NEWER: dict[str, list[str]] = {
         "tamper/test_attacks.py::test_pyarrow",
         "tamper/test_rotation_concurrency.py::test_eight_rotate_and_four_read",
         "unit/arrow/test_call_counts.py::test_50_files_cost_6_wraps_and_6_unwraps[encryption_properties_external]",
-        "unit/rotation/test_replaced_keys.py::test_undo[*-external]",
         "unit/rotation/test_rekeying.py::test_other_readers_read_it[external]",
         "unit/rotation/test_rotate.py::test_encoded_master_key_ids_stay_encoded[external]",
         "unit/rotation/test_rotate.py::test_everything_reads_when_the_old_version_is_disabled[external-*",
@@ -58,10 +57,6 @@ NEEDS_NEWER: dict[str, list[str]] = {
         "tamper/test_reading.py::test_kek_of_another_key",
         "tamper/test_silent_failures.py::test_named_columns_are_columns",
         "unit/arrow/test_call_counts.py::test_single_wrapping_with_plain_pyarrow",
-        "unit/arrow/test_decryption_properties.py::test_a_read_table_that_is_not_known_reads_nothing_unasked",
-        "unit/arrow/test_decryption_properties.py::test_columns_that_read_table_does_not_ask_for_may_be_refused",
-        "unit/arrow/test_decryption_properties.py::test_other_readers_have_to_name_their_columns",
-        "unit/arrow/test_decryption_properties.py::test_threads_of_arrow_are_told_from_those_of_python",
         "unit/arrow/test_metadata.py::test_offsets_are_those_of_the_encrypted_file_as_pyarrow_has_them",
     ],
     "pyarrow before 20 refuses to write two files with the same encryption properties": [

@@ -14,6 +14,9 @@ DECRYPTS_IN_THREADS = _VERSION >= 20
 WRITES_IN_ORDER = _VERSION >= 21
 """Before, `write_dataset` has no `preserve_order`."""
 
+WRITES_STREAMS = _VERSION >= 21
+"""Before, `pyarrow.dataset.write_dataset` takes no object with `__arrow_c_stream__`."""
+
 WRITES_BLOOM_FILTERS = _VERSION >= 24
 
 

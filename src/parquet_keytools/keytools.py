@@ -479,7 +479,12 @@ class Keytools(Summarised):
         return self._file_system(table_name, filesystem, None)
 
     def view(
-        self, path: PathLike | FileLocation, *, table_name: str | None = None, filesystem: Any = None
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
     ) -> KeytoolsFileSystem:
         """Return an fsspec file system in which the encrypted files of a folder read as plain Parquet.
 
@@ -490,15 +495,19 @@ class Keytools(Summarised):
         as `denied_columns` in the configuration says. Files that are written into the view are encrypted, as with
         `filesystem`.
 
+        Do not pass it to `pyarrow.dataset.dataset`: a scan of such a data set that DuckDB starts, or any other
+        caller of `Scanner.to_reader`, can hang in pyarrow. Use `dataset` of this class.
+
         Args:
             path: A path or URI of a folder, or of one file.
             table_name: The table of all files; None if the configuration has only one.
+            aad_prefix: The AAD prefix that each file that is read must have; None for the prefix of the table.
             filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             ConfigurationError: The table does not exist, or fsspec is not installed.
         """
-        return self._file_system(table_name, None, FileLocation.resolve(path, filesystem))
+        return self._file_system(table_name, None, FileLocation.resolve(path, filesystem), aad_prefix)
 
     def open(
         self,
@@ -527,7 +536,11 @@ class Keytools(Summarised):
         return cast("BinaryIO", PlainInput(file, reopen))
 
     def _file_system(
-        self, table_name: str | None, filesystem: Any, root: FileLocation | None
+        self,
+        table_name: str | None,
+        filesystem: Any,
+        root: FileLocation | None,
+        aad_prefix: str | bytes | None = None,
     ) -> KeytoolsFileSystem:
         try:
             from parquet_keytools.view.file_system import PlainView, class_over
@@ -538,7 +551,7 @@ class Keytools(Summarised):
         if root is None or table_name is not None or self.configuration.tables:
             self.configuration.select_table(table_name)
         kind = class_over(filesystem) if root is None else PlainView
-        return kind(self, self._keys, table_name, filesystem, root)
+        return kind(self, self._keys, table_name, filesystem, root, aad_prefix)
 
     # --- properties and options for pyarrow's and Spark's own readers and writers ---
 
@@ -575,16 +588,15 @@ class Keytools(Summarised):
         aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
     ) -> pq.FileDecryptionProperties:
-        """Return decryption properties for one file. The keys are unwrapped by this call, not while pyarrow reads.
+        """Return decryption properties for one file. This call unwraps the keys, not pyarrow.
 
-        If the KMS refuses the keys of some columns, `pyarrow.parquet.read_table` reads the others, and raises our
-        error for the refused ones. pyarrow's other readers would hang or abort: for them, name the columns that
-        will be read in `columns`, and make new properties for each read, since Arrow keeps the keys of the first
-        one. `read_table` and `dataset` of this class have none of these limits.
+        They hold the keys of `columns`, or of all columns. Name every column that pyarrow will read or filter: if
+        pyarrow asks for another key while it scans, its process may hang or abort. `read_table` and `dataset` of
+        this class have no such limit.
 
         Args:
             path: A path or URI of the file.
-            columns: The columns that will be read; None for the columns that pyarrow is asked for.
+            columns: The columns that will be read or filtered; None for all of them.
             table_name: The table of the file, whose AAD prefix it must have; None if the configuration has only
                 one.
             aad_prefix: The AAD prefix that the file must have.
@@ -592,17 +604,17 @@ class Keytools(Summarised):
 
         Raises:
             NotEncryptedError: The file is not encrypted.
-            ColumnAccessDeniedError: One of `columns` cannot be read.
+            ColumnAccessDeniedError: One of the columns cannot be read.
             TypeError: `columns` is not a list of names.
+            ValueError: The file has no column of a name in `columns`.
             UnsupportedByArrowError: pyarrow cannot decrypt the file; `read_table` can.
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
         """
-        # Imported here, since pyarrow's data sets import pandas if it is installed.
-        from parquet_keytools.arrow.read_options import make_decryption_properties
+        # Imported here: a pyarrow may be built without encryption.
+        from parquet_keytools.arrow.decryption_properties import decryption_properties
 
         location = FileLocation.resolve(path, filesystem)
-        (opened,) = self._keys.open_files([location], table_name, aad_prefix)
-        return make_decryption_properties(opened, columns)
+        return decryption_properties(self._keys, location, columns, table_name, aad_prefix)
 
     def spark_options(
         self, table_name: str | None, schema: StructType, *, partition_by: Sequence[str] = ()

@@ -289,15 +289,7 @@ def plain_read_table_filter_by_position(c: Context) -> object:
 
 
 @operation(READS)
-def plain_read_table_named_filter(c: Context) -> object:
-    filters = pc.field("refused") == "text 7"
-    properties = c.properties(["plain"])
-    return pq.read_table(c.file, columns=["plain"], filters=filters, decryption_properties=properties)
-
-
-@operation(READS)
 def plain_read_table_with_schema(c: Context) -> object:
-    """Arrow then opens the file on a thread of its own."""
     filters = pc.field("refused") == "text 7"
     return pq.read_table(c.file, schema=table().schema, filters=filters, decryption_properties=c.properties())
 
@@ -413,14 +405,15 @@ def dataset_metadata(c: Context) -> object:
 
 @operation(OTHER_READS)
 def plain_read_table_other_columns(c: Context) -> object:
-    return pq.read_table(c.file, columns=["plain", "other"], decryption_properties=c.properties()).num_rows
+    properties = c.properties(["plain", "other"])
+    return pq.read_table(c.file, columns=["plain", "other"], decryption_properties=properties).num_rows
 
 
 @operation(OTHER_READS)
 def plain_read_table_other_filter(c: Context) -> object:
     filters = pc.field("other") >= 0
-    found = pq.read_table(c.file, columns=["plain"], filters=filters, decryption_properties=c.properties())
-    return found.num_rows
+    properties = c.properties(["plain", "other"])
+    return pq.read_table(c.file, columns=["plain"], filters=filters, decryption_properties=properties).num_rows
 
 
 @operation(OTHER_READS)

@@ -111,6 +111,7 @@ def readers(reader: Keytools, path: Path, target: Path, **options: Any) -> dict[
         "read_table": lambda: reader.read_table(path, **options),
         "read_table of a column": lambda: reader.read_table(path, columns=["other"], **options),
         "dataset": lambda: reader.dataset(path.parent, **options).to_table(),
+        "view": lambda: reader.view(path.parent, **options).open(path.name).read(),
         "decryption_properties": lambda: reader.decryption_properties(path, **options),
         "decrypt_file": lambda: reader.decrypt_file(path, target, **options),
         "rekey_file": lambda: reader.rekey_file(path, target, **options),

@@ -5,12 +5,10 @@ Imported when it is used: a pyarrow may be built without encryption, and then th
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pyarrow.parquet.encryption as pe
 
-from parquet_keytools.arrow.callbacks import called_by_arrow, is_thread_of_arrow
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, value_or_raise
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KmsClient, WrapRequest
@@ -18,10 +16,6 @@ from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.secret_bytes import SecretBytes
 
 __all__ = ["AnsweringKms", "WrappingKms", "pe"]
-
-
-READING_CONNECTION = {"kms_instance_id": "DEFAULT", "kms_instance_url": "DEFAULT"}
-"""Of `KmsConnectionConfig` for reading: without them Arrow takes them from the file, which may lack them."""
 
 
 class WrappingKms(pe.KmsClient):  # type: ignore[misc]
@@ -41,32 +35,20 @@ class WrappingKms(pe.KmsClient):  # type: ignore[misc]
         return value_or_raise(self._kms.wrap_many([request])[0])
 
 
-Guard = Callable[[str, str, bool], None]
-"""Called before Arrow gets a key, with wrapped key, master key id, and whether a thread of Arrow's own asks, which
-goes on with what a thread of Python began; raises to refuse."""
-
-
-@called_by_arrow
 class AnsweringKms(pe.KmsClient):  # type: ignore[misc]
-    """Answers from keys that are at hand; asks nobody."""
+    """Answers from keys that were unwrapped before; makes no KMS call."""
 
-    def __init__(
-        self,
-        answers: Mapping[tuple[str, str], SecretBytes | KeytoolsError],
-        guard: Guard = lambda *_: None,
-    ) -> None:
+    def __init__(self, answers: Mapping[tuple[str, str], SecretBytes | KeytoolsError]) -> None:
         super().__init__()
         share_with_arrow(self)
         self._answers = answers
-        self._guard = guard
 
     def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
         """Return a KEK, or a DEK with single wrapping."""
-        self._guard(wrapped_key, master_key_identifier, is_thread_of_arrow(inspect.currentframe()))
         answer = self._answers.get((wrapped_key, master_key_identifier))
         if answer is None:
             raise KeyNotAvailableError(
-                "the file needs a key that it did not need when its footer was verified.",
-                hint="The file changed; make new decryption properties for it.",
+                "the file needs a key that was not unwrapped when its decryption properties were made.",
+                hint="Name all columns that are read or filtered in decryption_properties(path, columns=[...]).",
             )
         return value_or_raise(answer).reveal()

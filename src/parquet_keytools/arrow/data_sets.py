@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
 from parquet_keytools import audit
-from parquet_keytools.arrow.callbacks import DelegatingHandler
-from parquet_keytools.arrow.encryption_properties import FOREVER, has_arrow_encryption
-from parquet_keytools.arrow.lazy_dataset import DataSetHandler, LazyDataset, Reopen, needs_properties
 from parquet_keytools.arrow.read_options import (
     Filters,
     ReadOptions,
-    arrow_read_limits,
     columns_mentioned,
-    has_stand_ins,
     hides_denied,
     hint_for_denied,
-    make_decryption_properties,
     nulls_denied,
     refuse_denied_filter,
     schema_for_all,
     shows_stand_ins,
 )
+from parquet_keytools.arrow.view_files import ViewHandler
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.config.key_policy import ColumnPath
 from parquet_keytools.encryption.protection import FooterColumn
 from parquet_keytools.errors import FileChangedError
+from parquet_keytools.files.file_opening import WantedColumns
 from parquet_keytools.files.files_ahead import FilesAhead
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, read_again_if_changed
@@ -114,6 +111,95 @@ def _dataset_files(folder: FileLocation) -> list[FileLocation]:
     return files if folder.only else sorted(files, key=lambda file: file.path)
 
 
+Reopen = Callable[[list[str], pa.Schema], ds.Dataset]
+"""Makes the data set again, of these files and with this schema; can be pickled."""
+
+
+class EncryptedDataset(ds.FileSystemDataset):  # type: ignore[misc]
+    """A data set whose files are opened when they are scanned, some of them ahead of the scan.
+
+    Arrow leaves out partitions by the names of folders. The other files are opened by threads of ours: Arrow waits
+    for them, and gets a view or our error.
+    """
+
+    _whole: EncryptedDataset | None = None
+    _filter: pc.Expression | None = None
+    """Of a data set that `filter` made: the data set before all filters, and the filters together."""
+
+    @property
+    def partitioning(self) -> ds.Partitioning | None:
+        """What the names of folders and files mean."""
+        return self.filesystem.handler.partitioning
+
+    def scanner(self, columns: Any = None, filter: Any = None, *more: Any, **options: Any) -> SafeScanner:
+        """Return a scanner; its files begin to be opened."""
+        whole = self._whole or self
+        fragments = whole.get_fragments(_both(self._filter, filter))
+        self.filesystem.handler.opened.read_ahead(fragment.path for fragment in fragments)
+        return SafeScanner(super().scanner(columns, filter, *more, **options))
+
+    def filter(self, expression: pc.Expression) -> EncryptedDataset:
+        """Return the same files with a filter for each scan."""
+        filtered: EncryptedDataset = super().filter(expression)
+        filtered._whole, filtered._filter = self._whole or self, _both(self._filter, expression)
+        return filtered
+
+    def replace_schema(self, schema: pa.Schema) -> EncryptedDataset:
+        """Return the same files under another schema."""
+        fragments = list((self._whole or self).get_fragments())
+        replaced = EncryptedDataset(fragments, schema, self.format, self.filesystem)
+        return replaced if self._filter is None else replaced.filter(self._filter)
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        """Return all batches for another library; `pyarrow.dataset.write_dataset` takes no scanner of ours."""
+        return self.scanner().__arrow_c_stream__(requested_schema)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # No key leaves the process: the files are opened again, with the keys of the process that unpickles.
+        paths = [fragment.path for fragment in self.get_fragments()]
+        return self.filesystem.handler.reopen, (paths, self.schema)
+
+
+def _both(first: pc.Expression | None, second: pc.Expression | None) -> pc.Expression | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
+class SafeScanner:
+    """A scanner whose reader cannot hang; else as `pyarrow.dataset.Scanner`.
+
+    `Scanner.to_reader` holds the interpreter while it waits for a lock of Arrow, and the thread of Arrow that has
+    the lock waits for the interpreter to open the next file. `to_batches` releases the interpreter.
+    """
+
+    def __init__(self, scanner: ds.Scanner) -> None:
+        self._scanner = scanner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scanner, name)
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        """Return a reader of the batches."""
+        return pa.RecordBatchReader.from_batches(self._scanner.projected_schema, self._scanner.to_batches())
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        """Return the batches for another library."""
+        return self.to_reader().__arrow_c_stream__(requested_schema)
+
+
+class _DataSetHandler(ViewHandler):
+    """Serves the views of the files of a data set."""
+
+    def __init__(
+        self, filesystem: pafs.FileSystem, opened: FilesAhead, denied_columns: str, reopen: Reopen
+    ) -> None:
+        super().__init__(filesystem, opened, denied_columns=denied_columns)
+        self.opened = opened
+        self.reopen = reopen
+        self.partitioning: ds.Partitioning | None = None
+
+
 def _not_reopened(paths: list[str], schema: pa.Schema) -> ds.Dataset:
     raise TypeError("this data set cannot be pickled")
 
@@ -128,20 +214,25 @@ class DataSetFiles:
         request: ReadRequest,
         options: ReadOptions,
         paths: Sequence[str] | None = None,
+        *,
+        wanted: WantedColumns = tuple,
     ) -> None:
-        """List the files, unless `paths` has them."""
+        """List the files, unless `paths` has them; only `wanted` columns of them will be read."""
         self._keys = keys
         self._folder = folder
         self._request = request
         self._options = options
+        self._wanted = wanted
         self.paths = [file.path for file in _dataset_files(folder)] if paths is None else list(paths)
         self._known: dict[tuple[str, str], SecretBytes] = {}
         self._identities = FileIdentities(refuses=True)
         self._reads_folder_names = True
         self._partition_names: frozenset[str] = frozenset()
         self._checked: set[frozenset[ColumnPath]] = set()
-        self._layout: ds.FileSystemDataset | None = None
+        # Not the data set: it holds our files through Arrow, and they hold this object.
+        self._folders: list[tuple[str, pc.Expression]] = []
         self.hidden: frozenset[str] = frozenset()
+        self.names: list[str] = []
         self.opened = FilesAhead(self.paths, lambda: partial(self._open, keys.kms_keys(self._known)))
 
     def dataset(
@@ -151,12 +242,11 @@ class DataSetFiles:
         *,
         knows_denied: bool,
         reopen: Reopen = _not_reopened,
-    ) -> LazyDataset:
+    ) -> EncryptedDataset:
         """Return the data set.
 
         The first file is opened, for the schema. All that the filters of the request leave are opened only where
-        the schema shall not have what is denied in one of them, or where the first file needs decryption
-        properties of its own: then others will.
+        the schema must not have what is denied in one of them.
 
         Args:
             partitioning: As `pyarrow.dataset.dataset` takes it.
@@ -167,53 +257,31 @@ class DataSetFiles:
         keys, request, paths = self._keys, self._request, self.paths
         self._reads_folder_names = partitioning is not None
         (first,) = self.opened.hold(paths[:1])
-        handler = DataSetHandler(
-            self._folder.filesystem,
-            self.opened,
-            self._known,
-            reopen,
-            denied_columns=keys.configuration.reading.denied_columns,
+        handler = _DataSetHandler(
+            self._folder.filesystem, self.opened, keys.configuration.reading.denied_columns, reopen
         )
         filesystem = pafs.PyFileSystem(handler)
-        if keys.configuration.reading.denied_columns == "hash":
-            shared = self._options.file_format()
-        else:
-            shared = _shared_format(self._known, self._options)
-        formats = _formats([first], handler, self._options)
-        first_format = formats.get(paths[0], shared)
-        file_schema = first_format.make_fragment(paths[0], filesystem).physical_schema
+        file_format = self._options.file_format()
         options = _factory_options(self._folder, partitioning)
-        stub = pafs.PyFileSystem(_StubHandler(self._folder.filesystem, file_schema))
-        # Arrow would hold our files, and these hold what is kept here: for itself it gets a data set of its own.
-        self._layout = ds.FileSystemDatasetFactory(stub, paths, ds.ParquetFileFormat(), options).finish()
-        made = ds.FileSystemDatasetFactory(filesystem, paths, shared, options).finish(self._layout.schema)
-        schema = self._layout.schema if schema is None else schema
+        made = ds.FileSystemDatasetFactory(filesystem, paths, file_format, options).finish()
+        schema = made.schema if schema is None else schema
         held = [first]
-        if knows_denied or needs_properties(first):
-            held = self.opened.hold([paths[0], *_paths_left(self._layout, schema, request.filters)])
-            formats = _formats(held, handler, self._options)
-        handler.partitioning = found = self._layout.partitioning
+        if knows_denied:
+            held = self.opened.hold([paths[0], *_paths_left(made, schema, request.filters)])
+        fragments = list(made.get_fragments())
+        self._folders = [(fragment.path, fragment.partition_expression) for fragment in fragments]
+        handler.partitioning = found = made.partitioning
         self._partition_names = frozenset(() if found is None else found.schema.names)
         for opened in held:
             self._check_folders(opened.protected_columns)
-        # What is not in the schema cannot be projected or filtered, so that Arrow never asks for its key.
+        self.names = list(dict.fromkeys([*schema.names, *(column.path[0] for column in first.footer.columns)]))
         denied = frozenset[str]().union(*(opened.unshown_top_level for opened in held))
         self.hidden = denied if hides_denied(keys) else frozenset()
-        fragments = list(made.get_fragments())
-        if formats:
-            fragments = [
-                formats[fragment.path].make_fragment(
-                    fragment.path, filesystem, partition_expression=fragment.partition_expression
-                )
-                if fragment.path in formats
-                else fragment
-                for fragment in fragments
-            ]
         if nulls_denied(keys):
             kept = schema_for_all(schema, first)
         else:
             kept = pa.schema([field for field in schema if field.name not in denied], metadata=schema.metadata)
-        return LazyDataset(fragments, kept, first_format, filesystem)
+        return EncryptedDataset(fragments, kept, file_format, filesystem)
 
     def _open(self, kms_keys: KmsKeys, paths: Sequence[str]) -> list[OpenedFile]:
         """Open files, and refuse those that the data set may not have."""
@@ -224,8 +292,10 @@ class DataSetFiles:
                 locations,
                 request.table_name,
                 request.aad_prefix,
+                wanted=self._wanted,
                 kms_keys=kms_keys,
                 identities=self._identities,
+                holds_metadata=True,
                 reads_folder_names=self._reads_folder_names,
             )
         self._known.update(kms_keys.keys)
@@ -240,17 +310,17 @@ class DataSetFiles:
 
     def _check_folders(self, protected: frozenset[ColumnPath]) -> None:
         """Refuse folders that give values to columns that are protected in some file, or that the table keeps."""
-        if not self._partition_names or self._layout is None or protected in self._checked:
+        if not self._partition_names or protected in self._checked:
             return
         table_check = self._keys.table_check(self._request.table_name)
         keyed = () if table_check is None else table_check.keyed(self._partition_names)
         columns = [*protected, *((name,) for name in keyed)]
         # Most data sets are done with one look at the names of all.
         if protected_names(self._partition_names, columns, table_check):
-            for fragment in self._layout.get_fragments():
-                values = ds.get_partition_keys(fragment.partition_expression)
+            for path, expression in self._folders:
+                values = ds.get_partition_keys(expression)
                 names = {name: f"{name}={value}" for name, value in values.items()}
-                refuse_values_of_folders(fragment.path, names, columns, table_check)
+                refuse_values_of_folders(path, names, columns, table_check)
         self._checked.add(protected)
 
 
@@ -281,59 +351,15 @@ def open_dataset(
     return read_again_if_changed(make)
 
 
-def _paths_left(layout: ds.FileSystemDataset, schema: pa.Schema, filters: Filters) -> Iterator[str]:
+def _paths_left(made: ds.FileSystemDataset, schema: pa.Schema, filters: Filters) -> Iterator[str]:
     """Yield the paths of what filters leave, by the names of folders alone."""
     if filters is None:
-        fragments = layout.get_fragments()
+        fragments = made.get_fragments()
     else:
         expression = pq.filters_to_expression(filters)
-        fragments = layout.replace_schema(schema).get_fragments(expression)
+        fragments = made.replace_schema(schema).get_fragments(expression)
     for fragment in fragments:
         yield fragment.path
-
-
-def _shared_format(known: Mapping[tuple[str, str], SecretBytes], options: ReadOptions) -> ds.ParquetFileFormat:
-    """Return the format of all files whose keys are wrapped by the KMS: its factory answers from known keys."""
-    if not has_arrow_encryption():
-        return options.file_format()
-    from parquet_keytools.arrow.arrow_kms import READING_CONNECTION, AnsweringKms, pe
-
-    kms = AnsweringKms(known)
-    configuration = ds.ParquetDecryptionConfig(
-        pe.CryptoFactory(lambda _: kms),
-        pe.KmsConnectionConfig(**READING_CONNECTION),
-        pe.DecryptionConfiguration(cache_lifetime=FOREVER),
-    )
-    return options.file_format(decryption_config=configuration)
-
-
-class _StubHandler(DelegatingHandler):
-    """Serves an empty file for every path: Arrow finds the partitions in the names of files."""
-
-    def __init__(self, filesystem: pafs.FileSystem, schema: pa.Schema) -> None:
-        super().__init__(filesystem)
-        sink = pa.BufferOutputStream()
-        # Not `schema.empty_table()`, which Arrow cannot make of extension types in lists or structs.
-        pq.ParquetWriter(sink, schema).close()
-        self._content = sink.getvalue()
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        """Open the content."""
-        return pa.BufferReader(self._content)
-
-
-def _formats(
-    held: Sequence[OpenedFile], handler: DataSetHandler, options: ReadOptions
-) -> dict[str, ds.ParquetFileFormat]:
-    """Return formats with decryption properties for the files that need their own, by path; tell the handler."""
-    formats = {}
-    for opened in held:
-        is_plain = not opened.is_encrypted or has_stand_ins(opened, handler.denied_columns)
-        if not is_plain and needs_properties(opened) and not arrow_read_limits(opened):
-            properties = make_decryption_properties(opened, columns=[])
-            formats[opened.location.path] = options.file_format(decryption_properties=properties)
-    handler.with_properties.update(formats)
-    return formats
 
 
 def _factory_options(folder: FileLocation, partitioning: Any) -> ds.FileSystemFactoryOptions:

@@ -1,11 +1,11 @@
-"""How files are read: options of pyarrow, what stands for denied columns, decryption properties of a file."""
+"""How files are read: options of pyarrow, filters, and what stands for denied columns."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,22 +14,12 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
-from parquet_keytools.arrow.callbacks import MaterialFolder
-from parquet_keytools.arrow.encryption_properties import (
-    FOREVER,
-    NO_ARROW_ENCRYPTION,
-    arrow_encryption,
-    has_arrow_encryption,
-    takes_file_path,
-)
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.protection import ColumnEncryption
-from parquet_keytools.errors import UnsupportedByArrowError
 from parquet_keytools.files.denied_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile
-from parquet_keytools.keys.material_store import serialise_key_materials
-from parquet_keytools.storage.locations import FileLocation, key_material_location
+from parquet_keytools.storage.locations import FileLocation
 
 _OURS = frozenset({"source", "columns", "filters", "filesystem", "decryption_properties"})
 _OF_A_TABLE = frozenset({"use_threads", "use_pandas_metadata", "schema", "partitioning"})
@@ -77,15 +67,17 @@ class ReadOptions:
             {name: options[name] for name in options if name in _OF_A_TABLE},
         )
 
-    def file_format(self, **decryption: Any) -> ds.ParquetFileFormat:
-        """Return a file format for data sets, with `decryption_config` or `decryption_properties`."""
+    def file_format(self) -> ds.ParquetFileFormat:
+        """Return a file format for data sets."""
         given = {name: value for name, value in self.format.items() if value is not None}
         if "read_dictionary" in given:
             given["dictionary_columns"] = given.pop("read_dictionary")
         # 0 is no buffer.
         if buffer_size := given.pop("buffer_size", 0):
             given |= {"use_buffered_stream": True, "buffer_size": buffer_size}
-        return ds.ParquetFileFormat(**given, **decryption)
+        # Arrow reads small gaps along. A damaged page of another column there would break the scan.
+        given.setdefault("cache_options", pa.CacheOptions(hole_size_limit=0))
+        return ds.ParquetFileFormat(**given)
 
     def mapped(self, location: FileLocation) -> FileLocation:
         """Return a location whose files are mapped into memory, if that is wanted and they are local."""
@@ -128,140 +120,6 @@ def schema_for_all(schema: pa.Schema, opened: OpenedFile) -> pa.Schema:
 def has_stand_ins(opened: OpenedFile, denied_columns: str) -> bool:
     """Return whether something else is shown in place of columns of a file."""
     return opened.digests is not None or (denied_columns == "null" and bool(opened.refused))
-
-
-_NAME_COLUMNS = "Name the columns that you need: decryption_properties(path, columns=[...])."
-
-
-_DECRYPTS_IN_THREADS = 20
-"""Before this version of pyarrow, threads share a cipher: reads fail, or end the process (apache/arrow#43057)."""
-
-
-def arrow_read_limits(opened: OpenedFile) -> list[str]:
-    """Return why pyarrow cannot decrypt a file by itself, a phrase each; empty if it can."""
-    limits = [] if has_arrow_encryption() else [NO_ARROW_ENCRYPTION]
-    if int(pa.__version__.partition(".")[0]) < _DECRYPTS_IN_THREADS:
-        limits.append(f"version {pa.__version__} does not decrypt correctly in several threads")
-    if opened.digests is not None:
-        limits.append("it shows values, and `denied_columns: hash` is set")
-    has_own_keys = any(column.encryption is ColumnEncryption.COLUMN_KEY for column in opened.footer.columns)
-    if opened.retriever.uses_data_keys and (has_own_keys or opened.kms_keys.answers):
-        limits.append("it has no data keys for single columns")
-    if opened.footer.envelope.supply_aad_prefix and not opened.retriever.uses_data_keys:
-        limits.append("it has no AAD prefix together with KMS keys")
-    if (
-        not limits
-        and opened.retriever.uses_data_keys
-        and not hasattr(arrow_encryption(), "create_decryption_properties")
-    ):
-        limits.append(f"version {pa.__version__} has no data keys that the caller manages")
-    if not limits and opened.retriever.key_materials is not None and not takes_file_path():
-        limits.append(f"version {pa.__version__} does not read external key material")
-    return limits
-
-
-def make_decryption_properties(
-    opened: OpenedFile, columns: Sequence[str] | None = None
-) -> pq.FileDecryptionProperties:
-    """Make decryption properties for one file; `columns` will be read, or None where that is not known yet.
-
-    Raises:
-        UnsupportedByArrowError: pyarrow cannot decrypt the file by itself.
-        ColumnAccessDeniedError: One of `columns` cannot be read.
-    """
-    limits = arrow_read_limits(opened)
-    if limits:
-        raise UnsupportedByArrowError(limits, hint="Keytools.read_table can read it.")
-    from parquet_keytools.arrow.arrow_kms import READING_CONNECTION, AnsweringKms, pe
-
-    if columns is not None:
-        columns = list_of_names("columns", columns)
-        for name in columns:
-            # What is read instead of a name that means nothing would not have been looked at.
-            if not opened.columns_named(name):
-                raise ValueError(f"{opened.location} has no column {name!r}")
-        opened.refuse_denied(columns)
-    if opened.retriever.uses_data_keys:
-        envelope = opened.footer.envelope
-        dek = opened.retriever.footer_dek(envelope.key_metadata)
-        return pe.create_decryption_properties(
-            dek.reveal(), aad_prefix=opened.footer.aad_prefix if envelope.supply_aad_prefix else None
-        )
-    folder = MaterialFolder()
-    if opened.retriever.key_materials is not None:
-        name = key_material_location(opened.location).name
-        folder.contents[name] = serialise_key_materials(opened.retriever.key_materials)
-    # It answers from the keys of the opened file, and nothing else.
-    kms = AnsweringKms(opened.kms_keys.answers, _RefusalBeforeArrow(opened, columns).check)
-    place = (opened.location.name, pafs.PyFileSystem(folder)) if takes_file_path() else ()
-    return pe.CryptoFactory(lambda _: kms).file_decryption_properties(
-        pe.KmsConnectionConfig(**READING_CONNECTION), pe.DecryptionConfiguration(cache_lifetime=FOREVER), *place
-    )
-
-
-class _RefusalBeforeArrow:
-    """Refuses columns that cannot be read when Arrow opens the file, before its threads work on it.
-
-    An exception for the key of a column can abort or hang the process: a filter on such a column does, and so
-    does a look at its metadata. When Arrow asks for the footer key, the thread of the caller waits for it, and
-    an exception arrives whole. pyarrow does not say there what it will read. `pyarrow.parquet.read_table` has
-    it in its arguments, which are looked up; for all other ways to read, the columns have to be named before.
-    """
-
-    def __init__(self, opened: OpenedFile, columns: Sequence[str] | None) -> None:
-        self._opened = opened
-        self._named = columns is not None
-        self._passed = False
-        self._footer_key: tuple[str, str] | None = None
-        if opened.denied and (material := opened.retriever.material(opened.footer.key_metadata)) is not None:
-            self._footer_key = material.kms_wrapped_key, material.master_key_id
-
-    def check(self, wrapped_key: str, master_key_id: str, is_thread_of_arrow: bool) -> None:
-        """Raise if what Arrow is about to read cannot be read; the keys of columns are asked for later.
-
-        With double wrapping Arrow keeps the KEK of the footer, and asks for it once only: of further reads with
-        the same properties nothing is known here.
-        """
-        if not self._opened.denied or self._footer_key != (wrapped_key, master_key_id):
-            return
-        arguments = _arguments_of_read_table()
-        if arguments is not None:
-            self._opened.refuse_denied(_columns_read(self._opened, arguments))
-            refuse_denied_filter(self._opened, arguments["filters"])
-        elif not self._named and not (self._passed and is_thread_of_arrow):
-            self._opened.refuse_denied(None, hint=_NAME_COLUMNS)
-        self._passed = True
-
-
-_LOOKED_AT = ("columns", "filters", "use_pandas_metadata")
-"""Arguments of `pyarrow.parquet.read_table` that say what it will read."""
-
-
-def _arguments_of_read_table() -> Mapping[str, Any] | None:
-    """Return the arguments of the `pyarrow.parquet.read_table` that is running on this thread, if one is.
-
-    A pyarrow whose `read_table` is another function than we know is one of the other ways to read: columns have to
-    be named then, and nothing is read that cannot be. A test fails first (tests/unit/arrow).
-    """
-    code = getattr(inspect.unwrap(pq.read_table), "__code__", None)
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    if frame is None or not set(frame.f_locals) >= set(_LOOKED_AT):
-        return None
-    return {name: frame.f_locals[name] for name in _LOOKED_AT}
-
-
-def _columns_read(opened: OpenedFile, arguments: Mapping[str, Any]) -> Sequence[str] | None:
-    """Return what a `read_table` will read: with `use_pandas_metadata`, also the columns of the index."""
-    columns: Sequence[str] | None = arguments["columns"]
-    if columns is None or not arguments["use_pandas_metadata"]:
-        return columns
-    texts = [entry.value for entry in opened.footer.metadata.key_value_metadata or [] if entry.key == "pandas"]
-    try:
-        return [*columns, *pandas_index({b"pandas": (texts[0] or "").encode()} if texts else None)]
-    except (ValueError, TypeError, KeyError):
-        return None
 
 
 def pandas_index(metadata: Mapping[bytes, bytes] | None) -> list[str]:

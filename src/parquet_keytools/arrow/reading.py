@@ -16,22 +16,18 @@ from pyarrow import fs as pafs
 from parquet_keytools.arrow.data_sets import DataSetFiles, ReadRequest
 from parquet_keytools.arrow.read_options import (
     ReadOptions,
-    arrow_read_limits,
     columns_mentioned,
-    has_stand_ins,
     hides_denied,
     hint_for_denied,
-    make_decryption_properties,
     nulls_denied,
     pandas_index,
     refuse_denied_filter,
     schema_for_all,
     shows_stand_ins,
 )
-from parquet_keytools.arrow.verified_filesystem import VerifiedHandler
+from parquet_keytools.arrow.view_files import FOOTER_READ_BYTES, ViewHandler
 from parquet_keytools.config.document import did_you_mean, one_of
 from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError
-from parquet_keytools.files.conversion import check_modules, decrypted_metadata
 from parquet_keytools.files.denied_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, read_again_if_changed
@@ -67,6 +63,7 @@ def read_table(keys: KeyService, location: FileLocation, request: ReadRequest, o
             request.aad_prefix,
             again=False,
             wanted=wanted,
+            holds_metadata=True,
             reads_folder_names=options.table.get("partitioning", "hive") is not None,
         )
         return _read_file(keys, opened, request, options)
@@ -85,12 +82,10 @@ def read_metadata(
     if opened.digests is None:
         hint = "To leave these columns out, set `denied_columns: hide` under `reading`."
     opened.refuse_denied(None, hint=hint, hides_refused=hides_denied(keys) or shows_stand_ins(keys))
-    if opened.digests is not None:
-        with open_source(location) as source:
-            return pq.read_metadata(
-                PlainInput(PlainFile(opened, as_verified(opened, source), "hash", PageCache()))
-            )
-    return pq.read_metadata(pa.BufferReader(decrypted_metadata(opened)))
+    shown = "hide" if opened.digests is None else "hash"
+    with open_source(location) as source:
+        view = PlainFile(opened, as_verified(opened, source), shown, PageCache(), gap=FOOTER_READ_BYTES)
+        return pq.read_metadata(PlainInput(view))
 
 
 def read_schema(
@@ -113,34 +108,19 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
         columns = _without_denied(opened, columns)
     opened.refuse_denied(columns, hint=hint_for_denied(keys), hides_refused=stand_ins)
     denied_columns = keys.configuration.reading.denied_columns
-    is_view = has_stand_ins(opened, denied_columns)
-    limits = arrow_read_limits(opened) if opened.is_encrypted else []
-    _log.info("%s is decrypted by %s", opened.location, "the module encryptor" if limits else "pyarrow")
-    properties = None
-    if opened.is_encrypted and not limits and not is_view:
-        properties = make_decryption_properties(opened, columns or [])
-    handler = VerifiedHandler(
-        opened.location.filesystem,
-        {opened.location.path: opened},
-        denied_columns=denied_columns,
+    handler = ViewHandler(
+        opened.location.filesystem, {opened.location.path: opened}, denied_columns=denied_columns
     )
-    try:
-        table = pq.read_table(
-            opened.location.path,
-            filesystem=pafs.PyFileSystem(handler),
-            columns=None if columns is None else list(columns),
-            filters=request.filters,
-            decryption_properties=properties,
-            # Its file system maps memory.
-            **options.format,
-            # Before pyarrow 25, a file in a folder `name=value` would get a column of that name.
-            **{"partitioning": None, **options.table},
-        )
-    except OSError:
-        # pyarrow does not say which module failed. Going over them again does, if one is damaged.
-        if properties is not None:
-            check_modules(opened, columns if request.filters is None else None)
-        raise
+    table = pq.read_table(
+        opened.location.path,
+        filesystem=pafs.PyFileSystem(handler),
+        columns=None if columns is None else list(columns),
+        filters=request.filters,
+        # Its file system maps memory.
+        **options.format,
+        # Before pyarrow 25, a file in a folder `name=value` would get a column of that name.
+        **{"partitioning": None, **options.table},
+    )
     return table.cast(schema_for_all(table.schema, opened)) if nulls_denied(keys) else table
 
 
@@ -153,10 +133,11 @@ def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, o
     if "arrow_extensions_enabled" in inspect.signature(pq.read_table).parameters:
         # Its default, which data sets do not have; versions before 21 lack it.
         of_files = replace(options, format={"arrow_extensions_enabled": True, **options.format})
-    # What is not asked for is not read: other columns may be refused.
-    files = DataSetFiles(keys, folder, request, of_files)
+    # What is not asked for is not read: other columns may be refused. The index is known when a file was opened.
+    finds_index = bool(options.table.get("use_pandas_metadata"))
+    files = DataSetFiles(keys, folder, request, of_files, wanted=tuple if finds_index else request.wanted)
     dataset = files.dataset(partitioning, schema, knows_denied=hides_denied(keys))
-    if request.columns is not None and options.table.get("use_pandas_metadata"):
+    if finds_index and request.columns is not None:
         index = set(pandas_index(dataset.schema.metadata)) - set(request.columns)
         if index:
             request = replace(request, columns=[*request.columns, *sorted(index)])
@@ -164,7 +145,7 @@ def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, o
             dataset = files.dataset(partitioning, schema, knows_denied=hides_denied(keys))
     expression = None if request.filters is None else pq.filters_to_expression(request.filters)
     names = None if request.columns is None else [name for name in request.columns if name not in files.hidden]
-    known = dataset.schema.names
+    known = files.names
     for name in names or ():
         if name not in known and name.partition(".")[0] not in known:
             raise ValueError(f"{folder} has no column {name!r}. {did_you_mean(name, known) or one_of(known)}")

@@ -123,6 +123,10 @@ def as_dataset_source(data: Any) -> Any:
     # Not earlier: it imports pandas, where it is installed.
     import pyarrow.dataset as ds
 
+    from parquet_keytools.arrow.data_sets import EncryptedDataset
+
+    if isinstance(data, EncryptedDataset):
+        return data.scanner().to_reader()
     if isinstance(data, ds.Dataset):
         return data
     if isinstance(data, ds.Scanner):

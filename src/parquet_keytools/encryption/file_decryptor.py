@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite
-from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, new_row_group, rewrite_file, set_columns
+from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, new_row_group, rewrite_file
 from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.protection import ColumnEncryption, KeyRetriever
@@ -17,7 +17,6 @@ from parquet_keytools.format.partial_footers import (
     Selection,
     selected_footer,
     selected_sorting_columns,
-    shown_row_group,
 )
 from parquet_keytools.format.structs import ColumnChunk, FileMetaData
 from parquet_keytools.format.thrift import Struct, WireType
@@ -111,34 +110,7 @@ class _Nowhere:
         pass
 
 
-def decrypted_footer(
-    footer: Footer,
-    deks: Deks,
-    columns: Collection[tuple[str, ...]],
-    key_values: Mapping[str, str | None] | None = None,
-) -> bytes:
-    """Return a footer in plaintext for some columns of a file, whose parts lie where they lie in the file.
-
-    Args:
-        footer: Of the file, opened.
-        deks: DEKs of the columns that have a column key.
-        columns: Paths of leaf columns; see `decrypt_columns`.
-        key_values: Likewise.
-
-    Raises:
-        KeyNotAvailableError: A wanted column has a column key and no DEK is given.
-        DecryptionError: The metadata of a chunk does not authenticate.
-        ParquetFormatError: It is not what the format says.
-    """
-    shows_all = len(columns) == len(footer.columns)
-    selection = selected_footer(footer.metadata, footer.leaves, columns, None, key_values, shows_all=shows_all)
-    row_groups = open_chunks(footer, deks, lambda *_: None, None, selection.column_ordinals)
-    return _plaintext_footer(footer, selection, row_groups, is_moved=False)
-
-
-def _plaintext_footer(
-    footer: Footer, selection: Selection, row_groups: list[RowGroupRewrite], *, is_moved: bool = True
-) -> bytes:
+def _plaintext_footer(footer: Footer, selection: Selection, row_groups: list[RowGroupRewrite]) -> bytes:
     new_row_groups = []
     for ordinal, (row_group, chunks) in enumerate(row_groups):
         columns: list[bytes | Struct] = []
@@ -147,20 +119,10 @@ def _plaintext_footer(
             changes[_META_DATA] = (_STRUCT, chunk.new_metadata())
             changes[_CRYPTO_METADATA] = changes[_ENCRYPTED_COLUMN_METADATA] = None
             columns.append(chunk.chunk.struct.changed_bytes(changes))
-        if is_moved:
-            new = new_row_group(ordinal, row_group, chunks, columns)
-        else:
-            new = row_group.shallow_copy()
-            set_columns(new, columns)
+        new = new_row_group(ordinal, row_group, chunks, columns)
         if len(chunks) < len(footer.leaves):
             selected_sorting_columns(new.struct, selection.column_ordinals)
             new.total_byte_size = sum(chunk.metadata.total_uncompressed_size for chunk in chunks)
-            if not is_moved:
-                if new.total_compressed_size is not None:
-                    new.total_compressed_size = sum(chunk.metadata.total_compressed_size for chunk in chunks)
-                # Where the first column lies, which may be one that is left out.
-                new.file_offset = None
-                new, _ = shown_row_group(new, ())
         new_row_groups.append(new)
     metadata: FileMetaData = selection.metadata
     metadata.row_groups = new_row_groups

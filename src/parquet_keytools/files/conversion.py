@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-
-import pyarrow as pa
 
 from parquet_keytools.encryption import file_decryptor, file_encryptor
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.errors import OutputError
-from parquet_keytools.files.denied_columns import shown_key_values
 from parquet_keytools.files.file_plan import encrypted_contents, is_there_already, plaintext_contents
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
-from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_verified, naming_place
+from parquet_keytools.files.opened_file import FileIdentities, as_verified, naming_place
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
 from parquet_keytools.files.table_check import partition_names
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
-from parquet_keytools.format.file_layout import MAGIC
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import (
     PLAINTEXT_MODE,
@@ -246,35 +242,3 @@ def _result(source: FileLocation, target: FileLocation, opened_source: ByteSourc
 
 def _skipped(source: FileLocation, target: FileLocation) -> FileResult:
     return FileResult(str(source), str(target), source.size_bytes(), target.size_bytes(), skipped=True)
-
-
-def check_modules(opened: OpenedFile, names: Sequence[str] | None) -> None:
-    """Decrypt a file, or some top-level columns of it, into nothing; columns that cannot be read are left out.
-
-    Raises:
-        DecryptionError: A module does not authenticate; it says which.
-        FileChangedError: It is another file, or was altered.
-    """
-    kept = _readable(opened, names)
-    with open_source(opened.location) as source, naming_place(opened.location, opened.footer.columns):
-        data = as_verified(opened, source)
-        file_decryptor.authenticate_columns(data, opened.footer, opened.deks, columns=kept, threads=1)
-
-
-def decrypted_metadata(opened: OpenedFile) -> pa.Buffer:
-    """Return a Parquet file with the footer of another one alone; columns that cannot be read are left out."""
-    kept = _readable(opened, None)
-    with naming_place(opened.location, opened.footer.columns):
-        key_values = shown_key_values(opened, {path[0] for path in kept})
-        footer = file_decryptor.decrypted_footer(opened.footer, opened.deks, kept, key_values)
-    return pa.py_buffer(MAGIC + footer + len(footer).to_bytes(4, "little") + MAGIC)
-
-
-def _readable(opened: OpenedFile, names: Sequence[str] | None) -> set[tuple[str, ...]]:
-    """Return the leaf columns that names mean, without those that cannot be read as a whole."""
-    wanted = None if names is None else {column.path[0] for name in names for column in opened.columns_named(name)}
-    return {
-        column.path
-        for column in opened.footer.columns
-        if column.path[0] not in opened.denied_top_level and (wanted is None or column.path[0] in wanted)
-    }

@@ -266,10 +266,12 @@ def _open_columns(
     opened: OpenedFile, wanted: Sequence[FooterColumn], table_check: TableCheck | None, holds_metadata: bool
 ) -> OpenedFile:
     footer = opened.footer
+    not_wanted: frozenset[tuple[str, ...]] = frozenset()
     if len(wanted) < len(footer.columns):
         kept = {column.ordinal for column in wanted}
-        not_wanted = KeyNotAvailableError("it was not asked for when the file was opened.")
-        opened.denied.update((column.path, not_wanted) for column in footer.columns if column.ordinal not in kept)
+        not_wanted = frozenset(column.path for column in footer.columns if column.ordinal not in kept)
+        reason = KeyNotAvailableError("it was not asked for when the file was opened.")
+        opened.denied.update(dict.fromkeys(not_wanted, reason))
     columns = _with_own_key(wanted)
     outcomes = opened.retriever.column_deks([(column.path, column.key_metadata) for column in columns])
     refused = frozenset(
@@ -294,7 +296,7 @@ def _open_columns(
             name_place(error, opened.location, footer.columns)
             opened.denied[column.path] = error
             opened.deks.pop(column.path, None)
-    return dataclasses.replace(opened, refused=refused)
+    return dataclasses.replace(opened, refused=refused, not_wanted=not_wanted)
 
 
 def _is_refused(opened: OpenedFile, column: FooterColumn, error: KeytoolsError, table_check: TableCheck) -> bool:

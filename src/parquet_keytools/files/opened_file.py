@@ -91,6 +91,7 @@ class OpenedFile:
             names. All else may be another answer tomorrow, or an attack. Where the configuration says
             `denied_columns: hash`, those that are shown as digests instead.
         digests: What these are made with; None where no column of the file is to be shown so.
+        not_wanted: Paths of columns in `denied` that the reader will not read: no key was fetched for them.
     """
 
     location: FileLocation
@@ -102,6 +103,7 @@ class OpenedFile:
     denied: dict[tuple[str, ...], KeytoolsError]
     refused: frozenset[tuple[str, ...]] = frozenset()
     digests: ColumnDigests | None = None
+    not_wanted: frozenset[tuple[str, ...]] = frozenset()
 
     @property
     def is_encrypted(self) -> bool:
@@ -120,12 +122,8 @@ class OpenedFile:
             raise NotEncryptedError(f"{self.location} is not encrypted.")
 
     def columns_named(self, name: str) -> list[FooterColumn]:
-        """Return the leaf columns that a name in a projection means: a column, a parent, or a dotted path."""
-        return [
-            column
-            for column in self.footer.columns
-            if name == column.path[0] or f"{'.'.join(column.path)}.".startswith(f"{name}.")
-        ]
+        """Return the leaf columns that a name in a projection means; see `columns_named`."""
+        return columns_named(self.footer.columns, name)
 
     def refuse_denied(self, names: Sequence[str] | None, *, hint: str = "", hides_refused: bool = False) -> None:
         """Raise an error if one of these columns cannot be read; None means all.
@@ -173,6 +171,15 @@ class OpenedFile:
         """Those of `denied_top_level` of which no digests are shown."""
         shown = frozenset(() if self.digests is None else self.refused)
         return frozenset(path[0] for path in self.denied if path not in shown)
+
+
+def columns_named(columns: Sequence[FooterColumn], name: str) -> list[FooterColumn]:
+    """Return the leaf columns that a name in a projection means: a column, a parent, or a dotted path."""
+    return [
+        column
+        for column in columns
+        if name == column.path[0] or f"{'.'.join(column.path)}.".startswith(f"{name}.")
+    ]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ first module and of the second one's framing: it is padded by a field that no re
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import struct
 import zlib
@@ -26,20 +25,6 @@ from parquet_keytools.format.file_layout import Region
 from parquet_keytools.format.pages import PageHeaderFacts, padded_header, with_sizes
 from parquet_keytools.format.structs import OffsetIndex, PageHeader
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
-
-
-class _Buffer(io.BytesIO):
-    def __del__(self) -> None:
-        """Close nothing: if parts of a view outlive a failed read, Python 3.13 says on stderr that it cannot."""
-
-
-def filled(length: int, fill: Callable[[memoryview], None]) -> bytes:
-    """Return bytes of a length that `fill` writes, without copying them: a buffer shares them with its value."""
-    buffer = _Buffer(bytes(length))
-    with buffer.getbuffer() as out:
-        fill(out)
-    return buffer.getvalue()
-
 
 CACHE_BYTES = 64 * 1024 * 1024
 """How much the pages in a cache may take, in bytes."""
@@ -169,7 +154,7 @@ class ChunkView:
         cache: PageCache,
         *,
         expects_dictionary_page: bool,
-        offset_index: Callable[[], bytes | memoryview] | None,
+        offset_index: Callable[[ByteSource], bytes | memoryview] | None,
         piece_length: int,
     ) -> None:
         """Make one; nothing is read yet.
@@ -296,7 +281,7 @@ class ChunkView:
         The latter two are of known pages: that may be the last one known, and the end of the range.
         """
         if self._pages.frontier + _NEAR_BYTES < offset:
-            self._take_offset_index()
+            self._take_offset_index(source)
         window = HeaderWindow(source, self._start, self._limit, is_for_one=True)
         while (start := self._pages.frontier) < min(offset, self._end):
             self._header(window, source.path, start)
@@ -306,12 +291,12 @@ class ChunkView:
             stop = starts[last] if last < len(starts) else end
             return starts[bisect_right(starts, offset) - 1], starts[last - 1], stop
 
-    def _take_offset_index(self) -> None:
+    def _take_offset_index(self, source: ByteSource) -> None:
         """Learn where all pages are, if an offset index says so of each byte of the chunk."""
         read, self._offset_index = self._offset_index, None
         if read is None:
             return
-        locations = OffsetIndex.read(read())[0].page_locations
+        locations = OffsetIndex.read(read(source))[0].page_locations
         starts = [location.offset for location in locations]
         ends = [location.offset + location.compressed_page_size for location in locations]
         if not starts or starts[1:] != ends[:-1] or ends[-1] != self._end or starts[0] < self._start:

@@ -55,7 +55,9 @@ class _MakesFileSystems(Protocol):
     """`Keytools`, as far as file systems know it."""
 
     def filesystem(self, table_name: str | None = None, filesystem: Any = None) -> KeytoolsFileSystem: ...
-    def view(self, path: FileLocation, *, table_name: str | None = None) -> KeytoolsFileSystem: ...
+    def view(
+        self, path: FileLocation, *, table_name: str | None = None, aad_prefix: str | bytes | None = None
+    ) -> KeytoolsFileSystem: ...
 
 
 class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
@@ -81,6 +83,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         table_name: str | None = None,
         filesystem: Any = None,
         root: PathLike | FileLocation | None = None,
+        aad_prefix: str | bytes | None = None,
     ) -> None:
         """Make one.
 
@@ -90,6 +93,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             table_name: The table of all files; None where the configuration has only one.
             filesystem: The `pyarrow.fs` or fsspec file system in which they lie; None for the local one.
             root: The folder, or the only file, that paths begin at; None for the root of the file system.
+            aad_prefix: The AAD prefix that each file that is read must have; None for the prefix of the table.
         """
         super().__init__()
         self._keytools = keytools
@@ -99,7 +103,8 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         # What the caller named, with its subtree; a root says where it is itself.
         self._below = root.filesystem if isinstance(root, FileLocation) else arrow_filesystem(filesystem)
         self._root = FileLocation.resolve("/" if root is None else root, self._below)
-        self._files = PlainFiles(keys, table_name, is_one_folder=self._is_rooted)
+        self._aad_prefix = aad_prefix
+        self._files = PlainFiles(keys, table_name, aad_prefix, is_one_folder=self._is_rooted)
         self._made = MadeFolders(self._root.filesystem)
         self._room: tuple[int, SpoolRoom] | None = None
         share_with_arrow(self)
@@ -108,10 +113,10 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return _restored, (self._identity[0], self._keytools, *self._identity[1:])
 
     @property
-    def _identity(self) -> tuple[str, str | None, pafs.FileSystem, FileLocation | None]:
-        """What makes two of them the same: configuration, table and place."""
+    def _identity(self) -> tuple[str, str | None, pafs.FileSystem, FileLocation | None, str | bytes | None]:
+        """What makes two of them the same: configuration, table, place and AAD prefix."""
         root = self._root if self._is_rooted else None
-        return _token_of(self._keytools), self._table_name, self._below, root
+        return _token_of(self._keytools), self._table_name, self._below, root, self._aad_prefix
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KeytoolsFileSystem) and self._identity == other._identity
@@ -698,6 +703,7 @@ def _restored(
     table_name: str | None,
     filesystem: Any,
     root: FileLocation | None,
+    aad_prefix: str | bytes | None,
 ) -> KeytoolsFileSystem:
     """Return what was pickled: one for all tasks of a worker process, so that these share KEKs and connections."""
     with _tokens_lock:
@@ -706,7 +712,7 @@ def _restored(
         if root is None:
             made = keytools.filesystem(table_name, filesystem)
         else:
-            made = keytools.view(root, table_name=table_name)
+            made = keytools.view(root, table_name=table_name, aad_prefix=aad_prefix)
         for restored in _restored_before:
             if restored == made:
                 return restored

@@ -7,13 +7,14 @@ Bloom filters keep where they begin. What no column that is shown has is zeros.
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import itertools
 import logging
 import struct
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
-from functools import partial
 
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, ModuleCipher
@@ -33,7 +34,7 @@ from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
-from parquet_keytools.view.chunk_view import ChunkView, HeldSource, PageCache, filled
+from parquet_keytools.view.chunk_view import ChunkView, HeldSource, PageCache
 from parquet_keytools.view.digest_chunk import StandIn, StandIns
 from parquet_keytools.view.digest_kinds import digest_kind, leaf_chains
 from parquet_keytools.view.plain_footer import PlainTail, plain_tail
@@ -115,6 +116,8 @@ class PlainFile:
         self.path = str(opened.location)
         self._opened = opened
         self._source = source
+        self._first: PlainFile | None = None
+        """Keeps pages in the cache as long as a view that `over` returned lives."""
         self._cache = cache
         self._number = next(_numbers)
         self._lock = ForkSafeLock()
@@ -133,6 +136,12 @@ class PlainFile:
         if opened.is_encrypted or opened.digests is not None:
             self._lay_out(denied_columns, gap)
 
+    def over(self, source: ByteSource) -> PlainFile:
+        """Return the view of the same file, which was opened again: nothing is laid out again."""
+        again = copy.copy(self)
+        again._source, again._first = source, self
+        return again
+
     @property
     def is_encrypted(self) -> bool:
         """Whether the file itself is encrypted."""
@@ -150,16 +159,18 @@ class PlainFile:
             cipher = footer.cipher_of(column, opened.deks.get(column.path) or digests.get(column.path))
             self._ciphers[column.ordinal] = cipher
             is_hidden = denied_columns in ("hide", "null") and column.path[0] in opened.denied_top_level
-            for row_group_ordinal, chunks in enumerate(footer.chunks):
+            for row_group_ordinal in range(len(footer.row_groups)):
                 metadata = footer.chunk_metadata(row_group_ordinal, column, cipher)
                 all_metadata[row_group_ordinal][column.ordinal] = metadata
                 if metadata.dictionary_page_offset:
                     self._with_dictionary.add((row_group_ordinal, column.ordinal))
-                if column.path in digests:
-                    # Its statistics and filters are of values.
-                    regions += regions_of(chunks[column.ordinal], metadata, row_group_ordinal, column.ordinal)[:1]
-                elif not is_hidden:
-                    regions += regions_of(chunks[column.ordinal], metadata, row_group_ordinal, column.ordinal)
+                if is_hidden:
+                    continue
+                found = regions_of(
+                    footer.chunks[row_group_ordinal][column.ordinal], metadata, row_group_ordinal, column.ordinal
+                )
+                # Of digests: statistics and filters are of values.
+                regions += found[:1] if column.path in digests else found
         try:
             arranged_regions = arranged(regions, footer.envelope.footer_offset, footer.metadata.created_by)
         except ParquetFormatError as error:
@@ -228,12 +239,15 @@ class PlainFile:
             ColumnAccessDeniedError: They are of a column whose key is refused.
             OSError: The file cannot be read.
         """
-        check_range(self, offset, length)
         # Bytes that are written in their place, once: to copy them would cost as much as to decrypt them.
-        return filled(length, partial(self._fill, offset, whole_row_groups))
+        buffer = _Buffer(bytes(length))
+        with buffer.getbuffer() as out:
+            self.read_into(offset, out, whole_row_groups=whole_row_groups)
+        return buffer.getvalue()
 
-    def _fill(self, offset: int, whole_row_groups: bool, out: memoryview) -> None:
-        """Write each byte of `out`."""
+    def read_into(self, offset: int, out: memoryview, *, whole_row_groups: bool = False) -> None:
+        """Fill `out` from `offset` of the file on; see `read_at`."""
+        check_range(self, offset, len(out))
         end = offset + len(out)
         tail = self._tail
         if tail is None:
@@ -342,12 +356,12 @@ class PlainFile:
         footer = self._opened.footer
         return ChunkCipher(cipher, footer.algorithm, region.row_group_ordinal, region.column_ordinal)
 
-    def _reader_of(self, index: Region) -> Callable[[], memoryview]:
-        # No cycle of references: a view that nobody has any more closes its file at once.
+    def _reader_of(self, index: Region) -> Callable[[ByteSource], memoryview]:
+        # No cycle of references: a view that is no longer used closes its file at once.
         this = weakref.proxy(self)
 
-        def read() -> memoryview:
-            found: memoryview = this._decrypted(index, this._source)
+        def read(source: ByteSource) -> memoryview:
+            found: memoryview = this._decrypted(index, source)
             return found
 
         return read
@@ -365,6 +379,11 @@ class PlainFile:
                 found = memoryview(reader.decrypt(stored, _INDEXES[region.kind]))
             self._cache.put(key, found)
         return found
+
+
+class _Buffer(io.BytesIO):
+    def __del__(self) -> None:
+        """Close nothing: if parts of a view outlive a failed read, Python 3.13 says on stderr that it cannot."""
 
 
 def _blank(out: memoryview) -> None:

@@ -95,10 +95,8 @@ def plain_tail(
     builder = _TailBuilder(opened, denied_columns, offset, stand_ins)
     metadata = builder.selection.metadata
     metadata.row_groups = [
-        builder.row_group(ordinal, row_group, old_chunks, all_metadata)
-        for ordinal, (row_group, old_chunks, all_metadata) in enumerate(
-            zip(footer.row_groups, footer.chunks, chunks, strict=True)
-        )
+        builder.row_group(ordinal, row_group, all_metadata)
+        for ordinal, (row_group, all_metadata) in enumerate(zip(footer.row_groups, chunks, strict=True))
     ]
     if builder.nulls:
         metadata.schema = builder.schema()
@@ -141,24 +139,29 @@ class _TailBuilder:
         self._stand_ins = stand_ins
         digested = frozenset(() if opened.digests is None else opened.digests.columns)
         self._denied = opened.denied_top_level
+        self._null_names: frozenset[str] = frozenset()
         self.generated = bytearray()
         self.refused: dict[tuple[str, ...], int] = {}
         self.nulls: dict[int, tuple[int, int]] = {}
         names = {column.path[0] for column in footer.columns}
-        columns = key_values = None
-        if self._denied and denied_columns == "hide":
-            shown = names - self._denied
-            columns = [column.path for column in footer.columns if column.path[0] in shown]
-            key_values = shown_key_values(opened, shown)
-        elif self._denied and denied_columns == "null":
-            self.nulls = _levels(footer.metadata.schema, self._denied, [column.path for column in footer.columns])
-            key_values = shown_key_values(opened, names, self._denied)
-        elif self._denied:
-            key_values = shown_key_values(opened, names)
-            for column in footer.columns:
-                if column.path in opened.denied and not (column.path in opened.refused and digested):
-                    self.refused[column.path] = offset + len(self.generated)
-                    self.generated += _REFUSED_PAGE
+        # Where digests are shown, columns keep their ordinals.
+        hidden = {path[0] for path in opened.not_wanted} if opened.digests is None else set()
+        if denied_columns == "hide":
+            hidden |= self._denied
+        if denied_columns == "null":
+            failing = {path[0] for path in opened.denied.keys() - opened.refused}
+            self._null_names = frozenset(path[0] for path in opened.refused) - failing - hidden
+            self.nulls = _levels(
+                footer.metadata.schema, self._null_names, [column.path for column in footer.columns]
+            )
+        shown = names - hidden
+        columns = [column.path for column in footer.columns if column.path[0] in shown] if hidden else None
+        key_values = shown_key_values(opened, shown, self._null_names) if self._denied else None
+        for column in footer.columns:
+            is_stand_in = column.path[0] in self._null_names or (column.path in opened.refused and bool(digested))
+            if column.path in opened.denied and column.path[0] in shown and not is_stand_in:
+                self.refused[column.path] = offset + len(self.generated)
+                self.generated += _REFUSED_PAGE
         chains = leaf_chains(footer.metadata.schema) if digested else []
         kinds = {c.ordinal: digest_kind(chains[c.ordinal][-1]) for c in footer.columns if c.path in digested}
         if kinds and key_values is not None and (arrow_schema := key_values.get(ARROW_SCHEMA_KEY)) is not None:
@@ -169,19 +172,22 @@ class _TailBuilder:
         if kinds:
             self.selection.metadata.schema = digest_schema(self.selection.metadata.schema, kinds)
         self._is_digested = bool(kinds)
-        self._refused_ordinals = {c.ordinal for c in footer.columns if c.path in self.refused}
+        self._refused_positions = {
+            position
+            for position, ordinal in enumerate(self.selection.column_ordinals)
+            if footer.columns[ordinal].path in self.refused
+        }
 
     @functools.cached_property
     def _types(self) -> list[int]:
         # A file without refused columns has no use for them, and its schema is copied as it is.
         metadata = self.selection.metadata if self._is_digested else self._opened.footer.metadata
-        return [element.type or 0 for element in metadata.schema if element.type is not None]
+        return [element.type or 0 for element in metadata.schema[1:] if element.type is not None]
 
     def row_group(
         self,
         row_group_ordinal: int,
         row_group: RowGroup,
-        chunks: Sequence[ColumnChunk],
         all_metadata: Sequence[ColumnMetaData | None],
     ) -> RowGroup:
         """Return a row group for the new footer."""
@@ -189,14 +195,14 @@ class _TailBuilder:
         new.columns = columns = [
             self._digests(row_group_ordinal, ordinal)
             if (row_group_ordinal, ordinal) in self._stand_ins
-            else self._chunk(ordinal, row_group.num_rows, chunks[ordinal], all_metadata[ordinal])
+            else self._chunk(row_group_ordinal, ordinal, row_group.num_rows, all_metadata[ordinal])
             for ordinal in self.selection.column_ordinals
         ]
         if not self._denied:
             return new
         if self.nulls or self._opened.digests is not None:
             selected_sorting_columns(new.struct, [])
-        elif len(columns) < len(chunks):
+        elif len(columns) < len(all_metadata):
             selected_sorting_columns(new.struct, self.selection.column_ordinals)
         described = [chunk.meta_data for chunk in columns if chunk.meta_data is not None]
         new.total_byte_size = sum(metadata.total_uncompressed_size for metadata in described)
@@ -204,7 +210,7 @@ class _TailBuilder:
             new.total_compressed_size = sum(metadata.total_compressed_size for metadata in described)
         # Where its first column lay, which may be one of those that are not shown.
         new.file_offset = None
-        shown, _ = shown_row_group(new, self._refused_ordinals)
+        shown, _ = shown_row_group(new, self._refused_positions)
         return shown
 
     def _digests(self, row_group_ordinal: int, ordinal: int) -> ColumnChunk:
@@ -219,7 +225,7 @@ class _TailBuilder:
         )
 
     def _chunk(
-        self, ordinal: int, num_rows: int, chunk: ColumnChunk, metadata: ColumnMetaData | None
+        self, row_group_ordinal: int, ordinal: int, num_rows: int, metadata: ColumnMetaData | None
     ) -> ColumnChunk:
         column = self._opened.footer.columns[ordinal]
         if ordinal in self.nulls:
@@ -230,6 +236,7 @@ class _TailBuilder:
         if metadata is None:
             offset = self.refused[column.path]
             return generated_chunk(self._types[ordinal], column.path, num_rows, offset, len(_REFUSED_PAGE))
+        chunk = self._opened.footer.chunks[row_group_ordinal][ordinal]
         if column.encryption is ColumnEncryption.PLAINTEXT:
             return chunk
         new: ColumnChunk = chunk.shallow_copy()
@@ -251,7 +258,7 @@ class _TailBuilder:
         schema = list(self.selection.metadata.schema)
         top_level = {id(chain[0]) for chain in leaf_chains(schema)}
         for position, element in enumerate(schema):
-            if id(element) in top_level and element.name in self._denied and repetition(element) == _REQUIRED:
+            if id(element) in top_level and element.name in self._null_names and repetition(element) == _REQUIRED:
                 schema[position] = element.shallow_copy()
                 schema[position].struct.set_entry(REPETITION_FIELD_ID, (WireType.I32, _OPTIONAL))
         return schema
@@ -264,12 +271,12 @@ def _shorter(length: int, modules: int) -> int:
 
 
 def _levels(
-    schema: Sequence[SchemaElement], denied: frozenset[str], paths: Sequence[tuple[str, ...]]
+    schema: Sequence[SchemaElement], names: frozenset[str], paths: Sequence[tuple[str, ...]]
 ) -> dict[int, tuple[int, int]]:
     """Return the highest definition and repetition levels of leaves of top-level columns that are made null."""
     found = {}
     for ordinal, chain in enumerate(leaf_chains(schema)):
-        if paths[ordinal][0] in denied:
+        if paths[ordinal][0] in names:
             definition, repeated = highest_levels(chain)
             # A required column is optional for this reader.
             found[ordinal] = definition + (repetition(chain[0]) == _REQUIRED), repeated

@@ -24,6 +24,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from faults import FaultyKms
+from pyarrow_versions import WRITES_STREAMS
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import (
@@ -94,6 +95,7 @@ WAYS: dict[str, Callable[[Any], object]] = {
     "to_table": lambda dataset: dataset.to_table(filter=IS_3).num_rows,
     "scanner": lambda dataset: dataset.scanner(filter=IS_3).to_reader().read_all().num_rows,
     "filter": lambda dataset: dataset.filter(IS_3).to_table().num_rows,
+    "scanner of a filter": lambda dataset: dataset.filter(IS_3).scanner().to_reader().read_all().num_rows,
     "to_batches": lambda dataset: sum(batch.num_rows for batch in dataset.to_batches(filter=IS_3)),
     "count_rows": lambda dataset: dataset.count_rows(filter=IS_3),
     "head": lambda dataset: dataset.head(100, filter=IS_3).num_rows,
@@ -368,6 +370,22 @@ def test_an_altered_page_is_named_by_each_way_to_scan(
     assert scanned.filter(pc.field("p") != 1).count_rows(filter=pc.field("a") >= 0) == 20
 
 
+def test_an_altered_page_between_two_columns_does_not_break_their_scan(tmp_path: Path) -> None:
+    """Arrow reads what lies in a small gap between the columns that it wants."""
+    tools = keytools(unlisted_columns="footer_key")
+    table = TABLE.append_column("c", TABLE["a"])
+    damaged = tmp_path / "x.parquet"
+    tools.write_table(table, damaged)
+    chunk = tools.metadata(damaged).row_group(0).column(1)
+    data = bytearray(damaged.read_bytes())
+    data[chunk.dictionary_page_offset + chunk.total_compressed_size // 2] ^= 1
+    damaged.write_bytes(data)
+    scanned = tools.dataset(tmp_path)
+    assert scanned.to_table(columns=["a", "c"]).equals(table.select(["a", "c"]))
+    with pytest.raises(DecryptionError, match="'b'"):
+        scanned.to_table(columns=["b"])
+
+
 SCAN = (["b", "p"], pc.field("a") > 3, 2, 1, 1, None, False, True, None)
 """All arguments that scans take by position, from `columns` on."""
 
@@ -420,3 +438,24 @@ def test_methods_take_what_those_of_pyarrow_take_by_position(tmp_path: Path, met
             result = [fragment.path.rpartition("p=")[2] for fragment in result]
         results.append(result)
     assert results[0] == results[1]
+
+
+def test_a_scanner_is_taken_for_data(tmp_path: Path) -> None:
+    """Its reader is ours: pyarrow's own would hang where a thread of Arrow opens the next file."""
+    tools = keytools()
+    dataset = tools.dataset(write(tmp_path / "d", tools, 3))
+    tools.write_table(dataset.scanner(columns=["a"]), tmp_path / "x.parquet")
+    assert tools.read_table(tmp_path / "x.parquet").num_rows == 30
+    reader = pa.RecordBatchReader.from_stream(dataset.filter(pc.field("a") > 4).scanner())
+    assert reader.read_all().num_rows == 15
+    tools.write_dataset(dataset, tmp_path / "encrypted", partitioning=["p"])
+    assert tools.dataset(tmp_path / "encrypted").count_rows() == 30
+    ds.write_dataset(dataset.scanner().to_reader(), tmp_path / "plain", format="parquet")
+    assert ds.dataset(tmp_path / "plain").count_rows() == 30
+
+
+@pytest.mark.skipif(not WRITES_STREAMS, reason="this pyarrow writes its own data sets only")
+def test_pyarrow_writes_a_data_set_of_ours(tmp_path: Path) -> None:
+    dataset = keytools().dataset(write(tmp_path / "d", keytools(), 3))
+    ds.write_dataset(dataset, tmp_path / "plain", format="parquet")
+    assert ds.dataset(tmp_path / "plain").count_rows() == 30

@@ -79,6 +79,15 @@ def test_keys_of_what_is_read(written: Path, arguments: dict[str, Any], keys: in
     assert kms.call_counts == {"unwrap": 1 + keys}
 
 
+@pytest.mark.parametrize(("arguments", "keys"), READS)
+def test_keys_of_what_is_read_of_a_folder(written: Path, arguments: dict[str, Any], keys: int) -> None:
+    tools, kms = keytools()
+    plain = written.parent / "_plain"
+    pq.write_table(TABLE, plain, row_group_size=10)
+    assert tools.read_table(written.parent, **arguments).equals(pq.read_table(plain, **arguments))
+    assert kms.call_counts == {"unwrap": 1 + keys}
+
+
 def test_without_double_wrapping_the_same(tmp_path: Path) -> None:
     kms = FaultyKms(MASTER_KEYS)
     document = {
@@ -124,6 +133,12 @@ def test_a_column_is_refused_in_a_file_whose_root_says_a_type(tmp_path: Path) ->
     tools.encrypt_file(tmp_path / "plain", tmp_path / "t.parquet")
     kms.fail("refused", "k1")
     assert tools.dataset(tmp_path / "t.parquet").to_table().equals(TABLE.drop_columns("c1"))
+    tools, kms = keytools()
+    kms.fail("refused", "k3")
+    shown = tools.dataset(tmp_path / "t.parquet", columns=["c0"])
+    assert shown.to_table(columns=["c0", "c1"]).equals(TABLE.select(["c0", "c1"]))
+    (fragment,) = shown.get_fragments()
+    assert fragment.metadata.row_group(0).column(4).physical_type == "BYTE_ARRAY"
 
 
 def test_one_column_of_a_file_that_is_not_encrypted(tmp_path: Path) -> None:

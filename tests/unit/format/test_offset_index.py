@@ -18,7 +18,7 @@ def _index(count: int, *, reverse_fields: bool = False, extra: bool = False) -> 
         location = PageLocation()
         location.offset, location.compressed_page_size, location.first_row_index = 100 * page, 99, 300 * page
         if reverse_fields:
-            location = PageLocation(Struct(dict(reversed(location.struct.fields.items()))))
+            location = PageLocation(Struct(dict(reversed(list(location.struct.fields.items())))))
         locations.append(location)
     index = OffsetIndex()
     index.page_locations = locations

@@ -89,7 +89,7 @@ def test_sizes_and_crcs_are_read_and_replaced(
 
 def test_a_header_with_its_fields_in_another_order_is_brought_into_order() -> None:
     record = _header(crc=5)
-    shuffled = PageHeader(Struct(dict(reversed(record.struct.fields.items()))))
+    shuffled = PageHeader(Struct(dict(reversed(list(record.struct.fields.items())))))
     data = shuffled.serialise()
     facts = read_page_header(data, 0)
     assert facts.length == len(data)

@@ -75,3 +75,22 @@ def test_only_a_refusal_makes_nulls(case: ViewCase, monkeypatch: pytest.MonkeyPa
         case.keytools().read_table(path)
     with pytest.raises((ColumnAccessDeniedError, KmsUnavailableError)):
         case.keytools().dataset(case.folder / "x.parquet").to_table()
+
+
+def test_a_kms_that_is_down_makes_no_nulls_beside_a_refused_column(
+    case: ViewCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = case.encrypt(parquet_bytes(TABLE))
+    case.kms.deny("public")
+    unwrap = case.kms._unwrap
+
+    def down(wrapped_key: str, master_key_id: str) -> object:
+        if master_key_id == "secret":
+            raise KmsUnavailableError("no answer", backend="in_memory", operation="unwrap")
+        return unwrap(wrapped_key, master_key_id)
+
+    monkeypatch.setattr(case.kms, "_unwrap", down)
+    found = case.keytools().dataset(path, columns=[])
+    assert found.to_table(columns=["id"])["id"].null_count == 30
+    with pytest.raises((ColumnAccessDeniedError, KmsUnavailableError)):
+        found.to_table(columns=["amount"])

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from parquet_keytools.arrow import verified_filesystem
-from parquet_keytools.arrow.verified_filesystem import SourceInParts
+from parquet_keytools.arrow import view_files
+from parquet_keytools.arrow.view_files import SourceInParts
 from parquet_keytools.storage.sources import BufferSource
 
 CONTENT = bytes(range(100))
@@ -25,7 +25,7 @@ class Waiting(BufferSource):
 
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verified_filesystem, "PART_BYTES", 7)
+    monkeypatch.setattr(view_files, "PART_BYTES", 7)
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 14, 15, 90])
