@@ -298,7 +298,9 @@ def test_a_footer_is_refused_that_is_longer_than_the_configuration_accepts(tmp_p
     path.write_bytes(b"PAR1" + with_trailer(footer, b"PAR1"))
     refused = f"the footer has {len(footer):,} bytes, and at most {len(footer) - 1:,} are accepted."
     for name, _, text in _run(len(footer) - 1, path):
-        assert refused in text and "raise `max_footer_bytes` under `reading`" in text, (name, text)
+        assert refused in text, (name, text)
+        # `keys` shows the error of each file in short.
+        assert name == "keys" or "raise `max_footer_bytes` under `reading`" in text, (name, text)
     for name, _, text in _run(len(footer), path):
         assert "are accepted" not in text, (name, text)
 

@@ -299,13 +299,13 @@ def test_in_spark_no_task_has_it_re_wrapped(tmp_path: Path, monkeypatch: pytest.
         json.dumps({"version": 1, "kms": {"type": "in_memory", "keys": keys}, "tables": {"t": table}})
     )
     rewrapped: list[str] = []
-    rewrap = InMemoryKms._rewrap
+    rewrap_many = InMemoryKms.rewrap_many
 
-    def counted(self: InMemoryKms, request: Any) -> str:
-        rewrapped.append(request.wrapped_key)
-        return rewrap(self, request)
+    def counted(self: InMemoryKms, requests: Any) -> Any:
+        rewrapped.extend(request.wrapped_key for request in requests)
+        return rewrap_many(self, requests)
 
-    monkeypatch.setattr(InMemoryKms, "_rewrap", counted)
+    monkeypatch.setattr(InMemoryKms, "rewrap_many", counted)
     spark: Any = FakeSpark(2)
     assert pipelines.rotate(spark, case.folder, config).outcomes == {"rotated": 1}
     assert len(rewrapped) == 2 and set(external_entries(path)) == {"footerKey", "columnKey0"}

@@ -91,7 +91,9 @@ def _usual_header(data: bytes | bytearray | memoryview, offset: int) -> PageHead
     while header := data[at]:
         if header < 0x10:
             return None
-        at = pass_value(data, header & 0x0F, at + 1, 1)
+        code = header & 0x0F
+        # The value of a boolean field is in its type: 1 or 2.
+        at = at + 1 if code in (1, 2) else pass_value(data, code, at + 1, 1)
     if not 0 <= page_type <= PageHeader.DATA_PAGE_V2 or page_length < 0:
         return None
     end = at + 1

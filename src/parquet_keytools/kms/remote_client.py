@@ -224,8 +224,9 @@ class RemoteOperation:
             seconds = self._limits.timeout_seconds
             yield self._last_failure(f"not tried, for the KMS answered no call for {seconds:g} seconds")
             return
-        if not self._traffic.slots.acquire(timeout=self._seconds_left()):
-            kind = KmsUnavailableError if self._limits.max_calls_per_second is None else KmsThrottledError
+        # Only `max_calls_per_second` makes a call wait that the KMS did not delay.
+        kind = self._last_failure if self._limits.max_calls_per_second is None else KmsThrottledError
+        if not self._traffic.slots.acquire(timeout=max(0.0, self._seconds_left())):
             yield kind(f"{self._traffic.limits.max_concurrent_calls} calls were under way all the time")
             return
         try:
@@ -234,7 +235,7 @@ class RemoteOperation:
                 about = {"backend": self._client.backend, "operation": self.name}
                 telemetry.measure("kms.throttle.wait", wait, about)
             is_in_time = wait is not None and self._sleep(wait)
-            yield None if is_in_time else KmsThrottledError("could not be sent in time")
+            yield None if is_in_time else kind("could not be sent in time")
         finally:
             self._traffic.slots.release()
 

@@ -40,7 +40,11 @@ def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: 
         shared.stop()
         raise
     finally:
-        end(pool, futures)
+        try:
+            end(pool, futures)
+        finally:
+            # Also for a thread of which `submit` was interrupted: its future is not among ours.
+            shared.wait_for_helpers()
     for future in futures:
         future.result()
 
@@ -116,6 +120,8 @@ class _Shared(Iterator[T]):
         self._is_stopped = False
         self._items = iter(items)
         self._lock = threading.Lock()
+        self._helpers = 0
+        self._helper_ended = threading.Condition()
 
     def __next__(self) -> T:
         with self._lock:
@@ -124,13 +130,40 @@ class _Shared(Iterator[T]):
             return next(self._items)
 
     def stop(self) -> None:
-        """Let no thread take another item."""
-        self._is_stopped = True
+        """Let no thread take another item, and no thread begin."""
+        with self._helper_ended:
+            self._is_stopped = True
 
     def help(self, work: Callable[[Iterator[T]], None]) -> None:
         """Work in this thread."""
+        with self._helper_ended:
+            if self._is_stopped:
+                return
+            self._helpers += 1
         try:
             work(self)
         except BaseException:
             self.stop()
             raise
+        finally:
+            with self._helper_ended:
+                self._helpers -= 1
+                self._helper_ended.notify_all()
+
+    def wait_for_helpers(self) -> None:
+        """Wait until no thread works, also when interrupted.
+
+        Raises:
+            KeyboardInterrupt: The wait was interrupted; the threads have ended all the same.
+        """
+        interruption: KeyboardInterrupt | None = None
+        have_ended = False
+        while not have_ended:
+            try:
+                with self._helper_ended:
+                    self._helper_ended.wait_for(lambda: not self._helpers)
+                have_ended = True
+            except KeyboardInterrupt as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption

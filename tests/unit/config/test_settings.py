@@ -60,6 +60,7 @@ def test_defaults():
         "denied_columns": "error",
         "file_unique_lengths": "exact",
         "cache_lifetime_seconds": 600,
+        "max_footer_bytes": 64 * 1024 * 1024,
         "keys_without_metadata": {"footer": None, "columns": {}},
     }
 

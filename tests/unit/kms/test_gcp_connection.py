@@ -186,9 +186,7 @@ def test_who_we_are_is_an_email_or_not_known(email: Any, shown: str | None) -> N
     found = SimpleNamespace(service_account_email=email, token_state=TokenState.FRESH)
     assert email_of(found) == shown and email_of(object()) is None
     assert TokenSource(found).email == shown
-    given = SimpleNamespace(transport=SimpleNamespace(_credentials=found))
-    assert GcpConnection(given, None, owned=False).email == shown
-    assert GcpConnection(given, TokenSource(object()), owned=False).email is None
+    assert GcpConnection(object(), TokenSource(object()), owned=False).email is None
     assert GcpConnection(object(), TokenSource(found), owned=True).email == shown
     assert GcpConnection(object(), None, owned=False).email is None
 
