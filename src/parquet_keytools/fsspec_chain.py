@@ -1,4 +1,4 @@
-"""The protocol `keytools` of fsspec: URLs such as `keytools::s3://bucket/key` open a view of what follows."""
+"""The fsspec protocol `keytools`: a URL such as `keytools::s3://bucket/key` opens a view of the target URL."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.keytools import Keytools
 
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
-"""Names the configuration where `storage_options` does not."""
+"""Environment variable with the path of the configuration, unless `storage_options` has it."""
 
 _WILDCARDS = frozenset("*?")
-"""Readers that look for files in a file or folder `fo` would say of a pattern there only that nothing is found."""
+"""Patterns in the target URL are refused: readers would only report that they find no files."""
 
 
 class KeytoolsUrls(fsspec.AbstractFileSystem):  # type: ignore[misc]
-    """What fsspec makes file systems of the protocol with: it is called, and returns a `KeytoolsFileSystem`.
+    """The class that fsspec calls for the protocol; it returns a `KeytoolsFileSystem`.
 
-    fsspec keeps the file system for further URLs with the same options.
+    fsspec caches the file system for further URLs with the same options.
     """
 
     protocol = "keytools"
@@ -41,29 +41,29 @@ class KeytoolsUrls(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """Make a file system.
 
         Args:
-            config: `storage_options["config"]`: path of the configuration, or a mapping with its content. By
-                default the environment says which, as for the command line.
-            table: `storage_options["table"]`: the table of the files; None where the configuration has only one.
-            fo: What follows `keytools::` in a chain of URLs, without its protocol: a file or a folder.
-            target_protocol: The protocol of that.
-            target_options: Its options.
-            options: Those that fsspec itself knows; others are refused.
+            config: `storage_options["config"]`: path of the configuration, or a mapping with its content. The
+                default is the environment variable `PARQUET_KEYTOOLS_CONFIG`, as for the command line.
+            table: `storage_options["table"]`: the table of the files; None if the configuration has one table.
+            fo: The file or folder after `keytools::` in a chain of URLs, without its protocol.
+            target_protocol: The protocol of `fo`.
+            target_options: The options of `target_protocol`.
+            options: Options of fsspec itself; others are refused.
 
         Raises:
-            ConfigurationError: There is no configuration, or it has mistakes.
-            FileNotFoundError: A pattern follows `keytools::`.
+            ConfigurationError: The configuration is missing or has mistakes, or an option is not known.
+            FileNotFoundError: `fo` is a pattern.
         """
         unknown = options.keys() - {"skip_instance_cache", "use_listings_cache", "asynchronous", "loop"}
         if unknown:
             raise ConfigurationError(
                 f"storage_options has {', '.join(sorted(map(repr, unknown)))}, which keytools does not know.",
-                hint="It knows `config` and `table`; options of what follows `keytools::` go under its protocol.",
+                hint="It knows `config` and `table`; put options for the next URL under its protocol.",
             )
         config = os.environ.get(CONFIG_VARIABLE) if config is None else config
         if not config:
             raise ConfigurationError(
-                "a URL of keytools needs a configuration.",
-                hint=f"Give storage_options={{'config': 'keytools.yaml'}}, or set {CONFIG_VARIABLE}.",
+                "a keytools URL needs a configuration.",
+                hint=f"Pass storage_options={{'config': 'keytools.yaml'}}, or set {CONFIG_VARIABLE}.",
             )
         keytools = Keytools.from_mapping(config) if isinstance(config, Mapping) else Keytools.from_yaml(config)
         if fo is None:
@@ -71,7 +71,7 @@ class KeytoolsUrls(fsspec.AbstractFileSystem):  # type: ignore[misc]
         below = fsspec.filesystem(target_protocol or "file", **(target_options or {}))
         if not _WILDCARDS.isdisjoint(fo) and not below.exists(fo):
             raise FileNotFoundError(
-                f"there is no file or folder {fo}. A pattern stands before the folder that it begins at: "
+                f"there is no file or folder {fo}. Put a pattern before the folder at which it begins: "
                 "'keytools://2013/*.parquet::s3://lake/flights'."
             )
         return keytools.view(fo, table_name=table, filesystem=below)

@@ -1,4 +1,4 @@
-"""Key bytes that give nothing away by accident."""
+"""Key bytes that are not shown by accident."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import NoReturn, final
 
 @final
 class SecretBytes:
-    """Key bytes whose repr, str, format, pickle and JSON show nothing of them.
+    """Key bytes that repr, str and format do not show, and that pickle and JSON refuse.
 
-    The bytes come out through `reveal` only, so that a search for that word finds every place that sees them.
-    Python cannot promise to erase memory, and this class does not pretend to.
+    Only `reveal` returns the bytes, so a search for that word finds every use. The bytes are not erased from
+    memory, since Python cannot guarantee that.
     """
 
     __slots__ = ("_value",)
     _value: bytes
 
     def __init__(self, value: bytes | bytearray | memoryview) -> None:
-        # By way of a view: `bytes(5)` would be a key of five zeros.
+        # memoryview refuses an int: `bytes(5)` would be a key of five zero bytes.
         object.__setattr__(self, "_value", bytes(memoryview(value)))
 
     @classmethod
     def random(cls, length_bits: int) -> SecretBytes:
-        """Return a fresh key of `length_bits` bits from the operating system's random generator."""
+        """Return a new key of `length_bits` bits from the random generator of the operating system."""
         return cls(secrets.token_bytes(length_bits // 8))
 
     def reveal(self) -> bytes:
-        """Return the bytes themselves. Keep the result in as few places, and for as short, as can be."""
+        """Return the bytes. Keep the result in few places and for a short time."""
         return self._value
 
     @property
@@ -42,7 +42,7 @@ class SecretBytes:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SecretBytes) and hmac.compare_digest(self._value, other._value)
 
-    # A hash would be a fingerprint of the key that outlives it.
+    # Not hashable: a hash would be a fingerprint that outlives the key.
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:

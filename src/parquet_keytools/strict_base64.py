@@ -1,4 +1,4 @@
-"""Base64 of which there is only one spelling."""
+"""Strict base64, in which each byte string has one encoding."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import contextlib
 
 
 def encode(data: bytes) -> str:
-    """Return the base64 text (RFC 4648, section 4) of some bytes."""
+    """Return the base64 text of bytes (RFC 4648, section 4)."""
     return binascii.b2a_base64(data, newline=False).decode("ascii")
 
 
 def decode(text: str) -> bytes:
-    """Return the bytes that `encode` would have made this very text of.
+    """Return the bytes of a text that `encode` made.
 
-    Two texts for the same bytes would let an altered file pass as unaltered.
+    Other encodings of the same bytes are refused, so that an altered file does not pass as unaltered.
 
     Raises:
-        ValueError: The text is not base64, or is another spelling. The error does not quote it.
+        ValueError: The text is not base64, or not the encoding of `encode`. The error does not quote the text.
     """
     data = None
-    # Not raised from within a handler: an exception in its context would carry the text along.
+    # Raised outside a handler, since the context of an exception would hold the text.
     with contextlib.suppress(ValueError):
         data = binascii.a2b_base64(text, strict_mode=True)
     if data is None or encode(data) != text:

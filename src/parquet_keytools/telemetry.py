@@ -1,7 +1,7 @@
-"""Metrics and traces through OpenTelemetry where it is installed; nothing where it is not.
+"""Metrics and traces through OpenTelemetry, if it is installed.
 
-It is imported when there is something to report for the first time. Its failures have no consequences: what is
-observed must not break because it is observed.
+OpenTelemetry is imported at the first measurement. Its failures are ignored: telemetry must not break an
+operation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parquet_keytools.runtime.fork_safety import ForkSafeLock
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 
 NAME = "parquet_keytools"
-"""Of the meter and the tracer, and prefix of all names."""
+"""Name of the meter and the tracer, and prefix of all names."""
 
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 _KEYS = [1, 2, 3, 5, 10, 30, 100, 300, 1_000, 3_000, 10_000]
@@ -54,7 +54,7 @@ def _named(attributes: Attributes) -> Attributes:
 
 
 class Span:
-    """A span; begins as a block is entered, and ends with it. Texts of exceptions do not go into it."""
+    """A span over a `with` block. It records the class of an exception, but not its text."""
 
     def __init__(self, name: str, attributes: Attributes) -> None:
         self._name = name
@@ -69,7 +69,7 @@ class Span:
                 self._span = instruments.tracer.start_span(
                     f"{NAME}.{self._name}",
                     attributes=_named(self._attributes),
-                    # Recording an exception would record its text, and its traceback.
+                    # A recorded exception includes its text and traceback.
                     record_exception=False,
                     set_status_on_exception=False,
                 )
@@ -81,14 +81,14 @@ class Span:
         self._change(lambda span: span.set_attributes(_named(attributes)))
 
     def event(self, name: str, **attributes: str | int | float | bool) -> None:
-        """Add something that happened meanwhile."""
+        """Add an event."""
         self._change(lambda span: span.add_event(name, _named(attributes)))
 
     def failed(self, kind: str) -> None:
-        """Say that what the span is about failed.
+        """Mark the span as failed.
 
         Args:
-            kind: Name of an error class.
+            kind: Name of the error class.
         """
 
         def fail(span: Any) -> None:
@@ -114,13 +114,13 @@ class Span:
 
 
 def use_providers(meter_provider: Any = None, tracer_provider: Any = None) -> None:
-    """Use other providers than OpenTelemetry's global ones; None stands for these."""
+    """Set the OpenTelemetry providers; None selects the global provider."""
     _State.instruments = _NOT_MADE
     _State.providers = (meter_provider, tracer_provider)
 
 
 class _Instruments:
-    """What OpenTelemetry made for us."""
+    """The tracer and the meter's instruments."""
 
     def __init__(self, meter_provider: Any, tracer_provider: Any) -> None:
         from opentelemetry import context, metrics, trace
@@ -140,7 +140,7 @@ class _Instruments:
             )
 
     def activate(self, span: Any) -> Any:
-        """Make a span the current one. Returns what ends that."""
+        """Make a span the current span, and return a function that undoes this."""
         token = self._context.attach(self._trace.set_span_in_context(span))
         return lambda: self._context.detach(token)
 
@@ -155,7 +155,7 @@ class _State:
 
 
 def _instruments() -> _Instruments | None:
-    """Return the instruments; None where OpenTelemetry is missing or broken."""
+    """Return the instruments; None if OpenTelemetry is missing or broken."""
     if _State.instruments is _NOT_MADE:
         with _State.lock:
             if _State.instruments is _NOT_MADE:

@@ -376,7 +376,7 @@ def test_of_several_tables_one_has_to_be_named(
     tools.write_table(TABLE, folder / "x.parquet", table_name="ads")
     before = digests(tmp_path)
     asked = tools.kms.call_counts  # type: ignore[union-attr]
-    with pytest.raises(ConfigurationError, match="there are 2 tables, so name the one that you mean") as caught:
+    with pytest.raises(ConfigurationError, match="there are 2 tables, so a table name is required") as caught:
         read(tools, folder / "x.parquet", tmp_path / "out.parquet")
     assert "'ads', 'own'" in caught.value.hint and "--table" in caught.value.hint
     assert digests(tmp_path) == before

@@ -1,1 +1,1 @@
-"""Configuration: typed settings and the YAML that they come from."""
+"""Configuration: typed settings, loaded from YAML or a mapping."""

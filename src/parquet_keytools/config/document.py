@@ -1,7 +1,7 @@
-"""The document behind a configuration: its YAML, its mistakes, its environment variables, and its secrets.
+"""The document behind a configuration: YAML, mistakes, environment variables and secrets.
 
-YAML text is read within limits, without the surprises of YAML 1.1, and the line of each value is kept. Texts refer
-to environment variables as `${NAME}`; a literal `${` is written `$${`.
+YAML is read within limits, with the line of each value. Dates and other types that YAML 1.1 guesses are mistakes.
+Texts refer to environment variables as `${NAME}`; a literal `${` is written `$${`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ YamlPath = tuple[str | int, ...]
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 MOST_REPORTED = 20
-"""The most mistakes, or names, that one error lists."""
+"""Most mistakes or names that one error lists."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake.
+    """One mistake in a configuration.
 
     Attributes:
-        path: Place in the document.
-        message: What is wrong. It never quotes a value, which may be a key or a token.
+        path: Path in the document.
+        message: The problem. It never quotes a value, which may be a key or a token.
         hint: What to do; may be empty.
-        line: Counted from 1; None if the path is enough to find it.
+        line: Line, counted from 1; None to use the line of the path.
     """
 
     path: YamlPath
@@ -70,7 +70,7 @@ def yaml_path_text(path: YamlPath) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the known name that is closest to `name`, or nothing if no name is close."""
+    """Return a sentence with the known name that is closest to `name`; empty if no name is close."""
     candidates = {known_name.casefold(): known_name for known_name in sorted(known)}
     close = difflib.get_close_matches(name.casefold(), candidates, n=1, cutoff=0.6)
     return f"Did you mean {candidates[close[0]]!r}?" if close else ""
@@ -80,7 +80,7 @@ def list_of_names(argument: str, names: Any) -> list[str]:
     """Return the names that a caller passed for an argument.
 
     Raises:
-        TypeError: The argument is one name, whose letters would be taken for names, or an item is not a name.
+        TypeError: The argument is a single string, not a list, or an item is not a string.
     """
     if isinstance(names, (str, bytes, Mapping)) or not isinstance(names, Iterable):
         raise TypeError(f"{argument} takes a list of names, not {names!r}.")
@@ -92,7 +92,7 @@ def list_of_names(argument: str, names: Any) -> list[str]:
 
 
 def one_of(names: Iterable[str]) -> str:
-    """Return a sentence that lists the known names, or nothing if there are none."""
+    """Return a sentence that lists the known names; empty if there are none."""
     known = sorted(names)
     listed = ", ".join(map(repr, known[:MOST_REPORTED]))
     more = f" and {len(known) - MOST_REPORTED} more" if len(known) > MOST_REPORTED else ""
@@ -100,7 +100,7 @@ def one_of(names: Iterable[str]) -> str:
 
 
 def line_of(path: YamlPath, lines: Mapping[YamlPath, int]) -> int | None:
-    """Return the line of a path, or of the nearest value around it."""
+    """Return the line of a path, or of its nearest parent."""
     for length in range(len(path), -1, -1):
         if path[:length] in lines:
             return lines[path[:length]]
@@ -110,9 +110,9 @@ def line_of(path: YamlPath, lines: Mapping[YamlPath, int]) -> int | None:
 def configuration_error(
     mistakes: Sequence[Mistake], *, file: str | None, lines: Mapping[YamlPath, int]
 ) -> ConfigurationError:
-    """Make one error that reports all mistakes, in the order of the document.
+    """Make one error that reports all mistakes in the order of the document.
 
-    Its attributes describe the first mistake. Its text lists the others, one per line.
+    Its attributes describe the first mistake; its text lists the others, one per line.
     """
     located = [(mistake, mistake.line or line_of(mistake.path, lines)) for mistake in dict.fromkeys(mistakes)]
     located.sort(key=lambda entry: entry[1] or 0)
@@ -136,7 +136,7 @@ def configuration_error(
 
 
 MOST_BYTES = 1 << 20
-"""Size of the largest document that is read, in bytes."""
+"""Size limit of a document, in bytes."""
 
 _MOST_NODES = 100_000
 _DEEPEST = 50
@@ -172,12 +172,12 @@ class UnreadableYamlError(Exception):
 
 @dataclass
 class YamlDocument:
-    """A document as it was written: environment variables are not expanded yet.
+    """A document as written, before environment variables are expanded.
 
     Attributes:
-        value: Texts, numbers, booleans, None, lists and mappings of them.
-        lines: Path to line, counted from 1. A value in a mapping has the line of its name.
-        mistakes: What YAML allows and a configuration does not. `value` leaves it out.
+        value: Texts, numbers, booleans and None, in lists and mappings.
+        lines: Path -> line, counted from 1. A value in a mapping has the line of its name.
+        mistakes: Constructs that YAML allows and a configuration does not. `value` leaves them out.
     """
 
     value: Any = None
@@ -189,7 +189,7 @@ def read_yaml(content: bytes | str) -> YamlDocument:
     """Read one YAML document.
 
     Raises:
-        UnreadableYamlError: The content is too large, not UTF-8, not YAML, empty, or more than one document.
+        UnreadableYamlError: The content is too large, not UTF-8, not valid YAML, empty, or several documents.
     """
     node = _compose(_decode(content))
     if node is None:
@@ -230,17 +230,17 @@ def _explained(error: yaml.MarkedYAMLError) -> UnreadableYamlError:
     line = 1 if mark is None else mark.line + 1
     problem = error.problem or ""
     if "'\\t'" in problem:
-        return UnreadableYamlError("there is a tab where YAML allows only spaces.", line, "Indent with spaces.")
+        return UnreadableYamlError("YAML allows only spaces here, not a tab.", line, "Indent with spaces.")
     if "cannot start any token" in problem:
         return UnreadableYamlError("no text may start with this character.", line, _QUOTE)
     if "undefined alias" in problem:
-        message = "an alias (`*name`) stands for an anchor (`&name`) that is not there."
+        message = "an alias (`*name`) refers to an anchor (`&name`) that does not exist."
         return UnreadableYamlError(message, line, "Put a text that starts with `*` in quotes.")
     if "another document" in problem:
         return UnreadableYamlError("a second document starts.", line, "A configuration is one document.")
     if "mapping values" in problem:
         hint = "Check the indentation, and put a text that contains `: ` in quotes."
-        return UnreadableYamlError("this is not valid YAML: there is a `:` in a wrong place.", line, hint)
+        return UnreadableYamlError("this is not valid YAML: there is a misplaced `:`.", line, hint)
     # In `{token: ${NAME}}`, the second brace begins a mapping.
     hint = "Within braces or brackets, put ${NAME} in quotes." if "got '{'" in problem else ""
     if error.context and error.context_mark:
@@ -249,12 +249,12 @@ def _explained(error: yaml.MarkedYAMLError) -> UnreadableYamlError:
 
 
 def _harmless(quoted: re.Match[str]) -> str:
-    """Return text that PyYAML quoted, unless it may come from the document."""
+    """Return text that PyYAML quoted, or `...` if it may come from the document."""
     return quoted[0] if re.fullmatch(r"'(?:\W|<[a-z ]+>)'", quoted[0]) else "..."
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """PyYAML's composer, with limits. It makes only nodes, no values."""
+    """PyYAML's composer with limits; it makes nodes, not values."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -273,10 +273,10 @@ class _BoundedLoader(yaml.SafeLoader):
 
 def _check_limits(nodes: int, depth: int, line: int) -> None:
     if nodes > _MOST_NODES:
-        raise UnreadableYamlError(f"there are more than {_MOST_NODES} values, aliases counted.", line)
+        raise UnreadableYamlError(f"there are more than {_MOST_NODES} values, including aliases.", line)
     if depth > _DEEPEST:
         raise UnreadableYamlError(
-            f"values lie more than {_DEEPEST} levels deep, or in an alias of themselves.", line
+            f"values are nested more than {_DEEPEST} levels deep, or an alias contains itself.", line
         )
 
 
@@ -285,7 +285,7 @@ def _line(node: Node) -> int:
 
 
 class _Walk:
-    """Turns nodes into values. Each use of an alias is walked, and counts towards the limits."""
+    """Converts nodes to values. Each use of an alias counts towards the limits."""
 
     def __init__(self, document: YamlDocument) -> None:
         self._document = document
@@ -314,14 +314,14 @@ class _Walk:
             if name is None or (merged and name in values):
                 continue
             if name in values:
-                self._mistake(name_node, (*path, name), f"this name is already on line {lines[name]} already.")
+                self._mistake(name_node, (*path, name), f"this name is on line {lines[name]} already.")
                 continue
             lines[name] = self._document.lines[*path, name] = _line(name_node)
             values[name] = self.value(value_node, (*path, name), depth + 1)
         return values
 
     def _entries(self, node: MappingNode, path: YamlPath, depth: int) -> Iterator[tuple[Node, Node, bool]]:
-        """Yield name, value, and whether they come from a merge (`<<: *name`); the mapping's own come first."""
+        """Yield name, value, and whether a merge (`<<: *name`) added them; merged entries come last."""
         self._nodes += 1
         _check_limits(self._nodes, depth, _line(node))
         merged: list[Node] = []
@@ -374,23 +374,27 @@ _REFERENCES_ONLY = re.compile(r"(?:\$\{[A-Za-z_][A-Za-z0-9_]*\})+")
 
 
 def references_only(text: str) -> bool:
-    """Return whether a text consists of environment variables only, and so reveals nothing itself."""
+    """Return whether a text consists of references to environment variables only, and so reveals nothing."""
     return _REFERENCES_ONLY.fullmatch(text) is not None
 
 
 def expand(value: Any, environment: Mapping[str, str], mistakes: list[Mistake], path: YamlPath = ()) -> Any:
-    """Return a document in which the environment variables in texts are replaced by their values.
+    """Return a document with the values of environment variables in place of references.
 
     Args:
-        value: A text, a mapping, a list, or any other value, which stays as it is.
-        environment: Name to value; an empty value is a value.
-        mistakes: Receives each mistake: variables that are not set, and `${` without a name.
-        path: Place of `value` in the document.
+        value: A text, mapping or list; any other value is returned unchanged.
+        environment: Name -> value. A variable with an empty value is set.
+        mistakes: Receives the mistakes, such as a variable that is not set or `${` without a name.
+        path: Path of `value` in the document.
     """
     if isinstance(value, str):
         if value == WITHHELD:
-            message = "the secret was withheld when this configuration was shown."
-            mistakes.append(Mistake(path, message, "Give it again, best as ${NAME} of the environment."))
+            message = "the secret was withheld when this configuration was printed."
+            mistakes.append(
+                Mistake(
+                    path, message, "Replace the text with the secret, preferably as ${NAME} from the environment."
+                )
+            )
         text = _expand_text(value, environment, mistakes, path)
         _check_unicode(text, mistakes, path)
         return text
@@ -424,7 +428,7 @@ def _expand_text(text: str, environment: Mapping[str, str], mistakes: list[Mista
 
 
 def _expand_name(name: Any, mistakes: list[Mistake], path: YamlPath) -> Any:
-    """Return a name in a mapping. Errors show names, so they must not contain what may be a secret."""
+    """Return a name in a mapping. Errors show names, so variables, which may hold secrets, are not expanded."""
     if not isinstance(name, str):
         return name
     if any(match[0] != "$${" for match in _REFERENCE.finditer(name)):
@@ -434,7 +438,7 @@ def _expand_name(name: Any, mistakes: list[Mistake], path: YamlPath) -> Any:
 
 
 def _check_unicode(text: str, mistakes: list[Mistake], path: YamlPath) -> None:
-    # YAML escapes, and environment variables that are not UTF-8, may contain halves of surrogate pairs.
+    # YAML escapes and environment variables that are not UTF-8 may contain lone surrogates.
     if any("\ud800" <= character <= "\udfff" for character in text):
         mistakes.append(Mistake(path, "this is not valid Unicode."))
 
@@ -443,25 +447,25 @@ def _check_unicode(text: str, mistakes: list[Mistake], path: YamlPath) -> None:
 
 
 class Redacted(enum.Enum):
-    """Replaces a secret that was written into the document itself."""
+    """Replaces a literal secret in a document."""
 
     SECRET = "redacted"  # noqa: S105 - it replaces a secret
 
 
 WITHHELD = "(secret withheld)"
-"""Replaces a secret in a document that is shown; such a document is refused as a configuration."""
+"""Replaces a secret in a document that is shown; a configuration with this text is refused."""
 
 
 @dataclass(frozen=True)
 class DocumentSource:
-    """The document behind a configuration. It holds no secret, so it may be pickled.
+    """The document behind a configuration, without secrets, so that it may be pickled.
 
     Attributes:
-        file: The YAML file as the caller named it, for errors; None if there is no file.
-        path: The absolute path of the file; None if other processes cannot read the same content, as with pipes.
-        folder: The folder in which relative paths in the document start; absolute.
-        lines: Path in the document to line, counted from 1.
-        document: The document with `${NAME}` as written, and `Redacted.SECRET` in place of secrets.
+        file: The YAML file as the caller named it, for errors; None without a file.
+        path: Absolute path of the file; None if other processes cannot read the same content, as with pipes.
+        folder: Absolute path of the folder at which relative paths in the document start.
+        lines: Path in the document -> line, counted from 1.
+        document: The document with `${NAME}` as written and `Redacted.SECRET` in place of secrets.
         exposed_to: The other users who may read the file; empty if there are none.
     """
 
@@ -473,27 +477,27 @@ class DocumentSource:
     exposed_to: str = field(default="", compare=False)
 
     def error(self, mistakes: Sequence[Mistake]) -> ConfigurationError:
-        """Make one error that reports all mistakes, with file and lines."""
+        """Return one error that reports all mistakes with file and lines."""
         return configuration_error(mistakes, file=self.file, lines=self.lines)
 
     @property
     def redacted_paths(self) -> list[YamlPath]:
-        """The places where the document itself holds a secret."""
+        """Paths of the literal secrets in the document."""
         return list(_redacted_paths(self.document, ()))
 
     @property
     def shown(self) -> Any:
-        """The document in values that JSON supports, with a text in place of each secret."""
+        """The document as JSON values, with a text in place of each secret."""
         return _shown(self.document)
 
 
 def exposed_to(found: os.stat_result) -> str:
-    """Return who may read a file besides this user and the superuser; on Windows, this is unknown."""
+    """Return which users may read a file besides this user and root; empty if none, or on Windows."""
     if permissions(found, stat.S_IROTH):
-        return "everybody on this machine"
+        return "every user of this machine"
     if permissions(found, stat.S_IRGRP):
         return "its group"
-    # Who owns a file can change its permissions.
+    # The owner of a file can change its permissions.
     return "" if found.st_uid in (0, own_user_id()) else "its owner, another user,"
 
 
@@ -516,7 +520,7 @@ def _redacted_paths(value: Any, path: YamlPath) -> Sequence[YamlPath]:
 
 
 def redacted(document: Mapping[str, Any], kms: pydantic.BaseModel | None) -> dict[str, Any]:
-    """Return a document without its secrets: data keys, and all fields of the KMS settings that hold one."""
+    """Return a document without data keys and without the secret fields of the KMS settings."""
     safe = {name: _without_objects(value) for name, value in document.items()}
     if "data_keys" in document:
         safe["data_keys"] = _redact(document["data_keys"])
@@ -529,12 +533,12 @@ def redacted(document: Mapping[str, Any], kms: pydantic.BaseModel | None) -> dic
 
 
 def _is_secret(settings: pydantic.BaseModel, name: str) -> bool:
-    """Return whether a field holds a secret. A name that is not a field is an alias, and counts as a secret."""
+    """Return whether a field holds a secret. A name that is not a field is an alias and counts as a secret."""
     return name not in type(settings).model_fields or holds_secret(getattr(settings, name))
 
 
 def _redact(value: Any) -> Any:
-    """Return a value in which everything is redacted except names and environment variables."""
+    """Return a value with everything redacted except names, None, booleans and environment variables."""
     if value is None or isinstance(value, bool) or (isinstance(value, str) and references_only(value)):
         return value
     if isinstance(value, dict):
@@ -545,7 +549,7 @@ def _redact(value: Any) -> Any:
 
 
 def _without_objects(value: Any) -> Any:
-    """Return a value in which everything is redacted that YAML cannot express, such as a `SecretStr`."""
+    """Return a value with everything redacted that YAML cannot express, such as a `SecretStr`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (dict, list)):

@@ -1,4 +1,4 @@
-"""Policy of keys: the key that a name in a table means, and the key of each column of a file."""
+"""Key policy: resolve the key names of a table, and the key of each column of a file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from parquet_keytools.config.settings import Configuration, TableSettings
 
 @dataclass(frozen=True)
 class MasterKeyReference:
-    """A master key, by its identifier in the KMS."""
+    """A master key, named by its identifier in the KMS."""
 
     master_key_id: str
 
 
 @dataclass(frozen=True)
 class DataKeyReference:
-    """A data key that the caller manages, by its name under `data_keys`."""
+    """A data key that the caller manages, named as under `data_keys`."""
 
     name: str
 
@@ -31,13 +31,13 @@ KeyReference = MasterKeyReference | DataKeyReference
 
 
 def resolve_key(configuration: Configuration, name: str) -> KeyReference:
-    """Return the key that a name means: a key under `master_keys`, under `data_keys`, or else in the KMS.
+    """Return the key that a name refers to: under `master_keys`, under `data_keys`, or in the KMS.
 
     `data_keys` come before the keys of the KMS, which often cannot be listed. If they can be listed,
-    `check_key_names` reports a name that is in both, so the order makes no difference.
+    `check_key_names` refuses a name that is in both.
 
     Raises:
-        ConfigurationError: The name is not declared, and there is no KMS that might know it.
+        ConfigurationError: The name is not declared, and no KMS is configured.
     """
     reference = _lookup(configuration, name)
     if reference is None:
@@ -46,10 +46,7 @@ def resolve_key(configuration: Configuration, name: str) -> KeyReference:
 
 
 def configured_master_key_ids(configuration: Configuration) -> frozenset[str]:
-    """Return the identifiers of all master keys that a configuration names.
-
-    The table of a file decides which of them the file may use.
-    """
+    """Return the identifiers of all master keys that a configuration names."""
     used = {name for table in configuration.tables.values() for _, name in table.key_names()}
     references = [_lookup(configuration, name) for name in used]
     in_tables = {found.master_key_id for found in references if isinstance(found, MasterKeyReference)}
@@ -65,21 +62,21 @@ def hash_key_reference(configuration: Configuration, name: str) -> MasterKeyRefe
 
 
 def moved_master_key_ids(configuration: Configuration) -> list[tuple[str, str]]:
-    """Return the identifiers of the old and the new master key of each move under `rotation`."""
+    """Return the identifiers of the old and new master key of each move under `rotation`."""
     names = configuration.master_keys
     return [(names.get(old, old), names.get(new, new)) for old, new in configuration.rotation.moves.items()]
 
 
 def check_key_names(configuration: Configuration, known_master_key_ids: frozenset[str] | None = None) -> None:
-    """Check that every key that a table uses exists, as far as this is known.
+    """Check that every key that a table or digest uses exists, as far as known.
 
     Args:
-        configuration: The configuration; all of its tables are checked.
-        known_master_key_ids: Identifiers of all master keys in the KMS; None if the KMS did not list them, so that
-            any name may be a master key.
+        configuration: The configuration; all its tables are checked.
+        known_master_key_ids: Identifiers of all master keys in the KMS; None if the KMS does not list them.
+            Then any name may be a master key.
 
     Raises:
-        ConfigurationError: Names mean no key, or two keys; the error reports all of them.
+        ConfigurationError: Names refer to no key or to two keys; the error reports all of them.
     """
     known = known_master_key_ids
     mistakes: list[Mistake] = []
@@ -96,12 +93,12 @@ def check_key_names(configuration: Configuration, known_master_key_ids: frozense
 
 
 def check_moves(configuration: Configuration, known_master_key_ids: frozenset[str] | None) -> None:
-    """Check that the master keys under `rotation.moves` exist, as far as this is known.
+    """Check that the master keys under `rotation.moves` exist, as far as known.
 
-    Only a rotation checks this. After it, the old master key of a move may be gone, and readers no longer need it.
+    Only a rotation checks this: afterwards the old master key may be deleted, and readers no longer need it.
 
     Raises:
-        ConfigurationError: Names mean no master key; the error reports all of them.
+        ConfigurationError: Names refer to no master key; the error reports all of them.
     """
     known = known_master_key_ids
     if known is None:
@@ -142,14 +139,14 @@ def _checked_use(
 
 
 def _unknown(configuration: Configuration, name: str, known: frozenset[str]) -> tuple[str, str]:
-    """Return message and hint for a name that means no key."""
+    """Return message and hint for a name that refers to no key."""
     places = "master_keys, data_keys, or the KMS" if configuration.kms else "data_keys, and there is no kms"
     names = {*configuration.master_keys, *configuration.data_keys, *known}
     return f"there is no key {name!r} in {places}.", did_you_mean(name, names) or one_of(names)
 
 
 def _without_effect(configuration: Configuration, table_name: str, table: TableSettings) -> Iterator[Mistake]:
-    """Yield settings of the table that have no effect with data keys."""
+    """Yield a mistake for each setting of the table that has no effect with data keys."""
     references = [_lookup(configuration, name) for _, name in table.key_uses()]
     data_keys = [reference.name for reference in references if isinstance(reference, DataKeyReference)]
     path: YamlPath = ("tables", table_name)
@@ -177,14 +174,14 @@ WILDCARD = re.compile(r"[*?]")
 class ChosenKey:
     """The key of a column.
 
-    A column that is listed under the name of the footer's master key is still a `column_key`: it gets a DEK of its
-    own, wrapped by the same master key. The footer's DEK encrypts unlisted columns, and columns that are listed
-    under the footer's data key: such a column has no metadata of its own (spec 5.4).
+    A column listed under the footer's master key is still a `column_key`: it has its own DEK, wrapped by the same
+    master key. The footer's DEK encrypts unlisted columns and columns listed under the footer's data key; these
+    columns have no key metadata (spec 5.4).
 
     Attributes:
-        kind: `plaintext`; `footer_key`, which means the footer's DEK; or `column_key`, a DEK of its own.
+        kind: `plaintext`, `footer_key` (the DEK of the footer), or `column_key` (a separate DEK).
         key_name: Name of the key in the configuration; None for plaintext.
-        is_listed: Whether `column_keys` covers the column, whatever the kind of its key.
+        is_listed: Whether `column_keys` covers the column, independent of `kind`.
     """
 
     kind: Literal["plaintext", "footer_key", "column_key"]
@@ -202,23 +199,23 @@ def resolve_columns(
 ) -> dict[ColumnPath, ChosenKey]:
     """Return the key of every leaf column of a schema, in the order of `leaf_paths`.
 
-    A pattern covers a leaf column if it equals the dotted path of the column or of one of its parents. A pattern
-    that equals no path is a glob, and covers a leaf column if it matches one of these paths: `*` matches any text,
-    dots included, `?` matches one character, and all other characters match themselves.
+    A pattern covers a leaf column if it equals the dotted path of the column or of a parent. A pattern that equals
+    no path is a glob, and covers a leaf column if it matches one of these paths: `*` matches any text, including
+    dots, and `?` matches one character.
 
     Args:
         configuration: The configuration with the table.
-        table_name: The table.
+        table_name: Name of the table.
         leaf_paths: Every leaf column of the schema.
-        for_reading: Whether the schema is from an existing file. If so, patterns may cover nothing, since schemas
-            change over time. A glob then is a glob even if a column has the same name: an attacker may have chosen
-            that name, and the column must not take the key away from the others.
-        ignores_case: Whether a pattern also covers a column that no pattern covers otherwise if the two differ
-            only in the case of letters, for readers that ignore case.
+        for_reading: Whether the schema comes from an existing file. Schemas change over time, so a pattern may
+            then cover nothing. A glob also stays a glob if a column has the same name: an attacker may have chosen
+            the name to take the key away from other columns.
+        ignores_case: Whether patterns also cover columns without another key in any case, for readers that ignore
+            case.
 
     Raises:
-        ConfigurationError: Patterns cover no column, columns have two keys, or columns are not listed although the
-            table has `unlisted_columns: error`. The error reports all of them.
+        ConfigurationError: A pattern covers no column, a column has two keys, or a column is not listed under
+            `unlisted_columns: error`. The error reports all of them.
     """
     _, table = configuration.select_table(table_name)
     if table.unlisted_columns == "footer_key":
@@ -233,14 +230,14 @@ def resolve_columns(
     def give_keys(
         covers: Callable[[str], list[ColumnPath]], *, must_cover: bool, spared: Collection[ColumnPath]
     ) -> Collection[ColumnPath]:
-        """Give columns the keys of the patterns that cover them, and return these columns."""
+        """Assign keys to the columns that patterns cover, and return these columns."""
         covered_by: dict[ColumnPath, tuple[str, str]] = {}
         for key_name, patterns in table.column_keys.items():
             for position, pattern in enumerate(patterns):
                 path: YamlPath = ("tables", table_name, "column_keys", key_name, position)
                 covered = covers(pattern)
                 if not covered and must_cover:
-                    # A mistake that is not shown needs no hint, and finding one searches every column.
+                    # Finding a hint searches every column, so skip it for mistakes that the error does not list.
                     hint = did_you_mean(pattern, dotted_paths) if len(mistakes) < MOST_REPORTED else ""
                     mistakes.append(Mistake(path, f"{pattern!r} matches no column.", hint))
                 for leaf in covered:
@@ -277,13 +274,12 @@ def digest_columns(
 ) -> frozenset[ColumnPath]:
     """Return the leaf columns of a file that are shown as digests with `denied_columns: hash`.
 
-    These are all columns under `column_keys` except `shown_columns`. If a pattern under `shown_columns` is wrong,
-    its columns are shown as digests.
+    These are all columns under `column_keys` or with a key in the file, except `shown_columns`.
 
     Args:
         table: The table of the file.
         leaf_paths: Every leaf column.
-        keyed: The columns that have a key of their own in the file, whatever the table says.
+        keyed: The columns that have a key in the file, even if the table names none.
     """
     dotted_paths = _DottedPaths(leaf_paths)
     covered = set(keyed)
@@ -298,13 +294,13 @@ def digest_columns(
 def _unlisted(
     table_name: str, table: TableSettings, dotted_paths: _DottedPaths, without_key: Sequence[ColumnPath]
 ) -> Iterator[Mistake]:
-    """Yield columns that have no key and are not listed as plaintext."""
+    """Yield a mistake for each column that has no key and is not listed as plaintext."""
     plaintext = {leaf for pattern in table.plaintext_columns for leaf in dotted_paths.covered_by(pattern)}
     for leaf in without_key:
         if leaf not in plaintext:
             yield Mistake(
                 ("tables", table_name, "unlisted_columns"),
-                f"column {'.'.join(leaf)!r} is not listed, and nothing is written in this case.",
+                f"column {'.'.join(leaf)!r} is not listed, so nothing is written.",
                 "List it under column_keys or plaintext_columns.",
             )
 
@@ -312,11 +308,11 @@ def _unlisted(
 def _listed_as_plaintext(
     table_name: str, table: TableSettings, dotted_paths: _DottedPaths, covered: Collection[ColumnPath]
 ) -> Iterator[Mistake]:
-    """Yield columns that have a key and are listed as plaintext."""
+    """Yield a mistake for each column that has a key and is listed as plaintext."""
     for position, pattern in enumerate(table.plaintext_columns):
         for leaf in dotted_paths.covered_by(pattern):
             if leaf in covered:
-                message = f"column {'.'.join(leaf)!r} has a key under column_keys, and is listed as plaintext too."
+                message = f"column {'.'.join(leaf)!r} has a key under column_keys and is also listed as plaintext."
                 yield Mistake(("tables", table_name, "plaintext_columns", position), message)
 
 
@@ -339,7 +335,7 @@ class _DottedPaths:
         return self._matching(pattern)
 
     def also_covered_by(self, pattern: str, *, ignores_case: bool) -> list[ColumnPath]:
-        """Return what a pattern covers as a glob although a column has its name, or in another case."""
+        """Return the columns that a pattern covers as a glob despite a column of its name, or in another case."""
         is_glob = WILDCARD.search(pattern) is not None
         if is_glob and (ignores_case or pattern in self._leaves):
             return self._matching(pattern, re.IGNORECASE if ignores_case else 0)

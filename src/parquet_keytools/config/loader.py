@@ -1,4 +1,4 @@
-"""Makes configurations from YAML files and mappings, and reports their mistakes."""
+"""Load configurations from YAML files and mappings, and report their mistakes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def load_configuration(
     """Load a configuration from a YAML file.
 
     Args:
-        file: Its path; `~` is the home folder.
+        file: Path of the file; `~` is the home folder.
         environment: The variables that `${NAME}` refers to; by default, the environment of this process.
         kms: The client that will be passed to `Keytools`. The configuration then needs no `kms`.
 
     Raises:
         ConfigurationError: The file cannot be read, or has mistakes. The error reports all mistakes in single
-            values; if there are none, it reports all values that contradict each other.
+            values or, without such mistakes, all contradictions between values.
     """
     configuration = _load(file, os.environ if environment is None else environment, _standing_for(kms))
     _warn(configuration)
@@ -68,12 +68,12 @@ def parse_configuration(
 
     Args:
         document: YAML text, or a mapping.
-        file: The file that the text came from, for errors, relative paths, and worker processes.
+        file: The file that contained the text, for errors, relative paths, and worker processes.
         environment: The variables that `${NAME}` refers to; by default, the environment of this process.
-        kms: As with `load_configuration`.
+        kms: As in `load_configuration`.
 
     Raises:
-        ConfigurationError: As with `load_configuration`.
+        ConfigurationError: As in `load_configuration`.
     """
     configuration = _parse(document, file, os.environ if environment is None else environment, _standing_for(kms))
     _warn(configuration)
@@ -84,8 +84,8 @@ def restore_configuration(source: DocumentSource) -> Configuration:
     """Restore a configuration in a worker process, from a pickle without its secrets.
 
     Raises:
-        ConfigurationError: An environment variable is not set here, or the configuration file that holds the
-            secrets is not here, or has changed.
+        ConfigurationError: An environment variable is not set here, or the configuration file with the secrets is
+            missing or has changed.
     """
     if not source.redacted_paths:
         return _build(source.document, source, os.environ)
@@ -94,10 +94,12 @@ def restore_configuration(source: DocumentSource) -> Configuration:
     try:
         configuration = _load(source.path, os.environ)
     except ConfigurationError as error:
-        message = "a configuration with secrets in it was sent here, and its file cannot be used here:"
+        message = (
+            "this process received a configuration without its secrets, and cannot use the file that holds them:"
+        )
         raise ConfigurationError(f"{message} {error}", file=source.file, hint=hint) from None
     if configuration._source is None or configuration._source.document != source.document:
-        message = "the configuration changed after it was sent here."
+        message = "the configuration changed after it was sent to this process."
         raise ConfigurationError(message, file=source.file, hint=f"Start again. {hint}")
     configuration._source = replace(configuration._source, file=source.file)
     return configuration
@@ -109,7 +111,7 @@ def _warn(configuration: Configuration) -> None:
 
 
 def _standing_for(kms: KmsClient | None) -> KmsSettings | None:
-    """Return settings that stand for a client that was passed in, whose own settings are unknown."""
+    """Return settings that represent a client from the caller, whose real settings are unknown."""
     return None if kms is None else KmsSettings(type=kms.backend, instance_id=kms.instance_id)
 
 
@@ -143,7 +145,7 @@ _OF_ONE_PROCESS = tuple(map(Path, ("/dev/stdin", "/dev/fd", "/proc")))
 
 
 def _can_be_read_again(file: Path, found: os.stat_result) -> bool:
-    """Return whether other processes can read the same content; they cannot with `<(command)` of a shell."""
+    """Return whether other processes can read the same content, unlike the content of `<(command)`."""
     path = file.absolute()
     return stat.S_ISREG(found.st_mode) and not any(path.is_relative_to(place) for place in _OF_ONE_PROCESS)
 
@@ -173,7 +175,7 @@ def _read(content: str | bytes, name: str | None) -> YamlDocument:
 
 
 def _plain(value: Any) -> Any:
-    """Return a document from Python in the types that YAML text would have."""
+    """Return a document from Python in the types that YAML produces."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -195,7 +197,7 @@ def _build(
         configuration = Configuration.model_validate({**document, "kms": kms})
     except ValidationError as error:
         later_mistakes += mistakes_of(error, Configuration, document)
-    # A value with an earlier mistake was replaced, so later mistakes below it mean nothing.
+    # A value with an earlier mistake was replaced, so later mistakes below it are meaningless.
     broken = [mistake.path for mistake in mistakes]
     mistakes += [
         mistake for mistake in later_mistakes if not any(mistake.path[: len(path)] == path for path in broken)
@@ -218,7 +220,9 @@ def _kms_settings(document: Any) -> tuple[KmsSettings | None, list[Mistake]]:
     name = document.get("type")
     if not isinstance(name, str) or not is_known(name):
         message = (
-            "no KMS client has this name." if isinstance(name, str) else "the name of a KMS client is required."
+            "there is no KMS client with this name."
+            if isinstance(name, str)
+            else "the name of a KMS client is required."
         )
         hint = did_you_mean(name, known_names()) if isinstance(name, str) else ""
         return broken, [Mistake(("kms", "type"), message, hint or one_of(known_names()))]
@@ -259,17 +263,17 @@ _NOTHING = object()
 def mistakes_of(
     error: ValidationError, model: type[BaseModel], document: Any, path: YamlPath = ()
 ) -> Iterator[Mistake]:
-    """Yield the mistakes that a validation found.
+    """Yield the mistakes that a validation found. They contain no value of the document.
 
     Args:
-        error: The error that pydantic raised. A mistake never contains a value from it.
+        error: The error that pydantic raised.
         model: The model that `document` was validated against.
-        document: The document, with environment variables expanded.
-        path: Place of `document` in the whole configuration.
+        document: The document with environment variables expanded.
+        path: Path of `document` in the whole configuration.
     """
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and details["input"]:
-            # pydantic counts only valid items, and reports the invalid ones separately.
+            # pydantic counts only valid items, and reports invalid items separately.
             continue
         place = _place(details, document)
         if details["type"] == BROKEN_RULES:
@@ -280,7 +284,7 @@ def mistakes_of(
 
 
 def _place(details: ErrorDetails, document: Any) -> YamlPath:
-    """Return the part of pydantic's location that is in the document; variants of unions are not."""
+    """Return the part of pydantic's location that is in the document, without the variants of unions."""
     place: YamlPath = ()
     for position, step in enumerate(details["loc"]):
         inner: Any = _NOTHING
@@ -342,7 +346,7 @@ def _hint(kind: str, given: Any) -> str:
 
 
 def _quoted(expected: str) -> list[str]:
-    """Return the names in pydantic's list of what it expected: `'a', 'b' or 'c'`."""
+    """Return the names in pydantic's list of expected values: `'a', 'b' or 'c'`."""
     return expected.split("'")[1::2]
 
 
@@ -363,7 +367,7 @@ def _fields_at(model: type[BaseModel], place: YamlPath) -> list[str]:
             field = annotation.model_fields.get(str(step))
             annotation = field.annotation if field else None
         else:
-            # The values of a mapping or a list.
+            # The type of the values of a mapping or list.
             annotation = (typing.get_args(annotation) or (None,))[-1]
         annotation = _model_in(annotation)
     is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -1,6 +1,6 @@
-"""What a configuration says, typed and validated, and as a JSON Schema for editors.
+"""Typed, validated settings of a configuration, and their JSON Schema for editors.
 
-Instances are frozen and may be shared by threads.
+Instances are frozen, so threads may share them.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class ConfigurationWarning(UserWarning):
 
 
 BROKEN_RULES = "broken_rules"
-"""Type of the pydantic error for rules that concern several fields; it carries the mistakes."""
+"""Type of the pydantic error for rules across several fields; it carries the mistakes."""
 
 _PLACEHOLDERS = ("file_name", "table_name")
 
 
 def _checked_identifier(text: str) -> str:
-    # pyarrow receives identifiers percent-encoded, since the `:`, `;` and `,` of ARNs have a meaning in its syntax
-    # for column keys. An identifier that contains `%` would be ambiguous.
+    # pyarrow gets identifiers percent-encoded, since `:`, `;` and `,` of ARNs separate names in its list of column
+    # keys. An identifier that contains `%` would be ambiguous.
     if "%" in text:
         raise PydanticCustomError("identifier", "a key's name or identifier must not contain `%`.")
     if any(character < " " or "\x7f" <= character < "\xa0" for character in text):
@@ -95,7 +95,7 @@ def _checked_whole_number(value: Any) -> Any:
 
 
 def _text_of_prefix(value: Any) -> Any:
-    """Return the text form of a prefix that a mapping gives as bytes."""
+    """Return the text form of a prefix that a mapping holds as bytes."""
     return BASE64 + strict_base64.encode(value) if isinstance(value, bytes) and value else value
 
 
@@ -116,13 +116,13 @@ def _checked_template(text: str) -> str:
         )
     if "\0" in text:
         raise PydanticCustomError(
-            "template", "an AAD prefix contains no NUL: parquet-keytools writes one to mark its end."
+            "template", "an AAD prefix must not contain NUL: parquet-keytools writes NUL to mark its end."
         )
     return text
 
 
 def broken_rules(mistakes: list[Mistake]) -> PydanticCustomError:
-    """Make the error that a validator of several fields raises. Paths begin at the model of the validator."""
+    """Make the error of a validator across several fields. Paths begin at the model of the validator."""
     text = " ".join(mistake.text for mistake in mistakes)
     return PydanticCustomError(BROKEN_RULES, "{text}", {"text": text, "mistakes": mistakes})
 
@@ -142,7 +142,7 @@ AadPrefixTemplate = Annotated[
 Version = Annotated[Literal[1], BeforeValidator(_checked_whole_number)]
 DeniedColumns = Annotated[
     Literal["error", "hide", "null", "hash"],
-    # YAML reads the word without quotes as None.
+    # YAML reads an unquoted `null` as None.
     BeforeValidator(
         lambda value: "null" if value is None else value,
         json_schema_input_type=Literal["error", "hide", "null", "hash", None],
@@ -155,33 +155,33 @@ KeyLength = Annotated[Literal[128, 192, 256], BeforeValidator(_checked_whole_num
 
 
 class TableSettings(StrictSettings):
-    """How one table is encrypted: an entry under `tables`."""
+    """The encryption settings of one table: an entry under `tables`."""
 
     footer_key: KeyName = Field(description="Name of the master key, or data key, of the footer.")
     column_keys: dict[KeyName, Annotated[tuple[Text, ...], Field(min_length=1)]] = Field(
         default={},
-        description="Name of a key to the columns under it: dotted paths of leaf columns, parents of nested "
-        "columns, or globs with * and ?.",
+        description="Name of a key -> the columns that it encrypts: dotted paths of leaf columns, parents of "
+        "nested columns, or globs with * and ?.",
     )
     also_trusted: tuple[KeyName, ...] = Field(
         default=(),
-        description="Names of keys that files of this table may be under in place of any key that it names, such "
-        "as keys from before a change of the table. Nothing new is encrypted with them.",
+        description="Names of keys that existing files of this table may use instead of any key of the table, "
+        "such as keys from before a change of the table. New files do not use them.",
     )
     hash_key: KeyName | None = Field(
         default=None,
         description="Name under hash_keys of the secret for digests of this table's columns, for readers with "
-        "`denied_columns: hash`. Equal values have equal digests in all tables that name the same one.",
+        "`denied_columns: hash`. Equal values have equal digests in all tables with the same secret.",
     )
     shown_columns: tuple[Text, ...] = Field(
         default=(),
-        description="Columns under column_keys whose values readers with `denied_columns: hash` see, in place of "
+        description="Columns under column_keys whose values readers with `denied_columns: hash` see instead of "
         "digests: dotted paths, parents, or globs.",
     )
     unlisted_columns: Literal["plaintext", "footer_key", "error"] = Field(
         default="plaintext",
-        description="What happens to columns that no key lists: they stay plaintext, are encrypted with the "
-        "footer's key, or nothing is written until each is under column_keys or plaintext_columns.",
+        description="How to treat columns that no key lists: leave them in plaintext, encrypt them with the "
+        "footer's key, or refuse to write until each is under column_keys or plaintext_columns.",
     )
     plaintext_columns: tuple[Text, ...] = Field(
         default=(),
@@ -194,37 +194,37 @@ class TableSettings(StrictSettings):
     )
     plaintext_footer_key_values: Literal["drop", "refuse"] = Field(
         default="drop",
-        description="What happens, with plaintext_footer, to key-value metadata of the file that may hold values "
-        "of encrypted columns (pandas, geo, all that is not known to say the schema only): it is left out with a "
-        "warning, or the file is refused.",
+        description="With plaintext_footer, how to treat key-value metadata that may hold values of encrypted "
+        "columns (pandas, geo, and every key that is not known to describe the schema only): drop it with a "
+        "warning, or refuse the file.",
     )
     plaintext_footer_keys: tuple[Text, ...] = Field(
-        default=(), description="Keys of key-value metadata that a plaintext footer shows with their whole values."
+        default=(), description="Keys of key-value metadata that a plaintext footer shows with their full values."
     )
     algorithm: Literal["AES_GCM_V1", "AES_GCM_CTR_V1"] = Field(
         default="AES_GCM_V1", description="AES_GCM_CTR_V1 does not authenticate page data: changes go undetected."
     )
-    # The default matches pyarrow, whose KEKs always have 128 bits. AES-128 is not weak; 256 bits are for users
-    # whose rules demand them.
+    # The default matches pyarrow, whose KEKs always have 128 bits. AES-128 is not weak; 256 bits serve users whose
+    # rules demand them.
     data_key_length_bits: KeyLength = Field(default=128, description="Length of the DEKs, in bits.")
     kek_length_bits: KeyLength | None = Field(
-        default=None, description="Length of the KEKs, in bits; that of the DEKs where it is not set."
+        default=None, description="Length of the KEKs, in bits; by default, the length of the DEKs."
     )
     double_wrapping: StrictBool = Field(
         default=True,
-        description="Wrap DEKs with KEKs and only these with master keys: far fewer calls to the KMS.",
+        description="Wrap DEKs with KEKs, and only KEKs with master keys, which needs far fewer KMS calls.",
     )
     key_material: Literal["internal", "external"] = Field(
         default="internal",
-        description="Where key material is kept: in the Parquet file, or in a JSON file beside it.",
+        description="Where to store key material: in the Parquet file, or in a JSON file beside it.",
     )
     aad_prefix: AadPrefixTemplate | None = Field(
         default=None,
-        description="AAD prefix, which ties a file to its name: a text, where {file_name} and {table_name} "
-        "stand for these; or `base64:` with base64 of bytes. In the file it ends with NUL.",
+        description="AAD prefix, which ties a file to its name: text with the placeholders {file_name} and "
+        "{table_name}, or `base64:` and base64 of bytes. In the file it ends with NUL.",
     )
     store_aad_prefix: StrictBool = Field(
-        default=True, description="Store the AAD prefix in the file; where not, readers must supply it."
+        default=True, description="Store the AAD prefix in the file; otherwise, readers must supply it."
     )
     cache_lifetime_seconds: Seconds = Field(
         default=600, description="How long KEKs for writing are kept, in seconds; 0 keeps none."
@@ -236,21 +236,21 @@ class TableSettings(StrictSettings):
         return self.kek_length_bits or self.data_key_length_bits
 
     def key_uses(self) -> Iterator[tuple[YamlPath, str]]:
-        """Yield each key that encrypts new files: its path within the table, and its name."""
+        """Yield path within the table and name of each key that encrypts new files."""
         yield ("footer_key",), self.footer_key
         for name in self.column_keys:
             yield ("column_keys", name), name
 
     def key_names(self) -> Iterator[tuple[YamlPath, str]]:
-        """Yield each key that the table names, for new or existing files."""
+        """Yield path within the table and name of each key for new or existing files."""
         yield from self.key_uses()
         for position, name in enumerate(self.also_trusted):
             yield ("also_trusted", position), name
 
     def rendered_aad_prefix(self, *, table_name: str, file_name: str) -> str | None:
-        """Return the AAD prefix of a file in the form that `prefix_bytes` takes, or None if the table has none.
+        """Return the AAD prefix of a file in the form of `prefix_bytes`, or None if the table has none.
 
-        Files store the prefix with NUL at its end; `encryption.aad` says which forms are read.
+        Files store the prefix with NUL at its end; `encryption.aad` lists the forms that readers accept.
         """
         if self.aad_prefix is None or self.aad_prefix.startswith(BASE64):
             return self.aad_prefix
@@ -265,7 +265,7 @@ class TableSettings(StrictSettings):
         if not self.store_aad_prefix and self.aad_prefix is None:
             mistakes.append(Mistake(("store_aad_prefix",), "there is no aad_prefix that could be stored."))
         if self.plaintext_columns and self.unlisted_columns != "error":
-            message = "columns that may stay plaintext are listed with `unlisted_columns: error` only."
+            message = "plaintext_columns needs `unlisted_columns: error`."
             mistakes.append(Mistake(("plaintext_columns",), message))
         if not self.plaintext_footer:
             mistakes += [
@@ -274,7 +274,7 @@ class TableSettings(StrictSettings):
                 if name in self.model_fields_set
             ]
         if self.shown_columns and self.hash_key is None:
-            message = "without hash_key no columns are shown as digests, and none needs to be excepted."
+            message = "shown_columns needs hash_key: without it, no columns are shown as digests."
             mistakes.append(Mistake(("shown_columns",), message))
         if self.kek_length_bits is not None and not self.double_wrapping:
             mistakes.append(Mistake(("kek_length_bits",), "without double_wrapping there are no KEKs."))
@@ -298,50 +298,50 @@ class TableSettings(StrictSettings):
 
 
 class KeysWithoutMetadata(StrictSettings):
-    """Data keys for files that do not say which keys they need."""
+    """Data keys for files without key metadata."""
 
     footer: KeyName | None = Field(default=None, description="Name of the data key of the footer.")
     columns: dict[Text, KeyName] = Field(
-        default={}, description="Dotted path of a column to the name of its data key."
+        default={}, description="Dotted path of a column -> name of its data key."
     )
 
 
 class HashKeySettings(StrictSettings):
-    """The secret of digests that are shown in place of values, wrapped by a master key."""
+    """The secret for digests that replace values, wrapped by a master key."""
 
     master_key: KeyName = Field(description="Name of the master key that wraps the secret.")
     wrapped_key: Text = Field(
-        description="The secret of 32 bytes as the KMS wrapped it; `parquet-keytools hash-key` makes one."
+        description="The secret of 32 bytes, wrapped by the KMS; `parquet-keytools hash-key` makes it."
     )
 
 
 class ReadingSettings(StrictSettings):
-    """How files are read."""
+    """Settings for reading files."""
 
     plaintext_files: Literal["reject", "allow"] = Field(
         default="reject",
-        description="What happens where a plaintext file lies in place of an encrypted one, as an attacker "
-        "may put it there.",
+        description="How to treat a plaintext file in place of an encrypted file: an attacker may have "
+        "replaced it.",
     )
     ctr_files: Literal["allow", "reject"] = Field(
         default="allow",
-        description="What happens to files encrypted with AES_GCM_CTR_V1, whose page data is not authenticated.",
+        description="How to treat files encrypted with AES_GCM_CTR_V1, whose page data is not authenticated.",
     )
     reused_encryption_properties: Literal["reject", "allow"] = Field(
         default="reject",
-        description="What happens to files of one folder that share data keys and file unique: those that pyarrow "
-        "wrote with one and the same encryption properties, and copies.",
+        description="How to treat files of one folder that share data keys and file unique: copies, and files "
+        "that pyarrow wrote with the same encryption properties.",
     )
     denied_columns: DeniedColumns = Field(
         default="error",
-        description="What happens to columns whose keys the KMS refuses: reading them is an error, they are left "
-        "out, or their values are null. Any other failure is always an error. With hash, refused columns are an "
-        "error, and the other columns under column_keys are shown as keyed digests of their values.",
+        description="How to treat columns whose keys the KMS refuses: raise an error when they are read, leave "
+        "them out, or show nulls. Any other failure is always an error. With hash, refused columns are an error, "
+        "and the other columns under column_keys are shown as keyed digests of their values.",
     )
     file_unique_lengths: Literal["exact", "any"] = Field(
         default="exact",
-        description="Lengths of the file unique where an AAD prefix is expected: exactly 8 bytes, or any, for "
-        "files of writers that use others. With any, no prefix of a table may be the beginning of another.",
+        description="Length of the file unique where an AAD prefix is expected: exactly 8 bytes, or any length, "
+        "for files of other writers. With any, a table's prefix must not be the beginning of another prefix.",
     )
     max_footer_bytes: Annotated[int, Field(strict=True, gt=0)] = Field(
         default=64 * 1024 * 1024,
@@ -357,20 +357,20 @@ class ReadingSettings(StrictSettings):
 
 
 class RotationSettings(StrictSettings):
-    """Defaults of rotations."""
+    """Defaults for rotations."""
 
     moves: dict[KeyName, KeyName] = Field(
         default={},
-        description="Name of a master key to the one of the same KMS that replaces it. Keys under other master "
-        "keys then stay.",
+        description="Name of a master key -> master key of the same KMS that replaces it. Keys under other master "
+        "keys are then not re-wrapped.",
     )
 
 
 class Configuration(StrictSettings):
     """A whole configuration; `load_configuration` makes it from a YAML file.
 
-    It pickles without its secrets, for worker processes: there environment variables are expanded again, and
-    secrets that stand in the file are read from the file again.
+    A pickle of it holds no secrets: the worker process expands environment variables again, and reads literal
+    secrets from the file again.
     """
 
     version: Version = Field(description="Version of the configuration format.")
@@ -378,17 +378,17 @@ class Configuration(StrictSettings):
         default=None, description="The KMS that holds the master keys."
     )
     master_keys: dict[KeyName, KeyName] = Field(
-        default={}, description="Name of a master key to its identifier in the KMS, where they differ."
+        default={}, description="Name of a master key -> its identifier in the KMS, where they differ."
     )
     data_keys: dict[KeyName, DataKey] = Field(
-        default={}, description="Data keys that the caller manages: name to base64 of 16, 24 or 32 bytes."
+        default={}, description="Data keys that the caller manages: name -> base64 of 16, 24 or 32 bytes."
     )
     hash_keys: dict[KeyName, HashKeySettings] = Field(
-        default={}, description="Name to a secret for digests, with which tables name it as their hash_key."
+        default={}, description="Name -> secret for digests; tables name it as their hash_key."
     )
-    tables: dict[Text, TableSettings] = Field(default={}, description="Name of a table to its settings.")
-    reading: ReadingSettings = Field(default=ReadingSettings(), description="How files are read.")
-    rotation: RotationSettings = Field(default=RotationSettings(), description="Defaults of rotations.")
+    tables: dict[Text, TableSettings] = Field(default={}, description="Name of a table -> its settings.")
+    reading: ReadingSettings = Field(default=ReadingSettings(), description="Settings for reading files.")
+    rotation: RotationSettings = Field(default=RotationSettings(), description="Defaults for rotations.")
 
     _source: DocumentSource | None = PrivateAttr(default=None)
 
@@ -404,19 +404,22 @@ class Configuration(StrictSettings):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is valid but protects less than it may seem to; each with file, line and YAML path."""
+        """Warnings about settings that protect less than they seem to; each with file, line and YAML path."""
         return tuple(str(self.error_for([mistake])) for mistake in self._doubts())
 
     def select_table(self, name: str | None = None) -> tuple[str, TableSettings]:
-        """Return the name and settings of a table. The name may be left out if there is only one table.
+        """Return the name and settings of a table.
+
+        Args:
+            name: Name of the table; None selects the only table.
 
         Raises:
-            ConfigurationError: The table does not exist, or no name is given and there is not exactly one table.
+            ConfigurationError: The table does not exist, or no name is given and there is not exactly one.
         """
         if name is None:
             if len(self.tables) == 1:
                 return next(iter(self.tables.items()))
-            message = f"there are {len(self.tables)} tables, so name the one that you mean."
+            message = f"there are {len(self.tables)} tables, so a table name is required."
             hint = f"Use table_name=, or --table on the command line. {one_of(self.tables)}" if self.tables else ""
             raise self.error_for([Mistake(("tables",), message, hint)])
         if name not in self.tables:
@@ -425,17 +428,17 @@ class Configuration(StrictSettings):
         return name, self.tables[name]
 
     def table_of_files(self, name: str | None = None) -> str | None:
-        """Return the name of the table of files that are read; None if the configuration has no tables.
+        """Return the name of the table for reading files; None if the configuration has no tables.
 
         Raises:
-            ConfigurationError: The table does not exist, or no name is given and there are several tables.
+            ConfigurationError: The table does not exist, or the name is needed since there are several tables.
         """
         if name is None and not self.tables:
             return None
         return self.select_table(name)[0]
 
     def error_for(self, mistakes: Sequence[Mistake]) -> ConfigurationError:
-        """Make one error that reports all mistakes, with file and lines if they are known."""
+        """Return one error that reports all mistakes, with file and lines if known."""
         if self._source:
             return self._source.error(mistakes)
         return configuration_error(mistakes, file=None, lines={})
@@ -477,7 +480,7 @@ class Configuration(StrictSettings):
                 yield Mistake(path, f"{hash_key.master_key!r} is a data key: master keys wrap secrets of digests.")
         shows_digests = self.reading.denied_columns == "hash"
         if shows_digests and not self.tables:
-            message = "without tables nothing says which columns are shown as digests."
+            message = "only tables say which columns are shown as digests."
             yield Mistake(("reading", "denied_columns"), message, "Describe them under `tables:`.")
         for name, table in self.tables.items():
             if table.hash_key is None and shows_digests:
@@ -493,7 +496,9 @@ class Configuration(StrictSettings):
         templates = {name: table.aad_prefix for name, table in self.tables.items() if table.aad_prefix is not None}
         for name, template in templates.items():
             if not template.startswith(BASE64) and "\0" in template.format(table_name=name, file_name=""):
-                yield Mistake(("tables", name), "an AAD prefix contains no NUL, and the name of the table does.")
+                yield Mistake(
+                    ("tables", name), "an AAD prefix must not contain NUL, but the name of the table does."
+                )
         if self.reading.file_unique_lengths != "any":
             return
         for name, longer in prefixes_that_begin_another(templates):
@@ -501,8 +506,8 @@ class Configuration(StrictSettings):
             yield Mistake(
                 ("tables", name, "aad_prefix"),
                 f"it may be the beginning of the prefix {other}, and with `file_unique_lengths: any` one file "
-                "could be presented as the other.",
-                "End it with `/`, which no name of a file contains; or leave file_unique_lengths at `exact`.",
+                "could pass as the other.",
+                "End it with `/`, which file names do not contain, or leave file_unique_lengths at `exact`.",
             )
 
     def _impossible_moves(self) -> Iterator[Mistake]:
@@ -518,13 +523,13 @@ class Configuration(StrictSettings):
             if self.master_keys.get(old, old) == self.master_keys.get(new, new):
                 yield Mistake(path, "both names are the same master key.")
             elif self.master_keys.get(old, old) in targets:
-                hint = "Do these moves in rotations of their own, one after the other."
+                hint = "Do these moves in separate rotations, one after the other."
                 yield Mistake(path, f"the master key {old!r} is to be moved and is the target of a move.", hint)
 
     def _doubts(self) -> Iterator[Mistake]:
         if self._source is not None and self._source.exposed_to and (secrets := self._source.redacted_paths):
             message = f"this secret is in the file itself, which {self._source.exposed_to} may read."
-            hint = "Put it into an environment variable or a file of its own, or run: chmod 600 on this file."
+            hint = "Put it into an environment variable or a separate file, or run chmod 600 on this file."
             yield Mistake(secrets[0], message, hint)
         yield from self._exposed_files()
         for name, table in self.tables.items():
@@ -559,13 +564,13 @@ class Configuration(StrictSettings):
         return self.__copy__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Imported here, since loader.py imports this source file.
+        # Imported here, since loader.py imports this module.
         from parquet_keytools.config.loader import restore_configuration
 
         if self._source is None:
             raise ConfigurationError(
                 "a configuration that was built in Python cannot be pickled.",
-                hint="Make it with load_configuration, or with parse_configuration from a mapping.",
+                hint="Use load_configuration, or parse_configuration with a mapping.",
             )
         if self._source.document.get("kms") is Redacted.SECRET:
             raise ConfigurationError(
@@ -576,8 +581,8 @@ class Configuration(StrictSettings):
         if redacted and self._source.path is None:
             places = ", ".join(map(yaml_path_text, redacted))
             raise ConfigurationError(
-                f"the configuration itself holds secrets, which must not be pickled: {places}.",
-                hint="Put each into an environment variable and write ${NAME} in its place, or load the "
+                f"the configuration contains secrets, which must not be pickled: {places}.",
+                hint="Put each secret into an environment variable and write ${NAME} in its place, or load the "
                 "configuration from a YAML file that every worker can read.",
             )
         return restore_configuration, (self._source,)
@@ -587,16 +592,16 @@ class Configuration(StrictSettings):
 
 
 _NAME = None
-"""Stands for the name of a file: one or more characters other than `/` and NUL."""
+"""Represents a file name: one or more characters other than `/` and NUL."""
 
 _Template = tuple[str | None, ...]
 
 
 def prefixes_that_begin_another(templates: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of tables: an AAD prefix of the first can be the beginning of a longer prefix of the second.
+    """Yield pairs of tables in which an AAD prefix of the first can begin a longer prefix of the second.
 
-    Prefixes of the same table are compared, too. If the length of the file unique is not fixed, nothing else
-    distinguishes the two: `part-1` begins `part-10`.
+    Prefixes of the same table are compared, too: `part-1` begins `part-10`. Such prefixes are ambiguous if the
+    file unique has no fixed length.
 
     Args:
         templates: Name of a table -> template of its AAD prefix.
@@ -609,7 +614,7 @@ def prefixes_that_begin_another(templates: Mapping[str, str]) -> Iterator[tuple[
 
 
 def _parsed(template: str, table_name: str) -> _Template:
-    """Return a template as a sequence of characters and `_NAME`; each byte counts as a character."""
+    """Return a template as a sequence of bytes, each as a character, and `_NAME`."""
     if template.startswith(BASE64):
         return tuple(prefix_bytes(template).decode("latin-1"))
     parts: list[str | None] = []
@@ -623,11 +628,11 @@ def _parsed(template: str, table_name: str) -> _Template:
 
 
 def _can_begin(one: _Template, other: _Template) -> bool:
-    """Return whether a rendering of one is the beginning of a longer rendering of the other.
+    """Return whether a rendering of `one` can be the beginning of a longer rendering of `other`.
 
-    Both are read in parallel, character by character. A place is the number of parts that have been read, and
-    whether the last of them is a name that may continue. If a template has the name twice, the two are compared
-    independently, which errs on the safe side.
+    Both templates are read in parallel, character by character. A place is the number of parts read, and whether
+    the last part is a name that may continue. If a template contains the name twice, each occurrence is treated as
+    independent, which errs on the safe side.
     """
     seen = {((0, False), (0, False))}
     waiting = list(seen)
@@ -672,9 +677,8 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 def configuration_json_schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of a whole configuration.
 
-    It knows the fields of all KMS clients that are installed here, by their `type`. Any other type may be a
-    plug-in on another machine, whose fields it does not check. It does not check rules that concern several
-    fields.
+    The schema has the fields of every installed KMS client by its `type`. Any other type may be a plug-in on
+    another machine, whose fields are not checked. Rules across several fields are not checked.
     """
     settings = _installed_settings()
     references, shared = models_json_schema(
@@ -696,13 +700,13 @@ def _installed_settings() -> dict[str, type[KmsSettings]]:
         try:
             settings[name] = client_class(name).Settings
         except ConfigurationError:
-            # A client that cannot be imported is treated like a plug-in on another machine.
+            # Treat a client that cannot be imported like a plug-in on another machine.
             continue
     return settings
 
 
 def _kms_schema(variants: dict[str, Any], *, description: str) -> dict[str, Any]:
-    """Return a schema that selects by `type`. With `if` and `then`, editors name the field that is wrong."""
+    """Return a schema that selects by `type`, with `if` and `then` so that editors name the wrong field."""
     return {
         "description": description,
         "type": ["object", "null"],

@@ -1,1 +1,1 @@
-"""Key material: who wraps what."""
+"""Key material, and how data keys are wrapped and unwrapped."""

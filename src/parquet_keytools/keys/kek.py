@@ -1,4 +1,4 @@
-"""Key encryption keys, which stand between a master key and many DEKs (double wrapping), and their cache."""
+"""Key encryption keys (KEKs) for double wrapping, and their cache."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from parquet_keytools.secret_bytes import SecretBytes
 
 @dataclass(frozen=True)
 class Kek:
-    """A KEK: wraps DEKs with AES-GCM; its id is the AAD, as in parquet-java and Arrow."""
+    """A KEK, which wraps DEKs with AES-GCM; its id is the AAD, as in parquet-java and Arrow."""
 
     kek_id: bytes
     key: SecretBytes
 
     @classmethod
     def generate(cls, length_bits: int) -> Kek:
-        """Return a fresh KEK of `length_bits` bits with a random id."""
+        """Return a new KEK of `length_bits` bits with a random id."""
         return cls(secrets.token_bytes(KEK_ID_LENGTH_BYTES), SecretBytes.random(length_bits))
 
     @functools.cached_property
@@ -44,7 +44,7 @@ class Kek:
         """Return the DEK.
 
         Raises:
-            KeyMaterialError: It was not wrapped by this KEK, or was damaged.
+            KeyMaterialError: The DEK was wrapped by another KEK, or is damaged.
         """
         buffer = decode_base64(wrapped_dek, "wrappedDEK")
         if len(buffer) <= ADDED_LENGTH:
@@ -54,7 +54,7 @@ class Kek:
         except InvalidTag:
             raise KeyMaterialError(
                 "wrappedDEK: does not belong to its KEK, or is damaged",
-                hint="Restore the key material of the file, if it was altered.",
+                hint="If the key material of the file was altered, restore it.",
             ) from None
         if dek.length_bits not in (128, 192, 256):
             raise KeyMaterialError(f"wrappedDEK: holds a key of {dek.length_bits} bits")
@@ -66,10 +66,10 @@ def dek_of(material: KeyMaterial, kms_key: SecretBytes) -> SecretBytes:
 
     Args:
         material: The key material.
-        kms_key: What the KMS unwrapped: the KEK, or with single wrapping the DEK itself.
+        kms_key: The key that the KMS unwrapped: the KEK, or the DEK with single wrapping.
 
     Raises:
-        KeyMaterialError: It is not the KEK of the wrapped DEK, as AES-GCM proves.
+        KeyMaterialError: `kms_key` is not the KEK of the wrapped DEK.
     """
     kek_id = material.kek_id
     return kms_key if kek_id is None else Kek(kek_id, kms_key).unwrap_dek(material.wrapped_dek)
@@ -79,7 +79,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 Clock = Callable[[], float]
-"""Seconds from some start, never going back; `time.monotonic` unless a test passes another."""
+"""Monotonic clock in seconds; `time.monotonic` except in tests."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,18 @@ class _Entry(Generic[V]):
 
 
 class KekCache(Generic[K, V]):
-    """Keeps keys for a time. Belongs to one KMS client, and so to one backend, configuration and principal.
+    """Caches keys of one KMS client, and so of one backend, configuration and principal.
 
-    Errors are given to everybody who waits for them and are not kept. A forked child starts with an empty
-    cache.
+    An error is raised in every thread that waits for the key, and is not cached. A forked child starts with an
+    empty cache.
     """
 
     def __init__(self, clock: Clock, name: str = "other") -> None:
-        """Make one.
+        """Create an empty cache.
 
         Args:
-            clock: Seconds for expiry.
-            name: What metrics call it.
+            clock: Clock for the expiry of keys.
+            name: Name of the cache in metrics.
         """
         self._clock = clock
         self._name = name
@@ -115,13 +115,12 @@ class KekCache(Generic[K, V]):
     def get_many(
         self, wanted: Sequence[K], load: Callable[[list[K]], Sequence[V | KmsError]], lifetime_seconds: float
     ) -> list[V | KmsError]:
-        """Return what is kept, and load the rest in one call.
+        """Return keys from the cache, and load the missing keys in one call.
 
         Args:
-            wanted: What to get; the same may come twice.
-            load: Called without a lock, with what neither is kept nor being loaded by another thread.
-            lifetime_seconds: For how long what is loaded now may be used; also the age at which what is kept
-                is too old for this caller.
+            wanted: Identities of the keys; may contain duplicates.
+            load: Called without a lock, for keys that are neither cached nor being loaded by another thread.
+            lifetime_seconds: Lifetime of the loaded keys, and the maximum age of cached keys for this caller.
         """
         found: dict[K, V | KmsError] = {}
         mine: dict[K, Future[V | KmsError]] = {}
@@ -143,7 +142,7 @@ class KekCache(Generic[K, V]):
             telemetry.count("kek_cache.requests", number, {"cache": self._name, "result": result})
         if mine:
             self._load(mine, load, lifetime_seconds, clearings)
-        # One's own are loaded first: two threads that wait for each other's keys cannot lock each other out.
+        # Load our own keys before waiting: two threads that wait for each other's keys would deadlock.
         given_up: list[K] = []
         for key, future in {**mine, **others}.items():
             try:
@@ -155,7 +154,7 @@ class KekCache(Generic[K, V]):
         return [found[key] for key in wanted]
 
     def clear(self) -> None:
-        """Forget everything, also what is being loaded now."""
+        """Drop all keys; keys that are being loaded now are not cached."""
         with self._lock:
             self._clearings += 1
             self._entries.clear()
@@ -182,7 +181,7 @@ class KekCache(Generic[K, V]):
                 for key in mine:
                     self._loading.pop(key, None)
             for future in mine.values():
-                # What interrupts this thread, such as Ctrl-C, is not for those who wait: they load for themselves.
+                # An interruption such as Ctrl-C is for this thread only. Waiting threads load the key themselves.
                 if not isinstance(error, Exception):
                     future.cancel()
                 elif not future.done():
@@ -197,7 +196,7 @@ class KekCache(Generic[K, V]):
 
     def _start_anew_after_fork(self) -> None:
         if not self._owner.is_here:
-            # The threads that were loading do not exist here; and a child gets its own KEKs.
+            # The loading threads do not exist in the child, and the child uses its own KEKs.
             self._owner = OwnerProcess()
             self._entries = {}
             self._loading = {}

@@ -1,8 +1,8 @@
-"""Key metadata, the bytes that a file carries for a key (spec 4.3), and key material: the JSON of type PKMT1.
+"""Key metadata, the bytes that a file carries for a key (spec 4.3), and key material, the JSON of type PKMT1.
 
-Key material says how a DEK is wrapped; parquet-java and Arrow write and read the same fields. Internal key
-material is the key metadata itself and says `internalStorage: true`; external key material lies in a file of its
-own and says nothing of it.
+Key material describes how a DEK is wrapped; parquet-java and Arrow use the same fields. Internal key material is
+the key metadata itself and has `internalStorage: true`; external key material is in a separate file and lacks this
+field.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from parquet_keytools.errors import KeyMaterialError
 
 KEY_MATERIAL_TYPE = "PKMT1"
 MAX_KEY_METADATA_BYTES = 65_536
-"""Longer key metadata is refused; a wrapped key and its key ids take less than a tenth of it."""
+"""Longer key metadata is refused; usual key metadata is less than a tenth of this length."""
 
 KEK_ID_LENGTH_BYTES = 16
 
 
 @dataclass(frozen=True)
 class KeyMaterial:
-    """How one DEK is wrapped.
+    """Describes how one DEK is wrapped.
 
     Attributes:
         is_footer_key: Whether the DEK encrypts or signs the footer.
-        master_key_id: Identifier of the master key in its KMS.
-        wrapped_dek: Single wrapping: the DEK as the KMS wrapped it. Double wrapping: base64 of nonce,
-            ciphertext and tag of the DEK under the KEK.
-        kek_id: 16 random bytes that name the KEK and are the AAD of the wrapped DEK; None with single
+        master_key_id: Identifier of the master key in the KMS.
+        wrapped_dek: Single wrapping: the DEK wrapped by the KMS. Double wrapping: base64 of nonce, ciphertext and
+            tag of the DEK under the KEK.
+        kek_id: 16 random bytes that identify the KEK and are the AAD of the wrapped DEK; None with single
             wrapping.
-        wrapped_kek: The KEK as the KMS wrapped it; None with single wrapping.
-        kms_instance_id: As the writer knew the KMS; footer keys only, for information only.
-        kms_instance_url: Likewise.
+        wrapped_kek: The KEK wrapped by the KMS; None with single wrapping.
+        kms_instance_id: The KMS instance of the writer; informational, for footer keys only.
+        kms_instance_url: The KMS URL of the writer; informational, for footer keys only.
     """
 
     is_footer_key: bool
@@ -50,12 +50,12 @@ class KeyMaterial:
 
     @property
     def double_wrapping(self) -> bool:
-        """Whether a KEK stands between master key and DEK."""
+        """Whether a KEK wraps the DEK, and the master key wraps the KEK."""
         return self.wrapped_kek is not None
 
     @property
     def kms_wrapped_key(self) -> str:
-        """What the KMS has to unwrap: the KEK with double wrapping, else the DEK."""
+        """The key for the KMS to unwrap: the wrapped KEK with double wrapping, otherwise the wrapped DEK."""
         return self.wrapped_dek if self.wrapped_kek is None else self.wrapped_kek
 
     def serialise(self, *, internal: bool) -> str:
@@ -77,16 +77,20 @@ class KeyMaterial:
 
     @classmethod
     def parse(cls, text: str | bytes) -> KeyMaterial:
-        """Read key material.
+        """Parse key material.
 
         Raises:
-            KeyMaterialError: It is not valid; the text says which field and why.
+            KeyMaterialError: The key material is not valid; the text names the field.
         """
         return cls.from_fields(parse_object(text, "key material"))
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> KeyMaterial:
-        """Read key material from a JSON object."""
+        """Make key material from the fields of a JSON object.
+
+        Raises:
+            KeyMaterialError: The key material is not valid; the text names the field.
+        """
         check_type(fields)
         is_footer_key = take_field(fields, "isFooterKey", bool)
         kek_id, wrapped_kek = None, None
@@ -99,7 +103,7 @@ class KeyMaterial:
             wrapped_dek=take_field(fields, "wrappedDEK", str),
             kek_id=kek_id,
             wrapped_kek=wrapped_kek,
-            # Arrow does not read a footer's key material without them.
+            # Required for footer keys, since Arrow refuses key material without them.
             kms_instance_id=take_field(fields, "kmsInstanceID", str, _MISSING if is_footer_key else "DEFAULT"),
             kms_instance_url=take_field(fields, "kmsInstanceURL", str, _MISSING if is_footer_key else "DEFAULT"),
         )
@@ -109,10 +113,10 @@ class KeyMaterial:
 
 
 def parse_object(text: str | bytes, what: str) -> dict[str, Any]:
-    """Read a JSON object strictly: one object, no field twice, of bounded size.
+    """Parse one JSON object of bounded size without duplicate fields.
 
     Raises:
-        KeyMaterialError: It is none.
+        KeyMaterialError: The text is not such an object; the error starts with `what`.
     """
     if len(text) > MAX_KEY_METADATA_BYTES:
         raise KeyMaterialError(f"{what}: longer than {MAX_KEY_METADATA_BYTES} bytes")
@@ -132,7 +136,7 @@ def parse_object(text: str | bytes, what: str) -> dict[str, Any]:
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise KeyMaterialError("a field comes twice")
+        raise KeyMaterialError("a field is repeated")
     return fields
 
 
@@ -144,7 +148,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object_without_duplicates, parse_
 
 
 def check_type(fields: dict[str, Any]) -> None:
-    """Refuse key material of another type than PKMT1."""
+    """Raise `KeyMaterialError` unless the type of the key material is PKMT1."""
     key_material_type = take_field(fields, "keyMaterialType", str)
     if key_material_type != KEY_MATERIAL_TYPE:
         raise KeyMaterialError(f"keyMaterialType: {key_material_type[:32]!r} is not {KEY_MATERIAL_TYPE!r}")
@@ -154,7 +158,11 @@ _MISSING: Any = object()
 
 
 def take_field(fields: dict[str, Any], name: str, kind: type, default: Any = _MISSING) -> Any:
-    """Return a field of the right type, or the default where it is not there."""
+    """Return a field of type `kind`, or the default if the field is missing.
+
+    Raises:
+        KeyMaterialError: The field is missing without a default, or has another type.
+    """
     value = fields.get(name, default)
     if value is _MISSING:
         raise KeyMaterialError(f"{name}: is missing")
@@ -165,13 +173,17 @@ def take_field(fields: dict[str, Any], name: str, kind: type, default: Any = _MI
         and not value.isascii()
         and any("\ud800" <= character <= "\udfff" for character in value)
     ):
-        # JSON can say half of a surrogate pair; Arrow's parser does not take it.
+        # JSON escapes can encode a lone surrogate, which Arrow's parser refuses.
         raise KeyMaterialError(f"{name}: is not valid Unicode")
     return value
 
 
 def decode_base64(text: str, name: str) -> bytes:
-    """Decode strict base64, as `name` holds it."""
+    """Decode strict base64.
+
+    Raises:
+        KeyMaterialError: The text is not base64; the error names the field `name`.
+    """
     try:
         return strict_base64.decode(text)
     except ValueError:
@@ -183,7 +195,7 @@ _REFERENCE = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 @dataclass(frozen=True)
 class KeyReference:
-    """Points to key material in the key material file beside the Parquet file."""
+    """Refers to key material in the key material file beside the Parquet file."""
 
     reference: str
 
@@ -195,7 +207,7 @@ class KeyReference:
 
 @dataclass(frozen=True)
 class DataKeyId:
-    """Names a data key that the caller manages."""
+    """The id of a data key that the caller manages."""
 
     name: str
 
@@ -205,17 +217,18 @@ class DataKeyId:
 
 
 KeyMetadata = KeyMaterial | KeyReference | DataKeyId
-"""What key metadata can be; empty key metadata is None."""
+"""Parsed key metadata; empty key metadata is None."""
 
 
 def parse_key_metadata(key_metadata: bytes | None) -> KeyMetadata | None:
-    """Tell what key metadata is.
+    """Parse key metadata.
 
     Returns:
-        Key material, a reference to it, the id of a data key, or None where there is no key metadata.
+        Key material, a reference to key material, the id of a data key, or None without key metadata.
 
     Raises:
-        KeyMaterialError: It starts like JSON and is not valid key material, or is not text.
+        KeyMaterialError: The key metadata starts like JSON but is not valid key material, is too long, or is not
+            UTF-8.
     """
     if not key_metadata:
         return None
@@ -251,25 +264,25 @@ def _parse_json(key_metadata: bytes) -> KeyMaterial | KeyReference:
         return KeyMaterial.from_fields(fields)
     reference = take_field(fields, "keyReference", str)
     if not _REFERENCE.fullmatch(reference):
-        # A reference is looked up in a JSON object only; still, nothing that looks like a path passes.
+        # A reference is only looked up in a JSON object; text that looks like a path is refused as a precaution.
         raise KeyMaterialError("keyReference: not a plain name")
     return KeyReference(reference)
 
 
 _WRAPPED_DEK = b'"wrappedDEK":"'
 _PLAIN_TEXT = re.compile(rb"[ !#-\[\]-~]+")
-"""Text that JSON has as it is: no quotation mark, no escape, nothing but ASCII."""
+"""Text that JSON does not escape: ASCII without quotation marks and backslashes."""
 
 _USUAL_BYTES = 4_096
-"""How long key metadata is at most of which what is around its wrapped DEK is remembered."""
+"""Maximum length of key metadata for the cache of `_around_wrapped_dek`."""
 
 
 @functools.lru_cache(maxsize=256)
 def _around_wrapped_dek(before: bytes, after: bytes) -> KeyMaterial | None:
-    """Return key material with what is around a wrapped DEK, which alone differs in most of it; None if unusual.
+    """Return key material without its wrapped DEK, for the cache; None if the JSON is unusual.
 
-    Without escapes each quotation mark begins or ends a text: what is between those two is the value of the field,
-    and so is any other text without them.
+    In most key metadata only the wrapped DEK differs. Without escapes each quotation mark begins or ends a text,
+    so the text between two quotation marks is the whole value of the field.
     """
     if b"\\" in before + after or (before + after).count(b"wrappedDEK") != 1:
         return None

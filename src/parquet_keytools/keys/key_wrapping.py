@@ -1,4 +1,4 @@
-"""Wraps DEKs for writing, and finds and unwraps those of files, with as few calls to the KMS as can be."""
+"""Wrap DEKs for writing, and find and unwrap the DEKs of files, with few KMS calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parquet_keytools.storage.locations import FileLocation
 
 @dataclass(frozen=True)
 class DekToWrap:
-    """A DEK, and the master key that shall protect it."""
+    """A DEK, and the master key that must wrap it."""
 
     dek: SecretBytes
     master_key_id: str
@@ -40,12 +40,13 @@ class DekToWrap:
 
 @dataclass(frozen=True)
 class Wrapping:
-    """How DEKs are wrapped.
+    """Settings for wrapping DEKs.
 
     Attributes:
-        double_wrapping: Whether KEKs stand between master keys and DEKs.
-        cache_lifetime_seconds: For how long a KEK is used for new files.
-        kms_instance_id: Written into the footer's key material.
+        double_wrapping: Whether KEKs wrap DEKs, and master keys wrap only KEKs.
+        kek_length_bits: Length of new KEKs.
+        cache_lifetime_seconds: How long a KEK is used for new files.
+        kms_instance_id: KMS instance for the key material of the footer.
     """
 
     double_wrapping: bool
@@ -61,17 +62,17 @@ class _WrappedKek:
 
 
 class KeyWrapper:
-    """Wraps DEKs with the master keys of one KMS; KEKs are kept and used for many files."""
+    """Wraps DEKs with the master keys of one KMS; caches KEKs and uses them for many files."""
 
     def __init__(self, kms: KmsClient, clock: Clock) -> None:
         self._kms = kms
         self._keks: KekCache[tuple[str, int], _WrappedKek] = KekCache(clock, "wrapped")
 
     def wrap(self, deks: Sequence[DekToWrap], wrapping: Wrapping) -> list[KeyMaterial]:
-        """Wrap DEKs; the KMS is asked once, for all that it has to wrap.
+        """Wrap DEKs, with one request to the KMS for all missing keys.
 
         Raises:
-            KmsError: One of them cannot be wrapped. Nothing may then be written.
+            KmsError: A key cannot be wrapped. The caller must then write nothing.
         """
         if wrapping.double_wrapping:
             return self._wrap_with_keks(deks, wrapping)
@@ -87,7 +88,7 @@ class KeyWrapper:
         ]
 
     def clear_cache(self) -> None:
-        """Use fresh KEKs from now on."""
+        """Drop the cached KEKs; later files get new KEKs."""
         self._keks.clear()
 
     def _wrap_with_keks(self, deks: Sequence[DekToWrap], wrapping: Wrapping) -> list[KeyMaterial]:
@@ -123,9 +124,9 @@ class KeyWrapper:
 
 
 class KeyUnwrapper:
-    """Unwraps what the master keys of one KMS wrapped; files never choose the KMS.
+    """Unwraps keys with the master keys of one KMS.
 
-    A KMS instance or URL in key material is for people: it is not looked at here.
+    Files never choose the KMS: the KMS instance and URL in key material are ignored.
     """
 
     def __init__(self, kms: KmsClient | None, clock: Clock) -> None:
@@ -135,9 +136,9 @@ class KeyUnwrapper:
     def kms_keys(
         self, materials: Sequence[KeyMaterial], cache_lifetime_seconds: float
     ) -> list[SecretBytes | KeytoolsError]:
-        """Return what the KMS has to unwrap for each key material: KEK, or DEK with single wrapping.
+        """Return the unwrapped KEK, or DEK with single wrapping, of each key material, or the error.
 
-        The KMS is asked once, for all that are not in the cache, each distinct one once.
+        One request to the KMS unwraps all distinct keys that are not in the cache.
         """
         if self._kms is None:
             error = KeyNotAvailableError(
@@ -151,10 +152,10 @@ class KeyUnwrapper:
         return list(self._keys.get_many(wanted, self._unwrap, cache_lifetime_seconds))
 
     def refuses_key(self, material: KeyMaterial, error: KeytoolsError) -> bool:
-        """Return whether the KMS refused a master key itself, whatever was to be unwrapped with it.
+        """Return whether the KMS refused the master key itself, independent of the wrapped key.
 
-        That a version is disabled depends on the wrapped key, which anybody may have changed: then the KMS is
-        asked whether the whole key is.
+        The wrapped key selects the version of the master key, and an attacker may have changed it. If a version is
+        disabled, the KMS is asked whether the whole master key is.
         """
         if isinstance(error, MasterKeyDisabledError) and self._kms is not None:
             try:
@@ -164,7 +165,7 @@ class KeyUnwrapper:
         return isinstance(error, KEY_REFUSALS)
 
     def clear_cache(self) -> None:
-        """Ask the KMS again from now on."""
+        """Drop the cached keys; later reads call the KMS again."""
         self._keys.clear()
 
     def _unwrap(self, wanted: list[tuple[str, str]]) -> list[SecretBytes | KmsError]:
@@ -173,10 +174,10 @@ class KeyUnwrapper:
 
 
 class KmsKeys:
-    """The keys that one operation had from the KMS, for however many files it is about.
+    """The keys that the KMS unwrapped for one operation on one or more files.
 
     Attributes:
-        answers: (wrapped key, master key id as the file writes it) -> the key, or why it is unavailable.
+        answers: (wrapped key, master key id as written in the file) -> the key, or the error.
     """
 
     def __init__(
@@ -185,12 +186,12 @@ class KmsKeys:
         cache_lifetime_seconds: float,
         known: Mapping[tuple[str, str], SecretBytes] | None = None,
     ) -> None:
-        """Make one.
+        """Create the keys of an operation.
 
         Args:
-            unwrapper: Asks the KMS.
-            cache_lifetime_seconds: How old a key may be that was fetched for another operation.
-            known: Keys that are at hand, as in `answers`.
+            unwrapper: Calls the KMS.
+            cache_lifetime_seconds: Maximum age of a cached key from another operation.
+            known: Keys that the caller has already, as in `answers`.
         """
         self._unwrapper = unwrapper
         self._cache_lifetime_seconds = cache_lifetime_seconds
@@ -200,11 +201,11 @@ class KmsKeys:
 
     @property
     def keys(self) -> dict[tuple[str, str], SecretBytes]:
-        """The answers that are keys."""
+        """`answers` without errors."""
         return {identity: key for identity, key in self.answers.items() if isinstance(key, SecretBytes)}
 
     def fetch(self, materials: Iterable[KeyMaterial]) -> None:
-        """Ask the KMS, once, for what these key materials need and is not there yet."""
+        """Unwrap the missing keys of key materials, with one request to the KMS."""
         missing = {_identity(material): material for material in materials}
         for identity in missing.keys() & self.answers.keys():
             del missing[identity]
@@ -216,7 +217,7 @@ class KmsKeys:
             self.answers.update(zip(missing, found, strict=True))
 
     def deks(self, materials: Sequence[KeyMaterial]) -> list[SecretBytes | KeytoolsError]:
-        """Return the DEK of each key material, or why it is unavailable."""
+        """Return the DEK of each key material, or the error."""
         self.fetch(materials)
         return [self._dek(material) for material in materials]
 
@@ -243,12 +244,12 @@ def _identity(material: KeyMaterial) -> tuple[str, str]:
 
 
 def encode_master_key_id(master_key_id: str) -> str:
-    """Return a master key id as pyarrow can carry it, whose list of column keys is written with `:;,`."""
+    """Return a master key id in a form for pyarrow's list of column keys, which uses `:;,` as separators."""
     return "".join(f"%{ord(char):02X}" if char in "%:;, " else char for char in master_key_id)
 
 
 def decode_master_key_id(master_key_id: str) -> str:
-    """Return the identifier that the KMS knows; in files written through pyarrow it is encoded."""
+    """Return the master key id in the KMS; files written through pyarrow hold the encoded id."""
     return unquote(master_key_id) if "%" in master_key_id else master_key_id
 
 
@@ -260,8 +261,9 @@ class DataKeys:
     """Data keys that the caller manages (spec 4.3).
 
     Attributes:
-        footer_without_metadata: Name of the key of footers that carry no key metadata.
-        columns_without_metadata: Dotted column path -> name of its key, where there is no key metadata.
+        by_name: Name -> key.
+        footer_without_metadata: Name of the key for footers without key metadata.
+        columns_without_metadata: Dotted column path -> name of the key for columns without key metadata.
     """
 
     by_name: Mapping[str, SecretBytes] = field(default_factory=dict)
@@ -269,7 +271,7 @@ class DataKeys:
     columns_without_metadata: Mapping[str, str] = field(default_factory=dict)
 
     def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
-        """Return the name of the data key of what carries no key metadata: the footer (None), or a column."""
+        """Return the name of the data key for the footer (None) or a column without key metadata."""
         if column_path is None:
             return self.footer_without_metadata
         return self.columns_without_metadata.get(".".join(column_path))
@@ -278,7 +280,7 @@ class DataKeys:
         """Return a data key.
 
         Raises:
-            KeyNotAvailableError: No name is given, or no such key.
+            KeyNotAvailableError: No name is given, or no key has the name.
         """
         if name is None:
             raise KeyNotAvailableError(
@@ -297,8 +299,8 @@ class FileKeyRetriever:
     """A `KeyRetriever` for one file.
 
     Attributes:
-        uses_data_keys: Whether any key of the file is a data key.
-        key_materials: External key material of the file, as it was read; None where none was needed.
+        uses_data_keys: Whether any retrieved key is a data key.
+        key_materials: External key material of the file; None until it is needed.
     """
 
     def __init__(self, kms_keys: KmsKeys, data_keys: DataKeys, parquet_file: FileLocation) -> None:
@@ -314,7 +316,9 @@ class FileKeyRetriever:
         """Return the DEK of the footer; see `KeyRetriever`."""
         material = self.material(key_metadata)
         if material is not None and not material.is_footer_key:
-            raise KeyMaterialError("isFooterKey: is false in the footer's", path=str(self._parquet_file))
+            raise KeyMaterialError(
+                "isFooterKey: is false in the key material of the footer", path=str(self._parquet_file)
+            )
         return value_or_raise(self._deks([(None, key_metadata)])[0])
 
     def column_deks(
@@ -324,7 +328,7 @@ class FileKeyRetriever:
         return self._deks(columns)
 
     def parsed(self, key_metadata: bytes | None) -> KeyMetadata | None:
-        """Return what `parse_key_metadata` does; each is parsed once."""
+        """Return the result of `parse_key_metadata`, which is called once for each value."""
         try:
             return self._parsed[key_metadata]
         except KeyError:
@@ -332,14 +336,14 @@ class FileKeyRetriever:
             return parsed
 
     def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
-        """See `DataKeys.name_without_metadata`."""
+        """Return the name of a data key; see `DataKeys.name_without_metadata`."""
         return self._data_keys.name_without_metadata(column_path)
 
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
-        """Return the key material that key metadata is or refers to; None where it is a data key's.
+        """Return the key material in key metadata or in the key material file; None for a data key.
 
         Raises:
-            KeyMaterialError: It is not valid, or cannot be found.
+            KeyMaterialError: The key material is not valid or is missing.
         """
         parsed = self.parsed(key_metadata)
         if isinstance(parsed, KeyReference):
@@ -354,8 +358,8 @@ class FileKeyRetriever:
     def _external(self) -> dict[str, KeyMaterial]:
         """Return the external key material of the file.
 
-        It is read once, and what is wrong with it then stays wrong: a rotation that replaces it in between must
-        not mix old and new, and a key that could not be compared with the table must not be there later.
+        The file is read once, and an error is raised again on each call. A concurrent rotation must not mix old
+        and new key material, and every key must have been compared with the table before its use.
         """
         if self._not_read is not None:
             raise self._not_read

@@ -1,4 +1,4 @@
-"""Key material outside of the Parquet file: `_KEY_MATERIAL_FOR_<name>.json` beside it."""
+"""External key material in a file `_KEY_MATERIAL_FOR_<name>.json` beside the Parquet file."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from parquet_keytools.storage.outputs import write_whole
 from parquet_keytools.storage.sources import read_whole
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
-"""Largest key material file that is read: 32,767 columns take a quarter of it."""
+"""Size limit of a key material file; the keys of 32,767 columns take a quarter of it."""
 
 _MARK = re.compile(r"[ \t\n\r]*([^ \t\n\r])")
-"""The next character of JSON that is not white space."""
+"""Matches the next character of JSON that is not white space."""
 
 
 def serialise_key_materials(materials: Mapping[str, KeyMaterial]) -> bytes:
-    """Return the content of a key material file: references to JSON strings."""
+    """Return the content of a key material file: a JSON object of references and key material as JSON strings."""
     texts = {reference: material.serialise(internal=False) for reference, material in materials.items()}
     return json.dumps(texts, separators=(",", ":")).encode()
 
 
 def parse_key_materials(content: bytes, path: str) -> dict[str, KeyMaterial]:
-    """Read the content of a key material file.
+    """Parse the content of a key material file.
 
     Raises:
-        KeyMaterialError: It is not valid.
+        KeyMaterialError: The content is not valid.
     """
     materials: dict[str, KeyMaterial] = {}
     try:
@@ -40,7 +40,7 @@ def parse_key_materials(content: bytes, path: str) -> dict[str, KeyMaterial]:
             if text is None:
                 raise KeyMaterialError(f"{reference[:64]!r}: not a string that holds JSON", path=path)
             if reference in materials:
-                raise KeyMaterialError("a reference comes twice", path=path)
+                raise KeyMaterialError("a reference is repeated", path=path)
             try:
                 materials[reference] = KeyMaterial.parse(text)
             except KeyMaterialError as error:
@@ -51,13 +51,12 @@ def parse_key_materials(content: bytes, path: str) -> dict[str, KeyMaterial]:
 
 
 def _entries(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the names and texts of a JSON object one by one, and None for the first that is not a text.
+    """Yield names and string values of a JSON object; a value of another type yields None and ends it.
 
-    Anybody can have written it, and what is not a text would take many times its length in memory: it is not
-    built.
+    The file is not trusted, and a nested value would take many times its length in memory, so it is not parsed.
 
     Raises:
-        ValueError: It is not a JSON object.
+        ValueError: The text is not a JSON object.
     """
     decoder = json.JSONDecoder()
     _, at = _next_mark(text, 0, "{")
@@ -79,10 +78,10 @@ def _entries(text: str) -> Iterator[tuple[str, str | None]]:
 
 
 def _next_mark(text: str, at: int, marks: str) -> tuple[str, int]:
-    """Return the mark that comes next, and where it ends.
+    """Return the next mark and its end.
 
     Raises:
-        ValueError: Something else comes, or nothing.
+        ValueError: The next character is not in `marks`, or the text ends.
     """
     found = _MARK.match(text, at)
     if found is None or found[1] not in marks:
@@ -94,17 +93,17 @@ def read_key_materials(parquet_file: FileLocation) -> dict[str, KeyMaterial]:
     """Read the key material of a Parquet file.
 
     Raises:
-        KeyMaterialError: There is no key material file, or it is not valid.
+        KeyMaterialError: The key material file is missing or not valid.
     """
     content = read_key_material_file(parquet_file)
     return parse_key_materials(content, str(key_material_location(parquet_file)))
 
 
 def read_key_material_file(parquet_file: FileLocation) -> bytes:
-    """Read the key material file of a Parquet file, as it is.
+    """Return the content of the key material file of a Parquet file.
 
     Raises:
-        KeyMaterialError: There is none.
+        KeyMaterialError: The key material file is missing.
     """
     location = key_material_location(parquet_file)
     try:
@@ -124,13 +123,13 @@ def write_key_materials(
     like: FileLocation | None = None,
     folder: FolderIdentity | None = None,
 ) -> None:
-    """Write the key material of a Parquet file, whole or not at all.
+    """Write the key material of a Parquet file atomically.
 
     Args:
         parquet_file: The Parquet file.
-        materials: Its key material by reference.
-        like: From what a new key material file takes owner and permissions; one that is there keeps its own.
-        folder: Device and inode of the folder that the Parquet file is in; None for any.
+        materials: Reference -> key material.
+        like: File whose owner and permissions a new key material file gets; an existing file keeps its own.
+        folder: Expected device and inode of the folder of the Parquet file; None for any.
     """
     location = key_material_location(parquet_file)
     if like is not None and location.is_file():
@@ -139,7 +138,7 @@ def write_key_materials(
 
 
 def remove_key_materials(parquet_file: FileLocation, folder: FolderIdentity | None) -> None:
-    """Remove the key material of a Parquet file that has none any more; `folder` as in `write_key_materials`."""
+    """Remove the key material file of a Parquet file, if it exists; `folder` as in `write_key_materials`."""
     location = key_material_location(parquet_file)
     if location.info().type == pafs.FileType.File:
         remove_from_folder(location, folder)

@@ -1,1 +1,1 @@
-"""A read-only file system served over HTTP and S3, or mounted: for engines of any language."""
+"""Serve a read-only file system over HTTP and S3, or mount it, for engines in any language."""

@@ -1,6 +1,6 @@
-"""One connection: requests, read strictly within limits of size and time, and answers.
+"""One HTTP connection: read requests within limits of size and time, and send responses.
 
-Strictly, for whoever stands before this server must not have read another request.
+Requests are parsed strictly: a proxy in front of this server must not read the same bytes as another request.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from parquet_keytools.serve.view_server import BoundedServer
 
 _IDLE_SECONDS = 60.0
-"""So long a connection waits for its next request."""
+"""Time limit for the next request of an idle connection."""
 
 _HEAD_SECONDS = 10.0
-"""So long a request takes to come, once its first byte is here; also the first one of a connection."""
+"""Time limit for a request head after its first byte, and for the first byte of a connection."""
 
 _SEND_SECONDS = 120.0
-"""So long a client takes for one chunk."""
+"""Time limit for sending one chunk."""
 
 _LINGER_SECONDS = 1.0
 _LINGER_BYTES = 1 << 20
-"""So long, and for so many bytes, a client that still sends is listened to: then it comes to read its answer."""
+"""Limits for reading from a client that still sends, so that it reads the response before the end."""
 
 _CHUNK_BYTES = 1 << 20
 _LAST_STATUSES = (400, 405, 408, 414, 421, 431)
-"""Who sends such requests may mean something else by the bytes that follow them."""
+"""After these statuses the connection closes: the client may interpret the bytes that follow differently."""
 
 _METHODS = ("GET", "HEAD")
 
@@ -58,20 +58,22 @@ _MAX_LINE_BYTES = 16 * 1024
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([!-~]+) HTTP/(\d)\.(\d)\r\n")
 _HEADER_LINE = re.compile(rb"(" + _TOKEN + rb"):([\t -~\x80-\xff]*)\r\n")
-"""RFC 9112, 3 and 5: no spaces before the colon, no line that continues another one, no bare CR or LF."""
+"""RFC 9112, sections 3 and 5: no space before the colon, no line folding, no bare CR or LF."""
 
 _VERSIONS = ("HTTP/1.0", "HTTP/1.1")
 
 
 class ClientGoneError(Exception):
-    """The client takes no more bytes."""
+    """The client closed the connection, or stopped reading from it."""
 
 
 class ViewConnection(BaseHTTPRequestHandler):
-    """Speaks HTTP/1.1 with one client, as HTTP or S3; `ViewServer` sets what all its connections share.
+    """Handles one connection over HTTP/1.1, with plain HTTP or S3 requests.
+
+    `ViewServer` sets the attributes that all its connections share.
 
     Attributes:
-        protocol: Of the request: `http` or `s3`; empty until that is known.
+        protocol: Protocol of the current request: `http`, `s3`, or empty while it is unknown.
     """
 
     server: BoundedServer
@@ -84,7 +86,7 @@ class ViewConnection(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def setup(self) -> None:
-        """Read within limits."""
+        """Replace the input stream by a stream with limits."""
         super().setup()
         self._head = HeadReader(self.connection, _HEAD_SECONDS)
         self.rfile = self._input = io.BufferedReader(self._head)
@@ -93,10 +95,10 @@ class ViewConnection(BaseHTTPRequestHandler):
         self._begin_request()
 
     def finish(self) -> None:
-        """Let a client that sent what was not read have its answer: it would be reset else."""
+        """Read what the client still sends, so that a TCP reset does not discard the response."""
         if self._lingers:
             with contextlib.suppress(OSError):
-                # Not that of SSLSocket: see `cut_off`.
+                # Not `SSLSocket.shutdown`: see `cut_off`.
                 socket.socket.shutdown(self.connection, socket.SHUT_WR)
                 end, left = time.monotonic() + _LINGER_SECONDS, _LINGER_BYTES
                 while left > 0 and (seconds := end - time.monotonic()) > 0:
@@ -107,7 +109,7 @@ class ViewConnection(BaseHTTPRequestHandler):
         super().finish()
 
     def handle_one_request(self) -> None:
-        """Read a request, and answer it."""
+        """Read one request and send the response."""
         self._begin_request()
         try:
             self._head.begin(_HEAD_SECONDS if self._is_first else _IDLE_SECONDS)
@@ -116,7 +118,7 @@ class ViewConnection(BaseHTTPRequestHandler):
                 self._head.begin(_HEAD_SECONDS)
                 self._answer()
         except (OSError, ClientGoneError):
-            # There is nobody to say it to.
+            # The client can no longer receive an error response.
             self.close_connection = True
 
     def _begin_request(self) -> None:
@@ -125,20 +127,24 @@ class ViewConnection(BaseHTTPRequestHandler):
         self.request_version = self.protocol_version
 
     def keep(self) -> None:
-        """Keep the connection when there are too many: its client has shown a secret."""
+        """Protect the connection from eviction: its client has authenticated."""
         self.server.keep(self.connection)
 
     def version_string(self) -> str:
-        """Return what the server calls itself."""
+        """Return the value of the `Server` header."""
         return "parquet-keytools"
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Print nothing: each request has its record in the log of accesses."""
+        """Print nothing: the access log has a record of each request."""
 
     def _routed(self, request: ServedRequest) -> ServedAnswer:
-        """Return the answer of HTTP or S3; refuse other names of the server, and requests without its secret."""
+        """Return the response of HTTP or S3.
+
+        Raises:
+            RefusedRequestError: The `Host` name is not allowed, or the client is not authenticated.
+        """
         if (request.header("host") or "").lower() not in self.hosts:
-            raise RefusedRequestError(421, "InvalidRequest", "This server is not called so.")
+            raise RefusedRequestError(421, "InvalidRequest", "The server does not accept this host name.")
         first, slash, key = request.path.removeprefix("/").partition("/")
         reads = self.begun_reads.of_client(self.client_address[0])
         if hmac.compare_digest(first.encode(), self.token.encode()):
@@ -170,7 +176,12 @@ class ViewConnection(BaseHTTPRequestHandler):
             self._refuse(error)
 
     def _request(self) -> ServedRequest:
-        """Return the request; refuse one that we do not answer."""
+        """Return the request.
+
+        Raises:
+            RefusedRequestError: The request is not valid, not supported, or too slow.
+            ClientGoneError: The client closed the connection.
+        """
         try:
             self.command, target, version = read_request_line(self._input)
             headers = read_headers(self._input)
@@ -183,19 +194,19 @@ class ViewConnection(BaseHTTPRequestHandler):
         raw_path, _, raw_query = target.partition("?")
         request = ServedRequest(self.command, raw_path, raw_query, headers)
         if version not in _VERSIONS:
-            raise RefusedRequestError(505, "InvalidRequest", "This version of HTTP is not spoken here.")
+            raise RefusedRequestError(505, "InvalidRequest", "This version of HTTP is not supported.")
         if self.command not in _METHODS:
             raise RefusedRequestError(405, "MethodNotAllowed", "This server only reads.", {"Allow": "GET, HEAD"})
         has_body = "transfer-encoding" in headers or request.header("content-length") not in (None, "0")
         if has_body or not target.startswith("/"):
-            raise RefusedRequestError(400, "InvalidRequest", "This is no valid request for a file.")
+            raise RefusedRequestError(400, "InvalidRequest", "This is not a valid request for a file.")
         return request
 
     def _send_file(self, answer: ServedAnswer, body: ServedRange) -> None:
         sent, failure = 0, None
         try:
             with contextlib.ExitStack() as stack:
-                # Before the status is sent: what is wrong from the start has a status of its own.
+                # Open and read before the status is sent, so that an early error gets its own status.
                 reader = stack.enter_context(body.opened)
                 chunk = self._chunk(reader, body, 0)
                 try:
@@ -207,7 +218,7 @@ class ViewConnection(BaseHTTPRequestHandler):
                             break
                         chunk = self._chunk(reader, body, sent)
                 except BaseException as error:
-                    # The status has been sent: all that is left to do is to end early.
+                    # The status has been sent, so only closing the connection can signal the error.
                     failure = error
                     self.close_connection = True
                     if not isinstance(error, Exception):
@@ -247,7 +258,7 @@ class ViewConnection(BaseHTTPRequestHandler):
             self.send_header(name, value)
         if answer.status != 304:
             self.send_header("Content-Length", str(length))
-        # What is decrypted is kept by nobody on the way, and shown by no browser as something else.
+        # Caches must not store decrypted data, and browsers must not guess its type.
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
@@ -263,9 +274,9 @@ class ViewConnection(BaseHTTPRequestHandler):
 
     @contextlib.contextmanager
     def _sending(self) -> Iterator[None]:
-        """Tell a client that is gone from storage that is: both are an `OSError`."""
+        """Raise `ClientGoneError` for a failed connection, since failed storage raises `OSError`, too."""
         try:
-            # The time is that of all that is sent in the block, not of each part that goes out.
+            # The limit is for the whole block, not for each part of it that the socket sends.
             self.connection.settimeout(_SEND_SECONDS)
             yield
         except OSError:
@@ -294,21 +305,21 @@ class ViewConnection(BaseHTTPRequestHandler):
 
 
 def cut_off(connection: socket.socket) -> None:
-    """End a connection at once, so that no client takes what it has for all."""
+    """Close a connection at once, so that the client does not take a partial response for a complete one."""
     with contextlib.suppress(OSError):
-        # Not that of SSLSocket: it drops TLS first, and what another thread then sends would go out in plaintext.
+        # Not `SSLSocket.shutdown`: it drops TLS first, and another thread would then send plaintext.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class HeadReader(io.RawIOBase):
-    """Reads what a client sends, up to a time and a size."""
+    """Reads from a connection until a deadline and up to a number of bytes."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection
         self.begin(seconds)
 
     def begin(self, seconds: float) -> None:
-        """Allow one more request, in so many seconds."""
+        """Allow one more request head within `seconds`."""
         self._deadline = time.monotonic() + seconds
         self._left = _MAX_HEAD_BYTES
 
@@ -317,7 +328,12 @@ class HeadReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read some bytes; refuse too many, and those that come too slowly (`TimeoutError`)."""
+        """Read some bytes.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+            RefusedRequestError: The request head is too long.
+        """
         seconds = self._deadline - time.monotonic()
         if seconds <= 0:
             raise TimeoutError
@@ -330,10 +346,14 @@ class HeadReader(io.RawIOBase):
 
 
 def read_request_line(stream: io.BufferedReader[Any]) -> tuple[str, str, str]:
-    """Return method, target, and version; refuse a line that we do not answer."""
+    """Return method, target and version.
+
+    Raises:
+        RefusedRequestError: The line is too long or not valid.
+    """
     line = stream.readline(_MAX_LINE_BYTES + 1)
     if line == b"\r\n":
-        # Some clients end a request with one line too many (RFC 9112, 2.2).
+        # Some clients send an extra empty line after a request (RFC 9112, section 2.2).
         line = stream.readline(_MAX_LINE_BYTES + 1)
     if len(line) > _MAX_LINE_BYTES:
         raise RefusedRequestError(414, "InvalidURI", "The URL is too long.")
@@ -345,7 +365,11 @@ def read_request_line(stream: io.BufferedReader[Any]) -> tuple[str, str, str]:
 
 
 def read_headers(stream: io.BufferedReader[Any]) -> dict[str, tuple[str, ...]]:
-    """Return headers: name in lower case -> its values, in their order; refuse a line that is none."""
+    """Return the headers: name in lower case -> values, in the order of the request.
+
+    Raises:
+        RefusedRequestError: A line is not a valid header.
+    """
     headers: dict[str, list[str]] = defaultdict(list)
     while (line := stream.readline()) != b"\r\n":
         found = _HEADER_LINE.fullmatch(line)

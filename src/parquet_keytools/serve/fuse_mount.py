@@ -1,4 +1,4 @@
-"""A tree mounted as a folder of this machine, by FUSE."""
+"""Mount a served tree as a local folder with FUSE."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from parquet_keytools.serve.served_tree import FileReader, ServedFile, ServedTre
 
 _BLOCK_BYTES = 4096
 _UNIT_BYTES = 512
-"""What `st_blocks` counts, on Linux and macOS."""
+"""Unit of `st_blocks` on Linux and macOS."""
 
 _log = logging.getLogger("parquet_keytools.serve")
 
 
 class MountedTree:
-    """What the kernel asks of a mounted tree, which cannot be written to; `on_mounted` is called first."""
+    """The FUSE operations of a read-only tree; `on_mounted` is called when the folder is mounted."""
 
     use_ns = True
 
@@ -51,20 +51,20 @@ class MountedTree:
         self.was_mounted = False
 
     def init(self, path: str) -> int:
-        """Say that the folder is there."""
+        """Report that the folder is mounted."""
         self.was_mounted = True
         self._on_mounted()
         return 0
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
-        """Return what a local file system reports of a file or folder.
+        """Return the status of a file or folder as a local file system reports it.
 
-        Programs that copy and archive trust it. Fewer blocks than the length needs are holes: GNU tar archives
-        these as zeros. A folder has one link, as on btrfs: 2 would say that there are no folders in it.
+        Programs that copy or archive files rely on it. GNU tar takes missing blocks for holes and archives zeros.
+        A folder has one link, as on btrfs: two links would mean that it has no subfolders.
         """
         key = path.strip("/")
         with _as_errno(path):
-            # Before the length: if the file is replaced in between, its time is too old, and it is copied again.
+            # Read before the length: after a replacement in between, the old time makes programs copy again.
             local = self._tree.local_status(key)
             try:
                 file = self._tree.find_listed(key)
@@ -72,7 +72,7 @@ class MountedTree:
                 if not self._tree.is_folder(key):
                     raise
                 return self._attributes(key, stat.S_IFDIR | 0o500, local.st_size if local else 0, None, local)
-            # A name under which the file cannot be read is no link to one under which it can.
+            # Under another name the same file may be readable, so an unreadable name counts as a file of its own.
             names = local.st_nlink if local and file.version else 1
             found = self._attributes(key, stat.S_IFREG | 0o400, file.size_bytes, file.modified, local)
             return {**found, "st_nlink": names, "st_ino": _inode(key, local if names > 1 else None)}
@@ -96,7 +96,7 @@ class MountedTree:
         }
 
     def statfs(self, path: str) -> dict[str, int]:
-        """Return what is known of the disk on which the files lie."""
+        """Return the status of the disk that stores the files; sizes are left out for remote storage."""
         space = self._tree.local_space()
         if space is None:
             return {"f_bsize": _BLOCK_BYTES, "f_frsize": _BLOCK_BYTES, "f_namemax": 255}
@@ -104,7 +104,7 @@ class MountedTree:
         return {f"f_{name}": getattr(space, f"f_{name}") for name in names}
 
     def readdir(self, path: str, fh: int) -> Iterator[tuple[str, dict[str, int], int]]:
-        """Return the names in a folder, with what `getattr` says of their kinds and inodes."""
+        """Return the names in a folder, with the same kinds and inodes as `getattr`."""
         folder = path.strip("/")
         with _as_errno(path):
             here = {"st_mode": stat.S_IFDIR, "st_ino": _inode(folder)}
@@ -119,7 +119,7 @@ class MountedTree:
         return iter(found)
 
     def _linked(self, key: str) -> os.stat_result | None:
-        """Return what the disk says of a file that has several names there."""
+        """Return the local status of a file with several hard links, otherwise None."""
         try:
             local = self._tree.local_status(key)
         except OSError:
@@ -127,9 +127,11 @@ class MountedTree:
         return local if local and local.st_nlink > 1 else None
 
     def open(self, path: str, handle: Any) -> int:
-        """Open a file; what is read through the handle is of the file that is there now.
+        """Open the current version of a file; later reads through the handle see this version only.
 
-        Of FUSE's handle, `flags` are read, and `fh` and `direct_io` are set.
+        Args:
+            path: Path below the mounted folder.
+            handle: FUSE's handle: `flags` is read; `fh` and `direct_io` are set.
         """
         if handle.flags & (os.O_WRONLY | os.O_RDWR):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -138,8 +140,8 @@ class MountedTree:
             reader = stack.enter_context(self._tree.open(file))
             opened = _OpenedFile(file, reader, stack.pop_all(), threading.Lock())
         with self._lock:
-            # The kernel has one cache for all who have a file open. Who opened it before it was replaced must not
-            # get pages of the new one from there.
+            # The kernel shares one page cache between all open handles of a path. A handle that was opened before
+            # the file was replaced must not get pages of the new version.
             others = [other.file for other in self._opened.values() if other.file.key == file.key]
             handle.direct_io = any(other.etag != file.etag for other in others)
             handle.fh = next(self._numbers)
@@ -147,7 +149,7 @@ class MountedTree:
         return 0
 
     def read(self, path: str, size: int, offset: int, handle: Any) -> bytes:
-        """Return bytes of a file, all of them authentic."""
+        """Return authenticated bytes of an open file."""
         opened = self._opened[handle.fh]
         length = min(size, max(opened.file.size_bytes - offset, 0))
         with _as_errno(path), opened.lock:
@@ -162,8 +164,8 @@ class MountedTree:
 
 
 def _inode(key: str, local: os.stat_result | None = None) -> int:
-    """Return a number that stays with a key, or with a file of this machine under each of its names."""
-    identity = key if local is None else f"{local.st_dev}//{local.st_ino}"  # Keys have no empty parts.
+    """Return a stable inode number for a key, or for a local file under all its names."""
+    identity = key if local is None else f"{local.st_dev}//{local.st_ino}"  # Keys never contain `//`.
     return int.from_bytes(hashlib.blake2b(os.fsencode(identity), digest_size=8).digest()) >> 1 or 1
 
 
@@ -176,14 +178,14 @@ class _OpenedFile:
 
 
 def mount(tree: ServedTree, folder: Path, on_mounted: Callable[[], None]) -> None:
-    """Mount a tree in an empty folder, and return when it is unmounted: by `umount`, Ctrl-C or SIGTERM.
+    """Mount a tree in an empty folder, and return after `umount`, Ctrl-C or SIGTERM.
 
     Raises:
-        ConfigurationError: This machine cannot mount; the text says what is missing.
+        ConfigurationError: FUSE is missing on this machine, or cannot mount the folder.
     """
     mfusepy = _mfusepy()
     operations = MountedTree(tree, on_mounted)
-    # Waiting in C, Python would never come to handle it; libfuse unmounts.
+    # Python cannot run its handler while libfuse waits in C, so libfuse handles the signal and unmounts.
     former = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         mfusepy.FUSE(
@@ -201,7 +203,7 @@ def mount(tree: ServedTree, folder: Path, on_mounted: Callable[[], None]) -> Non
             subtype="keytools",
         )
     except RuntimeError as error:
-        # libfuse has its own status for an end by a signal.
+        # libfuse returns a non-zero status after a signal, too.
         if not operations.was_mounted:
             raise ConfigurationError(
                 f"{folder} cannot be mounted: FUSE ended with status {error}.",
@@ -222,14 +224,14 @@ def _mfusepy() -> Any:
         ) from None
     if not Path("/dev/fuse").exists() and sys.platform == "linux":
         raise ConfigurationError(
-            "this machine has no /dev/fuse, and cannot mount.", hint="Use `parquet-keytools serve` in its place."
+            "this machine cannot mount: it has no /dev/fuse.", hint="Use `parquet-keytools serve` instead."
         )
     return mfusepy
 
 
 @contextlib.contextmanager
 def _as_errno(path: str) -> Iterator[None]:
-    """Turn what is wrong with a file into a number that the kernel knows; the log has the text."""
+    """Translate errors into errno values; the log has their text."""
     try:
         yield
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""A request over HTTP (RFC 9110), and its answer: a folder, or a file with conditions and ranges; of S3, too.
+"""HTTP requests (RFC 9110) and their responses, shared by plain HTTP and S3.
 
-What is refused is here, too, and what the log of accesses says of each request.
+A response is the list of a folder, a file with conditions and ranges, or a refusal. The access log is here, too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from parquet_keytools.errors import (
 from parquet_keytools.serve.served_tree import FileReader, ServedFile, ServedTree
 
 LOGGER_NAME = "parquet_keytools.access"
-"""It gets one record for each request."""
+"""Logger that gets one record per request."""
 
 _log = logging.getLogger(LOGGER_NAME)
 
 
 class RefusedRequestError(Exception):
-    """A request is not answered with what it asks for, but with a status of HTTP, and a code and facts of S3."""
+    """The server refuses a request with an HTTP status, an S3 error code and facts for the S3 error document."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class RefusedRequestError(Exception):
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """A request.
+    """An HTTP request.
 
     Attributes:
         method: GET or HEAD.
-        raw_path: As it was sent, with its percent signs, and without the query.
-        raw_query: What follows the question mark.
-        headers: Name in lower case -> its values, in their order.
+        raw_path: Path as sent, percent-encoded, without the query.
+        raw_query: Text after the question mark.
+        headers: Name in lower case -> values, in the order of the request.
     """
 
     method: str
@@ -71,31 +71,35 @@ class ServedRequest:
     headers: Mapping[str, tuple[str, ...]]
 
     def header(self, name: str) -> str | None:
-        """Return a header, unless it is there twice: who is before us may have read the other one."""
+        """Return the value of a header, or None.
+
+        Raises:
+            RefusedRequestError: The header is repeated. A proxy may have read the other value.
+        """
         values = self.headers.get(name, ())
         if len(values) > 1:
-            raise RefusedRequestError(400, "InvalidRequest", f"The header {name} is there {len(values)} times.")
+            raise RefusedRequestError(400, "InvalidRequest", f"The request has {len(values)} {name} headers.")
         return values[0].strip() if values else None
 
     @property
     def path(self) -> str:
-        """The path, decoded once; what is not UTF-8 is refused."""
+        """The path, decoded once; a path that is not UTF-8 is refused."""
         return decoded(self.raw_path)
 
     @property
     def query(self) -> list[tuple[str, str]]:
-        """Names and values of the query, decoded, in their order."""
+        """Decoded names and values of the query, in the order of the request."""
         pairs = (part.partition("=") for part in self.raw_query.split("&") if part)
         return [(decoded(name), decoded(value)) for name, _, value in pairs]
 
 
 _MOST_REMEMBERED = 100_000
-"""Clients times files: some 20 MB."""
+"""Pairs of client and file, about 20 MB."""
 
 
 @dataclass(frozen=True)
 class ServedRange:
-    """Bytes of a file that are an answer; the reader is open for as long as that is sent."""
+    """A range of a file to send; the reader stays open while it is sent."""
 
     opened: AbstractContextManager[FileReader]
     start: int
@@ -103,10 +107,10 @@ class ServedRange:
 
 
 class BegunReads:
-    """Which version of a file each client began to read: readers without conditions must not mix two versions.
+    """The version of each file that each client began to read, so that no client mixes two versions.
 
-    A client is an address: requests of one reader come over several connections, and connections end between them.
-    Several readers behind one address count as one.
+    A client is an IP address: a reader uses several connections, and may reconnect between requests. Several
+    readers behind one address count as one client.
     """
 
     def __init__(self) -> None:
@@ -118,7 +122,7 @@ class BegunReads:
         return ClientReads(self, client)
 
     def begin(self, client: str, file: ServedFile) -> None:
-        """Remember the version that a client begins to read, and forget the least recently used one."""
+        """Remember the version that a client begins to read; drop the least recently used one above the limit."""
         with self._lock:
             self._etags[client, file.key] = file.etag
             self._etags.move_to_end((client, file.key))
@@ -145,12 +149,12 @@ class ClientReads:
         self.reads.begin(self.client, file)
 
     def listed(self, file: ServedFile) -> None:
-        """Remember the version that a listing shows: clients that open a file after it send no HEAD."""
+        """Remember the version that a listing shows: clients do not send HEAD for a listed file."""
         if self.reads.begun(self.client, file.key) is not None:
             self.reads.begin(self.client, file)
 
     def is_other(self, file: ServedFile) -> bool:
-        """Return whether the client began to read another version; its first range begins with this one."""
+        """Return whether the client began to read another version; its first range begins this version."""
         begun = self.reads.begun(self.client, file.key)
         if begun is None:
             self.begin(file)
@@ -159,12 +163,12 @@ class ClientReads:
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """An answer.
+    """An HTTP response.
 
     Attributes:
-        status: The status of HTTP.
-        headers: Without those that every answer has, and without Content-Length where a body is given.
-        body: All bytes of it, or those of a file; with HEAD they are counted and not sent.
+        status: The HTTP status.
+        headers: Headers of this response. The connection adds Content-Length and the headers of every response.
+        body: The bytes, or a range of a file. HEAD reports only its length.
     """
 
     status: int
@@ -173,7 +177,7 @@ class ServedAnswer:
 
 
 def decoded(text: str) -> str:
-    """Return text of an URL, decoded once; what is not UTF-8 is refused."""
+    """Return percent-decoded text of a URL, decoded once; text that is not UTF-8 is refused."""
     try:
         return unquote_to_bytes(text).decode("utf-8")
     except UnicodeDecodeError:
@@ -181,17 +185,17 @@ def decoded(text: str) -> str:
 
 
 def write_access(facts: Mapping[str, object], secrets: Sequence[str]) -> None:
-    """Write what is known of a request: as a warning if something was refused.
+    """Write the access log record of a request, as a warning unless the outcome is `ok`.
 
-    The protocol is empty where the request was refused before it was known, and so is the key, which is without
-    the secret of the URL. The outcome is `ok`, or the class of an error, which can also end an answer whose status
-    had been sent. A text of the client that repeats a part of a secret is withheld.
+    Protocol and key are empty if the request was refused before they were known. The key does not contain the
+    secret of the URL. The outcome is `ok` or an error class; an error may occur after the status was sent. Text
+    from the client that repeats a part of a secret is withheld.
     """
     facts = {
         name: WITHHELD if isinstance(fact, str) and _shows_a_secret(fact, secrets) else fact
         for name, fact in facts.items()
     }
-    # Quoted as Python quotes: a line break in a name must not look like another record.
+    # repr() escapes line breaks, so that a name cannot forge another record.
     text = " ".join(f"{name}={value!r}" for name, value in facts.items() if value not in (None, ""))
     level = logging.INFO if facts["outcome"] == "ok" else logging.WARNING
     _log.log(level, "%s", text, extra={"access": facts})
@@ -199,13 +203,13 @@ def write_access(facts: Mapping[str, object], secrets: Sequence[str]) -> None:
 
 WITHHELD = "(withheld: it repeats a secret)"
 _PART_OF_SECRET = 8
-"""No text has so many characters of a secret in a row by chance; and so few do not help to guess the others."""
+"""Length of a shared part that is not chance, and too short to help an attacker guess the rest."""
 
 _MOST_ENCODINGS = 5
 
 
 def _shows_a_secret(text: str, secrets: Sequence[str]) -> bool:
-    # Clients encode what they send, also what has been encoded before.
+    # Clients may percent-encode text several times.
     for _ in range(_MOST_ENCODINGS):
         text = unquote(text)
     text = text.casefold()
@@ -218,19 +222,19 @@ def _shows_a_secret(text: str, secrets: Sequence[str]) -> bool:
 
 
 class AccessFormatter(logging.Formatter):
-    """Formats a record as one line of JSON."""
+    """Formats access log records as lines of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return one record as JSON."""
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds")
         return json.dumps({"time": at, **getattr(record, "access", {})})
 
 
 def refusal_of(error: Exception, tree: ServedTree) -> RefusedRequestError:
-    """Return how an error is answered.
+    """Return the refusal for an error.
 
-    Errors of ours hold no secrets, others are not quoted. Clients see no paths of this machine, only those that it
-    serves; the log has the whole text.
+    Only this library's errors are quoted, since they hold no secrets. Clients see served paths and no other paths
+    of this machine; the log has the whole text.
     """
     text = tree.as_served(str(error)) or f"The file cannot be served ({type(error).__name__}). The log says why."
     match error:
@@ -249,7 +253,7 @@ def refusal_of(error: Exception, tree: ServedTree) -> RefusedRequestError:
         case KmsError():
             return RefusedRequestError(502, "InternalError", text)
         case KeytoolsError():
-            # No status of 500 and more: engines would try the same again, for minutes.
+            # Not a 5xx status: engines would retry for minutes.
             return RefusedRequestError(422, "InvalidObjectState", text)
         case OSError():
             return RefusedRequestError(502, "InternalError", f"The storage failed: {type(error).__name__}.")
@@ -258,7 +262,7 @@ def refusal_of(error: Exception, tree: ServedTree) -> RefusedRequestError:
 
 
 def logged_outcome(error: BaseException | None) -> tuple[str, str]:
-    """Return what the log says of an error: its kind, and what was wrong; texts of others may hold secrets."""
+    """Return outcome and reason for the log; the text of a foreign error may hold secrets and is left out."""
     match error:
         case None:
             return "ok", ""
@@ -276,9 +280,9 @@ _ETAG = re.compile(r'(W/)?"([^"]*)"')
 
 
 def answer_http(tree: ServedTree, request: ServedRequest, key: str, reads: ClientReads) -> ServedAnswer:
-    """Return a file, or the links of a folder, whose key is empty or ends with a slash; see `answer_file`.
+    """Return a file (see `answer_file`), or the links of a folder if the key is empty or ends with a slash.
 
-    A folder without its slash is redirected: links are relative to it.
+    The key of a folder without a slash is redirected, since links are relative.
     """
     if key and not key.endswith("/"):
         try:
@@ -296,28 +300,28 @@ def answer_http(tree: ServedTree, request: ServedRequest, key: str, reads: Clien
 
 
 def redirect_to_folder(request: ServedRequest) -> ServedAnswer:
-    """Return a redirect to the same path with a slash, and with the query."""
+    """Return a redirect to the same path and query with a slash after the path."""
     query = f"?{request.raw_query}" if request.raw_query else ""
     return ServedAnswer(301, {"Location": f"{request.raw_path}/{query}"})
 
 
 def _relative(name: str) -> str:
-    """Return a name as a link, which must not look like an address with a scheme."""
-    # `quote` encodes the colon. fsspec takes all links that begin with "http" for addresses.
+    """Return a name as a relative link that clients do not take for an absolute URL."""
+    # `quote` encodes the colon. fsspec takes every link that begins with "http" for an absolute URL.
     link = quote(name)
     return f"%68{link[1:]}" if link.startswith("http") else link
 
 
 def answer_file(tree: ServedTree, request: ServedRequest, key: str, reads: ClientReads) -> ServedAnswer:
-    """Return the answer to a GET or HEAD of a file.
+    """Return the response to a GET or HEAD of a file.
 
-    HEAD, the whole file, its last bytes and a listing begin to read. A range without a condition is refused while
-    the file has another version than the client began to read: the client would mix two files.
+    A client begins to read a file with HEAD, a GET of the whole file or its last bytes, or a listing. A later
+    range without a condition is refused if the file was replaced since: the client would mix two versions.
 
     Raises:
-        RefusedRequestError: A condition of the request does not hold, or the file does not have the range.
-        FileNotFoundError: There is no such file.
-        KeytoolsError: What is wrong with the file.
+        RefusedRequestError: A condition of the request does not hold, or the range is outside the file.
+        FileNotFoundError: The file does not exist.
+        KeytoolsError: The file cannot be decrypted.
     """
     file = tree.find(key)
     headers = {"ETag": f'"{file.etag}"', "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
@@ -327,7 +331,7 @@ def answer_file(tree: ServedTree, request: ServedRequest, key: str, reads: Clien
         case 304:
             return ServedAnswer(304, headers)
         case 412:
-            raise RefusedRequestError(412, "PreconditionFailed", "The file is another one now.", headers)
+            raise RefusedRequestError(412, "PreconditionFailed", "The file was replaced.", headers)
     wanted = request.header("range")
     if wanted is not None and not _may_be_range(request, file):
         wanted = None
@@ -348,12 +352,12 @@ def answer_file(tree: ServedTree, request: ServedRequest, key: str, reads: Clien
 
 
 def byte_range(text: str, size_bytes: int) -> tuple[int, int] | None:
-    """Return first byte and length of a range; None for what is to be answered with the whole file.
+    """Return first byte and length of a range, or None to send the whole file.
 
-    That is allowed for every `Range`, and done for several ranges and for what is no range (RFC 9110, 14.2).
+    Several ranges, and text that is not a range, get the whole file (RFC 9110, section 14.2).
 
     Raises:
-        RefusedRequestError: The file has no byte of it.
+        RefusedRequestError: The range is outside the file.
     """
     found = _RANGE.fullmatch(text.strip())
     if found is None:
@@ -370,14 +374,14 @@ def byte_range(text: str, size_bytes: int) -> tuple[int, int] | None:
         raise RefusedRequestError(
             416,
             "InvalidRange",
-            f"The file has {size_bytes} bytes, and none of this range.",
+            f"The range is outside the file, which has {size_bytes} bytes.",
             {"Content-Range": f"bytes */{size_bytes}"},
         )
     return start, end - start
 
 
 def _failed_condition(request: ServedRequest, file: ServedFile) -> int | None:
-    """Return 304 or 412 where a condition says so, in the order of RFC 9110, 13.2.2."""
+    """Return 304 or 412 if a condition fails, in the order of RFC 9110, section 13.2.2; otherwise None."""
     if (text := request.header("if-match")) is not None:
         if not _names(text, file.etag, strong=True):
             return 412
@@ -393,7 +397,7 @@ def _failed_condition(request: ServedRequest, file: ServedFile) -> int | None:
 
 def _may_be_range(request: ServedRequest, file: ServedFile) -> bool:
     text = request.header("if-range")
-    # A date is too coarse to say that a file is the same: then the whole file is sent.
+    # A date is too coarse to identify a version, so If-Range with a date gets the whole file.
     return text is None or (text != "*" and _names(text, file.etag, strong=True))
 
 

@@ -1,6 +1,6 @@
-"""The tree as one bucket of S3, read-only.
+"""Serve a tree as one read-only S3 bucket.
 
-Requests are signed (AWS Signature Version 4), in the header or in the query (presigned).
+Requests are signed with AWS Signature Version 4, in the header or in the query (presigned URLs).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _QUERY_NAMES = tuple(
 
 @dataclass(frozen=True)
 class KeyPair:
-    """The credentials of one run, which are valid nowhere else."""
+    """S3 credentials that are valid for one run of the server."""
 
     access_key_id: str = field(default_factory=lambda: "PK" + secrets.token_hex(9).upper())
     secret: SecretBytes = field(default_factory=lambda: SecretBytes(secrets.token_urlsafe(30).encode()))
@@ -61,7 +61,11 @@ class _Claim:
 
 
 def check_signature(request: ServedRequest, key_pair: KeyPair, now: datetime) -> None:
-    """Refuse a request that is not signed with our key pair, or is too old."""
+    """Check that a request is signed with the key pair and is recent.
+
+    Raises:
+        RefusedRequestError: The signature is missing, malformed, wrong or expired.
+    """
     in_query = any(name.lower().startswith("x-amz-") for name, _ in request.query)
     if in_query and "authorization" in request.headers:
         raise _refused("InvalidArgument", "Only one kind of signature is allowed.", status=400)
@@ -70,7 +74,7 @@ def check_signature(request: ServedRequest, key_pair: KeyPair, now: datetime) ->
     if scope is None or scope[2] != claim.date[:8]:
         raise _malformed("The scope of the credential is not valid.")
     if not hmac.compare_digest(scope[1].encode(), key_pair.access_key_id.encode()):
-        raise _refused("InvalidAccessKeyId", "This access key is not the one of this run.")
+        raise _refused("InvalidAccessKeyId", "This access key does not belong to this run of the server.")
     _check_time(claim, now)
     key = b"AWS4" + key_pair.secret.reveal()
     names = (scope[2], scope[3], "s3", "aws4_request")
@@ -78,7 +82,7 @@ def check_signature(request: ServedRequest, key_pair: KeyPair, now: datetime) ->
     for part in (*names, f"{ALGORITHM}\n{claim.date}\n{'/'.join(names)}\n{canonical}"):
         key = hmac.digest(key, part.encode(), "sha256")
     if not hmac.compare_digest(key.hex().encode(), claim.signature.encode()):
-        raise _refused("SignatureDoesNotMatch", "The signature is not that of the request.")
+        raise _refused("SignatureDoesNotMatch", "The signature does not match the request.")
 
 
 def _check_time(claim: _Claim, now: datetime) -> None:
@@ -88,7 +92,7 @@ def _check_time(claim: _Claim, now: datetime) -> None:
         raise _refused("AccessDenied", "X-Amz-Date is not valid.") from None
     if claim.expires is None:
         if abs(age) > _MAX_SKEW:
-            raise _refused("RequestTimeTooSkewed", "The time of the request and that of the server differ.")
+            raise _refused("RequestTimeTooSkewed", "The request time differs too much from the server time.")
     elif age < -_MAX_SKEW:
         raise _refused("AccessDenied", "The request is not valid yet.")
     elif age > claim.expires:
@@ -106,9 +110,9 @@ def _claim_of_header(request: ServedRequest) -> _Claim:
     found = _AUTHORIZATION.fullmatch(text)
     date, payload = request.header("x-amz-date"), request.header("x-amz-content-sha256")
     if found is None or date is None or payload is None:
-        raise _malformed("The request is not signed as S3 wants it.")
+        raise _malformed("The Authorization header or a header that it needs is not valid.")
     if payload not in (_UNSIGNED, _NO_PAYLOAD):
-        raise _refused("XAmzContentSHA256Mismatch", "A request that reads has no payload.", status=400)
+        raise _refused("XAmzContentSHA256Mismatch", "A read request must not have a payload.", status=400)
     return _Claim(found[1], date, found[2], found[3], payload, None)
 
 
@@ -116,12 +120,12 @@ def _claim_of_query(request: ServedRequest) -> _Claim:
     values: dict[str, str] = {}
     for name, value in request.query:
         if name in values:
-            raise _refused("InvalidArgument", "A parameter is there twice.", status=400)
+            raise _refused("InvalidArgument", "A query parameter is repeated.", status=400)
         values[name] = value
     algorithm, credential, date, expires, signed, signature = (values.get(name, "") for name in _QUERY_NAMES)
     is_number = expires.isascii() and expires.isdigit() and len(expires) < 10
     if algorithm != ALGORITHM or not is_number or not 1 <= int(expires) <= _MAX_EXPIRES_SECONDS:
-        raise _refused("AuthorizationQueryParametersError", "The query is not signed as S3 wants it.", status=400)
+        raise _refused("AuthorizationQueryParametersError", "The signature parameters are not valid.", status=400)
     payload = values.get("X-Amz-Content-Sha256", _UNSIGNED)
     return _Claim(credential, date, signed, signature, payload, timedelta(seconds=int(expires)))
 
@@ -130,7 +134,7 @@ def _canonical_request(request: ServedRequest, claim: _Claim, *, in_query: bool)
     names = claim.signed_headers.split(";")
     unsigned = [name for name in request.headers if name.startswith("x-amz-") and name not in names]
     if names != sorted(set(names)) or "host" not in names or unsigned:
-        raise _refused("AccessDenied", "Host and all headers x-amz-* must be signed, each once.")
+        raise _refused("AccessDenied", "The host header and all x-amz-* headers must be signed, each once.")
     lines = []
     for name in names:
         if name not in request.headers:
@@ -158,7 +162,7 @@ def _encoded(text: str) -> str:
 
 
 def _malformed(message: str) -> RefusedRequestError:
-    """Return an error that names the region: some clients sign again for it."""
+    """Return an error that names the region, so that clients can sign the request again for it."""
     text = f"{message} Use the region {REGION!r}."
     return RefusedRequestError(400, "AuthorizationHeaderMalformed", text, facts={"Region": REGION})
 
@@ -169,7 +173,7 @@ def _refused(code: str, message: str, status: int = 403) -> RefusedRequestError:
 
 BUCKET = "view"
 REGION = "us-east-1"
-"""Clients have to name one. Requests may be signed for any other."""
+"""The region that the server names. Requests may be signed for any region."""
 
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _MOST_KEYS = 1000
@@ -177,7 +181,7 @@ _LISTING = {
     "list-type", "prefix", "delimiter", "max-keys", "continuation-token", "start-after", "marker", "encoding-type",
     "fetch-owner", "x-id",
 }  # fmt: skip
-"""Parameters of a listing; what else is asked for is not there."""
+"""The supported query parameters of a listing."""
 
 
 def answer_s3(
@@ -187,21 +191,26 @@ def answer_s3(
     reads: ClientReads,
     keep: Callable[[], None],
 ) -> ServedAnswer:
-    """Return the answer to a request of an S3 client, with a path of the form `/view/key`.
+    """Return the response to an S3 request, whose path has the form `/view/key`.
 
-    As soon as the signature is found to be right, `keep` is called.
+    Args:
+        tree: The served tree.
+        key_pair: The credentials of this run.
+        request: The request.
+        reads: The versions that this client began to read.
+        keep: Called once the signature is verified.
 
     Raises:
-        RefusedRequestError: It is not signed, asks for what is not there, or its conditions do not hold.
-        FileNotFoundError: There is no such file.
-        KeytoolsError: What is wrong with the file.
+        RefusedRequestError: The request is not signed or not supported, or its conditions do not hold.
+        FileNotFoundError: The file does not exist.
+        KeytoolsError: The file cannot be decrypted.
     """
     check_signature(request, key_pair, datetime.now(UTC))
     keep()
     query: dict[str, str] = {}
     for name, value in request.query:
         if name in query:
-            raise RefusedRequestError(400, "InvalidArgument", f"The parameter {name!r} is there twice.")
+            raise RefusedRequestError(400, "InvalidArgument", f"The query parameter {name!r} is repeated.")
         if not name.lower().startswith("x-amz-"):
             query[name] = value
     bucket, _, key = request.path.removeprefix("/").partition("/")
@@ -221,7 +230,7 @@ def answer_s3(
         return _xml("LocationConstraint", "")
     _refuse_others(query, _LISTING)
     if query.get("list-type", "2") != "2":
-        raise RefusedRequestError(400, "InvalidArgument", "The list-type can be 2 only.")
+        raise RefusedRequestError(400, "InvalidArgument", "The list-type must be 2.")
     return _xml("ListBucketResult", _listing(tree, query, reads))
 
 
@@ -235,12 +244,12 @@ def _listing(tree: ServedTree, query: dict[str, str], reads: ClientReads) -> str
     most = _most_keys(query.get("max-keys", str(_MOST_KEYS)))
     is_encoded = query.get("encoding-type") == "url"
     if query.get("encoding-type", "url") != "url":
-        raise RefusedRequestError(400, "InvalidArgument", "The encoding-type can be url only.")
+        raise RefusedRequestError(400, "InvalidArgument", "The encoding-type must be url.")
 
     def text(key: str) -> str:
         return quote(key, safe="/-_.~") if is_encoded else escape(key)
 
-    # ListObjects, version 1, has no list-type, and continues after a key and not after a token.
+    # ListObjects version 1 has no list-type, and continues after a key instead of a token.
     is_first_version = "list-type" not in query
     token = None if is_first_version else query.get("continuation-token")
     after = query.get("marker" if is_first_version else "start-after", "")
@@ -274,7 +283,7 @@ def _listing(tree: ServedTree, query: dict[str, str], reads: ClientReads) -> str
         try:
             file = tree.find_listed(key)
         except FileNotFoundError:
-            # Removed since its folder was read.
+            # The file was removed after its folder was listed.
             continue
         reads.listed(file)
         modified = datetime.fromtimestamp(file.modified or 0, UTC).isoformat(timespec="milliseconds")
@@ -289,10 +298,10 @@ def _listing(tree: ServedTree, query: dict[str, str], reads: ClientReads) -> str
 
 
 def _entries(tree: ServedTree, prefix: str, delimiter: str, after: str) -> Iterator[tuple[str, bool]]:
-    """Yield keys, and with a delimiter common prefixes in their places, that come after one."""
+    """Yield keys after `after`, each with False, and common prefixes of a delimiter, each with True."""
     folder = prefix.rpartition("/")[0]
     if delimiter == "/":
-        # What is below the next folders needs no look.
+        # Subfolders become common prefixes, so their content is not listed.
         try:
             entries = tree.entries(folder)
         except FileNotFoundError:
@@ -318,7 +327,7 @@ def _entries(tree: ServedTree, prefix: str, delimiter: str, after: str) -> Itera
 
 
 def error_document(error: RefusedRequestError) -> bytes:
-    """Return what S3 clients read an error from."""
+    """Return the S3 error document of a refusal."""
     message = "".join(character if character.isprintable() else "?" for character in str(error))
     text = f"<Code>{error.code}</Code><Message>{escape(message)}</Message>"
     text += "".join(f"<{name}>{escape(fact)}</{name}>" for name, fact in error.facts.items())
@@ -351,4 +360,4 @@ def _key_of_token(token: str) -> str:
     try:
         return base64.b64decode(token, altchars=b"-_", validate=True).decode()
     except (binascii.Error, ValueError):
-        raise RefusedRequestError(400, "InvalidArgument", "The continuation token is not one of ours.") from None
+        raise RefusedRequestError(400, "InvalidArgument", "The continuation token is not valid.") from None

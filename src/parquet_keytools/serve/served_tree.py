@@ -1,4 +1,4 @@
-"""What is served: the files of one folder of an fsspec file system, by their paths below it."""
+"""The files below one folder of an fsspec file system, as the server sees them."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from parquet_keytools.storage.locations import FileLocation, PathLike
 from parquet_keytools.storage.walk import is_data_file, names_passed_over
 
 _MAX_KEY_BYTES = 1024
-"""As in S3."""
+"""Longest key, as in S3."""
 
 _PIECE_BYTES = 1 << 20
 _END_BYTES = 8
 _MAGIC = b"PAR1"
 
 _ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-"""Neither XML nor the lines of a log can hold these."""
+"""Characters that XML or log lines cannot hold."""
 
 _ABSOLUTE = re.compile(r"(?<![\w.:/])/[^\s/]|\bfile:/|\b[A-Za-z]:\\")
-"""Where an absolute path begins, on POSIX, in a URL of a local file, or on Windows."""
+"""Matches the start of an absolute POSIX or Windows path, or of a local file URL."""
 
 _log = logging.getLogger("parquet_keytools.serve")
 
 
 @dataclass(frozen=True)
 class ServedFile:
-    """A file as it is now.
+    """The current version of a file.
 
     Attributes:
-        key: Its path below the folder that is served.
-        size_bytes: Its length.
-        modified: When it was written, in seconds since 1970; None where that is unknown.
-        etag: Without quotes; another one as soon as the file is another one or shows other columns, and in
-            another run.
-        version: What changes when the file is replaced.
+        key: Path below the served folder.
+        size_bytes: Length in bytes.
+        modified: Modification time in seconds since 1970; None if unknown.
+        etag: ETag without quotes. It changes when the file is replaced, when it shows other columns, and with each
+            run of the server.
+        version: Value that changes when the file is replaced.
     """
 
     key: str
@@ -57,28 +57,28 @@ class ServedFile:
 
 @dataclass(frozen=True)
 class ServedEntry:
-    """An entry of a folder: its key, and whether that is a folder."""
+    """A file or folder in the list of a folder."""
 
     key: str
     is_folder: bool
 
     @property
     def sort_key(self) -> bytes:
-        """Place among others, as S3 orders keys: a folder stands where the keys in it do."""
+        """Sort key in the order of S3, in which a folder takes the position of the keys in it."""
         return (self.key + "/" * self.is_folder).encode()
 
 
 class ServedTree:
-    """The files of the data set below one folder, read-only.
+    """The files of a data set below one folder, read-only.
 
-    Files and folders that readers of data sets pass over (`_SUCCESS`, `.part.crc`, key material, notes) are not
-    there: clients that copy everything would fail at each of them.
+    Files and folders that data set readers skip (`_SUCCESS`, `.part.crc`, key material, notes) are not served:
+    clients that copy everything would fail on each of them.
 
     Args:
-        filesystem: An fsspec file system. `info` has to change whenever the file does.
-        root: The folder there.
-        folder: The same folder as it is stored. On this machine's disks, links that lead out of it are refused.
-        only: The key of the one file that is served; None serves all.
+        filesystem: An fsspec file system. The result of `info` must change whenever the file does.
+        root: The folder in `filesystem`.
+        folder: Location of the same folder in storage. In a local folder, links that lead out are refused.
+        only: Key of the only file to serve; None serves all files.
     """
 
     def __init__(
@@ -98,7 +98,11 @@ class ServedTree:
         self._run = secrets.token_bytes(16)
 
     def find(self, key: str) -> ServedFile:
-        """Return what is known of a file; one that nobody may ask for is not there."""
+        """Return the current version of a file.
+
+        Raises:
+            FileNotFoundError: The file does not exist, or is not served.
+        """
         path = self._path_of(key)
         if self._only not in (None, key) or not key:
             raise FileNotFoundError(key)
@@ -106,7 +110,7 @@ class ServedTree:
         if facts["type"] != "file" or not self._is_data_file(key):
             raise FileNotFoundError(key)
         version = self._version(key, path)
-        # What is served may have another length than the file, and other bytes than it had with other rights.
+        # The view may have another length than the stored file, and other bytes for other access rights.
         with self._opened(path) as stream:
             return self._described(key, version, stream, _seconds(facts))
 
@@ -119,24 +123,29 @@ class ServedTree:
         return ServedFile(key, size, modified, _etag(digest.digest()), version)
 
     def find_listed(self, key: str) -> ServedFile:
-        """Return what is known of a file that is listed, also of one that cannot be served, if the KMS works."""
+        """Return the current version of a listed file, even if the file cannot be decrypted.
+
+        Raises:
+            FileNotFoundError: The file does not exist, or is not served.
+            KmsError: The KMS failed.
+        """
         try:
             return self.find(key)
         except KmsError:
             raise
         except (KeytoolsError, PermissionError):
-            # No file of ours, or a damaged one. Who reads it gets the error; those beside it are not its victims.
+            # A foreign or damaged file. Reading it raises the error; listing its folder must still work.
             facts = self._filesystem.info(self._path_of(key))
             return ServedFile(key, int(facts["size"]), _seconds(facts), _etag(secrets.token_bytes(20)), ())
 
     @contextlib.contextmanager
     def open(self, file: ServedFile) -> Iterator[FileReader]:
-        """Open a file that was found; what is read belongs to the very file that was found.
+        """Open the version of a file that `find` returned.
 
         Raises:
-            FileNotFoundError: It is gone.
-            FileChangedError: It is another one now, or shows other columns.
-            KeytoolsError: What the file system says of the file.
+            FileNotFoundError: The file was removed.
+            FileChangedError: The file was replaced, or shows other columns.
+            KeytoolsError: The file cannot be decrypted.
         """
         with self._opened(self._path_of(file.key)) as stream:
             if self._described(file.key, file.version, stream, None).etag != file.etag:
@@ -144,7 +153,7 @@ class ServedTree:
             yield FileReader(self, file, stream)
 
     def check_unchanged(self, file: ServedFile) -> None:
-        """Raise `FileChangedError` if a file is no longer the one that was found; that needs no key."""
+        """Raise `FileChangedError` if a file was replaced or removed; this needs no key."""
         try:
             if self._version(file.key, self._path_of(file.key)) == file.version:
                 return
@@ -153,29 +162,29 @@ class ServedTree:
         raise _changed(file)
 
     def is_folder(self, key: str) -> bool:
-        """Whether there is a folder of this key."""
+        """Return whether the key is an existing folder."""
         try:
             return bool(self._filesystem.info(self._path_of(key))["type"] == "directory")
         except FileNotFoundError:
             return False
 
     def local_status(self, key: str) -> os.stat_result | None:
-        """Return what this machine's disks say of a file or folder; None for one that lies elsewhere.
+        """Return the local status of a file or folder; None in remote storage.
 
         Raises:
-            FileNotFoundError: There is none of this key.
+            FileNotFoundError: The key does not exist.
         """
         self._path_of(key)
         return None if self._local_folder is None else (self._local_folder / key).stat()
 
     def local_space(self) -> Any:
-        """Return the `os.statvfs_result` of the disk with the folder; None for a folder that lies elsewhere."""
+        """Return the `os.statvfs_result` of the local disk; None on Windows and in remote storage."""
         if sys.platform == "win32" or self._local_folder is None:
             return None
         return os.statvfs(self._local_folder)
 
     def as_served(self, text: str) -> str | None:
-        """Return a text with paths as clients know them; None if it has other absolute paths of this machine."""
+        """Return a text with served paths only; None if it has other absolute paths of this machine."""
         if self._folder is not None:
             places = {str(self._folder), self._folder.path, str(self._local_folder or "")}
             for place in sorted((place.rstrip("/") for place in places), key=len, reverse=True):
@@ -183,7 +192,14 @@ class ServedTree:
         return None if _ABSOLUTE.search(text) else text
 
     def entries(self, folder: str) -> list[ServedEntry]:
-        """Return what a folder holds, sorted as S3 sorts keys; the one that is served has an empty key."""
+        """Return the entries of a folder in the order of S3.
+
+        Args:
+            folder: Key of the folder; empty for the served folder itself.
+
+        Raises:
+            FileNotFoundError: The folder does not exist.
+        """
         path = self._path_of(folder)
         if not self.is_folder(folder):
             raise FileNotFoundError(folder)
@@ -195,11 +211,11 @@ class ServedTree:
                 continue
             try:
                 place = self._path_of(key)
-                # A link is listed as such, and described as what it leads to.
+                # `ls` reports a link, `info` reports its target.
                 is_known = facts["type"] in ("file", "directory")
                 kind = facts["type"] if is_known else self._filesystem.info(place)["type"]
             except FileNotFoundError:
-                _log.warning("%r is not served: a link that leads nowhere or out, or a name that is too odd", key)
+                _log.warning("%r is not served: a broken link, a link out of the folder, or an invalid name", key)
                 continue
             if self._only not in (None, key) or (kind == "file" and not self._is_listed(key)):
                 continue
@@ -210,7 +226,7 @@ class ServedTree:
         return sorted(found, key=lambda entry: entry.sort_key)
 
     def _is_data_file(self, key: str) -> bool:
-        """Return whether a file belongs to the data set; the one that the user named does."""
+        """Return whether a file belongs to the data set; a file that the user named always does."""
         return self._only == key or self._folder is None or is_data_file(self._folder.below(key))
 
     def _is_listed(self, key: str) -> bool:
@@ -219,18 +235,18 @@ class ServedTree:
         except FileNotFoundError:
             return False
         except OSError:
-            # It may be data. A client that reads it gets the error.
+            # The file may be data. A client that reads it gets the error.
             return True
 
     def _leads_back(self, key: str) -> bool:
-        """Return whether a folder is a link to one that contains it: everything there is listed already."""
+        """Return whether a folder is a link to one of its parents, whose files are listed already."""
         if self._local_folder is None or not (self._local_folder / key).is_symlink():
             return False
         place = (self._local_folder / key).resolve()
         return any((self._local_folder / above).resolve() == place for above in PurePosixPath(key).parents)
 
     def keys(self, folder: str, *, after: str = "") -> Iterator[str]:
-        """Yield the keys of all files below a folder, sorted as S3 sorts them, that come after one."""
+        """Yield the keys after `after` of all files below a folder, in the order of S3."""
         try:
             entries = self.entries(folder)
         except FileNotFoundError:
@@ -243,11 +259,11 @@ class ServedTree:
                 yield from self.keys(entry.key, after=after)
 
     def _opened(self, path: str) -> Any:
-        # Nothing is read ahead: each byte costs a decryption.
+        # No read-ahead, since each byte costs a decryption.
         return self._filesystem.open(path, "rb", cache_type="none")
 
     def _version(self, key: str, path: str) -> tuple[object, ...]:
-        """Return what changes when a file is replaced: on this machine, whatever its times are set to."""
+        """Return a value that changes when the file is replaced; of a local file, even with the same mtime."""
         local: tuple[int, ...] = ()
         if self._local_folder is not None:
             found = (self._local_folder / key).stat()
@@ -255,7 +271,11 @@ class ServedTree:
         return self._filesystem.ukey(path), *local
 
     def _path_of(self, key: str) -> str:
-        """Return the path of a key; whatever is odd about one is no file of ours."""
+        """Return the path of a key.
+
+        Raises:
+            FileNotFoundError: The key is not valid, is skipped by data set readers, or leads out of the folder.
+        """
         parts = key.split("/") if key else []
         if any(part in ("", ".", "..") for part in parts) or _ODD.search(key):
             raise FileNotFoundError(key)
@@ -274,7 +294,7 @@ class ServedTree:
 
 
 class FileReader:
-    """Reads one file for one answer."""
+    """Reads one version of a file for one response."""
 
     def __init__(self, tree: ServedTree, file: ServedFile, stream: Any) -> None:
         self._tree = tree
@@ -282,18 +302,18 @@ class FileReader:
         self._stream = stream
 
     def read(self, start: int, length: int) -> bytes:
-        """Return bytes of the file, which must have them.
+        """Return exactly `length` bytes from `start`.
 
         Raises:
-            FileChangedError: The file is no longer the one that was found, or is shorter.
-            KeytoolsError: They are not authentic, or a key is unavailable.
+            FileChangedError: The file was replaced, or is shorter.
+            KeytoolsError: The bytes are not authentic, or a key is unavailable.
         """
         self._stream.seek(start)
         parts = []
         while length and (part := self._stream.read(length)):
             parts.append(part)
             length -= len(part)
-        # After reading: what was read before a change is of the file that was found.
+        # Checked after reading, so that all bytes come from the version that was found.
         self._tree.check_unchanged(self._file)
         if length:
             raise _changed(self._file)
@@ -301,7 +321,7 @@ class FileReader:
 
 
 def _etag(digest: bytes) -> str:
-    """Return an ETag. S3 clients take one without a dash for the MD5 sum of the file, and compare it."""
+    """Return an ETag with a dash: S3 clients compare an ETag without a dash with the MD5 sum of the file."""
     return f"{digest.hex()}-1"
 
 
@@ -310,7 +330,7 @@ def _changed(file: ServedFile) -> FileChangedError:
 
 
 def _footer(stream: Any, size_bytes: int) -> Iterator[bytes]:
-    """Yield the footer of a Parquet file in pieces: it says which columns are there. No page is read."""
+    """Yield the footer of a Parquet file in pieces; it identifies the visible columns. No page is read."""
     stream.seek(max(0, size_bytes - _END_BYTES))
     end = bytes(stream.read(_END_BYTES))
     yield end

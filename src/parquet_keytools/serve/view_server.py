@@ -1,4 +1,4 @@
-"""The server: connections within bounds, where it listens, and the lines that engines read from it with."""
+"""The server, its limit of connections, and the lines that engines use to read from it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from parquet_keytools.serve.s3_front import BUCKET, REGION, KeyPair
 from parquet_keytools.serve.served_tree import ServedTree
 
 _REFUSED_BINDS = {
-    errno.EADDRINUSE: (": another program has this port", "Choose another --port; 0 is a free one."),
-    errno.EACCES: (": ports below 1024 are for root", "Choose another --port; 0 is a free one."),
+    errno.EADDRINUSE: (": another program uses this port", "Choose another --port; 0 is a free one."),
+    errno.EACCES: (": ports below 1024 need root privileges", "Choose another --port; 0 is a free one."),
     errno.EADDRNOTAVAIL: (": this machine does not have this address", "Choose another --address."),
 }
 _END_SECONDS = 5.0
@@ -32,21 +32,22 @@ _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 
 
 
 class BoundedServer(ThreadingHTTPServer):
-    """Takes connections, each in a thread of its own.
+    """Accepts connections and handles each in its own thread.
 
     Args:
-        address: An IP address and a port; 0 takes a free one.
+        address: IP address and port; port 0 selects a free port.
         handler: Makes the handler of a connection.
-        tls: For TLS; the handshake is in the thread of the connection.
-        max_connections: At the same time. One more takes the place of the oldest whose client has shown no
-            secret, for such a client could else lock out all others. If all have shown one, it gets 503.
+        tls: TLS context, or None. The thread of the connection does the handshake.
+        max_connections: Most connections at the same time. A further connection replaces the oldest connection
+            without authentication, so that unauthenticated clients cannot lock out others. If all connections are
+            authenticated, the further connection gets status 503.
     """
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
     allow_reuse_port = False
-    """Newer versions of Python let two servers take one port, and each gets what was sent to the other."""
+    """Newer versions of Python let two servers share a port, so that requests reach either server."""
 
     def __init__(
         self,
@@ -66,18 +67,22 @@ class BoundedServer(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        """Bind a free address, without the look-up of our own name in the DNS, which can take long."""
+        """Bind the address without a DNS look-up of the host name, which can be slow.
+
+        Raises:
+            ConfigurationError: The address or port is not available.
+        """
         try:
             socketserver.TCPServer.server_bind(self)
         except OSError as error:
             address, port = self.server_address[:2]
             place = f"[{address!s}]:{port}" if self.address_family == socket.AF_INET6 else f"{address!s}:{port}"
             what, hint = _REFUSED_BINDS.get(error.errno or 0, (f": {error.strerror}", "Choose another --address."))
-            raise ConfigurationError(f"{place} cannot be listened on{what}.", hint=hint) from None
+            raise ConfigurationError(f"the server cannot listen on {place}{what}.", hint=hint) from None
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start the thread of a connection, or refuse it."""
+        """Start the thread of a connection, or refuse the connection."""
         with self._lock:
             if len(self._open) >= self._max_connections:
                 self._give_up_one()
@@ -95,17 +100,17 @@ class BoundedServer(ThreadingHTTPServer):
         self.shutdown_request(request)
 
     def keep(self, connection: socket.socket) -> None:
-        """Give the place of a connection to no other: its client has shown a secret."""
+        """Protect a connection from eviction: its client has authenticated."""
         with self._lock:
             if connection in self._open:
                 self._kept.add(connection)
 
     def _give_up_one(self) -> None:
-        """End the oldest connection that is not kept; call with the lock held."""
+        """Close the oldest unprotected connection; the caller holds the lock."""
         for connection in self._open:
             if connection not in self._kept:
                 cut_off(connection)
-                # Its thread only waits for its client, and ends now.
+                # Its thread was waiting for the client and ends now.
                 del self._open[connection]
                 return
 
@@ -120,13 +125,13 @@ class BoundedServer(ThreadingHTTPServer):
             secure = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
             with self._lock:
                 if (thread := self._open.pop(request, None)) is None:
-                    raise ConnectionAbortedError("given up for another one")
+                    raise ConnectionAbortedError("evicted for another connection")
                 self._open[secure] = thread
-            # The handshake must not keep others from connecting.
+            # Outside the lock, so that a slow handshake does not block other connections.
             secure.do_handshake()
             super().process_request_thread(secure, client_address)
         except OSError:
-            # No TLS, or given up.
+            # The TLS handshake failed, or the connection was evicted.
             self.close_request(secure or request)
         finally:
             with self._lock:
@@ -135,10 +140,10 @@ class BoundedServer(ThreadingHTTPServer):
                 self._kept.discard(secure or request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: the handler logs, and what is left are clients that went away."""
+        """Print nothing: the handler logs errors; only disconnected clients arrive here."""
 
     def end(self) -> None:
-        """Take no more connections, end those that are open, and wait for their threads."""
+        """Stop accepting, close all connections, and wait up to 5 seconds for their threads."""
         self.shutdown()
         self.server_close()
         with self._lock:
@@ -153,24 +158,25 @@ class BoundedServer(ThreadingHTTPServer):
 LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 256
 _POLL_SECONDS = 0.05
-"""So often the server looks whether it shall end."""
+"""Interval at which the server checks whether to stop."""
 
 
 class ViewServer:
-    """Serves a tree; used in a `with` block, at whose end all connections end.
+    """Serves a tree within a `with` block, whose end closes all connections.
 
     Args:
-        tree: What is served.
-        address: The IP address to listen on.
-        port: There; 0 takes a free one.
-        tls: Certificate and key; None only where the address is of this machine alone.
-        host_names: What clients may call this server; its address is always among them.
-        with_s3: Whether it answers as S3, too.
+        tree: The tree to serve.
+        address: IP address to listen on.
+        port: Port to listen on; 0 selects a free port.
+        tls: Certificate and key; may be None only for a loopback address.
+        host_names: Names that clients may use for this server, besides its address.
+        with_s3: Whether to serve S3, too.
+        max_connections: Most connections at the same time.
 
     Attributes:
-        url: Of the folder that is served, with the secret that opens it.
-        endpoint: For S3 clients.
-        key_pair: For S3 clients; None without S3.
+        url: URL of the served folder; it contains the secret.
+        endpoint: URL for S3 clients.
+        key_pair: Credentials for S3 clients; None without S3.
     """
 
     def __init__(
@@ -197,7 +203,7 @@ class ViewServer:
         host = f"[{address}]" if ":" in address else address
         own = {host, *host_names} | ({LOOPBACK, "localhost", "[::1]"} if address in (LOOPBACK, "::1") else set())
         without_port = own if port == (443 if tls else 80) else set()
-        # Others are names that lead here without our will: pages of strangers use them (DNS rebinding).
+        # Refuse all other names: a malicious web page can point its own name at this address (DNS rebinding).
         Connection.hosts = frozenset({f"{name.lower()}:{port}" for name in own} | without_port)
         self.endpoint = f"{'https' if tls else 'http'}://{host_names[0] if host_names else host}:{port}"
         self.url = f"{self.endpoint}/{token}/"
@@ -214,7 +220,7 @@ class ViewServer:
 
 
 def http_lines(url: str, key: str) -> dict[str, str]:
-    """Return a line for each engine that reads one file over HTTP; the URL of the folder ends with a slash."""
+    """Return a line per engine that reads one file over HTTP; the folder URL ends with a slash."""
     file = url + quote(key)
     return {
         "DuckDB": f"select * from '{file}';",  # noqa: S608
@@ -224,7 +230,7 @@ def http_lines(url: str, key: str) -> dict[str, str]:
 
 
 def s3_lines(endpoint: str, key_pair: KeyPair) -> dict[str, str]:
-    """Return lines for each engine that reads all files as S3."""
+    """Return a line per engine that reads all files over S3."""
     scheme, _, host = endpoint.partition("://")
     key_id, secret = key_pair.access_key_id, key_pair.secret.reveal().decode()
     is_tls = scheme == "https"

@@ -138,7 +138,7 @@ def test_a_port_that_another_program_has(config: Path, tmp_path: Path, run) -> N
         done = run("serve", tmp_path / "people", "--config", config, "--port", port)
     assert (done.exit_code, done.stdout) == (2, "")
     assert " ".join(done.stderr.split()) == (
-        f"Error: 127.0.0.1:{port} cannot be listened on: another program has this port. "
+        f"Error: the server cannot listen on 127.0.0.1:{port}: another program uses this port. "
         "Choose another --port; 0 is a free one."
     )
 

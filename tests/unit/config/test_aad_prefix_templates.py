@@ -96,10 +96,10 @@ def test_both_tables_are_named() -> None:
 
 @pytest.mark.parametrize("lengths", ["exact", "any"])
 def test_nul_is_refused(lengths: str) -> None:
-    with pytest.raises(ConfigurationError, match="contains no NUL") as caught:
+    with pytest.raises(ConfigurationError, match="must not contain NUL") as caught:
         parse_configuration(document(lengths, t="t\0"))
     assert caught.value.yaml_path == "tables.t.aad_prefix"
-    with pytest.raises(ConfigurationError, match="contains no NUL, and the name of the table does"):
+    with pytest.raises(ConfigurationError, match="must not contain NUL, but the name of the table does"):
         parse_configuration(document(lengths, **{"t\0u": "{table_name}/"}))
 
 

@@ -245,8 +245,8 @@ def test_columns_that_stay_plaintext_are_listed():
     keys = resolve({"pii": ["tailnum"]}, "tailnum", "year", ("at", "deep", "x"), "x_1", **listed)
     assert [key.kind for key in keys] == ["column_key", "plaintext", "plaintext", "plaintext"]
     with pytest.raises(
-        ConfigurationError, match="'tailnum' has a key under column_keys, and is listed as plaintext"
+        ConfigurationError, match="'tailnum' has a key under column_keys and is also listed as plaintext"
     ):
         resolve({"pii": ["tailnum"]}, "tailnum", **{**listed, "plaintext_columns": ["tail*"]})
-    with pytest.raises(ConfigurationError, match="with `unlisted_columns: error` only"):
+    with pytest.raises(ConfigurationError, match="plaintext_columns needs `unlisted_columns: error`"):
         resolve({"pii": ["tailnum"]}, "tailnum", plaintext_columns=["year"])

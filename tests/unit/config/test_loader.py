@@ -655,7 +655,7 @@ def test_names_in_a_mapping_are_texts(name):
 
 
 @pytest.mark.parametrize(
-    ("mode", "text"), [(0o644, "everybody on this machine"), (0o640, "its group"), (0o600, None), (0o400, None)]
+    ("mode", "text"), [(0o644, "every user of this machine"), (0o640, "its group"), (0o600, None), (0o400, None)]
 )
 def test_secrets_in_a_file_that_others_may_read(tmp_path: Path, mode: int, text: str | None) -> None:
     path = tmp_path / "keys.yaml"
@@ -687,7 +687,7 @@ SECRET_FILES = {
 
 @pytest.mark.parametrize("setting", SECRET_FILES)
 @pytest.mark.parametrize(
-    ("mode", "text"), [(0o644, "everybody on this machine"), (0o640, "its group"), (0o600, None), (None, None)]
+    ("mode", "text"), [(0o644, "every user of this machine"), (0o640, "its group"), (0o600, None), (None, None)]
 )
 def test_a_secret_in_a_file_of_its_own_that_others_may_read(
     tmp_path: Path, setting: str, mode: int | None, text: str | None

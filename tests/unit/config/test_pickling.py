@@ -171,7 +171,9 @@ def test_with_literal_secrets_the_file_must_say_the_same(tmp_path, change):
     if len(change) == 3:  # another spelling of the same document
         assert pickle.loads(content) == made
         return
-    with pytest.raises(ConfigurationError, match=r"changed after it was sent here.*environment variable"):
+    with pytest.raises(
+        ConfigurationError, match=r"changed after it was sent to this process.*environment variable"
+    ):
         pickle.loads(content)
 
 
@@ -205,7 +207,9 @@ def test_a_mapping_without_literal_secrets_pickles():
 )
 def test_a_mapping_with_literal_secrets_says_why_it_does_not_pickle(document, place):
     made = parse_configuration(document)
-    with pytest.raises(ConfigurationError, match=f"{place}.*Put each into an environment variable") as caught:
+    with pytest.raises(
+        ConfigurationError, match=f"{place}.*Put each secret into an environment variable"
+    ) as caught:
         pickle.dumps(made)
     assert_no_secret(str(caught.value).encode())
 

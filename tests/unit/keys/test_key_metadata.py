@@ -66,7 +66,7 @@ def test_a_reference_that_is_a_path_is_refused(text: str) -> None:
         (b'{"keyMaterialType": "PKMT1", "internalStorage": false}', "keyReference: is missing"),
         (reference(5), "keyReference: is not a string"),
         (b'{"keyMaterialType": "PKMT1", "internalStorage": true}', "is missing"),
-        (b'{"internalStorage": true, "internalStorage": false}', "comes twice"),
+        (b'{"internalStorage": true, "internalStorage": false}', "is repeated"),
         (b"\xff\xfe", "neither JSON nor the id of a data key"),
         (b"k" * (MAX_KEY_METADATA_BYTES + 1), "longer than"),
         (b"{" * MAX_KEY_METADATA_BYTES, "not valid JSON"),

@@ -98,7 +98,7 @@ def test_missing(location: FileLocation) -> None:
         (b'{"footerKey": null}', "'footerKey': not a string that holds JSON"),
         (b'{"footerKey": "{}"}', "'footerKey': .*keyMaterialType: is missing"),
         (b'{"footerKey": ""}', "'footerKey': .*not valid JSON"),
-        (TWICE, "a reference comes twice"),
+        (TWICE, "a reference is repeated"),
         (b'{"a":' * 20_000, "'a': not a string that holds JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", "'a': not a string that holds JSON"),
         *((text.encode(), "not valid JSON") for text in BROKEN),

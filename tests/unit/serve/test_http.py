@@ -394,9 +394,21 @@ def test_storage_that_fails_is_no_client_that_is_gone(error: OSError, caplog: py
 @pytest.mark.parametrize(
     ("address", "code", "text"),
     [
-        ("127.0.0.1", None, "127.0.0.1:PORT cannot be listened on: another program has this port. Choose another"),
-        ("192.0.2.77", None, "192.0.2.77:PORT cannot be listened on: this machine does not have this address. Ch"),
-        ("127.0.0.1", errno.EACCES, "127.0.0.1:PORT cannot be listened on: ports below 1024 are for root. Choose"),
+        (
+            "127.0.0.1",
+            None,
+            "the server cannot listen on 127.0.0.1:PORT: another program uses this port. Choose another",
+        ),
+        (
+            "192.0.2.77",
+            None,
+            "the server cannot listen on 192.0.2.77:PORT: this machine does not have this address. Ch",
+        ),
+        (
+            "127.0.0.1",
+            errno.EACCES,
+            "the server cannot listen on 127.0.0.1:PORT: ports below 1024 need root privileges. Choose",
+        ),
     ],
 )
 def test_an_address_that_is_not_free(
