@@ -216,7 +216,7 @@ def copy_attributes(new: int, old: int, wanted: Callable[[str], bool]) -> list[s
     Returns:
         The names of those that could not be copied.
     """
-    lost = []
+    lost: list[str] = []
     if sys.platform == "linux" and hasattr(os, "listxattr"):
         names: list[str] = []
         with contextlib.suppress(OSError):

@@ -84,6 +84,9 @@ def _is_safe_to_start_from() -> bool:
     return file is None or Path(file).stem == "parquet-keytools"
 
 
+_TERMINATE_SECONDS = 0.5
+
+
 def available_processors() -> int:
     """Return how many processors this process may use: by its affinity, and by the quota of its container."""
     # macOS has no affinity.
@@ -119,6 +122,7 @@ class FileWorkers(Generic[T, R]):
             wanted = min(available_processors(), MOST_PROCESSES, files // FILES_PER_PROCESS)
         self.processes = max(1, min(wanted, files))
         self._pickled = b""
+        self._is_broken = False
         self._waiting: deque[tuple[list[T], Future[_Answer[R]]]] = deque()
         if self.processes > 1:
             try:
@@ -143,7 +147,18 @@ class FileWorkers(Generic[T, R]):
 
     def __exit__(self, *_: object) -> None:
         """Wait for the calls that have begun, and end the processes."""
-        end(self._pool, [future for _, future in self._waiting])
+        if not self._is_broken:
+            end(self._pool, [future for _, future in self._waiting])
+            return
+        # A process that was just starting when another one was killed: the pool does not end it, and waits for it.
+        have_ended = threading.Event()
+        terminating = threading.Thread(target=_terminate_until, args=(have_ended,), daemon=True)
+        terminating.start()
+        try:
+            end(self._pool, [future for _, future in self._waiting])
+        finally:
+            have_ended.set()
+            terminating.join()
 
     def outcomes(self, files: Iterable[T]) -> Iterator[tuple[T, R | Exception]]:
         """Yield each file with what the function returns or raises, in the order of the files.
@@ -172,6 +187,7 @@ class FileWorkers(Generic[T, R]):
             yield from self._begun()
             raise
         except BrokenProcessPool:
+            self._is_broken = True
             yield from self._begun()
             raise WorkerProcessEndedError(
                 "a worker process was killed, perhaps for lack of memory. Each file that it was working on is "
@@ -202,6 +218,12 @@ class FileWorkers(Generic[T, R]):
         for files, future in self._waiting:
             if not future.cancel() and future.exception() is None:
                 yield from _taken(files, future.result())
+
+
+def _terminate_until(have_ended: threading.Event) -> None:
+    while not have_ended.wait(_TERMINATE_SECONDS):
+        for process in multiprocessing.active_children():
+            process.terminate()
 
 
 def _taken(files: list[T], answer: _Answer[R]) -> Iterator[tuple[T, R | Exception]]:

@@ -503,7 +503,7 @@ def test_a_configuration_that_changes_ends_the_command(
     text = config.read_text()
     done = run("encrypt", many, tmp_path / "e", "--config", config, "--processes", 2)
     assert done.exit_code == 2 and done.stdout == ""
-    assert done.stderr.count("the configuration changed after it was sent here. Start again.") == 1
+    assert done.stderr.count("the configuration changed after it was sent to this process. Start again.") == 1
     config.write_text(text)
     assert Keytools.from_yaml(config).verify_folder(tmp_path / "e").conforms
 

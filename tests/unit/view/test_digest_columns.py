@@ -566,7 +566,7 @@ def test_each_table_needs_a_hash_key(tmp_path: Path) -> None:
     ("hash_keys", "table", "message"),
     [
         ({"pseudonyms": {"master_key": "f", "wrapped_key": "x"}}, {"hash_key": "pseudonym"}, "Did you mean"),
-        ({}, {"shown_columns": ["a"]}, "without hash_key"),
+        ({}, {"shown_columns": ["a"]}, "needs hash_key"),
         ({"p": {"master_key": "d", "wrapped_key": "x"}}, {"hash_key": "p"}, "is a data key"),
     ],
 )
@@ -583,7 +583,7 @@ def test_a_wrong_hash_key_is_an_error(hash_keys: Any, table: Any, message: str) 
 
 
 def test_without_tables_there_are_no_digests() -> None:
-    with pytest.raises(ConfigurationError, match="without tables"):
+    with pytest.raises(ConfigurationError, match="Describe them under `tables:`"):
         Keytools.from_mapping({"version": 1, "reading": {"denied_columns": "hash"}})
 
 
