@@ -202,6 +202,9 @@ class FileWorkers(Generic[T, R]):
             with _starting_processes():
                 return self._pool.submit(_call, files)
         except OSError as error:
+            if error.errno is None:
+                # Not of the system: the pool closed its pipe at this moment, because a process was killed.
+                raise BrokenProcessPool(str(error)) from None
             raise WorkerProcessEndedError(
                 f"a worker process cannot be started: {error.strerror}.", hint="Use --processes 1."
             ) from None

@@ -314,7 +314,8 @@ def test_the_audit_log_has_each_use_of_a_key(
     caplog.clear()
     assert data_set_verified(run, encrypted, config, 2)["verdict"] == "conforms"
     uses = [record for record in caplog.records if record.name == audit.LOGGER_NAME]
-    assert 6 <= len(uses) <= 18
+    # A process that starts late may find nothing to do.
+    assert 3 <= len(uses) <= 18
     assert {record.operation for record in uses} == {"unwrap"}  # type: ignore[attr-defined]
     assert all(record.subject.startswith(str(encrypted)) for record in uses)  # type: ignore[attr-defined]
     assert not logging.getLogger(audit.LOGGER_NAME).handlers
