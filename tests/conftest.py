@@ -21,7 +21,7 @@ from soak import SOAK
 
 __all__ = ["pytest_handlecrashitem", "pytest_xdist_make_scheduler"]
 
-pytest_plugins = ["core_tests", "package_coverage", "skipped_tests"]
+pytest_plugins = ["core_tests", "skipped_tests"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
