@@ -116,8 +116,8 @@ LIMITS = (
     ),
     Limit(
         "Spark (parquet-java)",
-        "encrypts only the values of V2 data pages: it leaves their levels in plaintext, and expects that of "
-        "others, who encrypt a page as a whole.",
+        "encrypts only the values of V2 data pages: it leaves their levels in plaintext, and expects other "
+        "writers to do the same, but they encrypt the page as a whole.",
         lambda file, reader: (
             file.policy.data_page_version == 2 and (file.writer in ON_SPARK) != (reader in ON_SPARK)
         ),

@@ -158,7 +158,7 @@ class Attack:
         title: What is done.
         policy: Of the file that it is done to.
         make: Returns the bytes that lie under the file's name then.
-        error: What our readers must raise; None where the data is right, or where nobody can see that it is not.
+        error: What our readers must raise; None where the data is right, or where the change cannot be detected.
         rule: What `verify` must report; None where there is nothing that it could.
         outcome: What our readers come to.
         prepare: Changes what lies beside the file.
@@ -762,7 +762,7 @@ ATTACKS = {
         "wanted-keys",
     ),
     "foreign-column": Attack(
-        "with the footer's key and that of another table: a column under the latter",
+        "with the footer's key and another table's key: a column under the latter",
         "encrypted",
         _made_with(column_keys={"place": ["secret", "other"], "footer": ["x"]}, unlisted_columns="footer_key"),
         "TableMismatchError",
@@ -821,7 +821,7 @@ ATTACKS = {
         "data-page-authentic",
     ),
     "ctr-bit": Attack(
-        "a bit of a page flipped, AES_GCM_CTR_V1 (nobody can see that: the cipher does not authenticate)",
+        "a bit of a page flipped, AES_GCM_CTR_V1 (undetectable: the cipher does not authenticate)",
         "ctr",
         _flipped_page("ctr", "secret"),
         None,
@@ -830,7 +830,7 @@ ATTACKS = {
         conforms=True,
     ),
     "plaintext-bit": Attack(
-        "a bit of a plaintext column flipped (nobody can see that: nothing authenticates it)",
+        "a bit of a plaintext column flipped (undetectable: nothing authenticates it)",
         "partial",
         _flipped_page("partial", "open"),
         None,

@@ -62,7 +62,7 @@ def test_verify(attacked: Attacked, name: str) -> None:
     if attack.rule is not None:
         assert attack.rule in broken
     assert conforms is attack.conforms, broken
-    # Only what leaves the data right, or what nobody can see, conforms.
+    # Only what leaves the data right, or cannot be detected, conforms.
     assert not (attack.conforms and attack.error)
 
 
