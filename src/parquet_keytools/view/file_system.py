@@ -186,9 +186,15 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             )
         if mode == "xb" and location.info().type != pafs.FileType.NotFound:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(location))
+        refuse_partition_folders(self._keys, self._table_to_write(), location.path)
+        self._made.begin(location.path)
         if location.is_local and not (location.makes_folders or Path(location.path).parent.is_dir()):
             raise FileNotFoundError(errno.ENOENT, "the folder of this file does not exist", str(location))
-        return self._output(location, overwrite=mode == "wb", commits_on_close=autocommit)
+        try:
+            return self._output(location, overwrite=mode == "wb", commits_on_close=autocommit)
+        except BaseException:
+            self._made.remove_empty(location.path)
+            raise
 
     def _output(
         self, location: FileLocation, *, overwrite: bool = True, commits_on_close: bool = True
@@ -290,6 +296,8 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def _found(self, location: FileLocation) -> pafs.FileInfo:
         """Return what is known of a file or folder that is there."""
         info = location.info()
+        if info.type == pafs.FileType.NotFound and self._made.is_promised(location.path):
+            return pafs.FileInfo(location.path, pafs.FileType.Directory)
         if info.type == pafs.FileType.NotFound:
             raise FileNotFoundError(f"there is no file or folder {location}")
         return info
@@ -304,7 +312,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             entries = [self._as_dict(name, found)]
         else:
             start = f"{name.rstrip('/')}/" if name else ""
-            found_infos = list(infos_in(location))
+            found_infos = [] if self._made.is_promised(location.path) else list(infos_in(location))
             # Of a few files the views are opened, and kept: a reader opens them next.
             is_listed = len(found_infos) > _FEW_FILES
             infos = (info for info in found_infos if self._may_be_listed(info, is_listed=is_listed))
@@ -345,13 +353,16 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return int(hashlib.sha256(self.ukey(path).encode()).hexdigest(), 16)
 
     def mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
-        """Create a folder; not the root of a view, which may become a file."""
+        """Create a folder, a partition folder (`name=value`) together with the first file that is opened in it.
+
+        The root of a view is not created, because it may become a file.
+        """
         if self.exists(path):
             raise FileExistsError(path)
         location = self._location(path)
         refuse_partition_folders(self._keys, self._table_to_write(), location.path)
         if not (self._is_rooted and location == self._root):
-            self._made.create(location.path, recursive=create_parents)
+            self._made.promise(location.path, recursive=create_parents)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Create a folder and those above it."""
@@ -363,7 +374,9 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         location = self._location(path)
         if self._found(location).type != pafs.FileType.Directory or _is_link(location):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-        _remove_empty_folder(location)
+        if not self._made.is_promised(location.path):
+            _remove_empty_folder(location)
+        self._made.forget(location.path)
 
     def rm_file(self, path: str) -> None:
         """Remove a file, and the key material beside it; of a link the link itself.
@@ -397,6 +410,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             location = self._location(name, follows_link=False)
             _refuse_linked_partitions(location)
             kind = location.info().type
+            self._made.forget(location.path)
             if _is_link(location):
                 self.rm_file(name)
             elif kind == pafs.FileType.Directory:
@@ -423,6 +437,8 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def _is_there(self, name: str) -> bool:
         location = self._location(name, follows_link=False)
+        if self._made.is_promised(location.path):
+            return True
         try:
             # Also a file that may not be opened where it lies.
             return _is_link(location) or bool(location.info().type != pafs.FileType.NotFound)
@@ -461,6 +477,8 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def _names_in(self, path: str) -> list[str]:
         """Return the names of all that is in a folder, also of links that lead nowhere."""
         start = self._name(path).rstrip("/")
+        if self._made.is_promised(self._location(path).path):
+            return []
         return [f"{start}/{name}" if start else name for name, _, _ in names_in(self._location(path))]
 
     def _remove_folder(self, name: str, depth: int | None) -> None:
@@ -559,6 +577,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 self.cp_file(path1, path2)
                 self.rm_file(path1)
                 return
+        self._made.begin(target.path)
         with exclusive_folder(target):
             source.filesystem.move(source.path, target.path)
             if not is_folder:
