@@ -23,8 +23,7 @@ from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.kms.keystore import KeystoreKms
-from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.keystore_file import Keystore, KeystoreKms
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source

@@ -1,7 +1,7 @@
-"""The audit log: who wrapped, unwrapped or rewrapped which key with which master key, for which file.
+"""The audit log: who wrapped, unwrapped or re-wrapped which key with which master key, for which file.
 
-Off unless the configuration says `audit_log: true` under `kms`. Records go to the logger
-`parquet_keytools.audit` of the standard library; where they go from there is for the application to say.
+It is off unless `audit_log` is true under `kms`. Records go to the logger `parquet_keytools.audit`; the
+application configures its handlers.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _MAX_SUBJECT_LENGTH = 1_000
 
 @dataclass(frozen=True)
 class KeyUse:
-    """One key that the KMS was asked to wrap, unwrap or rewrap.
+    """One key that the KMS was requested to wrap, unwrap or re-wrap.
 
     Attributes:
         operation: `wrap`, `unwrap` or `rewrap`.
         outcome: `ok`, or the class of the error.
         backend: Name of the KMS client.
         kms_instance: The `instance_id` of the configuration.
-        new_master_key_id: The one that a rewrap goes to; None for all else.
-        principal: Who asked, as the KMS knows him, where the client knows that.
-        subject: The file, folder or table that the key is for; None where that is not known.
+        new_master_key_id: The master key that re-wraps the key; None for other operations.
+        principal: The caller's identity in the KMS, if the client knows it.
+        subject: The file, folder or table that the key is for; None if unknown.
     """
 
     operation: str
@@ -51,10 +51,10 @@ class KeyUse:
 
 @contextlib.contextmanager
 def about(subject: object) -> Iterator[None]:
-    """Say which file, folder or table the keys are for that the block uses; within another one, it is more exact.
+    """Set the file, folder or table that the keys used in a block are for. An inner block overrides an outer one.
 
     Args:
-        subject: Its text is taken: a path, a `FileLocation`.
+        subject: A path or `FileLocation`, recorded as text.
     """
     token = _subject.set(str(subject)[:_MAX_SUBJECT_LENGTH])
     try:
@@ -64,12 +64,12 @@ def about(subject: object) -> Iterator[None]:
 
 
 def current_subject() -> str | None:
-    """Return what the innermost `about` says."""
+    """Return the subject of the innermost `about` block."""
     return _subject.get()
 
 
 def default_principal() -> str:
-    """Return user and host of this process, as the operating system knows them."""
+    """Return user and host of this process."""
     user = ""
     if sys.platform != "win32":
         with contextlib.suppress(ImportError, KeyError):
@@ -85,30 +85,29 @@ def default_principal() -> str:
 
 
 def write(use: KeyUse) -> None:
-    """Write a record. Nothing that a handler raises comes out: the key has been used, whatever becomes of this.
+    """Write a record. Exceptions of handlers are suppressed, since the key has already been used.
 
-    The level of the root logger does not matter, for an audit log that is switched on has to come; that of
-    this logger does.
+    The level of the audit logger applies, but not the level of the root logger.
     """
     try:
         if _log.level > logging.INFO or _log.manager.disable >= logging.INFO:
             return
         facts = asdict(use)
-        # Quoted as Python quotes: a line break in a name must not look like another record.
+        # Quoted, because a line break in a name must not look like another record.
         text = " ".join(f"{name}={value!r}" for name, value in facts.items() if value is not None)
         record = _log.makeRecord(_log.name, logging.INFO, __file__, 0, "%s", (text,), None, "write", facts)
         if not _log.hasHandlers():
             _warn_of_no_handler()
         _log.handle(record)
     except Exception as error:
-        # As the standard library's handlers do it.
+        # Like the handlers of the standard library.
         if logging.raiseExceptions and sys.stderr:
             with contextlib.suppress(Exception):
                 sys.stderr.write(f"parquet_keytools: an audit record was lost: {type(error).__name__}\n")
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record of the audit log as one line of JSON."""
+    """Formats each record of the audit log as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -127,5 +126,5 @@ def _warn_of_no_handler() -> None:
     if not _warned:
         _warned = True
         logging.getLogger("parquet_keytools").warning(
-            "the configuration says audit_log, and the logger %s has no handler: its records are lost", LOGGER_NAME
+            "audit_log is on, but the logger %s has no handler: audit records are lost", LOGGER_NAME
         )

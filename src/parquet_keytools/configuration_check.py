@@ -1,4 +1,4 @@
-"""Tries a configuration out: its master keys on the KMS, and its columns on a Parquet file."""
+"""Checks a configuration: its master keys against the KMS, and its columns against a Parquet file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
-from parquet_keytools.kms.contract import RemoteKmsSettings
+from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
@@ -26,14 +26,14 @@ _CHECK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class MasterKeyCheck:
-    """What came of wrapping and unwrapping a throw-away key with a master key.
+    """The result of wrapping and unwrapping a throw-away key with a master key.
 
     Attributes:
-        name: As the configuration calls it.
+        name: Name of the master key in the configuration.
         master_key_id: Its identifier in the KMS.
         backend: Name of the KMS client.
-        version: The version that wrapped; None where the wrapped key does not say.
-        error: Why it failed, or None.
+        version: The version that wrapped; None if the wrapped key does not name it.
+        error: The failure, or None.
     """
 
     name: str
@@ -45,7 +45,7 @@ class MasterKeyCheck:
 
 @dataclass(frozen=True)
 class ColumnCheck:
-    """Which key a column gets.
+    """The key of a column.
 
     Attributes:
         dotted_path: The leaf column.
@@ -61,7 +61,7 @@ class ColumnCheck:
 
 
 def named_master_keys(configuration: Configuration) -> dict[str, str]:
-    """Return name -> identifier of all master keys that a configuration names, in their order."""
+    """Return name -> identifier of all master keys that a configuration names, in order of appearance."""
     names = [name for table in configuration.tables.values() for _, name in table.key_uses()]
     names += [hash_key.master_key for hash_key in configuration.hash_keys.values()]
     references = {name: resolve_key(configuration, name) for name in [*names, *configuration.master_keys]}
@@ -73,9 +73,9 @@ def named_master_keys(configuration: Configuration) -> dict[str, str]:
 
 
 def with_short_timeout(configuration: Configuration, seconds: float = _CHECK_SECONDS) -> Configuration:
-    """Return a configuration whose KMS is waited for so many seconds at most: somebody wants an answer now."""
+    """Return a configuration with a KMS timeout of at most `seconds`, for interactive use."""
     kms = configuration.kms
-    # A copy could not be pickled for worker processes.
+    # Copied only if necessary: a copy cannot be pickled for worker processes.
     if not isinstance(kms, RemoteKmsSettings) or kms.timeout_seconds <= seconds:
         return configuration
     seconds = min(kms.timeout_seconds, seconds)
@@ -86,7 +86,7 @@ def with_short_timeout(configuration: Configuration, seconds: float = _CHECK_SEC
 
 
 def check_master_keys(configuration: Configuration, kms: KmsClient) -> list[MasterKeyCheck]:
-    """Wrap a random key with each master key that the configuration names, and unwrap it; it is kept nowhere."""
+    """Wrap a random key with each master key that the configuration names, and unwrap it."""
     names = named_master_keys(configuration)
     identifiers = list(dict.fromkeys(names.values()))
     keys = [SecretBytes.random(_THROW_AWAY_KEY_LENGTH_BITS) for _ in identifiers]
@@ -109,14 +109,14 @@ def _outcome(
     wrapped: str | KmsError,
     unwrapped: SecretBytes | KmsError | None,
 ) -> tuple[str | None, KmsError | None]:
-    """Return the version that wrapped, and what went wrong."""
+    """Return the version that wrapped, and the failure."""
     if isinstance(wrapped, KmsError):
         return None, wrapped
     version = kms.wrapped_key_version(wrapped, master_key_id)
     if isinstance(unwrapped, KmsError):
         return version, unwrapped
     if unwrapped != key:
-        wrong = KmsResponseInvalidError("it unwrapped a different key than it wrapped")
+        wrong = KmsResponseInvalidError("the KMS unwrapped a different key than it wrapped")
         return version, wrong.about(kms.backend, "unwrap", master_key_id)
     return version, None
 
@@ -128,18 +128,18 @@ def check_columns(
     aad_prefix: str | bytes | None,
     kms: KmsClient | None,
 ) -> list[ColumnCheck]:
-    """Return which key each leaf column of a Parquet file gets, encrypted as it may be already.
+    """Return the key that each leaf column of a Parquet file gets. The file may be plaintext or encrypted.
 
     Args:
-        configuration: Where the table is.
-        file: The file. Its schema is taken from its footer, whether that is encrypted, signed or neither.
-        table_name: The table; None where there is only one.
-        aad_prefix: The AAD prefix of the file; None to take what it stores, or else that of the table.
-        kms: Unwraps the key of an encrypted footer; None where it may not be asked.
+        configuration: The configuration with the table.
+        file: The file, whose footer has the schema.
+        table_name: The table; None if there is only one.
+        aad_prefix: The AAD prefix of the file; None for the stored prefix, or else the prefix of the table.
+        kms: Unwraps the key of an encrypted footer; None to make no KMS calls.
 
     Raises:
-        ConfigurationError: There is no such table, or its patterns do not fit the columns.
-        KeytoolsError: Another subclass says why the footer cannot be read.
+        ConfigurationError: There is no such table, or its patterns do not match the columns.
+        KeytoolsError: The footer cannot be read.
     """
     name, _ = configuration.select_table(table_name)
     with open_source(file) as source:
@@ -183,7 +183,7 @@ def _prefix(
     table_name: str,
     aad_prefix: str | bytes | None,
 ) -> ExpectedAadPrefix | None:
-    """Return the AAD prefix that is expected; the file may be of another table than the one it is held against."""
+    """Return the expected AAD prefix; the file may belong to another table."""
     rendered = configuration.tables[table_name].rendered_aad_prefix(table_name=table_name, file_name=file.name)
     if aad_prefix is None and not envelope.supply_aad_prefix:
         return None

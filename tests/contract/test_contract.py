@@ -8,8 +8,7 @@ import pytest
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.contract_tests import KmsClientContract
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.kms.keystore import KeystoreKms
-from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.keystore_file import Keystore, KeystoreKms
 from parquet_keytools.secret_bytes import SecretBytes
 
 

@@ -18,8 +18,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.contract_tests import CANARY, unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.kms.keystore import KeystoreKms
-from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.keystore_file import Keystore, KeystoreKms
 from parquet_keytools.secret_bytes import SecretBytes
 
 MASTER_KEY = b"0123456789012345"

@@ -18,10 +18,10 @@ from parquet_keytools.errors import KmsUnavailableError
 from parquet_keytools.kms.aws import AwsKms
 from parquet_keytools.kms.aws.connection import AwsSettings
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.kms.contract import RemoteKmsSettings
 from parquet_keytools.kms.contract_tests import wrap_one
 from parquet_keytools.kms.gcp import GcpKms
 from parquet_keytools.kms.gcp.connection import GcpSettings
+from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.kms.vault import VaultKms
 from parquet_keytools.kms.vault.connection import VaultSettings
 from parquet_keytools.secret_bytes import SecretBytes

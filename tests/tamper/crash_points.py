@@ -264,7 +264,7 @@ def run(job: Job, tell: Callable[[Ended], None]) -> None:
     from rotation_case import Case, passphrase
 
     from parquet_keytools.files import replacement
-    from parquet_keytools.kms.keystore import KeystoreKms
+    from parquet_keytools.kms.keystore_file import KeystoreKms
     from parquet_keytools.rotation import data_set_run
     from parquet_keytools.storage import outputs
 

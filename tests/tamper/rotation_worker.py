@@ -25,7 +25,7 @@ from rotation_case import TABLE, Case, passphrase, read_with_pyarrow
 import parquet_keytools.arrow.arrow_kms
 import parquet_keytools.arrow.reading
 import parquet_keytools.arrow.writing  # noqa: F401
-from parquet_keytools.kms.keystore import KeystoreKms
+from parquet_keytools.kms.keystore_file import KeystoreKms
 
 STOP = "stop"
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -270,7 +270,7 @@ ROTATE = """
 import sys
 from pathlib import Path
 from rotation_case import Case, passphrase
-from parquet_keytools.kms.keystore import KeystoreKms
+from parquet_keytools.kms.keystore_file import KeystoreKms
 
 folder, keystore = map(Path, sys.argv[1:])
 Case(folder, KeystoreKms(keystore, passphrase), None).tools().rotate(folder)

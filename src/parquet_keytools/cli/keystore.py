@@ -203,7 +203,7 @@ def _located(
         return path, _passphrase_source(passphrase_file, confirm=confirm and is_new)
     assert config is not None
     from parquet_keytools.config.loader import load_configuration
-    from parquet_keytools.kms.keystore import KeystoreSettings
+    from parquet_keytools.kms.keystore_file import KeystoreSettings
 
     configuration = load_configuration(config)
     if not isinstance(configuration.kms, KeystoreSettings):

@@ -22,7 +22,7 @@ from yaml.constructor import SafeConstructor
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.kms.contract import holds_secret
+from parquet_keytools.kms.client import holds_secret
 from parquet_keytools.runtime.operating_system import own_user_id, permissions
 
 YamlPath = tuple[str | int, ...]
@@ -231,16 +231,6 @@ def _explained(error: yaml.MarkedYAMLError) -> UnreadableYamlError:
     problem = error.problem or ""
     if "'\\t'" in problem:
         return UnreadableYamlError("YAML allows only spaces here, not a tab.", line, "Indent with spaces.")
-    if "cannot start any token" in problem:
-        return UnreadableYamlError("no text may start with this character.", line, _QUOTE)
-    if "undefined alias" in problem:
-        message = "an alias (`*name`) refers to an anchor (`&name`) that does not exist."
-        return UnreadableYamlError(message, line, "Put a text that starts with `*` in quotes.")
-    if "another document" in problem:
-        return UnreadableYamlError("a second document starts.", line, "A configuration is one document.")
-    if "mapping values" in problem:
-        hint = "Check the indentation, and put a text that contains `: ` in quotes."
-        return UnreadableYamlError("this is not valid YAML: there is a misplaced `:`.", line, hint)
     # In `{token: ${NAME}}`, the second brace begins a mapping.
     hint = "Within braces or brackets, put ${NAME} in quotes." if "got '{'" in problem else ""
     if error.context and error.context_mark:

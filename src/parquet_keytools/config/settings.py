@@ -40,8 +40,7 @@ from parquet_keytools.config.document import (
 )
 from parquet_keytools.encryption.aad import BASE64, prefix_bytes
 from parquet_keytools.errors import AadPrefixError, ConfigurationError
-from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsSettings
-from parquet_keytools.kms.contract import StrictSettings
+from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsSettings, StrictSettings
 from parquet_keytools.kms.registry import client_class, known_names
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes

@@ -8,7 +8,6 @@ field.
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import re
 from dataclasses import dataclass
@@ -234,30 +233,8 @@ def parse_key_metadata(key_metadata: bytes | None) -> KeyMetadata | None:
         return None
     if len(key_metadata) > MAX_KEY_METADATA_BYTES:
         raise KeyMaterialError(f"key metadata: longer than {MAX_KEY_METADATA_BYTES} bytes")
-    found = key_metadata.find(_WRAPPED_DEK)
-    if found > 0 and len(key_metadata) <= _USUAL_BYTES:
-        start = found + len(_WRAPPED_DEK)
-        end = key_metadata.find(b'"', start)
-        wrapped_dek = key_metadata[start:end]
-        around = None
-        if _PLAIN_TEXT.fullmatch(wrapped_dek):
-            around = _around_wrapped_dek(key_metadata[:start], key_metadata[end:])
-        if around is not None:
-            return KeyMaterial(
-                around.is_footer_key,
-                around.master_key_id,
-                wrapped_dek.decode("ascii"),
-                around.kek_id,
-                around.wrapped_kek,
-                around.kms_instance_id,
-                around.kms_instance_url,
-            )
     if not key_metadata.lstrip().startswith(b"{"):
         return _parse_data_key_id(key_metadata)
-    return _parse_json(key_metadata)
-
-
-def _parse_json(key_metadata: bytes) -> KeyMaterial | KeyReference:
     fields = parse_object(key_metadata, "key metadata")
     check_type(fields)
     if take_field(fields, "internalStorage", bool):
@@ -267,30 +244,6 @@ def _parse_json(key_metadata: bytes) -> KeyMaterial | KeyReference:
         # A reference is only looked up in a JSON object; text that looks like a path is refused as a precaution.
         raise KeyMaterialError("keyReference: not a plain name")
     return KeyReference(reference)
-
-
-_WRAPPED_DEK = b'"wrappedDEK":"'
-_PLAIN_TEXT = re.compile(rb"[ !#-\[\]-~]+")
-"""Text that JSON does not escape: ASCII without quotation marks and backslashes."""
-
-_USUAL_BYTES = 4_096
-"""Maximum length of key metadata for the cache of `_around_wrapped_dek`."""
-
-
-@functools.lru_cache(maxsize=256)
-def _around_wrapped_dek(before: bytes, after: bytes) -> KeyMaterial | None:
-    """Return key material without its wrapped DEK, for the cache; None if the JSON is unusual.
-
-    In most key metadata only the wrapped DEK differs. Without escapes each quotation mark begins or ends a text,
-    so the text between two quotation marks is the whole value of the field.
-    """
-    if b"\\" in before + after or (before + after).count(b"wrappedDEK") != 1:
-        return None
-    try:
-        material = _parse_json(b"".join((before, b"A", after)))
-    except KeyMaterialError:
-        return None
-    return material if isinstance(material, KeyMaterial) else None
 
 
 def _parse_data_key_id(key_metadata: bytes) -> DataKeyId:

@@ -155,7 +155,7 @@ class KeyUnwrapper:
         """Return whether the KMS refused the master key itself, independent of the wrapped key.
 
         The wrapped key selects the version of the master key, and an attacker may have changed it. If a version is
-        disabled, the KMS is asked whether the whole master key is.
+        disabled, `describe` reports whether the whole master key is disabled.
         """
         if isinstance(error, MasterKeyDisabledError) and self._kms is not None:
             try:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import ClassVar, Self, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
 
 from parquet_keytools import audit, strict_base64, telemetry
 from parquet_keytools.errors import (
@@ -20,35 +25,159 @@ from parquet_keytools.errors import (
     value_or_raise,
     without_frames,
 )
-from parquet_keytools.kms.contract import (
-    KEY_LENGTHS_BYTES,
-    KmsSettings,
-    MasterKeyDescription,
-    R,
-    RewrapRequest,
-    UnwrapRequest,
-    WrapRequest,
-    checked_answers,
-    identity_of,
-    mistake_in_key,
-    mistake_in_wrapped_key,
-)
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 
-__all__ = [
-    "KEY_LENGTHS_BYTES",
-    "KmsClient",
-    "KmsSettings",
-    "MasterKeyDescription",
-    "RewrapRequest",
-    "SingleKeyKmsClient",
-    "UnwrapRequest",
-    "WrapRequest",
-]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+# --- settings ---
+
+
+class StrictSettings(BaseModel):
+    """Root of all settings: frozen, without unknown fields."""
+
+    # pydantic quotes rejected values in its errors; here a value may be a key or a token.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class KmsSettings(StrictSettings):
+    """The settings under `kms:` in a configuration; a backend adds its own fields.
+
+    Attributes:
+        type: Name of the backend.
+        instance_id: Written into the footer's key material as `kmsInstanceID`; for information only.
+        audit_log: Whether each wrap, unwrap and re-wrap of a key is written to the audit log.
+        telemetry_key_ids: Whether spans name master keys.
+    """
+
+    type: str
+    instance_id: str = "DEFAULT"
+    audit_log: bool = Field(
+        default=False,
+        description="Log each wrap, unwrap and re-wrap of a key to the logger `parquet_keytools.audit`.",
+    )
+    telemetry_key_ids: bool = Field(default=False, description="Put the master key id into OpenTelemetry spans.")
+
+    def secret_files(self) -> Mapping[tuple[str, ...], Path]:
+        """Return the files that hold secrets: names of the setting -> path as configured.
+
+        A configuration warns if other users may read such a file. Omit a file that the backend refuses then.
+        """
+        return {}
+
+    def __getstate__(self) -> dict[Any, Any]:
+        if holds_secret(self):
+            raise TypeError("these settings hold a secret, which must not leave the process: they do not pickle")
+        return super().__getstate__()
+
+
+_SECRET_TYPES = (SecretBytes, pydantic.Secret, pydantic.SecretStr, pydantic.SecretBytes)
+
+
+def holds_secret(value: object) -> bool:
+    """Return whether a setting is or holds a secret."""
+    if isinstance(value, _SECRET_TYPES):
+        return True
+    if isinstance(value, BaseModel):
+        return any(map(holds_secret, vars(value).values()))
+    if is_dataclass(value):
+        return any(holds_secret(getattr(value, entry.name)) for entry in fields(value))
+    if isinstance(value, Mapping):
+        return any(map(holds_secret, value.values()))
+    return isinstance(value, (list, tuple, set, frozenset)) and any(map(holds_secret, value))
+
+
+# --- requests and answers ---
+
+KEY_LENGTHS_BYTES = (16, 24, 32)
+"""Lengths that an AES key can have (spec 4)."""
+
+_MAX_WRAPPED_KEY_LENGTH = 16_384
+_PRINTABLE_ASCII = re.compile(r"[\x20-\x7e]+")
+
+
+@dataclass(frozen=True)
+class WrapRequest:
+    """A key to be wrapped with a master key."""
+
+    key: SecretBytes
+    master_key_id: str
+
+    def refuse_other_lengths(self) -> None:
+        """Raise `ValueError` unless the key has the length of an AES key."""
+        if len(self.key) not in KEY_LENGTHS_BYTES:
+            raise ValueError(f"a key to be wrapped has 16, 24 or 32 bytes, not {len(self.key)}")
+
+
+@dataclass(frozen=True)
+class UnwrapRequest:
+    """A wrapped key, and the master key that wrapped it."""
+
+    wrapped_key: str
+    master_key_id: str
+
+
+@dataclass(frozen=True)
+class RewrapRequest:
+    """A wrapped key, the master key that wrapped it, and the master key that is to wrap it now."""
+
+    wrapped_key: str
+    master_key_id: str
+    new_master_key_id: str
+
+
+R = TypeVar("R", WrapRequest, UnwrapRequest, RewrapRequest)
+
+
+@dataclass(frozen=True)
+class MasterKeyDescription:
+    """A KMS's description of a master key.
+
+    Attributes:
+        master_key_id: Its identifier in the KMS.
+        enabled: Whether it can be used now.
+        current_version: The version that wraps, or None where the KMS has no versions or hides them.
+        enabled_versions: The versions that unwrap, or None if unknown.
+        origin: Where the key was generated, in the words of the KMS.
+        rotates: Whether the KMS makes new versions by itself, or None if unknown.
+    """
+
+    master_key_id: str
+    enabled: bool
+    current_version: str | None = None
+    enabled_versions: tuple[str, ...] | None = None
+    origin: str | None = None
+    rotates: bool | None = None
+
+
+def mistake_in_key(answer: object) -> str:
+    """Return why an answer cannot be an unwrapped key, or an empty string."""
+    if isinstance(answer, SecretBytes) and len(answer) in KEY_LENGTHS_BYTES:
+        return ""
+    return "the unwrapped key does not have 16, 24 or 32 bytes"
+
+
+def mistake_in_wrapped_key(text: object) -> str:
+    """Return why a text cannot be a wrapped key of any backend, or an empty string."""
+    if isinstance(text, str) and len(text) <= _MAX_WRAPPED_KEY_LENGTH and _PRINTABLE_ASCII.fullmatch(text):
+        return ""
+    return "the wrapped key is not a short string of printable ASCII"
+
+
+def checked_key(data: object) -> SecretBytes:
+    """Return the key that the KMS sent.
+
+    Raises:
+        KmsResponseInvalidError: It is not bytes, or does not have the length of a key.
+    """
+    key = SecretBytes(data if isinstance(data, bytes) else b"")
+    if mistake := mistake_in_key(key):
+        raise KmsResponseInvalidError(mistake)
+    return key
+
+
+# --- the client ---
 
 
 class KmsClient(ABC):
@@ -153,20 +282,33 @@ class KmsClient(ABC):
         """
         request = WrapRequest(key, master_key_id)
         request.refuse_other_lengths()
-        answer = self._in_raw_form(
-            "wrap",
-            request,
-            lambda: strict_base64.encode(self._wrap_raw(key, master_key_id)),
-            mistake_in_wrapped_key,
-        )
-        return strict_base64.decode(answer)
+
+        def wrap() -> str:
+            self._refuse_raw_form()
+            return strict_base64.encode(self._wrap_raw(key, master_key_id))
+
+        def send(_: Sequence[WrapRequest]) -> list[str | KmsError]:
+            return [self._outcome("wrap", master_key_id, wrap)]
+
+        answer = self._many("wrap", [request], send, mistake_in_wrapped_key)[0]
+        return strict_base64.decode(value_or_raise(answer))
 
     def unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
         """Unwrap a key that `wrap_raw`, or another program with the same KMS, wrapped. Errors are the same."""
         request = UnwrapRequest(strict_base64.encode(wrapped_key), master_key_id)
-        return self._in_raw_form(
-            "unwrap", request, lambda: self._unwrap_raw(wrapped_key, master_key_id), mistake_in_key
-        )
+
+        def unwrap() -> SecretBytes:
+            self._refuse_raw_form()
+            return self._unwrap_raw(wrapped_key, master_key_id)
+
+        def send(_: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+            return [self._outcome("unwrap", master_key_id, unwrap)]
+
+        return value_or_raise(self._many("unwrap", [request], send, mistake_in_key)[0])
+
+    def _refuse_raw_form(self) -> None:
+        if obstacle := self._raw_obstacle():
+            raise KmsConfigurationError(obstacle)
 
     # --- public: master keys ---
 
@@ -181,7 +323,7 @@ class KmsClient(ABC):
         def checked() -> MasterKeyDescription:
             found: object = self._describe(master_key_id)
             if not isinstance(found, MasterKeyDescription):
-                raise KmsResponseInvalidError("it does not describe a master key")
+                raise KmsResponseInvalidError("the answer does not describe a master key")
             return found
 
         with self._lock:
@@ -283,14 +425,14 @@ class KmsClient(ABC):
         """Return the result of a call into the backend, or the `KmsError` that replaces its exception."""
         try:
             return call(*arguments)
-        except KmsError as error:
-            failure = error
         except Exception as error:
-            failure = self._translated(error, operation, master_key_id)
+            failure = self._kms_error(error, operation, master_key_id)
         return without_frames(failure.about(self.backend, operation, master_key_id))
 
-    def _translated(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
-        """Return the backend's translation of a foreign exception, or the default one if that fails."""
+    def _kms_error(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
+        """Return the `KmsError` for an exception of a backend; the default one if its translation fails."""
+        if isinstance(error, KmsError):
+            return error
         try:
             return self._translate(error, operation, master_key_id)
         except Exception:
@@ -305,54 +447,41 @@ class KmsClient(ABC):
         hook: Callable[[Sequence[R]], list[T | KmsError]],
         mistake_in: Callable[[object], str],
     ) -> list[T | KmsError]:
-        """Send each distinct request to the backend once, and check every answer."""
-        distinct = {identity_of(request): request for request in requests}
-        refusals = {key: found for key, request in distinct.items() if (found := self._refusal(request))}
-        outcomes: dict[object, T | KmsError] = {}
-        for key, refusal in refusals.items():
-            outcomes[key] = refusal.about(self.backend, operation, distinct[key].master_key_id)
+        """Send each distinct request to the backend once, check every answer, and report it."""
+        identities = [_identity_of(request) for request in requests]
+        distinct = dict(zip(identities, requests, strict=True))
+        outcomes: dict[object, T | KmsError] = {
+            identity: refusal.about(self.backend, operation, request.master_key_id)
+            for identity, request in distinct.items()
+            if (refusal := self._refusal(request))
+        }
         # The KMS never sees refused requests, so its own log cannot show who made them.
-        self._audit(operation, [distinct[key] for key in refusals], list(outcomes.values()))
-        asked = {key: request for key, request in distinct.items() if key not in refusals}
-        if asked:
-            answers = self._answers(operation, list(asked.values()), hook, mistake_in)
-            outcomes |= zip(asked, answers, strict=True)
-        return [outcomes[identity_of(request)] for request in requests]
-
-    def _answers(
-        self,
-        operation: str,
-        requests: Sequence[R],
-        hook: Callable[[Sequence[R]], list[T | KmsError]],
-        mistake_in: Callable[[object], str],
-    ) -> list[T | KmsError]:
-        """Send requests to the backend, check the answers, and report them."""
+        self._audit(operation, [distinct[identity] for identity in outcomes], list(outcomes.values()))
+        to_send = {identity: request for identity, request in distinct.items() if identity not in outcomes}
+        sent = list(to_send.values())
+        if not sent:
+            return [outcomes[identity] for identity in identities]
         with self._lock:
-            self._call_counts[operation] += len(requests)
-        with self._span(operation, [r.master_key_id for r in requests], keys=len(requests)) as span:
+            self._call_counts[operation] += len(sent)
+        with self._span(operation, [request.master_key_id for request in sent], keys=len(sent)) as span:
             try:
-                answers = checked_answers(requests, self._outcome(operation, None, hook, requests), mistake_in)
-            except BaseException as error:
-                self._report(operation, requests, [error] * len(requests), span)  # the KMS may have done it
+                answers: object = hook(sent)
+            except Exception as error:
+                failure = self._kms_error(error, operation, None).about(self.backend, operation, None)
+                answers = [failure] * len(sent)
+            except BaseException as interruption:
+                # The KMS may have done it.
+                self._report(operation, sent, [interruption] * len(sent), span)
                 raise
-            for place, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-                if isinstance(answer, KmsError):
-                    answers[place] = without_frames(answer.about(self.backend, operation, request.master_key_id))
-            self._report(operation, requests, answers, span)
-            return answers
-
-    def _in_raw_form(
-        self, operation: str, request: R, call: Callable[[], T], mistake_in: Callable[[object], str]
-    ) -> T:
-        def checked_call() -> T:
-            if obstacle := self._raw_obstacle():
-                raise KmsConfigurationError(obstacle)
-            return call()
-
-        def answers(_: Sequence[R]) -> list[T | KmsError]:
-            return [self._outcome(operation, request.master_key_id, checked_call)]
-
-        return value_or_raise(self._many(operation, [request], answers, mistake_in)[0])
+            checked = [
+                without_frames(answer.about(self.backend, operation, request.master_key_id))
+                if isinstance(answer, KmsError)
+                else answer
+                for request, answer in zip(sent, _checked_answers(answers, len(sent), mistake_in), strict=True)
+            ]
+            self._report(operation, sent, checked, span)
+        outcomes |= zip(to_send, checked, strict=True)
+        return [outcomes[identity] for identity in identities]
 
     def _refusal(self, request: WrapRequest | UnwrapRequest | RewrapRequest) -> KmsError | None:
         """Return why a request is not sent to the KMS at all, or None."""
@@ -408,6 +537,24 @@ class KmsClient(ABC):
                     subject=audit.current_subject(),
                 )
             )
+
+
+def _identity_of(request: WrapRequest | UnwrapRequest | RewrapRequest) -> object:
+    """Return what two requests must share to be sent as one. Wraps are never shared."""
+    return id(request) if isinstance(request, WrapRequest) else request
+
+
+def _checked_answers(answers: Any, number: int, mistake_in: Callable[[object], str]) -> list[Any]:
+    """Return the answers of a backend; an error replaces each answer that is not valid."""
+    if not isinstance(answers, list) or len(answers) != number:
+        wrong = "the number of answers differs from the number of requests"
+        return [KmsResponseInvalidError(wrong) for _ in range(number)]
+    return [
+        KmsResponseInvalidError(mistake)
+        if not isinstance(answer, KmsError) and (mistake := mistake_in(answer))
+        else answer
+        for answer in answers
+    ]
 
 
 _OK = "ok"

@@ -23,8 +23,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
-from parquet_keytools.kms.client import SingleKeyKmsClient
-from parquet_keytools.kms.contract import KEY_LENGTHS_BYTES, KmsSettings, MasterKeyDescription
+from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsSettings, MasterKeyDescription, SingleKeyKmsClient
 from parquet_keytools.secret_bytes import SecretBytes
 
 KeyBytes = SecretBytes | bytes
@@ -100,9 +99,8 @@ class InMemoryKms(SingleKeyKmsClient):
     """Keeps master keys in memory, with versions. Tests can disable and deny them.
 
     Args:
-        keys: Master key identifier -> its key of 16, 24 or 32 bytes, its versions from the oldest to the newest,
-        or
-            None for a random key of 256 bits.
+        keys: Master key identifier -> its key of 16, 24 or 32 bytes, its versions with the oldest first, or None
+            for a random key of 256 bits.
     """
 
     backend = "in_memory"

@@ -1,7 +1,11 @@
-"""A keystore file: opened with its passphrase, read again after each change, and changed in one step.
+"""A KMS client with master keys in a keystore file on this machine, under a passphrase.
 
-Readers take no lock: a change replaces the file as a whole. Writers lock, read again, then write, so that any
-number of processes can change a keystore at once. No method removes a master key.
+A wrapped key is `keystore:v<version>:<base64 of nonce (12 bytes), ciphertext, tag (16 bytes)>`; its AAD binds the
+master key identifier and the version. The raw form is nonce, ciphertext and tag without AAD. It names no version,
+so each version is tried, the newest first.
+
+Readers of the file take no lock: a change replaces the file as a whole. Writers lock, read again, then write, so
+that any number of processes can change a keystore at once. No method removes a master key.
 
 A keystore is one JSON document in UTF-8:
 
@@ -42,11 +46,13 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -54,25 +60,47 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import (
     KmsConfigurationError,
+    KmsError,
     KmsResponseInvalidError,
+    MasterKeyDisabledError,
     MasterKeyNotFoundError,
     OutputError,
+    WrappedKeyInvalidError,
+    value_or_raise,
 )
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
+from parquet_keytools.kms.client import (
+    KmsClient,
+    KmsSettings,
+    MasterKeyDescription,
+    UnwrapRequest,
+    WrapRequest,
+)
 from parquet_keytools.kms.passphrase import (
     FileIdentity,
     PassphraseSource,
     exclusive_lock,
     identity,
+    passphrase_from_file,
+    passphrase_from_text,
     read_private_file,
     replace_private_file,
 )
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 
 Clock = Callable[[], datetime]
@@ -104,7 +132,7 @@ def _base64_of(length: int) -> Callable[[str], str]:
 
 def _check_master_key_id(text: str) -> str:
     if not 1 <= len(text) <= 256 or not text.isprintable() or text != text.strip():
-        raise ValueError("a master key identifier has 1 to 256 printable characters, no space at its ends")
+        raise ValueError("a master key identifier has 1 to 256 printable characters, and no space at its ends")
     return text
 
 
@@ -242,25 +270,6 @@ class KeystoreDocument(_Part):
         return strict_base64.encode(hmac.digest(keys.mac.reveal(), canonical.encode("ascii"), "sha256"))
 
 
-def wrap_master_key(keys: PassphraseKeys, key: SecretBytes, master_key_id: str, version: int) -> str:
-    """Wrap a master key with a key that is derived from the passphrase."""
-    return wrap_key(keys.wrap, key, binding("master key", master_key_id, version))
-
-
-def unwrap_master_key(keys: PassphraseKeys, version: MasterKeyVersion, master_key_id: str) -> SecretBytes:
-    """Unwrap a master key of a verified document.
-
-    Raises:
-        KmsResponseInvalidError: It does not belong to this place in the document.
-    """
-    aad = binding("master key", master_key_id, version.version)
-    try:
-        return unwrap_key(keys.wrap, version.wrapped_master_key, aad)
-    except InvalidTag:
-        pass
-    raise _not_authentic(f"version {version.version} of {master_key_id!r} was altered, or is damaged")
-
-
 def binding(purpose: str, master_key_id: str, version: int) -> bytes:
     """Return the AAD that binds a wrapped key to its purpose and place: JSON, so that it is unambiguous."""
     return json.dumps([FORMAT, FORMAT_VERSION, purpose, master_key_id, version]).encode("ascii")
@@ -298,8 +307,17 @@ class OpenKeystore:
         raise MasterKeyNotFoundError(backend="keystore", operation=operation, master_key_id=master_key_id)
 
     def key(self, master_key_id: str, version: MasterKeyVersion) -> SecretBytes:
-        """Return the bytes of one version of a master key."""
-        return unwrap_master_key(self.keys, version, master_key_id)
+        """Return the bytes of one version of a master key.
+
+        Raises:
+            KmsResponseInvalidError: It does not belong to this place in the document.
+        """
+        try:
+            aad = binding("master key", master_key_id, version.version)
+            return unwrap_key(self.keys.wrap, version.wrapped_master_key, aad)
+        except InvalidTag:
+            detail = f"version {version.version} of {master_key_id!r} was altered, or is damaged"
+            raise _not_authentic(detail) from None
 
 
 class Keystore:
@@ -396,11 +414,9 @@ class Keystore:
             KmsConfigurationError: The identifier exists already, or is not valid.
         """
         try:
-            TypeAdapter(MasterKeyId).validate_python(master_key_id)
-        except ValidationError:
-            raise _refused(
-                "a master key identifier has 1 to 256 printable characters, and no space at its ends"
-            ) from None
+            _check_master_key_id(master_key_id)
+        except ValueError as error:
+            raise _refused(str(error)) from None
         with self._changing() as (opened, master_keys):
             if master_key_id in master_keys:
                 detail = f"there is a master key {master_key_id!r} already"
@@ -471,7 +487,7 @@ class Keystore:
             version=version,
             created=self._clock().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             enabled=True,
-            wrapped_master_key=wrap_master_key(opened.keys, key, master_key_id, version),
+            wrapped_master_key=wrap_key(opened.keys.wrap, key, binding("master key", master_key_id, version)),
         )
 
     @contextmanager
@@ -508,8 +524,8 @@ def _write(
 def _rewrapped(
     opened: OpenKeystore, keys: PassphraseKeys, master_key_id: str, version: MasterKeyVersion
 ) -> MasterKeyVersion:
-    key = opened.key(master_key_id, version)
-    wrapped = wrap_master_key(keys, key, master_key_id, version.version)
+    aad = binding("master key", master_key_id, version.version)
+    wrapped = wrap_key(keys.wrap, opened.key(master_key_id, version), aad)
     return version.model_copy(update={"wrapped_master_key": wrapped})
 
 
@@ -521,3 +537,145 @@ def _long_enough(passphrase: SecretBytes) -> SecretBytes:
 
 def _refused(detail: str, *, hint: str = "") -> KmsConfigurationError:
     return KmsConfigurationError(detail, backend="keystore", operation="update", hint=hint)
+
+
+# --- the client ---
+
+_WRAPPED_KEY = re.compile(r"keystore:v([1-9][0-9]{0,8}):([A-Za-z0-9+/=]+)")
+
+
+class KeystoreSettings(KmsSettings):
+    """Settings of the keystore; relative paths start at the configuration's folder.
+
+    Attributes:
+        passphrase: Its passphrase, best as `${VARIABLE}` of the environment; or
+        passphrase_file: a file with its passphrase, which only its owner may read.
+    """
+
+    type: Literal["keystore"] = "keystore"
+    path: Path
+    passphrase: SecretStr | None = None
+    passphrase_file: Path | None = None
+
+    @model_validator(mode="after")
+    def _one_passphrase(self) -> Self:
+        if (self.passphrase is None) == (self.passphrase_file is None):
+            raise ValueError("give either passphrase or passphrase_file")
+        return self
+
+    def located(self, folder: Path) -> tuple[Path, PassphraseSource]:
+        """Return the path of the file, and the source of its passphrase. Relative paths start at `folder`."""
+        path, setting = folder / expanded(self.path), self.passphrase
+        if self.passphrase_file is not None:
+            return path, partial(passphrase_from_file, folder / expanded(self.passphrase_file))
+        assert setting is not None
+        return path, lambda: passphrase_from_text(setting.get_secret_value())
+
+
+class KeystoreKms(KmsClient):
+    """Wraps and unwraps with the master keys of a keystore file, and detects each change of the file."""
+
+    backend = "keystore"
+    Settings = KeystoreSettings
+
+    def __init__(self, path: Path, passphrase: PassphraseSource) -> None:
+        super().__init__()
+        self._keystore = Keystore(path, passphrase)
+
+    @classmethod
+    def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
+        """Make a client from `KeystoreSettings`; it reads the file when it is first used."""
+        assert isinstance(settings, KeystoreSettings)
+        return cls(*settings.located(folder))
+
+    def master_key_ids(self) -> frozenset[str]:
+        """Return the identifiers of all master keys. They are not authenticated: this needs no passphrase.
+
+        Raises:
+            KmsConfigurationError: The file is missing, or readable for other users.
+            KmsResponseInvalidError: It is not a keystore.
+        """
+        return value_or_raise(self._outcome("list", None, self._keystore.master_key_ids))
+
+    def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
+        """Return the version that a wrapped key names, or None if no keystore made it."""
+        parts = _WRAPPED_KEY.fullmatch(wrapped_key)
+        return parts[1] if parts else None
+
+    # --- hooks ---
+
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        # Opened once for all keys, so that a wrong passphrase costs one run of scrypt.
+        opened = self._keystore.open()
+        return [
+            self._outcome("wrap", r.master_key_id, self._wrap, opened, r.key, r.master_key_id) for r in requests
+        ]
+
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        opened = self._keystore.open()
+        return [
+            self._outcome("unwrap", r.master_key_id, self._unwrap, opened, r.wrapped_key, r.master_key_id)
+            for r in requests
+        ]
+
+    def _wrap(self, opened: OpenKeystore, key: SecretBytes, master_key_id: str) -> str:
+        current = opened.master_key(master_key_id).versions[-1].version
+        master_key = self._usable(opened, master_key_id, current)
+        wrapped = wrap_key(master_key, key, binding("wrapped key", master_key_id, current))
+        return f"keystore:v{current}:{wrapped}"
+
+    def _unwrap(self, opened: OpenKeystore, wrapped_key: str, master_key_id: str) -> SecretBytes:
+        versions = opened.master_key(master_key_id).versions
+        parts = _WRAPPED_KEY.fullmatch(wrapped_key)
+        if not parts:
+            raise WrappedKeyInvalidError("it was not made by a keystore")
+        version = int(parts[1])
+        if version > len(versions):
+            raise WrappedKeyInvalidError(f"this keystore has no version {version} of it")
+        master_key = self._usable(opened, master_key_id, version)
+        try:
+            return unwrap_key(master_key, parts[2], binding("wrapped key", master_key_id, version))
+        except InvalidTag:
+            raise WrappedKeyInvalidError from None
+
+    def _raw_obstacle(self) -> str:
+        return ""
+
+    def _wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
+        opened = self._keystore.open()
+        current = opened.master_key(master_key_id).versions[-1].version
+        return strict_base64.decode(wrap_key(self._usable(opened, master_key_id, current), key, b""))
+
+    def _unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
+        opened = self._keystore.open()
+        for version in reversed(opened.master_key(master_key_id).versions):
+            try:
+                key = unwrap_key(opened.key(master_key_id, version), strict_base64.encode(wrapped_key), b"")
+            except InvalidTag:
+                continue
+            self._usable(opened, master_key_id, version.version)
+            return key
+        raise WrappedKeyInvalidError
+
+    def _describe(self, master_key_id: str) -> MasterKeyDescription:
+        master_key = self._keystore.open().master_key(master_key_id)
+        enabled = [str(v.version) for v in master_key.versions if v.enabled and master_key.enabled]
+        current = str(master_key.versions[-1].version)
+        return MasterKeyDescription(
+            master_key_id,
+            enabled=current in enabled,
+            current_version=current,
+            enabled_versions=tuple(enabled),
+            origin="keystore",
+        )
+
+    def _usable(self, opened: OpenKeystore, master_key_id: str, version: int) -> SecretBytes:
+        """Return the bytes of one version of a master key that exists, unless it is disabled."""
+        master_key = opened.master_key(master_key_id)
+        wanted = master_key.versions[version - 1]
+        if not (master_key.enabled and wanted.enabled):
+            detail = f"version {version}" if master_key.enabled else ""
+            raise MasterKeyDisabledError(
+                detail, hint="Enable it with `parquet-keytools keystore enable`, or ask its owner to."
+            )
+        return opened.key(master_key_id, wanted)

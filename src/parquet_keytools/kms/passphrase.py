@@ -1,7 +1,7 @@
 """A keystore's passphrase, and files that only their owner may read.
 
-Such a file is read with care and replaced in one step, by one writer at a time. On Windows
-nothing here looks at who may read it: there Python makes up the permissions, and does not know access lists.
+Such a file is replaced in one step, by one writer at a time. On Windows, permissions are not checked, because
+Python does not report access lists there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def passphrase_from_file(path: Path) -> SecretBytes:
     """
     content, _ = read_private_file(path, max_length=_MAX_PASSPHRASE_LENGTH + 1)
     if not operating_system.POSIX:
-        # As editors there end lines.
+        # Editors on Windows end lines like this.
         content = content.removesuffix(b"\r\n")
     return _checked_passphrase(content.removesuffix(b"\n"), f"the passphrase in {path}")
 

@@ -24,7 +24,7 @@ _BUILT_INS = {
     name: EntryPoint(name, f"parquet_keytools.kms.{place}", ENTRY_POINT_GROUP)
     for name, place in {
         "in_memory": "in_memory:InMemoryKms",
-        "keystore": "keystore:KeystoreKms",
+        "keystore": "keystore_file:KeystoreKms",
         "aws": "aws:AwsKms [aws]",
         "vault": "vault:VaultKms [vault]",
         "gcp": "gcp:GcpKms [gcp]",
@@ -49,7 +49,7 @@ def client_class(name: str) -> type[KmsClient]:
         ConfigurationError: There is none, or it cannot be imported.
     """
     if built_in := _BUILT_INS.get(name):
-        return _load_built_in(built_in)
+        return _load(built_in, f"the KMS client {name!r}", "".join(map(install_hint, built_in.extras)))
     plugins = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not plugins:
         raise _unknown(name)
@@ -59,7 +59,11 @@ def client_class(name: str) -> type[KmsClient]:
             f"more than one KMS plug-in is named {name!r}: from {distributions}.",
             hint="Uninstall all but one.",
         )
-    return _load_plugin(plugins[0])
+    (plugin,) = plugins
+    distribution = _distribution(plugin)
+    extras = f"[{','.join(plugin.extras)}]" if plugin.extras else ""
+    hint = f"Install the missing package, for example with: pip install '{distribution}{extras}'"
+    return _load(plugin, f"the KMS plug-in {name!r} of {distribution}", hint)
 
 
 def make_client(settings: KmsSettings, folder: Path) -> KmsClient:
@@ -85,39 +89,19 @@ def _unknown(name: str) -> ConfigurationError:
     )
 
 
-def _load_built_in(built_in: EntryPoint) -> type[KmsClient]:
+def _load(client: EntryPoint, what: str, hint: str) -> type[KmsClient]:
     try:
-        loaded = built_in.load()
+        loaded = client.load()
     except ImportError as error:
-        raise ConfigurationError(
-            f"the KMS client {built_in.name!r} needs a package that is not installed: {error}.",
-            hint="".join(map(install_hint, built_in.extras)),
-        ) from error
-    return _checked(built_in.name, loaded)
-
-
-def _load_plugin(plugin: EntryPoint) -> type[KmsClient]:
-    place = f"the KMS plug-in {plugin.name!r} of {_distribution(plugin)}"
-    extras = f"[{','.join(plugin.extras)}]" if plugin.extras else ""
-    try:
-        loaded = plugin.load()
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{place} cannot be imported: {error}.",
-            hint=f"Install the missing package, for example with: pip install '{_distribution(plugin)}{extras}'",
-        ) from error
+        raise ConfigurationError(f"{what} cannot be imported: {error}.", hint=hint) from error
     except Exception as error:  # a plug-in may raise anything when it is imported
         raise ConfigurationError(
-            f"{place} cannot be imported: {type(error).__name__}.", hint="Ask its authors, or uninstall it."
+            f"{what} cannot be imported: {type(error).__name__}.", hint="Ask its authors, or uninstall it."
         ) from error
-    return _checked(plugin.name, loaded)
-
-
-def _checked(name: str, loaded: object) -> type[KmsClient]:
     if isinstance(loaded, type) and issubclass(loaded, KmsClient):
         return loaded
     raise ConfigurationError(
-        f"the KMS plug-in {name!r} is not a subclass of KmsClient.",
+        f"{what} is not a subclass of KmsClient.",
         hint="Its entry point must name a class that implements parquet_keytools.kms.client.KmsClient.",
     )
 

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import json
 import logging
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Self, TypeVar
+
+from pydantic import Field
 
 from parquet_keytools import telemetry
 from parquet_keytools.errors import (
@@ -29,12 +32,9 @@ from parquet_keytools.errors import (
     value_or_raise,
     without_frames,
 )
-from parquet_keytools.kms.client import KmsClient, outcome_name
-from parquet_keytools.kms.contract import RemoteKmsSettings
+from parquet_keytools.kms.client import KmsClient, KmsSettings, outcome_name
 from parquet_keytools.kms.transport import connection_failure
 from parquet_keytools.runtime.fork_safety import ForkSafeLock, PerProcess, SharedWork
-
-__all__ = ["RemoteKmsClient", "RemoteKmsSettings", "RemoteOperation", "Time"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -55,6 +55,66 @@ _LONGEST_SLEEP_SECONDS = 0.25
 _SECONDS_OF_SILENCE = 2.0
 
 _log = logging.getLogger("parquet_keytools.kms.remote_call")  # docs/operations.md promises this name
+
+
+# --- settings ---
+
+
+class RemoteKmsSettings(KmsSettings):
+    """Settings that every KMS across a network has.
+
+    Attributes:
+        call_timeout_seconds: Timeout of one attempt, including the connection.
+        timeout_seconds: How long an operation waits for an answer of the KMS, in all attempts of all its calls.
+        max_tries: Maximum number of attempts of a call.
+        max_concurrent_calls: Maximum number of calls at a time.
+        max_calls_per_second: Maximum number of calls started per second; None for no limit.
+    """
+
+    call_timeout_seconds: float = Field(
+        default=5.0, gt=0, le=600, description="Timeout of one attempt of a call, in seconds."
+    )
+    timeout_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        le=3600,
+        description="Timeout of an operation with all its retries, in seconds: it fails if "
+        "the KMS has answered none of its calls for this long.",
+    )
+    max_tries: int = Field(
+        default=50,
+        ge=1,
+        le=1000,
+        description="Maximum number of attempts of a call; with the defaults, timeout_seconds ends a call first.",
+    )
+    max_concurrent_calls: int = Field(default=32, ge=1, le=1000, description="Maximum number of calls at a time.")
+    max_calls_per_second: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum number of calls started per second. Default: no limit.",
+    )
+
+    def shared_by(self, processes: int) -> Self:
+        """Return the settings of each of several processes that share the limits of one."""
+        per_second = self.max_calls_per_second
+        if processes == 1:
+            return self
+        return self.model_copy(
+            update={
+                "max_concurrent_calls": max(1, self.max_concurrent_calls // processes),
+                "max_calls_per_second": None if per_second is None else per_second / processes,
+            }
+        )
+
+
+def bytes_of_context(context: str | Mapping[str, str] | None) -> bytes:
+    """Return the bytes that are bound to each wrapped key. The order of a mapping makes no difference."""
+    if isinstance(context, Mapping):
+        context = json.dumps(context, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return (context or "").encode()
+
+
+# --- the client ---
 
 
 @dataclass(frozen=True)
@@ -177,52 +237,40 @@ class RemoteOperation:
             raise
 
     def _outcome(self, master_key_id: str | None, send: Callable[[float], T]) -> T | KmsError:
-        """Return the result of a call, or the error of its last attempt, and report the call."""
-        client = self._client
-        server = client._server()
+        """Attempt a call until it has an answer, or no further attempt makes sense, and report it."""
+        client, started, tries = self._client, self._time.clock(), 0
         about = {"backend": client.backend, "operation": self.name}
         key = {"master_key_id": master_key_id} if client.telemetry_key_ids and master_key_id is not None else {}
-        started = self._time.clock()
         with telemetry.Span("kms.call", about | key) as span:
-            outcome = self._attempts(master_key_id, send, span)
-            about = about | {"outcome": outcome_name(outcome)}
+            while True:
+                with self._turn() as refusal:
+                    outcome = self._attempt(master_key_id, send) if refusal is None else refusal
+                tries += refusal is None
+                if not isinstance(outcome, KmsError):
+                    break
+                pause = self._pause(outcome, tries) if refusal is None else math.inf
+                if pause >= self._seconds_left() or not self._sleep(pause):
+                    outcome = outcome.after(tries, self._time.clock() - started)
+                    outcome = outcome.about(client.backend, self.name, master_key_id)
+                    break
+                self._warn_of_waiting(outcome, started)
+                kind = outcome_name(outcome)
+                span.event("retry", error=kind)
+                telemetry.count("kms.retries", 1, {**about, "error": kind})
+            span.note(tries=tries)
             if isinstance(outcome, KmsError):
-                span.failed(about["outcome"])
-                outcome = outcome.about(client.backend, self.name, master_key_id)
+                span.failed(outcome_name(outcome))
+            about = about | {"outcome": outcome_name(outcome)}
             telemetry.count("kms.calls", 1, about)
             telemetry.measure("kms.call.duration", self._time.clock() - started, about)
-        return outcome.at(server) if isinstance(outcome, KmsUnavailableError) else outcome
-
-    def _attempts(
-        self, master_key_id: str | None, send: Callable[[float], T], span: telemetry.Span
-    ) -> T | KmsError:
-        """Attempt a call until there is an answer, or no further attempt makes sense."""
-        started, tries = self._time.clock(), 0
-        about = {"backend": self._client.backend, "operation": self.name}
-        while True:
-            with self._turn() as refusal:
-                if refusal is None:
-                    tries += 1
-                    outcome = self._attempt(master_key_id, send)
-                else:
-                    outcome = refusal
-            span.note(tries=tries)
-            if not isinstance(outcome, KmsError):
-                return outcome
-            pause = math.inf if refusal is not None else self._pause(outcome, tries)
-            if pause >= self._seconds_left() or not self._sleep(pause):
-                return outcome.after(tries, self._time.clock() - started)
-            self._warn_of_waiting(outcome, started)
-            kind = type(outcome).__name__
-            span.event("retry", error=kind)
-            telemetry.count("kms.retries", 1, {**about, "error": kind})
+        return outcome.at(client._server()) if isinstance(outcome, KmsUnavailableError) else outcome
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[KmsError | None]:
         """Hold one of the process's calls at a time in a block, or yield why the call must not be sent."""
         if self._is_cancelled or self._seconds_left() <= 0:
             seconds = self._limits.timeout_seconds
-            yield self._last_failure(f"not tried, for the KMS answered no call for {seconds:g} seconds")
+            yield self._last_failure(f"not attempted: the KMS answered no call for {seconds:g} seconds")
             return
         # Only `max_calls_per_second` makes a call wait that the KMS did not delay.
         kind = self._last_failure if self._limits.max_calls_per_second is None else KmsThrottledError
@@ -243,10 +291,8 @@ class RemoteOperation:
         """Make one attempt. Returns the answer, or the error that replaces it."""
         try:
             answer = send(min(self._limits.call_timeout_seconds, self._seconds_left()))
-        except KmsError as error:
-            failure = error
         except Exception as error:
-            failure = self._client._translated(error, self.name, master_key_id)
+            failure = self._client._kms_error(error, self.name, master_key_id)
         else:
             self._note_answer()
             return answer

@@ -15,11 +15,10 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-from parquet_keytools.errors import KmsConfigurationError, KmsUnavailableError
-from parquet_keytools.kms.contract import Meaning
+from parquet_keytools.errors import KmsConfigurationError, KmsError, KmsUnavailableError
 
 _LONGEST_RETRY_AFTER_SECONDS = 3600
 
@@ -97,6 +96,24 @@ def _mistake(detail: str, error: OSError, hint: str = "") -> KmsConfigurationErr
 
 
 # --- failures of connections ---
+
+
+class Meaning(NamedTuple):
+    """The meaning of a failure in a KMS or its SDK.
+
+    Attributes:
+        kind: The class of the error.
+        detail: What is known beyond the class.
+        hint: What to do next, in place of the hint of the class.
+    """
+
+    kind: type[KmsError]
+    detail: str = ""
+    hint: str | None = None
+
+    def error(self, retry_after_seconds: float = 0.0) -> KmsError:
+        """Return the error. `KmsClient` adds the facts of the call."""
+        return self.kind(self.detail, hint=self.hint, retry_after_seconds=retry_after_seconds)
 
 
 _TLS_IS_WRONG = (

@@ -43,7 +43,7 @@ MISTAKES = {
     "not UTF-8": (b"version: 1\n# \xff\n", "", 2, ["not UTF-8"]),
     "UTF-16": ("version: 1".encode("utf-16"), "", 1, ["not UTF-8"]),
     "control character": ("version: 1\na: \x00\n", "", 2, ["control character"]),
-    "two documents": ("version: 1\n---\nversion: 1\n", "", 2, ["second document"]),
+    "two documents": ("version: 1\n---\nversion: 1\n", "", 2, ["another document"]),
     "open quote": (f"version: 1\nkms: {{passphrase: '{SECRET}}}\n", "", 3, ["not valid YAML", "line 2"]),
     "open bracket": ("version: 1\na: [b", "", 2, ["expected ',' or ']'"]),
     "variable within braces": (
@@ -52,9 +52,9 @@ MISTAKES = {
         2,
         ["put ${NAME} in quotes"],
     ),
-    "two colons": ("version: 1\na: b: c\n", "", 2, ["`:`", "quotes"]),
-    "percent": ("version: 1\na: %b\n", "", 2, ["quotes"]),
-    "unknown alias": (f"version: 1\npassphrase: *{SECRET}\n", "", 2, ["alias", "quotes"]),
+    "two colons": ("version: 1\na: b: c\n", "", 2, ["mapping values are not allowed here"]),
+    "percent": ("version: 1\na: %b\n", "", 2, ["cannot start any token"]),
+    "unknown alias": (f"version: 1\npassphrase: *{SECRET}\n", "", 2, ["undefined alias"]),
     "tag": (f"version: 1\nkms: !{SECRET} x\n", "kms", 2, ["tags"]),
     "tag on a mapping": ("version: 1\nkms: !!set {a}\n", "kms", 2, ["tags"]),
     "binary tag": (

@@ -34,8 +34,13 @@ from parquet_keytools.kms import passphrase as private_file
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.client import MasterKeyDescription, UnwrapRequest
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
-from parquet_keytools.kms.keystore import KeystoreKms, KeystoreSettings
-from parquet_keytools.kms.keystore_file import Keystore, KeystoreDocument, PassphraseKeys
+from parquet_keytools.kms.keystore_file import (
+    Keystore,
+    KeystoreDocument,
+    KeystoreKms,
+    KeystoreSettings,
+    PassphraseKeys,
+)
 from parquet_keytools.kms.passphrase import passphrase_from_file, passphrase_from_text
 from parquet_keytools.secret_bytes import SecretBytes
 

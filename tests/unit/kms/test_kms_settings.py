@@ -9,13 +9,8 @@ from typing import Any
 import pydantic
 import pytest
 
-from parquet_keytools.kms.contract import (
-    KmsSettings,
-    RemoteKmsSettings,
-    StrictSettings,
-    bytes_of_context,
-    holds_secret,
-)
+from parquet_keytools.kms.client import KmsSettings, StrictSettings, holds_secret
+from parquet_keytools.kms.remote_client import RemoteKmsSettings, bytes_of_context
 from parquet_keytools.secret_bytes import SecretBytes
 
 

@@ -8,7 +8,7 @@ import pytest
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms import registry
 from parquet_keytools.kms.in_memory import InMemoryKms, InMemorySettings
-from parquet_keytools.kms.keystore import KeystoreKms
+from parquet_keytools.kms.keystore_file import KeystoreKms
 
 PLUGIN = """
 from parquet_keytools.kms.in_memory import InMemoryKms

@@ -470,7 +470,7 @@ def test_the_rest_of_a_list_fails_when_nothing_was_answered_for_long(kind: type[
     outcomes = kms.wrap_many([WrapRequest(KEY, "k") for _ in range(500)])
     assert all(isinstance(outcome, kind) for outcome in outcomes)
     assert any(
-        "not tried" in str(outcome) and outcome.tries == 0 for outcome in outcomes if isinstance(outcome, kind)
+        "not attempted" in str(outcome) and outcome.tries == 0 for outcome in outcomes if isinstance(outcome, kind)
     )
     kms.on_try = Script()
     assert isinstance(kms.wrap_many([WrapRequest(KEY, "k")] * 2)[0], str)

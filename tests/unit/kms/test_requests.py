@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from parquet_keytools.errors import KmsError, KmsResponseInvalidError, KmsThrottledError
-from parquet_keytools.kms.contract import (
-    Meaning,
-    WrapRequest,
-    checked_answers,
-    checked_key,
-    mistake_in_wrapped_key,
-)
+from parquet_keytools.errors import KmsResponseInvalidError, KmsThrottledError
+from parquet_keytools.kms.client import checked_key, mistake_in_wrapped_key
+from parquet_keytools.kms.transport import Meaning
 from parquet_keytools.secret_bytes import SecretBytes
-
-REQUESTS = [WrapRequest(SecretBytes(bytes(16)), name) for name in ("kf", "kc")]
 
 
 def test_an_error_has_the_facts_of_its_call() -> None:
@@ -46,20 +37,3 @@ def test_how_long_a_wrapped_key_may_be() -> None:
     """CONTRIBUTING.md promises this to authors of backends."""
     assert mistake_in_wrapped_key("a" * 16_384) == ""
     assert mistake_in_wrapped_key("a" * 16_385) != ""
-
-
-@pytest.mark.parametrize("answers", [[], ["a"], ["a", "b", "c"], ("a", "b"), None])
-def test_another_number_of_answers_is_an_error_for_all(answers: Any) -> None:
-    """An answer that is missing would give one file the key of another."""
-    outcomes = checked_answers(REQUESTS, answers, mistake_in_wrapped_key)
-    assert len(outcomes) == 2
-    for error in outcomes:
-        assert isinstance(error, KmsResponseInvalidError)
-        assert "the number of answers differs from the number of requests" in str(error)
-
-
-def test_an_answer_of_another_form_is_an_error_of_its_own() -> None:
-    answers: list[str | KmsError] = ["fine", "line\nbreak"]
-    good, bad = checked_answers(REQUESTS, answers, mistake_in_wrapped_key)
-    assert good == "fine" and isinstance(bad, KmsResponseInvalidError)
-    assert "not a short string of printable ASCII" in str(bad) and "break" not in str(bad)

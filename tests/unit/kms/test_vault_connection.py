@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,17 @@ from pydantic import SecretStr, ValidationError
 from urllib3.exceptions import ProtocolError, ReadTimeoutError
 
 from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.contract import Meaning
+from parquet_keytools.kms.transport import Meaning
 from parquet_keytools.kms.vault import connection as vault_connection
-from parquet_keytools.kms.vault.connection import VaultConnection, VaultSettings, open_session
-from parquet_keytools.kms.vault.errors import (
+from parquet_keytools.kms.vault.connection import (
     NO_KEY,
     NOT_JSON,
-    REDIRECT,
     TOKEN_DEAD,
     TOKEN_UNKNOWN,
     VaultRefusal,
-    redirect_to,
+    VaultServer,
+    VaultSettings,
+    open_session,
 )
 
 
@@ -85,22 +86,23 @@ class Server(requests.Session):
 
 def connected(
     *answers: Answer, token: str | None = "t", clock: TurnedClock | None = None, seconds: float = 7, **fields: Any
-) -> tuple[VaultConnection, Server]:
+) -> tuple[Callable[[], Any], Server]:
     server, clock = Server(*answers), clock or TurnedClock()
     secret = None if token is None else SecretStr(token)
-    return VaultConnection(server, settings(**fields), secret, clock.seconds + seconds, clock), server
+    vault = VaultServer(server, settings(**fields), clock)
+    return partial(vault.request, "GET", "/v1/x", secret, clock.seconds + seconds), server
 
 
 def test_what_is_sent() -> None:
     connection, server = connected(Answer(200, {"data": {}}), namespace="team")
-    assert connection.get(url="/v1/x") == {"data": {}}
+    assert connection() == {"data": {}}
     ((url, arguments),) = server.asked
     assert url == "https://vault.example:8200/v1/x" and arguments["timeout"].total == 7
     assert not arguments["allow_redirects"] and arguments["stream"]
     sent = {"X-Vault-Request": "true", "X-Vault-Namespace": "team", "X-Vault-Token": "t"}
     assert sent.items() <= arguments["headers"].items()
     connection, server = connected(Answer(200, {}), token=None, url="https://vault.example:8200/")
-    connection.get(url="/v1/x")
+    connection()
     ((url, arguments),) = server.asked
     assert url == "https://vault.example:8200/v1/x"
     assert not {"X-Vault-Token", "X-Vault-Namespace"} & arguments["headers"].keys()
@@ -110,7 +112,7 @@ def test_what_is_sent() -> None:
 def test_what_is_too_late_is_not_sent(seconds: float) -> None:
     connection, server = connected(Answer(200, {}), seconds=seconds)
     with pytest.raises(TimeoutError):
-        connection.get(url="/v1/x")
+        connection()
     assert not server.asked
 
 
@@ -123,7 +125,7 @@ def test_an_answer_that_drips_is_given_up() -> None:
 
     answer.raw.on_read = second
     with pytest.raises(TimeoutError):
-        connection.get(url="/v1/x")
+        connection()
     assert clock.seconds == TurnedClock().seconds + 7
 
 
@@ -143,15 +145,15 @@ def test_an_answer_that_breaks_off_is_a_failed_connection(error: Exception, kind
 
     answer.raw.on_read = fail
     with pytest.raises(kind) as caught:
-        connected(answer, seconds=0.5)[0].get("/v1/x")
+        connected(answer, seconds=0.5)[0]()
     assert "CANARY" not in str(caught.value)
 
 
 def test_an_answer_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vault_connection, "_MAX_ANSWER_BYTES", 500)
-    assert connected(Answer(200, {"data": "x" * 400}))[0].get(url="/v1/x")
+    assert connected(Answer(200, {"data": "x" * 400}))[0]()
     with pytest.raises(VaultRefusal) as caught:
-        connected(Answer(200, {"data": "x" * 600}))[0].get(url="/v1/x")
+        connected(Answer(200, {"data": "x" * 600}))[0]()
     assert caught.value.known is NOT_JSON
 
 
@@ -173,83 +175,11 @@ def test_an_answer_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_an_answer(answer: Answer, expected: Any) -> None:
     connection, _ = connected(answer)
     if isinstance(expected, dict):
-        assert connection.get(url="/v1/x") == expected
+        assert connection() == expected
         return
     with pytest.raises(VaultRefusal) as caught:
-        connection.get(url="/v1/x")
+        connection()
     assert (caught.value.status, caught.value.known, caught.value.retry_after_seconds) == expected
-
-
-@pytest.mark.parametrize(
-    ("location", "followed"),
-    [
-        ("https://vault.example:8200/other", "https://vault.example:8200/v1/x"),
-        ("https://node.example:8200/", "https://node.example:8200/v1/x"),
-        ("https://any.example:443/", "https://any.example:443/v1/x"),
-        ("https://any.example:444/", "https://any.example:444/v1/x"),
-        ("https://node.example:8201/", "https://node.example:8201"),
-        ("https://vault.example/", "https://vault.example:443"),
-        ("http://vault.example:8200/", "http://vault.example:8200"),
-        ("https://else.example:8200/", "https://else.example:8200"),
-        ("ftp://vault.example:8200/", ""),
-        ("https://a b:8200/", ""),
-        ("https://vault.example:x/", ""),
-        ("", ""),
-    ],
-)
-def test_where_a_redirect_may_lead(location: str, followed: str) -> None:
-    """To the same host, or one that is named: the token goes there, and the keys."""
-    connection, server = connected(
-        Answer(307, b"", Location=location),
-        Answer(200, {"a": 1}),
-        redirect_hosts=["Node.example:8200", "any.example"],
-    )
-    if followed.endswith("/v1/x"):
-        assert connection.get(url="/v1/x") == {"a": 1}
-        assert [url for url, _ in server.asked] == ["https://vault.example:8200/v1/x", followed]
-        return
-    with pytest.raises(VaultRefusal) as caught:
-        connection.get(url="/v1/x")
-    assert caught.value.known == (redirect_to(followed) if followed else REDIRECT) and len(server.asked) == 1
-
-
-@pytest.mark.parametrize(
-    ("url", "location", "is_followed"),
-    [
-        ("https://vault.example", "https://vault.example:443/", True),
-        ("https://vault.example:443", "https://vault.example/", True),
-        ("http://127.0.0.1:8200", "http://node.example:8200/", False),
-        ("http://127.0.0.1:8200", "https://node.example:8200/", True),
-        ("http://127.0.0.1:8200", "http://[::1]:8200/", True),
-        ("http://vault.example:8200", "http://node.example:8200/", True),
-        ("https://vault.example:8200", "https://[::1]:8200/", True),
-        ("https://vault.example:8200", "http://[::1]:8200/", False),
-    ],
-)
-def test_no_redirect_leads_out_of_tls_or_of_this_machine(url: str, location: str, is_followed: bool) -> None:
-    """Also to hosts that are named."""
-    connection, server = connected(
-        Answer(307, b"", Location=location),
-        Answer(200, {"a": 1}),
-        url=url,
-        allow_http=True,
-        redirect_hosts=["node.example:8200", "[::1]:8200"],
-    )
-    if is_followed:
-        assert connection.post(url="/v1/x", json={"b": 2}) == {"a": 1}
-        assert [arguments["json"] for _, arguments in server.asked] == [{"b": 2}] * 2
-        return
-    with pytest.raises(VaultRefusal):
-        connection.post(url="/v1/x", json={"b": 2})
-    assert len(server.asked) == 1
-
-
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_redirects_have_an_end(status: int) -> None:
-    connection, server = connected(Answer(status, b"", Location="https://vault.example:8200/"))
-    with pytest.raises(VaultRefusal) as caught:
-        connection.get(url="/v1/x")
-    assert caught.value.known is REDIRECT and len(server.asked) == 4
 
 
 # --- settings ---
@@ -284,14 +214,6 @@ def test_namespaces_are_paths() -> None:
     for namespace in ("", "/a", "a//b", "..", "a/../b", "a..b", "a\nb", "a\r\nX-Vault-Token: x"):
         with pytest.raises(ValidationError, match="a namespace is a path"):
             settings(namespace=namespace)
-
-
-def test_hosts_of_redirects_are_hosts() -> None:
-    named = ("Node.example", "node.example:8200", "10.0.0.1", "[2001:DB8::1]", "[::1]:8200")
-    assert settings(redirect_hosts=named).redirect_hosts == tuple(host.lower() for host in named)
-    for wrong in ("", "https://a", "a/b", "a:", "a:123456", "a@b", "*", "*.example", "::1", "[::1", "a b"):
-        with pytest.raises(ValidationError, match="a host is"):
-            settings(redirect_hosts=[wrong])
 
 
 WAYS: dict[str, Any] = {
@@ -455,6 +377,7 @@ def test_nothing_is_sent_again_below_us(tmp_path: Path, scheme: str) -> None:
 )
 def test_whether_a_token_is_dead(answer: Answer, reason: Meaning | None) -> None:
     """One that lives may list the mounts that it sees."""
-    connection, server = connected(answer)
-    assert connection.meaning_of_refusals() is reason
+    clock, server = TurnedClock(), Server(answer)
+    vault = VaultServer(server, settings(), clock)
+    assert vault.meaning_of_refusals(SecretStr("t"), clock.seconds + 7) is reason
     assert [url for url, _ in server.asked] == ["https://vault.example:8200/v1/sys/internal/ui/mounts"]

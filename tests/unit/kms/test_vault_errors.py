@@ -17,8 +17,8 @@ from parquet_keytools.errors import (
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.contract import Meaning
-from parquet_keytools.kms.vault.errors import (
+from parquet_keytools.kms.transport import Meaning
+from parquet_keytools.kms.vault.connection import (
     NO_MOUNT,
     NOT_JSON,
     RequestTooLargeError,

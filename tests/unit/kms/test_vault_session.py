@@ -13,9 +13,15 @@ import requests
 from faults import TurnedClock
 
 from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.vault.connection import VaultSettings
-from parquet_keytools.kms.vault.errors import NOT_JSON, TOKEN_DEAD, TOKEN_UNKNOWN, VaultRefusal
-from parquet_keytools.kms.vault.session import VaultSession, read_secret
+from parquet_keytools.kms.vault.connection import (
+    NOT_JSON,
+    TOKEN_DEAD,
+    TOKEN_UNKNOWN,
+    VaultRefusal,
+    VaultServer,
+    VaultSettings,
+)
+from parquet_keytools.kms.vault.session import VaultSession, read_secret, token_source
 
 FOREVER = 1e9
 LOGIN, LOOKUP = "/v1/auth/approle/login", "/v1/auth/token/lookup-self"
@@ -87,7 +93,8 @@ def make(tmp_path: Path) -> Callable[..., Made]:
         given = how or {"approle": {"role_id": "id", "secret_id": "secret"}}
         settings = VaultSettings.model_validate({"url": "http://127.0.0.1:8200", **given})
         server, clock = Server(), TurnedClock()
-        return VaultSession(settings, tmp_path, server, clock), server, clock
+        source = token_source(settings, tmp_path)
+        return VaultSession(source, VaultServer(server, settings, clock), clock), server, clock
 
     return made
 

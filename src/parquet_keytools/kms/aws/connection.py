@@ -1,19 +1,20 @@
-"""The settings of AWS KMS, and its connection: sessions, clients, roles, and filters for the SDK's log."""
+"""The settings of AWS KMS, names of master keys, the connection, and the meaning of errors."""
 
 from __future__ import annotations
 
-import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import boto3
 import botocore.session
+from botocore import exceptions as sdk
 from botocore.config import Config
-from botocore.configprovider import ConfiguredEndpointProvider
 from botocore.credentials import (
     AssumeRoleCredentialFetcher,
     CredentialProvider,
@@ -23,11 +24,29 @@ from botocore.credentials import (
 from botocore.exceptions import ClientError, NoCredentialsError, ReadTimeoutError
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 
-from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.aws.errors import EXPIRED_CREDENTIALS, code_of
-from parquet_keytools.kms.contract import RemoteKmsSettings, StrictSettings
-from parquet_keytools.kms.transport import SdkLogs, check_certificates, mistake_in_url
-from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
+from parquet_keytools.errors import (
+    KmsAccessDeniedError,
+    KmsConfigurationError,
+    KmsError,
+    KmsResponseInvalidError,
+    KmsThrottledError,
+    KmsUnavailableError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.kms.client import StrictSettings
+from parquet_keytools.kms.remote_client import RemoteKmsSettings
+from parquet_keytools.kms.transport import (
+    Meaning,
+    SdkLogs,
+    check_certificates,
+    mistake_in_url,
+    retry_after_seconds,
+    tls_failure,
+    unreachable_because,
+)
+from parquet_keytools.runtime.fork_safety import PerProcess
 from parquet_keytools.runtime.presentation import expanded
 
 _MAX_CONTEXT_LENGTH = 8_192
@@ -113,10 +132,101 @@ class AwsSettings(RemoteKmsSettings):
         return self
 
 
+# --- names of master keys: key id, key ARN, alias, alias ARN ---
+
+_ARN = re.compile(r"arn:(aws[a-z-]*):kms:([a-z0-9-]+):([0-9]{12}):(key|alias)/([A-Za-z0-9/_-]{1,256})")
+_KEY_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|mrk-[0-9a-f]{32}")
+_MULTI_REGION = "mrk-"
+
+
+@dataclass(frozen=True)
+class KmsArn:
+    """ARN of a key or an alias.
+
+    Attributes:
+        partition: `aws`, `aws-cn`, `aws-us-gov`, ...
+        account: Account of the owner, 12 digits.
+        kind: `key` or `alias`.
+        name: The key id, or the alias without `alias/`.
+    """
+
+    partition: str
+    region: str
+    account: str
+    kind: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: object) -> KmsArn | None:
+        """Return the parts of an ARN, or None for any other text."""
+        parts = _ARN.fullmatch(text) if isinstance(text, str) else None
+        return cls(*parts.groups()) if parts else None
+
+    @property
+    def is_multi_region_key(self) -> bool:
+        """Whether the key can have replicas in other regions, all with the same key id."""
+        return self.kind == "key" and self.name.startswith(_MULTI_REGION)
+
+    def __str__(self) -> str:
+        return f"arn:{self.partition}:kms:{self.region}:{self.account}:{self.kind}/{self.name}"
+
+
+def as_asked(master_key_id: str, region: str | None) -> str:
+    """Return the identifier of a master key for the KMS of a region.
+
+    A multi-Region key has a replica in each of its regions, and the KMS of a region knows only its own replica. A
+    file names the replica in the region of its writer; a reader in another region must request the replica there.
+    """
+    arn = KmsArn.parse(master_key_id)
+    if arn and arn.is_multi_region_key and region:
+        return str(replace(arn, region=region))
+    return master_key_id
+
+
+def is_alias(master_key_id: str) -> bool:
+    """Return whether an identifier is an alias, which can be moved from one key to another."""
+    arn = KmsArn.parse(master_key_id)
+    return arn.kind == "alias" if arn else master_key_id.startswith("alias/")
+
+
+def may_stand_for(asked: str, answered: KmsArn) -> bool:
+    """Return whether the key in an answer can be the requested key.
+
+    For an alias, this checks only account and region: the KMS alone knows its target.
+    """
+    arn = KmsArn.parse(asked)
+    if answered.kind != "key":
+        return False
+    if arn is None:
+        return is_alias(asked) or answered.name == asked
+    same_place = (arn.partition, arn.region, arn.account) == (
+        answered.partition,
+        answered.region,
+        answered.account,
+    )
+    return same_place and (arn.kind == "alias" or arn.name == answered.name)
+
+
+def hint_for_missing_key(master_key_id: str, region: str | None) -> str | None:
+    """Return the likely mistake in an identifier that the KMS does not know, or None."""
+    arn = KmsArn.parse(master_key_id)
+    if arn and region and arn.region != region and not arn.is_multi_region_key:
+        return f"It is in {arn.region}, but the configuration uses the KMS of {region}: set `region`."
+    if (
+        arn is None
+        and "/" not in master_key_id
+        and ":" not in master_key_id
+        and not _KEY_ID.fullmatch(master_key_id)
+    ):
+        return (
+            f"This is neither a key id, an ARN nor an alias: an alias is written {f'alias/{master_key_id}'!r}. "
+            "Under `master_keys` you can name any of them."
+        )
+    return None
+
+
 # --- the connection ---
 
-
-_log = logging.getLogger(__name__)
 
 _sdk_logs = SdkLogs("boto3", "botocore")
 
@@ -131,23 +241,19 @@ class AwsConnection:
     """Sends requests with a boto3 client, which it makes for the first request of each process.
 
     Args:
-        client: A boto3 client for KMS, used with its own timeouts and retries.
+        session: A boto3 session to use in place of a session made from the settings.
     """
 
-    def __init__(self, settings: AwsSettings, folder: Path, session: Any = None, client: Any = None) -> None:
+    def __init__(self, settings: AwsSettings, folder: Path, session: Any = None) -> None:
         self._settings = settings
         self._folder = folder
         self._session = session
-        self._given_client = client
-        self._owner = OwnerProcess()
         self._clients: PerProcess[Any] = PerProcess(self._make_client)
 
     @property
     def region(self) -> str | None:
         """The region of the KMS, if it is known without a client."""
-        source = self._session if self._given_client is None else self._given_client.meta
-        region: str | None = getattr(source, "region_name", None)
-        return self._settings.region or region
+        return self._settings.region or getattr(self._session, "region_name", None)
 
     @property
     def address(self) -> str:
@@ -155,7 +261,7 @@ class AwsConnection:
         region = f"region {self.region}" if self.region else ""
         return ", ".join(filter(None, [self._settings.endpoint_url, region]))
 
-    def call(self, method: str, seconds: float, **parameters: Any) -> dict[str, Any]:
+    def call(self, method: str, deadline: float, **parameters: Any) -> dict[str, Any]:
         """Send one request.
 
         If the KMS says that the credentials have expired, they are read or requested once more: a clock may be
@@ -163,51 +269,46 @@ class AwsConnection:
 
         Args:
             method: Method of the boto3 client.
-            seconds: Timeout.
-            parameters: Parameters of the method. `KeyId` and similar parameters can be functions of the region.
+            deadline: Deadline on the monotonic clock.
+            parameters: Parameters of the method. ARNs of multi-Region keys are changed to the client's region.
         """
-        token = _deadline_of_call.set(time.monotonic() + seconds)
+        token = _deadline_of_call.set(deadline)
         try:
             with _sdk_logs.silenced():
-                return self._sent(method, parameters)
+                client = self._clients.get()
+                try:
+                    return self._send(client, method, parameters)
+                except ClientError as error:
+                    if code_of(error) not in EXPIRED_CREDENTIALS:
+                        raise
+                if self._clients.get() is client:
+                    self._clients.take()
+                return self._send(self._clients.get(), method, parameters)
         finally:
             _deadline_of_call.reset(token)
 
     def close(self) -> None:
-        """Close the client's connections, unless the caller made it."""
+        """Close the client's connections."""
         client = self._clients.take()
-        if client is not None and self._given_client is None:
+        if client is not None:
             client.close()
-
-    def _sent(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        client = self._clients.get()
-        try:
-            return self._send(client, method, parameters)
-        except ClientError as error:
-            if self._given_client is not None or code_of(error) not in EXPIRED_CREDENTIALS:
-                raise
-        if self._clients.get() is client:
-            self._clients.take()
-        return self._send(self._clients.get(), method, parameters)
 
     def _send(self, client: Any, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
         region = client.meta.region_name
-        given = {name: value(region) if callable(value) else value for name, value in parameters.items()}
+        given = {
+            name: as_asked(value, region) if name.endswith("KeyId") else value
+            for name, value in parameters.items()
+        }
         answer: dict[str, Any] = getattr(client, method)(**given)
         return answer
 
     def _make_client(self) -> Any:
-        client = self._given_client
-        if client is None:
-            session = self._session or _base_session(self._settings)
-            if self._settings.assume_role is not None:
-                session = self._session_in_role(session)
-            client = self._opened(session.client, "kms", self._settings.endpoint_url)
-        elif not self._owner.is_here:
-            # A forked child drops its copies of the parent's connections, and opens its own.
-            client.close()
+        session = self._session or _base_session(self._settings)
+        if self._settings.assume_role is not None:
+            session = self._session_in_role(session)
+        client = self._opened(session.client, "kms", self._settings.endpoint_url)
         _sdk_logs.add_filters()
-        return self._checked(client)
+        return client
 
     def _session_in_role(self, base: Any) -> Any:
         """Return a session with the role's credentials, which it renews before they expire."""
@@ -218,7 +319,7 @@ class AwsConnection:
             raise NoCredentialsError
 
         def make_client(service: str, **credentials: Any) -> Any:
-            return self._checked(self._opened(base.client, service, role.endpoint_url, **credentials))
+            return self._opened(base.client, service, role.endpoint_url, **credentials)
 
         arguments = {"RoleSessionName": role.session_name, "DurationSeconds": role.duration_seconds}
         if role.external_id is not None:
@@ -239,10 +340,14 @@ class AwsConnection:
 
     def _opened(self, make: Callable[..., Any], service: str, endpoint_url: str | None, **credentials: str) -> Any:
         """Return a client of the SDK with the limits of the settings."""
-        self._check_sdk_settings(service, endpoint_url)
+        self._check_certificates()
         options = self._client_options() | credentials
         client = make(service, endpoint_url=endpoint_url, **options)
-        if client.meta.endpoint_url.startswith("http:") and not self._settings.allow_http:
+        url = client.meta.endpoint_url
+        if mistake := mistake_in_url(url, "endpoint_url", allow_http=self._settings.allow_http):
+            hint = "The environment or the AWS configuration files may have set it; `allow_http` allows it."
+            raise KmsConfigurationError(mistake, operation="connect", hint=hint)
+        if url.startswith("http:") and not self._settings.allow_http:
             # The endpoint is on this machine. A proxy of the environment is not, and would see plaintext keys.
             client.close()
             options["config"] = options["config"].merge(Config(proxies={}))
@@ -280,10 +385,10 @@ class AwsConnection:
             return str(self._session.profile_name)
         return self._settings.profile
 
-    def _check_sdk_settings(self, service: str, endpoint_url: str | None) -> None:
-        """Check the settings of TLS and the endpoint in the environment and the AWS configuration files."""
-        sdk = botocore.session.Session(profile=self._profile)
-        bundles = [self._ca_bundle, sdk.get_config_variable("ca_bundle"), os.environ.get("REQUESTS_CA_BUNDLE")]
+    def _check_certificates(self) -> None:
+        """Check the certificates in the settings, the environment and the AWS configuration files."""
+        configured = botocore.session.Session(profile=self._profile).get_config_variable("ca_bundle")
+        bundles = [self._ca_bundle, configured, os.environ.get("REQUESTS_CA_BUNDLE")]
         if "" in bundles:
             # Some versions of the SDK then verify no certificates.
             detail = "AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE, or ca_bundle in the AWS configuration files, is empty"
@@ -292,19 +397,6 @@ class AwsConnection:
         bundle = next(filter(None, bundles), None)
         if bundle is not None:
             check_certificates(bundle)
-        if endpoint_url is None and not self._settings.use_fips_endpoint:
-            configured = ConfiguredEndpointProvider(sdk.full_config, sdk.get_scoped_config(), service).provide()
-            if configured is not None and not sdk.get_config_variable("ignore_configured_endpoint_urls"):
-                _log.warning("aws: the environment or the AWS configuration files set the endpoint of %s", service)
-
-    def _checked(self, client: Any) -> Any:
-        """Return a client after a check of its endpoint, which the environment or a profile may have set."""
-        url = client.meta.endpoint_url
-        mistake = mistake_in_url(url, "endpoint_url", allow_http=self._settings.allow_http)
-        if mistake:
-            hint = "The environment or the AWS configuration files may have set it; `allow_http` allows it."
-            raise KmsConfigurationError(mistake, operation="connect", hint=hint)
-        return client
 
 
 class _RoleProvider(CredentialProvider):
@@ -342,3 +434,199 @@ def _set_read_timeout(context: dict[str, Any], **_: Any) -> None:
 def _seconds_left() -> float:
     deadline = _deadline_of_call.get()
     return float("inf") if deadline is None else deadline - time.monotonic()
+
+
+# --- the meaning of errors ---
+
+# Only the codes listed here appear in errors, never a text of the SDK, which may contain the request. Invalid
+# credentials do not mean that the master key is denied: with "access denied", a reader that hides denied columns
+# would silently return fewer columns.
+
+_CREDENTIALS_HINT = (
+    "Check the AWS credentials of this process: `aws sts get-caller-identity` prints their owner, and whether "
+    "they are valid."
+)
+_CLOCK_HINT = "Check this machine's clock, then the AWS credentials of this process."
+_GRANT_HINT = (
+    "Request the permission in the key's policy or in IAM. AWS gives the same error for a key that does not exist "
+    "in another account."
+)
+_CONTEXT_HINT = (
+    "AWS does not say which: check that the file was written with this `encryption_context`, then restore the "
+    "file if it was altered."
+)
+_OTHER_KEY_HINT = (
+    "If an alias was moved to another key since the file was written, name the key by its ARN under `master_keys`."
+)
+_KEY_USAGE_HINT = "Choose a symmetric key for encryption: KeySpec SYMMETRIC_DEFAULT, KeyUsage ENCRYPT_DECRYPT."
+_REQUEST_HINT = "Check the identifier of the master key, and `encryption_context`."
+
+_NO_CREDENTIALS = Meaning(KmsConfigurationError, "there are no usable AWS credentials", _CREDENTIALS_HINT)
+_UNAVAILABLE = Meaning(KmsUnavailableError)
+_THROTTLED = Meaning(KmsThrottledError)
+
+EXPIRED_CREDENTIALS = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")
+"""Codes that new credentials may resolve."""
+
+# Codes -> the meaning of all of them.
+_CODES = {
+    "AccessDeniedException AccessDenied": Meaning(KmsAccessDeniedError, "", _GRANT_HINT),
+    "InvalidGrantTokenException": Meaning(KmsAccessDeniedError, "a grant token is not valid"),
+    "NotFoundException": Meaning(MasterKeyNotFoundError),
+    "InvalidArnException": Meaning(MasterKeyNotFoundError, "its ARN is not valid"),
+    "InvalidAliasNameException": Meaning(MasterKeyNotFoundError, "its alias is not valid"),
+    "XksKeyNotFoundException": Meaning(MasterKeyNotFoundError, "the external key store does not have it"),
+    "DisabledException": Meaning(MasterKeyDisabledError),
+    "InvalidCiphertextException": Meaning(
+        WrappedKeyInvalidError, "it was altered, or the encryption context is another one", _CONTEXT_HINT
+    ),
+    "IncorrectKeyException": Meaning(WrappedKeyInvalidError, "another master key wrapped it", _OTHER_KEY_HINT),
+    "InvalidKeyUsageException UnsupportedOperationException": Meaning(
+        KmsConfigurationError, "the master key cannot wrap", _KEY_USAGE_HINT
+    ),
+    "ValidationException": Meaning(
+        KmsConfigurationError, "AWS does not accept the form of the request", _REQUEST_HINT
+    ),
+    "DryRunOperationException": Meaning(KmsResponseInvalidError, "it answered as if to a dry run"),
+    "KeyUnavailableException": Meaning(KmsUnavailableError, "the master key is not available now"),
+    "DependencyTimeoutException": Meaning(KmsUnavailableError, "it timed out within AWS"),
+    "CloudHsmClusterNotActiveException CustomKeyStoreInvalidStateException XksProxyUriUnreachableException "
+    "XksProxyInvalidResponseException XksProxyVpcEndpointServiceNotFoundException": Meaning(
+        KmsUnavailableError, "the master key's own key store cannot be reached"
+    ),
+    "XksProxyIncorrectAuthenticationCredentialException XksProxyInvalidConfigurationException "
+    "XksKeyInvalidConfigurationException": Meaning(
+        KmsConfigurationError, "the external key store is configured wrongly"
+    ),
+    "KMSInternalException InternalFailure InternalServiceError ServiceUnavailable ServiceUnavailableException "
+    "RequestTimeout RequestTimeoutException IDPCommunicationError": _UNAVAILABLE,
+    "ThrottlingException Throttling ThrottledException RequestThrottled RequestThrottledException "
+    "RequestLimitExceeded LimitExceededException TooManyRequestsException": _THROTTLED,
+    " ".join(EXPIRED_CREDENTIALS): Meaning(
+        KmsConfigurationError, "the AWS credentials have expired", _CREDENTIALS_HINT
+    ),
+    "RequestExpired RequestTimeTooSkewed SignatureDoesNotMatch InvalidSignatureException "
+    "IncompleteSignature": Meaning(
+        KmsConfigurationError, "AWS does not accept the signature of the request", _CLOCK_HINT
+    ),
+    "UnrecognizedClientException InvalidClientTokenId InvalidAccessKeyId AuthFailure OptInRequired": Meaning(
+        KmsConfigurationError, "AWS does not know these credentials", _CREDENTIALS_HINT
+    ),
+    "MissingAuthenticationToken MissingAuthenticationTokenException": _NO_CREDENTIALS,
+}
+_MEANINGS = {code: meaning for codes, meaning in _CODES.items() for code in codes.split()}
+
+# Text of a KMSInvalidStateException -> its meaning.
+_STATES = {
+    "pending deletion": Meaning(
+        MasterKeyDisabledError,
+        "it is pending deletion",
+        "Cancel the deletion in the KMS at once: after it, the data under this key is lost.",
+    ),
+    "pending replica deletion": Meaning(MasterKeyDisabledError, "it is pending the deletion of its replicas"),
+    "pending import": Meaning(MasterKeyDisabledError, "its key material is not imported"),
+    "creating": Meaning(KmsUnavailableError, "the master key is being created"),
+    "updating": Meaning(KmsUnavailableError, "the master key is being updated"),
+    "unavailable": Meaning(MasterKeyDisabledError, "its key store is not connected"),
+    "disabled": Meaning(MasterKeyDisabledError),
+}
+
+_NAME_OF_KEY = re.compile(r"(arn:|alias/)\S+")
+"""An alias may contain any word, also the name of a state."""
+
+_SDK_MEANINGS: list[tuple[Meaning, tuple[type[Exception], ...]]] = [
+    (
+        Meaning(KmsUnavailableError, "it did not answer in time"),
+        (sdk.ConnectTimeoutError, sdk.ReadTimeoutError),
+    ),
+    (
+        _UNAVAILABLE,
+        (sdk.ConnectionError, sdk.HTTPClientError, sdk.ResponseStreamingError, sdk.MetadataRetrievalError),
+    ),
+    (
+        Meaning(KmsConfigurationError, "the region is not known", "Set `region`, or AWS_REGION."),
+        (sdk.NoRegionError, sdk.InvalidRegionError),
+    ),
+    (Meaning(KmsConfigurationError, "there is no such profile", "Check `profile`."), (sdk.ProfileNotFound,)),
+    (
+        _NO_CREDENTIALS,
+        (
+            *(sdk.NoCredentialsError, sdk.PartialCredentialsError, sdk.CredentialRetrievalError, sdk.SSOError),
+            *(sdk.TokenRetrievalError, sdk.NoAuthTokenError, sdk.RefreshWithMFAUnsupportedError),
+        ),
+    ),
+    (
+        Meaning(KmsConfigurationError, "the SDK does not accept the request", _REQUEST_HINT),
+        (sdk.ParamValidationError,),
+    ),
+    (Meaning(KmsConfigurationError), (sdk.BotoCoreError,)),
+]
+
+
+def code_of(error: ClientError) -> str:
+    """Return the code of an error if it is listed here; other codes must not be shown."""
+    code = error.response.get("Error", {}).get("Code")
+    if not isinstance(code, str):
+        return ""
+    # Some answers have a namespace before the code, or a URL after it.
+    code = code.rpartition("#")[2].partition(":")[0]
+    return code if code in _MEANINGS or code == "KMSInvalidStateException" else ""
+
+
+def aws_error(error: Exception, hint_for_missing_key: str | None = None) -> KmsError | None:
+    """Return the `KmsError` that replaces an exception of the SDK, or None for any other exception."""
+    wait = 0.0
+    if isinstance(error, ClientError):
+        facts: dict[str, Any] = dict(error.response.get("ResponseMetadata") or {})
+        meaning, source = _meaning_of_answer(error, facts.get("HTTPStatusCode"))
+        wait = retry_after_seconds((facts.get("HTTPHeaders") or {}).get("retry-after"))
+    else:
+        in_sdk, source = _meaning_in_sdk(error), type(error).__name__
+        if in_sdk is None:
+            return None
+        meaning = in_sdk
+    kind, known, hint = meaning
+    if kind is MasterKeyNotFoundError and hint_for_missing_key:
+        hint = hint_for_missing_key
+    if kind is KmsConfigurationError and hint is None:
+        hint = "Check the configuration of AWS on this machine."
+    if kind is KmsUnavailableError and not known:
+        known = unreachable_because(error)
+    return Meaning(kind, f"{known} ({source})" if known else source, hint).error(wait)
+
+
+def _meaning_of_answer(error: ClientError, status: object) -> tuple[Meaning, str]:
+    """Return the meaning of an answer, and the code or status that shows it."""
+    code = code_of(error)
+    role = " of sts:AssumeRole" if error.operation_name == "AssumeRole" else ""
+    if code == "KMSInvalidStateException":
+        text = _NAME_OF_KEY.sub("", str(error.response.get("Error", {}).get("Message", ""))).lower()
+        other = Meaning(MasterKeyDisabledError, "its state does not allow this")
+        return next((meaning for state, meaning in _STATES.items() if state in text), other), code
+    if code:
+        meaning = _MEANINGS[code]
+        if role and meaning.kind is KmsAccessDeniedError:
+            # Not the master key is denied, but the role.
+            hint = "Check `assume_role` and its trust policy."
+            meaning = Meaning(KmsConfigurationError, "the role may not be assumed", hint)
+        return meaning, code + role
+    if not isinstance(status, int):
+        return Meaning(KmsResponseInvalidError), f"an unknown error{role}"
+    source = f"HTTP status {status}{role}"
+    if status >= 500:
+        return _UNAVAILABLE, source
+    if status == 429:
+        return _THROTTLED, source
+    redirect = "a redirect, which is not followed" if 300 <= status < 400 else ""
+    return Meaning(KmsResponseInvalidError, redirect), source
+
+
+def _meaning_in_sdk(error: Exception) -> Meaning | None:
+    if isinstance(error, sdk.SSLError) and (found := tls_failure(error, "endpoint_url", "ca_bundle")):
+        return found
+    if type(error) is sdk.HTTPClientError and isinstance(
+        error.kwargs.get("error"), (TypeError, ValueError, LookupError)
+    ):
+        # The SDK failed to parse an answer, such as a redirect with status 303.
+        return Meaning(KmsResponseInvalidError, "the SDK cannot read it")
+    return next((meaning for meaning, kinds in _SDK_MEANINGS if isinstance(error, kinds)), None)

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from google.cloud.kms_v1 import KeyManagementServiceClient
 from google.cloud.kms_v1.types import (
     CryptoKey,
     CryptoKeyVersion,
@@ -31,19 +30,19 @@ from parquet_keytools.errors import (
     KmsResponseInvalidError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.contract import KmsSettings, MasterKeyDescription, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.client import KmsSettings, MasterKeyDescription, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.gcp.connection import (
     KEY_RING,
     NAME,
     GcpConnection,
     GcpSettings,
     TokenSource,
+    kms_error,
     load_credentials,
     open_client,
 )
-from parquet_keytools.kms.gcp.errors import kms_error
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteOperation, Time
-from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
+from parquet_keytools.runtime.fork_safety import PerProcess
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -63,9 +62,6 @@ class GcpKms(RemoteKmsClient):
 
     Args:
         settings: Key ring, endpoint, credentials and limits.
-        client: A client with gRPC as its transport, used in place of the endpoint and the credentials in the
-        settings.
-            `close` leaves it open, and forked children cannot use it.
         time_source: For tests.
     """
 
@@ -79,14 +75,11 @@ class GcpKms(RemoteKmsClient):
         settings: GcpSettings | None = None,
         *,
         folder: Path | None = None,
-        client: KeyManagementServiceClient | None = None,
         time_source: Time | None = None,
     ) -> None:
         self.settings = settings or GcpSettings()
         super().__init__(self.settings, time_source)
         self._folder = folder or Path()
-        self._client = client
-        self._owner = OwnerProcess()
         self._key_ring = self.settings.key_ring_name()
         self._aad = self.settings.aad()
         self._aad_fields: dict[str, Any] = {}
@@ -95,9 +88,6 @@ class GcpKms(RemoteKmsClient):
             self._aad_fields["additional_authenticated_data_crc32c"] = crc32c(self._aad)
         self._connections = PerProcess(self._connect)
         self._last_connection: GcpConnection | None = None
-        if getattr(getattr(client, "transport", None), "kind", "grpc") in ("rest", "grpc_asyncio"):
-            hint = "Make it with transport='grpc'."
-            raise KmsConfigurationError("the client does not use gRPC", hint=hint).about("gcp", "connect", None)
 
     @classmethod
     def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
@@ -202,10 +192,10 @@ class GcpKms(RemoteKmsClient):
 
     def _principal(self) -> str:
         """Return the caller's identity as far as it is known without a call."""
-        if self._client is None and self.settings.impersonate_service_account:
+        if self.settings.impersonate_service_account:
             return self.settings.impersonate_service_account
-        email = self._last_connection.email if self._last_connection is not None else None
-        return email or "application default credentials"
+        tokens = self._last_connection.tokens if self._last_connection is not None else None
+        return (tokens and tokens.email) or "application default credentials"
 
     # --- names: `projects/*/locations/*/keyRings/*/cryptoKeys/*`, and versions below them ---
 
@@ -228,25 +218,17 @@ class GcpKms(RemoteKmsClient):
     # --- connection ---
 
     def _connect(self) -> GcpConnection:
-        if self._client is not None:
-            if not self._owner.is_here:
-                detail = "the client that was passed in belongs to the parent process"
-                hint = "Make a client in each process, or let the configuration make it."
-                raise KmsConfigurationError(detail, hint=hint, operation="connect")
-            connection = GcpConnection(self._client, None, owned=False)
-        else:
-            settings, tokens = self.settings, None
-            if not settings.insecure:
-                file = settings.credentials_file
-                credentials = load_credentials(
-                    self._folder / expanded(file) if file is not None else None,
-                    settings.impersonate_service_account,
-                    settings.impersonation_delegates,
-                    settings.quota_project,
-                )
-                tokens = TokenSource(credentials)
-            client = open_client(settings.endpoint, insecure=settings.insecure)
-            connection = GcpConnection(client, tokens, owned=True)
+        settings, tokens = self.settings, None
+        if not settings.insecure:
+            file = settings.credentials_file
+            credentials = load_credentials(
+                self._folder / expanded(file) if file is not None else None,
+                settings.impersonate_service_account,
+                settings.impersonation_delegates,
+                settings.quota_project,
+            )
+            tokens = TokenSource(credentials)
+        connection = GcpConnection(open_client(settings.endpoint, insecure=settings.insecure), tokens)
         self._last_connection = connection
         return connection
 

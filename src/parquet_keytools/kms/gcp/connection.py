@@ -1,23 +1,22 @@
-"""The settings of Google Cloud KMS, its credentials, and a gRPC channel that is safe with forks."""
+"""The settings of Google Cloud KMS, its credentials, a gRPC channel that is safe with forks, and errors."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import google.auth
 import grpc
-from google.api_core.exceptions import Unauthenticated
+from google.api_core.exceptions import GoogleAPICallError, Unauthenticated
 from google.auth import identity_pool, impersonated_credentials
 from google.auth.credentials import TokenState
-from google.auth.exceptions import TransportError
+from google.auth.exceptions import GoogleAuthError, TransportError
 from google.auth.transport.requests import Request
 from google.cloud.kms_v1 import KeyManagementServiceClient
 from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
@@ -25,8 +24,18 @@ from google.oauth2 import credentials as user_credentials
 from google.oauth2 import service_account
 from pydantic import Field, model_validator
 
-from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.contract import RemoteKmsSettings, bytes_of_context
+from parquet_keytools.errors import (
+    KmsAccessDeniedError,
+    KmsConfigurationError,
+    KmsError,
+    KmsResponseInvalidError,
+    KmsThrottledError,
+    KmsUnavailableError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.kms.remote_client import RemoteKmsSettings, bytes_of_context
 from parquet_keytools.kms.transport import SdkLogs, is_loopback
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.operating_system import register_at_fork
@@ -207,6 +216,7 @@ class TokenSource:
 
         Raises:
             google.auth.exceptions.GoogleAuthError: No token is available.
+            TimeoutError: Another thread did not get a token in time.
         """
         deadline = time.monotonic() + seconds
 
@@ -221,7 +231,7 @@ class TokenSource:
 
         headers: dict[str, str] = {}
         # One thread renews the token. The others wait for it, until their own timeouts.
-        with self._turn(seconds):
+        with self._lock.held_within(seconds):
             self._credentials.before_request(request, "POST", url, headers)
         return [(name.lower(), value) for name, value in headers.items()]
 
@@ -231,7 +241,7 @@ class TokenSource:
         Returns:
             Whether the next headers may have another token.
         """
-        with self._turn(seconds):
+        with self._lock.held_within(seconds):
             if dict(headers).get("authorization") != f"Bearer {self._credentials.token}":
                 return True
             now = time.monotonic()
@@ -240,15 +250,6 @@ class TokenSource:
             self._refused_at = now
             self._credentials.token = None
             return True
-
-    @contextlib.contextmanager
-    def _turn(self, seconds: float) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(self._lock.held_within(seconds))
-            except TimeoutError:
-                raise TransportError("other threads did not get a token in time") from None
-            yield
 
 
 def email_of(credentials: Any) -> str | None:
@@ -330,20 +331,13 @@ class GcpConnection:
 
     Args:
         client: The client; its retries and timeouts are not used.
-        tokens: Source of tokens; None if the client authenticates itself.
-        owned: Whether `close` closes the client.
+        tokens: Source of tokens; None without authentication.
     """
 
-    def __init__(self, client: Any, tokens: TokenSource | None, *, owned: bool) -> None:
+    def __init__(self, client: Any, tokens: TokenSource | None) -> None:
         self.client = client
         self.tokens = tokens
-        self._owned = owned
         self._url = f"https://{getattr(client, 'api_endpoint', '')}/"
-
-    @property
-    def email(self) -> str | None:
-        """Email of the service account, if it is known without a call."""
-        return None if self.tokens is None else self.tokens.email
 
     @property
     def is_ready(self) -> bool:
@@ -374,9 +368,8 @@ class GcpConnection:
         return self.tokens.headers(self._url, seconds) if self.tokens is not None else ()
 
     def close(self) -> None:
-        """Close the client if it is owned."""
-        if self._owned:
-            self.client.transport.close()
+        """Close the channel."""
+        self.client.transport.close()
 
 
 def open_client(endpoint: str, *, insecure: bool) -> KeyManagementServiceClient:
@@ -390,3 +383,101 @@ def open_client(endpoint: str, *, insecure: bool) -> KeyManagementServiceClient:
         return KeyManagementServiceClient(
             transport=KeyManagementServiceGrpcTransport(host=endpoint, channel=channel)
         )
+
+
+# --- the meaning of errors ---
+
+# Only status codes and reasons appear in errors, never a text, which may quote the request.
+
+_REASON = re.compile(r"[A-Z][A-Z0-9_]{1,62}")
+
+# Invalid credentials do not mean that the master key is denied: with "access denied", a reader that hides denied
+# columns would silently return fewer columns.
+_BY_STATUS: dict[str, type[KmsError]] = {
+    "ABORTED": KmsUnavailableError,
+    "CANCELLED": KmsUnavailableError,
+    "DATA_LOSS": KmsResponseInvalidError,
+    "DEADLINE_EXCEEDED": KmsUnavailableError,
+    "FAILED_PRECONDITION": MasterKeyDisabledError,
+    "INTERNAL": KmsUnavailableError,
+    "INVALID_ARGUMENT": KmsConfigurationError,
+    "NOT_FOUND": MasterKeyNotFoundError,
+    "PERMISSION_DENIED": KmsAccessDeniedError,
+    "RESOURCE_EXHAUSTED": KmsThrottledError,
+    "UNAUTHENTICATED": KmsConfigurationError,
+    "UNAVAILABLE": KmsUnavailableError,
+    "UNIMPLEMENTED": KmsConfigurationError,
+    "UNKNOWN": KmsUnavailableError,
+}
+
+_CREDENTIALS_HINT = (
+    "Check the credentials, which may have expired: `gcloud auth application-default login`, "
+    "GOOGLE_APPLICATION_CREDENTIALS, credentials_file, or the service account of this machine."
+)
+_HINTS = {
+    "FAILED_PRECONDITION": "The key has no primary version, its version is disabled or destroyed, or it is not a "
+    "key for symmetric encryption. Enable or restore the version while Cloud KMS still has it.",
+    "INVALID_ARGUMENT": "Check additional_authenticated_data: with a key in an HSM it may have 8 KiB.",
+    "UNAUTHENTICATED": _CREDENTIALS_HINT,
+    "UNIMPLEMENTED": "Check that endpoint is one of Cloud KMS.",
+}
+_HINTS_BY_REASON = {
+    "SERVICE_DISABLED": "Enable the API in the project: gcloud services enable cloudkms.googleapis.com",
+    "BILLING_DISABLED": "Enable billing in the project.",
+    "ACCESS_TOKEN_SCOPE_INSUFFICIENT": "Give the credentials the scope cloud-platform or cloudkms.",
+}
+_UNREACHABLE = {
+    # Text of gRPC about a channel that it cannot open -> its meaning.
+    "connection refused": "the connection was refused",
+    "dns resolution failed": "its host name cannot be resolved",
+    "name resolution": "its host name cannot be resolved",
+    "handshake": "TLS failed",
+    "network is unreachable": "no network route leads there",
+    "connection reset": "the connection was closed",
+    "socket closed": "the connection was closed",
+    "timed out": "it did not answer in time",
+}
+_WRONG_WRAPPED_KEY_HINT = (
+    "Check that the file was written with this key and the same additional_authenticated_data, and restore it "
+    "if it was altered."
+)
+
+
+def kms_error(error: Exception, operation: str) -> KmsError | None:
+    """Return the `KmsError` that replaces an exception, or None for an exception of another library."""
+    if isinstance(error, GoogleAuthError):
+        is_passing = isinstance(error, TransportError) or error.retryable
+        kind = KmsUnavailableError if is_passing else KmsConfigurationError
+        return kind(f"no access token: {type(error).__name__}", hint=_CREDENTIALS_HINT)
+    if isinstance(error, GoogleAPICallError):
+        return _of_call(error, operation)
+    return KmsUnavailableError("the gRPC call failed") if isinstance(error, grpc.RpcError) else None
+
+
+def _of_call(error: GoogleAPICallError, operation: str) -> KmsError:
+    status = getattr(error.grpc_status_code, "name", "UNKNOWN")
+    kind = _BY_STATUS.get(status, KmsResponseInvalidError)
+    reasons = _reasons(error)
+    hint = next((_HINTS_BY_REASON[r] for r in reasons if r in _HINTS_BY_REASON), _HINTS.get(status))
+    text = (error.message or "").lower()
+    if status == "INVALID_ARGUMENT" and "checksum" in text:
+        # The request was damaged on its way: the code is the same as for a wrong ciphertext, but a retry helps.
+        kind, hint = KmsResponseInvalidError, None
+    elif status == "INVALID_ARGUMENT" and operation == "unwrap":
+        kind, hint = WrappedKeyInvalidError, _WRONG_WRAPPED_KEY_HINT
+    known = [words for sign, words in _UNREACHABLE.items() if status == "UNAVAILABLE" and sign in text]
+    detail = ", ".join([*known[:1], status, *reasons])
+    return kind(detail, hint=hint, retry_after_seconds=_retry_after(error))
+
+
+def _reasons(error: GoogleAPICallError) -> list[str]:
+    """Return the machine-readable reasons of an error, of its ErrorInfo and its PreconditionFailure."""
+    violations = [violation for detail in error.details for violation in getattr(detail, "violations", ())]
+    candidates = {error.reason, *(getattr(violation, "type", None) for violation in violations)}
+    return sorted(reason for reason in candidates if isinstance(reason, str) and _REASON.fullmatch(reason))
+
+
+def _retry_after(error: GoogleAPICallError) -> float:
+    """Return how long a RetryInfo asks to wait, in seconds; 0 without one."""
+    delays = [detail.retry_delay for detail in error.details if hasattr(detail, "retry_delay")]
+    return max([0.0, *(float(delay.seconds + delay.nanos / 1e9) for delay in delays)])

@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
-
-import requests
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import (
@@ -26,11 +24,10 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
     value_or_raise,
 )
-from parquet_keytools.kms.contract import (
+from parquet_keytools.kms.client import (
     KEY_LENGTHS_BYTES,
     KmsSettings,
     MasterKeyDescription,
-    Meaning,
     R,
     RewrapRequest,
     UnwrapRequest,
@@ -38,15 +35,18 @@ from parquet_keytools.kms.contract import (
     checked_key,
 )
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteOperation, Time
-from parquet_keytools.kms.vault.connection import VaultConnection, VaultSettings, open_session
-from parquet_keytools.kms.vault.errors import (
+from parquet_keytools.kms.transport import Meaning
+from parquet_keytools.kms.vault.connection import (
     NEEDS_CONTEXT,
     NOT_JSON,
     RequestTooLargeError,
     VaultRefusal,
+    VaultServer,
+    VaultSettings,
     meaning_of_texts,
+    open_session,
 )
-from parquet_keytools.kms.vault.session import VaultSession
+from parquet_keytools.kms.vault.session import VaultSession, token_source
 from parquet_keytools.runtime.fork_safety import PerProcess
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -62,6 +62,11 @@ _NO_KEY_NAME = Meaning(
 )
 
 
+class _Connection(NamedTuple):
+    server: VaultServer
+    session: VaultSession
+
+
 class VaultKms(RemoteKmsClient):
     """Wraps and unwraps with keys of a transit engine, many at a time, and re-wraps on the server.
 
@@ -69,27 +74,19 @@ class VaultKms(RemoteKmsClient):
 
     Args:
         time_source: For tests.
-        session: Makes the requests session, in place of the settings. It must ignore the environment.
     """
 
     backend = "vault"
     Settings = VaultSettings
 
-    def __init__(
-        self,
-        settings: VaultSettings,
-        folder: Path = Path(),
-        *,
-        time_source: Time | None = None,
-        session: Callable[[], requests.Session] | None = None,
-    ) -> None:
+    def __init__(self, settings: VaultSettings, folder: Path = Path(), *, time_source: Time | None = None) -> None:
         super().__init__(settings, time_source)
         self.settings = settings
-        self._engine = TransitEngine(settings.mount_point, settings.context_bytes())
+        self._folder = folder
+        self._context = settings.context_bytes()
         self._key_facts: dict[str, tuple[float, TransitKey | None]] = {}
         self._batch_size = settings.batch_size
-        make_session = session or partial(open_session, settings, folder)
-        self._session = PerProcess(lambda: VaultSession(settings, folder, make_session(), self._time.clock))
+        self._connection = PerProcess(self._connect)
 
     @classmethod
     def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
@@ -108,17 +105,23 @@ class VaultKms(RemoteKmsClient):
 
     def close(self) -> None:
         """Revoke the token of a login, and close connections and threads."""
-        session = self._session.take()
-        if session is not None:
+        connection = self._connection.take()
+        if connection is not None:
             # The token expires anyway, so an unavailable server must not prevent closing.
             with contextlib.suppress(Exception):
-                session.revoke(self._time.clock() + min(_CLOSING_SECONDS, self.limits.call_timeout_seconds))
-            session.connections.close()
+                seconds = min(_CLOSING_SECONDS, self.limits.call_timeout_seconds)
+                connection.session.revoke(self._time.clock() + seconds)
+            connection.server.session.close()
         super().close()
 
     def _principal(self) -> str:
         """Return the identity of the token; before the first call, the method of the login."""
-        return self._session.get().principal
+        return self._connection.get().session.principal
+
+    def _connect(self) -> _Connection:
+        server = VaultServer(open_session(self.settings, self._folder), self.settings, self._time.clock)
+        source = token_source(self.settings, self._folder)
+        return _Connection(server, VaultSession(source, server, self._time.clock))
 
     # --- hooks ---
 
@@ -134,17 +137,18 @@ class VaultKms(RemoteKmsClient):
         return value_or_raise(self._unwrap_many([request])[0])
 
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
-        return self._in_batches(self._operation("wrap"), requests, self._engine.wrap)
+        return self._in_batches(self._operation("wrap"), requests, _ENCRYPT)
 
     def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
-        return self._in_batches(self._operation("unwrap"), requests, self._engine.unwrap)
+        return self._in_batches(self._operation("unwrap"), requests, _DECRYPT)
 
     def _rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
-        operation = self._operation("rewrap")
         kept = [request for request in requests if request.new_master_key_id == request.master_key_id]
+        # The engine cannot move a key to another master key, so this process unwraps and wraps it.
         moved = [request for request in requests if request.new_master_key_id != request.master_key_id]
-        outcomes = dict(zip(map(id, kept), self._in_batches(operation, kept, self._engine.rewrap), strict=True))
-        outcomes |= dict(zip(map(id, moved), self._moved(operation, moved), strict=True))
+        rewrapped = self._in_batches(self._operation("rewrap"), kept, _REWRAP)
+        outcomes: dict[int, str | KmsError] = dict(zip(map(id, kept), rewrapped, strict=True))
+        outcomes |= dict(zip(map(id, moved), super()._rewrap_many(moved), strict=True))
         return [outcomes[id(request)] for request in requests]
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
@@ -164,7 +168,7 @@ class VaultKms(RemoteKmsClient):
         self,
         operation: RemoteOperation,
         requests: Sequence[R],
-        ask: Callable[[Sequence[R], VaultConnection], list[T | KmsError]],
+        action: _Action[R, T],
     ) -> list[T | KmsError]:
         """Send the requests in batches, each for one master key, several batches at a time."""
         outcomes: dict[int, T | KmsError] = {}
@@ -179,9 +183,7 @@ class VaultKms(RemoteKmsClient):
         for name, mistake in self._mistakes(operation, list(of_key)).items():
             outcomes |= dict.fromkeys(map(id, of_key.pop(name)), mistake)
 
-        def send(batch: Sequence[R], seconds: float) -> list[T | KmsError]:
-            return self._with_token(partial(ask, batch), seconds)
-
+        send = partial(self._send_batch, action)
         size = self._batch_size
         batches = [
             of_one[start : start + size] for of_one in of_key.values() for start in range(0, len(of_one), size)
@@ -198,94 +200,94 @@ class VaultKms(RemoteKmsClient):
                     outcomes |= dict.fromkeys(map(id, batch), answer)
                 else:
                     outcomes |= dict(zip(map(id, batch), answer, strict=True))
-        return [
-            outcome.about(self.backend, operation.name, request.master_key_id)
-            if isinstance(outcome := outcomes[id(request)], KmsError)
-            else outcome
-            for request in requests
-        ]
+        return [outcomes[id(request)] for request in requests]
 
-    def _moved(self, operation: RemoteOperation, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
-        """Wrap with another master key. The engine cannot do that, so this process sees the keys."""
-        mistakes = self._mistakes(operation, list(dict.fromkeys(r.new_master_key_id for r in requests)))
-        able = [request for request in requests if request.new_master_key_id not in mistakes]
-        keys = dict(zip(map(id, able), self._in_batches(operation, able, self._engine.unwrap), strict=True))
-        to_wrap = {
-            id(request): WrapRequest(key, request.new_master_key_id)
-            for request in able
-            if isinstance(key := keys[id(request)], SecretBytes)
-        }
-        wrapped = self._in_batches(operation, list(to_wrap.values()), self._engine.wrap)
-        outcomes: dict[int, str | KmsError] = {id_: key for id_, key in keys.items() if isinstance(key, KmsError)}
-        outcomes |= dict(zip(to_wrap, wrapped, strict=True))
-        return [mistakes.get(r.new_master_key_id) or outcomes[id(r)] for r in requests]
+    def _send_batch(self, action: _Action[R, T], batch: Sequence[R], seconds: float) -> list[T | KmsError]:
+        """Send requests with one master key."""
+        items = [action.item(request) for request in batch]
+        if self._context is not None:
+            context = strict_base64.encode(self._context)
+            items = [{**item, "context": context} for item in items]
+        path = f"/v1/{self.settings.mount_point}/{action.name}/{batch[0].master_key_id}"
+        answer = self._request("POST", path, seconds, {"batch_input": items, **action.options})
+        data = answer.get("data")
+        results = data.get("batch_results") if isinstance(data, Mapping) else None
+        if (
+            not isinstance(results, list)
+            or len(results) != len(items)
+            or not all(isinstance(result, Mapping) for result in results)
+        ):
+            raise KmsResponseInvalidError("the number of answers differs from the number of requests")
+        return [action.outcome(request, result) for request, result in zip(batch, results, strict=True)]
 
     # --- master keys ---
 
     def _mistakes(self, operation: RemoteOperation, names: Sequence[str]) -> dict[str, KmsError]:
         """Return why master keys must not be used, as far as that has to be known before keys are sent."""
-        mistakes: dict[str, KmsError] = {
-            name: _NO_KEY_NAME.error().about(self.backend, operation.name, name)
-            for name in names
-            if not _is_key_name(name)
-        }
-        with_context = self._engine.context is not None
-        if operation.name == "unwrap" and not with_context:
-            return mistakes
+        mistakes = {name: _NO_KEY_NAME for name in names if not _is_key_name(name)}
+        with_context = self._context is not None
+        failures: dict[str, KmsError] = {}
+        if operation.name != "unwrap" or with_context:
+            facts, failures = self._facts(operation, [name for name in names if name not in mistakes])
+            for name, fact in facts.items():
+                if fact is not None and (mistake := fact.mistake(with_context=with_context)):
+                    mistakes[name] = mistake
+                elif fact is None and with_context and operation.name != "unwrap":
+                    detail = "whether it is a derived key cannot be read; if not, the server ignores context"
+                    hint = f"Allow `read` on {self.settings.mount_point}/keys/{name}."
+                    mistakes[name] = Meaning(KmsAccessDeniedError, detail, hint)
+        return failures | {name: mistake.error() for name, mistake in mistakes.items()}
+
+    def _facts(
+        self, operation: RemoteOperation, names: Sequence[str]
+    ) -> tuple[dict[str, TransitKey | None], dict[str, KmsError]]:
+        """Return the properties of master keys, None where the token may not read them, and failures to read."""
         now = self._time.clock()
         facts = {
             name: known[1]
             for name in names
             if (known := self._key_facts.get(name)) and now - known[0] < _KEY_FACTS_LIFETIME_SECONDS
         }
-        unknown = [name for name in names if name not in facts and name not in mistakes]
+        failures: dict[str, KmsError] = {}
+        unknown = [name for name in names if name not in facts]
         for name, fact in zip(unknown, operation.each(unknown, self._read_key, str), strict=True):
-            if not isinstance(fact, KmsError):
-                facts[name] = fact
-            elif isinstance(fact, KmsAccessDeniedError) and not fact.detail:
+            if isinstance(fact, KmsAccessDeniedError) and not fact.detail:
                 # The policy may allow only to encrypt. If it allows nothing, the call itself fails.
                 facts[name] = None
-            else:
-                mistakes[name] = fact
+            elif isinstance(fact, KmsError):
+                failures[name] = fact
                 continue
+            else:
+                facts[name] = fact
             self._key_facts[name] = now, facts[name]
-        for name, known_fact in facts.items():
-            mistake = None
-            if known_fact is not None:
-                mistake = known_fact.mistake(with_context=with_context)
-            elif with_context and operation.name != "unwrap":
-                detail = (
-                    "whether it is a derived key cannot be read, and the server ignores the context if it is not"
-                )
-                hint = f"Allow `read` on {self._engine.mount_point}/keys/{name}."
-                mistake = Meaning(KmsAccessDeniedError, detail, hint)
-            if mistake is not None:
-                mistakes[name] = mistake.error().about(self.backend, operation.name, name)
-        return mistakes
+        return facts, failures
 
     def _read_key(self, master_key_id: str, seconds: float) -> TransitKey:
-        return self._with_token(partial(self._engine.read_key, master_key_id), seconds)
+        path = f"/v1/{self.settings.mount_point}/keys/{master_key_id}"
+        return TransitKey.read(master_key_id, self._request("GET", path, seconds))
 
-    # --- calls ---
+    # --- requests ---
 
     def _server(self) -> str:
         namespace = f"namespace {self.settings.namespace}" if self.settings.namespace else ""
         return ", ".join(filter(None, [self.settings.url, namespace]))
 
-    def _with_token(self, ask: Callable[[VaultConnection], T], seconds: float) -> T:
-        """Ask once; a second time with another token if the first token is no longer valid."""
-        session = self._session.get()
+    def _request(
+        self, method: str, path: str, seconds: float, content: Mapping[str, object] | None = None
+    ) -> dict[str, Any]:
+        """Send a request; a second time with another token if the first token is no longer valid."""
+        server, session = self._connection.get()
         deadline = self._time.clock() + seconds
         held = session.token(deadline)
         try:
-            return ask(session.connect(held.value, deadline))
+            return server.request(method, path, held.value, deadline, content)
         except VaultRefusal as refusal:
             if refusal.status not in (401, 403):
                 raise
             fresh = session.replace(held, deadline)
             if fresh is None:
                 raise
-        return ask(session.connect(fresh.value, deadline))
+        return server.request(method, path, fresh.value, deadline, content)
 
 
 # --- the engine: its requests and answers ---
@@ -394,62 +396,6 @@ def _parts_of(wrapped_key: object) -> tuple[int, bytes] | None:
     return None
 
 
-@dataclass(frozen=True)
-class TransitEngine:
-    """The engine at a mount point. Each method makes one request."""
-
-    mount_point: str
-    context: bytes | None
-
-    def wrap(self, batch: Sequence[WrapRequest], connection: VaultConnection) -> list[str | KmsError]:
-        """Wrap keys with one master key."""
-        items = [{"plaintext": strict_base64.encode(request.key.reveal())} for request in batch]
-        results = self._results(connection, batch[0].master_key_id, "encrypt", items)
-        return [_wrapped_key_in(result, request.key) for request, result in zip(batch, results, strict=True)]
-
-    def unwrap(
-        self, batch: Sequence[UnwrapRequest | RewrapRequest], connection: VaultConnection
-    ) -> list[SecretBytes | KmsError]:
-        """Unwrap keys with one master key."""
-        items = [{"ciphertext": request.wrapped_key} for request in batch]
-        return [_key_in(result) for result in self._results(connection, batch[0].master_key_id, "decrypt", items)]
-
-    def rewrap(self, batch: Sequence[RewrapRequest], connection: VaultConnection) -> list[str | KmsError]:
-        """Re-wrap keys under the current version of one master key."""
-        items = [{"ciphertext": request.wrapped_key} for request in batch]
-        return [
-            _wrapped_key_in(result)
-            for result in self._results(connection, batch[0].master_key_id, "rewrap", items)
-        ]
-
-    def read_key(self, name: str, connection: VaultConnection) -> TransitKey:
-        """Return the properties of a master key."""
-        return TransitKey.read(name, connection.get(f"/v1/{self.mount_point}/keys/{name}"))
-
-    def _results(
-        self, connection: VaultConnection, name: str, action: str, items: list[dict[str, str]]
-    ) -> list[Mapping[str, Any]]:
-        """Send a batch. Returns the result of each item."""
-        if self.context is not None:
-            context = strict_base64.encode(self.context)
-            items = [{**item, "context": context} for item in items]
-        body: dict[str, object] = {"batch_input": items}
-        if action == "encrypt":
-            body["type"] = _NO_TYPE
-        if action != "rewrap":
-            body["partial_failure_response_code"] = 200
-        answer = connection.post(f"/v1/{self.mount_point}/{action}/{name}", json=body)
-        data = answer.get("data")
-        results = data.get("batch_results") if isinstance(data, Mapping) else None
-        if (
-            not isinstance(results, list)
-            or len(results) != len(items)
-            or not all(isinstance(result, Mapping) for result in results)
-        ):
-            raise KmsResponseInvalidError("the number of answers differs from the number of requests")
-        return results
-
-
 def _failure_in(result: Mapping[str, Any]) -> KmsError | None:
     """Return why the server failed for one item of a batch, or None."""
     text = result.get("error")
@@ -484,3 +430,39 @@ def _key_in(result: Mapping[str, Any]) -> SecretBytes | KmsError:
     with contextlib.suppress(ValueError):
         data = strict_base64.decode(text) if isinstance(text, str) else b""
     return checked_key(data)
+
+
+class _Action(NamedTuple, Generic[R, T]):
+    """A request of the engine for many keys.
+
+    Attributes:
+        name: As in the path of the request.
+        options: Fields of the request.
+        item: Returns the fields for one key.
+        outcome: Returns the key in a result, or the error of the item.
+    """
+
+    name: str
+    options: Mapping[str, object]
+    item: Callable[[R], dict[str, str]]
+    outcome: Callable[[R, Mapping[str, Any]], T | KmsError]
+
+
+def _ciphertext(request: UnwrapRequest | RewrapRequest) -> dict[str, str]:
+    return {"ciphertext": request.wrapped_key}
+
+
+_ITEM_BY_ITEM = {"partial_failure_response_code": 200}
+
+_ENCRYPT: _Action[WrapRequest, str] = _Action(
+    "encrypt",
+    {**_ITEM_BY_ITEM, "type": _NO_TYPE},
+    lambda request: {"plaintext": strict_base64.encode(request.key.reveal())},
+    lambda request, result: _wrapped_key_in(result, request.key),
+)
+_DECRYPT: _Action[Any, SecretBytes] = _Action(
+    "decrypt", _ITEM_BY_ITEM, _ciphertext, lambda _, result: _key_in(result)
+)
+_REWRAP: _Action[RewrapRequest, str] = _Action(
+    "rewrap", {}, _ciphertext, lambda _, result: _wrapped_key_in(result)
+)

@@ -1,15 +1,15 @@
-"""The settings of Vault and OpenBao, and an HTTP connection.
+"""The settings of Vault and OpenBao, requests to the server, and the meaning of its refusals.
 
-A request is sent once, before its deadline, to configured hosts only, and no answer appears in an exception. (hvac
-follows redirects to any host, and puts answers, including plaintext keys, into exceptions.)
+A request is sent once, before its deadline, to the configured server only: redirects are refused, since token and
+keys would follow them. No text of the server appears in an exception, since it may contain plaintext keys.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -20,9 +20,20 @@ from requests.adapters import HTTPAdapter
 from urllib3 import Timeout
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
-from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.contract import Meaning, RemoteKmsSettings, StrictSettings, bytes_of_context
+from parquet_keytools.errors import (
+    KmsAccessDeniedError,
+    KmsConfigurationError,
+    KmsResponseInvalidError,
+    KmsThrottledError,
+    KmsUnavailableError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.kms.client import StrictSettings
+from parquet_keytools.kms.remote_client import RemoteKmsSettings, bytes_of_context
 from parquet_keytools.kms.transport import (
+    Meaning,
     check_certificates,
     check_client_certificate,
     http_parts,
@@ -30,20 +41,10 @@ from parquet_keytools.kms.transport import (
     mistake_in_url,
     retry_after_seconds,
 )
-from parquet_keytools.kms.vault.errors import (
-    NOT_JSON,
-    REDIRECT,
-    TOKEN_DEAD,
-    TOKEN_UNKNOWN,
-    VaultRefusal,
-    meaning_of_texts,
-    redirect_to,
-)
 from parquet_keytools.runtime.presentation import expanded
 
 _MOUNT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]*(/[A-Za-z0-9_][A-Za-z0-9_. -]*)*/?")
-_HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
 
 
 def _checked_mount(mount: str) -> str:
@@ -59,15 +60,8 @@ def _checked_namespace(namespace: str) -> str:
     return namespace
 
 
-def _checked_host(host: str) -> str:
-    if not _HOST.fullmatch(host):
-        raise ValueError("a host is a name or an address, with a port if it is not the default port")
-    return host.lower()
-
-
 Mount = Annotated[str, AfterValidator(_checked_mount)]
 Namespace = Annotated[str, AfterValidator(_checked_namespace)]
-Host = Annotated[str, AfterValidator(_checked_host)]
 
 
 class AppRoleSettings(StrictSettings):
@@ -119,9 +113,6 @@ class VaultSettings(RemoteKmsSettings):
     type: Literal["vault"] = "vault"
     url: str = Field(description="Address of the server, such as `https://vault.example:8200`.")
     allow_http: bool = Field(default=False, description="Allow an address on another machine without TLS.")
-    redirect_hosts: tuple[Host, ...] = Field(
-        default=(), description="Other hosts that the server may redirect to, such as the nodes of its cluster."
-    )
     proxy: SecretStr | None = Field(
         default=None,
         description="Address of a proxy, best as `${VARIABLE}` if it contains a password. Proxies in "
@@ -184,12 +175,134 @@ def _check_proxy(proxy: str, url: str, allow_http: bool) -> None:
         raise ValueError("url is without TLS, so that the proxy can read the keys: leave out proxy, or use https")
 
 
-# --- the connection ---
+# --- the meaning of refusals ---
+
+
+class RequestTooLargeError(KmsConfigurationError):
+    """The server refuses a request with this number of keys."""
+
+
+NO_KEY = Meaning(MasterKeyNotFoundError)
+WRAPPED_KEY_INVALID = Meaning(WrappedKeyInvalidError)
+TOO_LARGE = Meaning(RequestTooLargeError, "the request is too large for it", "Lower batch_size.")
+NEEDS_CONTEXT = Meaning(
+    KmsConfigurationError, "it is a derived key, which needs a context", "Set context in the configuration."
+)
+NO_MOUNT = Meaning(
+    KmsConfigurationError,
+    "there is no transit engine at mount_point",
+    "Check mount_point, url and namespace.",
+)
+NOT_JSON = Meaning(KmsResponseInvalidError, "it is not JSON of the expected form")
+TOKEN_DEAD = Meaning(
+    KmsConfigurationError,
+    "the token has expired, was revoked, or never was valid",
+    "Put a fresh token into the configuration, or use a login method, which gets its own token.",
+)
+TOKEN_UNKNOWN = Meaning(
+    KmsAccessDeniedError, "the token may not look itself up, so it may also have expired or be revoked"
+)
+REDIRECT = Meaning(
+    KmsConfigurationError,
+    "it redirects to another address, which must get neither token nor keys",
+    "Set url to the address of the active node, or of a load balancer that leads to it.",
+)
+
+_TEXTS = {
+    # Text of the server -> its meaning, whatever the status.
+    "encryption key not found": NO_KEY,
+    # The answer to a wrap with a missing key: the wrap sends an invalid key type, so that no key is created.
+    "unknown key type": NO_KEY,
+    "soft-deleted key": Meaning(MasterKeyDisabledError, "it is soft-deleted"),
+    "disallowed by policy (too old)": Meaning(
+        MasterKeyDisabledError,
+        "the version that wrapped the key is older than min_decryption_version",
+        "Lower min_decryption_version in the KMS, rotate the files, then raise it again.",
+    ),
+    "message authentication failed": WRAPPED_KEY_INVALID,
+    "invalid ciphertext": WRAPPED_KEY_INVALID,
+    "missing ciphertext": WRAPPED_KEY_INVALID,
+    "exceeded maximum": TOO_LARGE,
+    "request body too large": TOO_LARGE,
+    "missing 'context'": NEEDS_CONTEXT,
+    "not supported for key type": Meaning(
+        KmsConfigurationError, "keys of its type cannot wrap", "Use a key of type aes256-gcm96."
+    ),
+    "no handler for route": NO_MOUNT,
+    "unsupported path": NO_MOUNT,
+    "unsupported operation": NO_MOUNT,
+    "namespace not found": Meaning(KmsConfigurationError, "there is no such namespace", "Check namespace."),
+    "is sealed": Meaning(KmsUnavailableError, "it is sealed"),
+}
+
+
+def meaning_of_texts(texts: Iterable[object]) -> Meaning | None:
+    """Return the meaning of the texts of a refusal, or None if it is unknown."""
+    joined = " ".join(text for text in texts if isinstance(text, str))
+    return next((meaning for known, meaning in _TEXTS.items() if known in joined), None)
+
+
+REDIRECTS = (301, 302, 303, 307, 308)
+
+
+@dataclass(eq=False)
+class VaultRefusal(Exception):  # noqa: N818 - it is translated before a caller sees it
+    """The server refused a request, or sent an invalid answer. Holds no text of the server.
+
+    Attributes:
+        known: The meaning of the server's text; None if only the status is known.
+        retry_after_seconds: How long the server asks the client to wait.
+        login: The auth method whose login was refused, or empty.
+    """
+
+    status: int
+    known: Meaning | None = None
+    retry_after_seconds: float = 0.0
+    login: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the same request with the same token would be refused again."""
+        return self.status in (400, 401, 403, 404, 405)
+
+    @property
+    def meaning(self) -> Meaning:
+        """The meaning of the text, or of the status."""
+        # The mount of a login is one of an auth method. A page of a proxy has a status, which says more.
+        says_less = (self.known is NO_MOUNT and self.login) or (self.known is NOT_JSON and self.status >= 300)
+        if self.known is not None and not says_less:
+            return self.known
+        if self.login and self.is_final:
+            # Not "access denied", which is about master keys: readers may hide the columns under a denied key.
+            hint = "Check role, secret and mount of the auth method, and whether the secret has expired."
+            return Meaning(KmsConfigurationError, f"the login with {self.login} was refused", hint)
+        if self.status in _STATUSES:
+            return _STATUSES[self.status]
+        kind = KmsUnavailableError if self.status >= 500 else KmsResponseInvalidError
+        return Meaning(kind, f"status {self.status}")
+
+
+_STATUSES = {
+    400: Meaning(
+        KmsConfigurationError,
+        "the server rejects the request as invalid",
+        "Check that a transit engine is mounted at mount_point.",
+    ),
+    401: Meaning(KmsAccessDeniedError),
+    403: Meaning(KmsAccessDeniedError),
+    404: NO_KEY,
+    412: Meaning(KmsUnavailableError, "the node has not caught up with its cluster yet"),
+    429: Meaning(KmsThrottledError),
+    472: Meaning(KmsUnavailableError, "it is a disaster recovery secondary"),
+    473: Meaning(KmsUnavailableError, "it is a performance standby"),
+    501: Meaning(KmsUnavailableError, "it is not initialised"),
+}
+
+
+# --- requests ---
 
 
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
-_MAX_REDIRECTS = 3
-_PORTS = {"http": 80, "https": 443}
 
 
 class _Connections(requests.Session):
@@ -227,97 +340,78 @@ def _file(folder: Path, setting: Path) -> str:
     return str(path)
 
 
-class VaultConnection:
-    """Sends requests with one token, before one deadline.
-
-    Answers are returned as mappings. Any other answer becomes a `VaultRefusal`, without the text of the answer.
+class VaultServer:
+    """Sends requests to the server.
 
     Args:
-        settings: Address of the server, and permitted redirects.
-        token: Token to send, or None.
-        deadline: Deadline of the answer, on the clock.
+        session: Sends them.
+        settings: Address of the server.
+        clock: Clock of the deadlines.
     """
 
-    def __init__(
-        self,
-        session: requests.Session,
-        settings: VaultSettings,
-        token: SecretStr | None,
-        deadline: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._session = session
+    def __init__(self, session: requests.Session, settings: VaultSettings, clock: Callable[[], float]) -> None:
+        self.session = session
         self._settings = settings
-        self._token = token
-        self._deadline = deadline
         self._clock = clock
 
-    def get(self, url: str) -> dict[str, Any]:
-        """Send a GET request; see `request`."""
-        return self.request("GET", url)
-
-    def post(self, url: str, json: Mapping[str, object]) -> dict[str, Any]:
-        """Send a POST request; see `request`."""
-        return self.request("POST", url, json)
-
-    def meaning_of_refusals(self) -> Meaning | None:
-        """Return whether the token is invalid: any valid token may list its mounts, without a policy.
-
-        An invalid token must not be reported as a denied master key: readers may hide the columns under such a
-        key.
-        """
-        try:
-            self.get("/v1/sys/internal/ui/mounts")
-        except VaultRefusal as refusal:
-            return TOKEN_DEAD if refusal.status == 403 else TOKEN_UNKNOWN
-        return None
-
-    def request(self, method: str, url: str, content: Mapping[str, object] | None = None) -> dict[str, Any]:
+    def request(
+        self,
+        method: str,
+        path: str,
+        token: SecretStr | None,
+        deadline: float,
+        content: Any = None,
+    ) -> dict[str, Any]:
         """Send a request. Returns the JSON object in the answer, or an empty mapping if the answer has no content.
 
         The answer to a batch with failed items is an answer, too.
 
         Args:
             method: The HTTP method.
-            url: The path, from `/v1/` on.
+            path: The path of the URL, from `/v1/` on.
+            token: The token to send, or None.
+            deadline: Deadline of the answer, on the clock.
             content: The JSON object to send, if any.
 
         Raises:
-            VaultRefusal: The server refused, or sent an invalid answer.
+            VaultRefusal: The server refused, redirected, or sent an invalid answer.
             requests.RequestException, OSError: The connection failed.
         """
-        base = self._settings.url.rstrip("/")
-        for _ in range(_MAX_REDIRECTS + 1):
-            status, answered, body = self._send(method, f"{base}{url}", content)
-            if status not in (301, 302, 303, 307, 308):
-                return _content(status, answered, body)
-            base = self._redirected(base, answered.get("Location", ""))
-        raise VaultRefusal(310, REDIRECT)
-
-    def _send(self, method: str, url: str, content: Any) -> tuple[int, Mapping[str, str], bytes]:
-        left = self._deadline - self._clock()
+        left = deadline - self._clock()
         if left <= 0:
             raise TimeoutError
         headers = {"X-Vault-Request": "true"}
         if self._settings.namespace:
             headers["X-Vault-Namespace"] = self._settings.namespace
-        if self._token is not None:
-            headers["X-Vault-Token"] = self._token.get_secret_value()
+        if token is not None:
+            headers["X-Vault-Token"] = token.get_secret_value()
         try:
-            with self._session.request(
+            with self.session.request(
                 method,
-                url,
+                f"{self._settings.url.rstrip('/')}{path}",
                 headers=headers,
                 json=content,
                 allow_redirects=False,
                 stream=True,
                 timeout=Timeout(total=left),  # type: ignore[arg-type, unused-ignore]
             ) as response:
-                return response.status_code, response.headers, self._body(response)
+                return _content(response.status_code, response.headers, self._body(response, deadline))
         except requests.Timeout:
             raise TimeoutError from None
 
-    def _body(self, response: requests.Response) -> bytes:
+    def meaning_of_refusals(self, token: SecretStr, deadline: float) -> Meaning | None:
+        """Return whether a token is invalid: any valid token may list its mounts, without a policy.
+
+        An invalid token must not be reported as a denied master key: readers may hide the columns under such a
+        key.
+        """
+        try:
+            self.request("GET", "/v1/sys/internal/ui/mounts", token, deadline)
+        except VaultRefusal as refusal:
+            return TOKEN_DEAD if refusal.status == 403 else TOKEN_UNKNOWN
+        return None
+
+    def _body(self, response: requests.Response, deadline: float) -> bytes:
         """Read an answer, within the deadline and a limit of size."""
         body = bytearray()
         try:
@@ -326,7 +420,7 @@ class VaultConnection:
                 if len(body) > _MAX_ANSWER_BYTES:
                     raise VaultRefusal(response.status_code, NOT_JSON)
                 # The timeout of the request limits silence only: a server that drips bytes never exceeds it.
-                if self._clock() >= self._deadline:
+                if self._clock() >= deadline:
                     raise TimeoutError
         except ReadTimeoutError:
             raise TimeoutError from None
@@ -334,36 +428,13 @@ class VaultConnection:
             raise requests.ConnectionError(type(error).__name__) from None
         return bytes(body)
 
-    def _redirected(self, base: str, location: str) -> str:
-        """Return the target of a redirect, if the token and keys may be sent there.
-
-        Redirects from https to http, and from this machine to another machine without TLS, are always refused.
-        """
-        now = urlsplit(base)
-        try:
-            to = urlsplit(location)
-            host, port = to.hostname or "", to.port or _PORTS.get(to.scheme, 0)
-        except ValueError:
-            raise VaultRefusal(310, REDIRECT) from None
-        if not re.fullmatch(r"[A-Za-z0-9.-]{1,253}|[0-9A-Fa-f:.]{2,45}", host) or to.scheme not in _PORTS:
-            raise VaultRefusal(310, REDIRECT)
-        is_own = (host, port) == (now.hostname, now.port or _PORTS[now.scheme])
-        loses_protection = to.scheme == "http" and (
-            now.scheme == "https" or (is_loopback(now.hostname or "") and not is_loopback(host))
-        )
-        host = f"[{host}]" if ":" in host else host
-        place = f"{host}:{port}"
-        allowed = is_own or place in self._settings.redirect_hosts or host in self._settings.redirect_hosts
-        if not allowed or loses_protection:
-            raise VaultRefusal(310, redirect_to(f"{to.scheme}://{place}"))
-        # The path stays as it was: it names the master key.
-        return f"{to.scheme}://{place}{now.path}"
-
 
 def _content(status: int, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
     """Return the content of an answer, or raise `VaultRefusal`."""
     if status == 204:
         return {}
+    if status in REDIRECTS:
+        raise VaultRefusal(status, REDIRECT)
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):

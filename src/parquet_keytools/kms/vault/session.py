@@ -14,12 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import requests
 from pydantic import SecretStr
 
 from parquet_keytools.errors import KmsConfigurationError, KmsError
-from parquet_keytools.kms.vault.connection import VaultConnection, VaultSettings
-from parquet_keytools.kms.vault.errors import NOT_JSON, TOKEN_DEAD, VaultRefusal
+from parquet_keytools.kms.vault.connection import NOT_JSON, TOKEN_DEAD, VaultRefusal, VaultServer, VaultSettings
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import expanded
 
@@ -48,40 +46,30 @@ class Login:
 def token_source(settings: VaultSettings, folder: Path) -> GivenToken | Login:
     """Return the source of the token in the settings."""
 
-    def secret(setting: SecretStr | None, file: Path | None, what: str) -> str:
+    def secret(setting: SecretStr | None, file: Path | None, what: str) -> SecretStr:
         """Return a secret from the settings, or the current secret in a file: other programs replace it."""
-        found = _checked(setting, what) if setting is not None else read_secret(folder / expanded(file or ""))
-        return found.get_secret_value()
+        return _checked(setting, what) if setting is not None else read_secret(folder / expanded(file or ""))
 
-    if (approle := settings.approle) is not None:
-        role_id, given, file = {"role_id": approle.role_id}, approle.secret_id, approle.secret_id_file
-        has_secret = given is not None or file is not None
-        return Login(
-            "approle",
-            approle.mount,
-            approle.mount,
-            lambda: role_id | ({"secret_id": secret(given, file, "the secret id")} if has_secret else {}),
-        )
-    if settings.kubernetes is not None:
-        service = settings.kubernetes
-        return Login(
-            "kubernetes",
-            service.mount,
-            f"{service.mount} role {service.role}",
-            lambda: {"role": service.role, "jwt": secret(None, service.jwt_path, "the token")},
-        )
-    if settings.jwt is not None:
-        jwt = settings.jwt
-        return Login(
-            "jwt",
-            jwt.mount,
-            f"{jwt.mount} role {jwt.role}",
-            lambda: {"role": jwt.role, "jwt": secret(jwt.jwt, jwt.jwt_file, "the JSON Web Token")},
-        )
-    if settings.token_file is not None:
-        return partial(read_secret, folder / expanded(settings.token_file))
-    assert settings.token is not None
-    return partial(_checked, settings.token, "the token")
+    def approle_fields() -> dict[str, str]:
+        assert approle is not None
+        if approle.secret_id is None and approle.secret_id_file is None:
+            return {"role_id": approle.role_id}
+        secret_id = secret(approle.secret_id, approle.secret_id_file, "the secret id")
+        return {"role_id": approle.role_id, "secret_id": secret_id.get_secret_value()}
+
+    def jwt_fields(role: str, jwt: SecretStr | None, file: Path | None) -> dict[str, str]:
+        return {"role": role, "jwt": secret(jwt, file, "the JSON Web Token").get_secret_value()}
+
+    approle, pod, jwt = settings.approle, settings.kubernetes, settings.jwt
+    if approle is not None:
+        return Login("approle", approle.mount, approle.mount, approle_fields)
+    if pod is not None:
+        fields = partial(jwt_fields, pod.role, None, pod.jwt_path)
+        return Login("kubernetes", pod.mount, f"{pod.mount} role {pod.role}", fields)
+    if jwt is not None:
+        fields = partial(jwt_fields, jwt.role, jwt.jwt, jwt.jwt_file)
+        return Login("jwt", jwt.mount, f"{jwt.mount} role {jwt.role}", fields)
+    return partial(secret, settings.token, settings.token_file, "the token")
 
 
 def read_secret(path: Path) -> SecretStr:
@@ -152,14 +140,11 @@ class HeldToken:
 
 
 class VaultSession:
-    """The connections and the token of one process, for all its threads."""
+    """The token of one process, for all its threads."""
 
-    def __init__(
-        self, settings: VaultSettings, folder: Path, connections: requests.Session, clock: Callable[[], float]
-    ) -> None:
-        self.connections = connections
-        self._settings = settings
-        self._source = token_source(settings, folder)
+    def __init__(self, source: GivenToken | Login, server: VaultServer, clock: Callable[[], float]) -> None:
+        self._source = source
+        self._server = server
         self._clock = clock
         self._lock = ForkSafeLock()
         self._held: HeldToken | None = None
@@ -170,10 +155,6 @@ class VaultSession:
         if self._held is not None:
             return self._held.principal
         return self._source.name if isinstance(self._source, Login) else "token"
-
-    def connect(self, token: SecretStr | None, deadline: float) -> VaultConnection:
-        """Return a connection that sends a token, with a deadline on the clock."""
-        return VaultConnection(self.connections, self._settings, token, deadline, self._clock)
 
     def token(self, deadline: float) -> HeldToken:
         """Return a token that is expected to be valid.
@@ -207,14 +188,14 @@ class VaultSession:
         elif is_login and self._clock() - held.got_at < _LEAST_SECONDS_BETWEEN_LOGINS:
             return None
         elif not isinstance(self._source, Login) and self._source() == held.value:
-            raise VaultRefusal(403, self.connect(held.value, deadline).meaning_of_refusals())
+            raise VaultRefusal(403, self._server.meaning_of_refusals(held.value, deadline))
         return self._another(held, deadline)
 
     def revoke(self, deadline: float) -> None:
         """Revoke the token of a login. A configured token is not revoked: other programs may use it."""
         held, self._held = self._held, None
         if held is not None and isinstance(self._source, Login):
-            self.connect(held.value, deadline).post("/v1/auth/token/revoke-self", {})
+            self._server.request("POST", "/v1/auth/token/revoke-self", held.value, deadline, {})
 
     def _another(self, held: HeldToken | None, deadline: float) -> HeldToken:
         """Return the token that another thread got meanwhile, or a fresh token."""
@@ -235,11 +216,12 @@ class VaultSession:
         """Return the token with a new expiry, or None if another login is needed."""
         asked_at = self._clock()
         try:
-            auth = _part(self.connect(held.value, deadline).post("/v1/auth/token/renew-self", {}), "auth")
+            answer = self._server.request("POST", "/v1/auth/token/renew-self", held.value, deadline, {})
         except VaultRefusal as refusal:
             if not refusal.is_final:
                 raise
             return None
+        auth = _part(answer, "auth")
         seconds = _seconds(auth.get("lease_duration"))
         # Near its maximum TTL, the server renews a token only for the time left.
         enough = not isinstance(self._source, Login) or seconds > held.lifetime_seconds / 2
@@ -279,7 +261,8 @@ class VaultSession:
     def _logged_in(self, login: Login, deadline: float) -> Mapping[str, Any]:
         """Log in. Returns the answer, which holds a token."""
         try:
-            answer = self.connect(None, deadline).post(f"/v1/auth/{login.mount}/login", login.fields())
+            path = f"/v1/auth/{login.mount}/login"
+            answer = self._server.request("POST", path, None, deadline, login.fields())
         except VaultRefusal as refusal:
             raise replace(refusal, login=login.method) from None
         auth = _part(answer, "auth")
@@ -292,7 +275,7 @@ class VaultSession:
     def _looked_up(self, value: SecretStr, deadline: float) -> Mapping[str, Any] | None:
         """Return the properties of a token, or None if the server refuses: usually the token is invalid."""
         try:
-            return _part(self.connect(value, deadline).get("/v1/auth/token/lookup-self"), "data")
+            return _part(self._server.request("GET", "/v1/auth/token/lookup-self", value, deadline), "data")
         except VaultRefusal as refusal:
             if not refusal.is_final:
                 raise
