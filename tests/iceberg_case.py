@@ -18,8 +18,7 @@ from pyiceberg.io import OutputFile
 
 from parquet_keytools.iceberg import create_table, load_table
 from parquet_keytools.iceberg.encrypted_table import EncryptedTable
-from parquet_keytools.iceberg.located_table import located_table
-from parquet_keytools.iceberg.table_audit import TableAudit
+from parquet_keytools.iceberg.table_audit import TableAudit, located_table
 from parquet_keytools.iceberg.written_files import StoredFileIO
 
 CANARY = "canary-4711"

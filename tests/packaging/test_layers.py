@@ -128,7 +128,6 @@ OUTSIDE: dict[str, list[str]] = {
     "typer": ["cli/*.py"],
     "yaml": ["config/document.py"],
     # PyIceberg brings it; its own codec decompresses without end.
-    "zstandard": ["iceberg/manifests.py"],
 }
 
 

@@ -16,8 +16,7 @@ import pytest
 from iceberg_case import Lake, rows
 from soak import sample
 
-from parquet_keytools.iceberg.located_table import located_table
-from parquet_keytools.iceberg.table_audit import TableAudit, TableReport
+from parquet_keytools.iceberg.table_audit import TableAudit, TableReport, located_table
 
 WORKER = Path(__file__).with_name("iceberg_crash_worker.py")
 NO_POINT = 10**6

@@ -23,8 +23,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.iceberg import EncryptedFileIO
-from parquet_keytools.iceberg.located_table import located_table
-from parquet_keytools.iceberg.table_audit import TableAudit
+from parquet_keytools.iceberg.table_audit import TableAudit, located_table
 
 BLOCK = 12 + (1 << 20) + 16
 
@@ -305,7 +304,8 @@ def test_key_metadata_is_not_exchanged(rotated: Victim) -> None:
     table = rotated.load()
     assert isinstance(table.io, EncryptedFileIO)
     assert table.scan().to_arrow().num_rows == 240
-    (known,) = table.io.tables.values()
+    known = table.io.table_at(table.metadata_location)
+    assert known is not None
     files = [known.file_at(location) for location in rotated.files()[:2]]
     assert files[0] is not None and files[1] is not None
     one, two = files[0], files[1]

@@ -11,8 +11,7 @@ from pathlib import Path
 from iceberg_case import Lake
 from soak import SOAK
 
-from parquet_keytools.iceberg.located_table import located_table
-from parquet_keytools.iceberg.table_audit import TableAudit
+from parquet_keytools.iceberg.table_audit import TableAudit, located_table
 
 WORKER = Path(__file__).with_name("iceberg_users_worker.py")
 
@@ -43,7 +42,7 @@ def test_four_writers_and_four_readers_lose_nothing(tmp_path: Path) -> None:
     # Commits that came second left nothing.
     located = located_table(lake.load().metadata_location, tmp_path / "keytools.yaml")
     report = TableAudit(located, with_data=True).run()
-    assert report.findings == [] and report.unneeded_keys == []
+    assert report.findings == [] and report.encryption.unneeded_keys == ()
     log = {entry["metadata-file"] for entry in metadata["metadata-log"]}
     assert report.orphans is not None
     assert [path for path in report.orphans if not (path.endswith(".json") and len(log) >= 100)] == []

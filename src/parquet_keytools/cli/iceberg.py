@@ -25,9 +25,8 @@ from parquet_keytools.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from parquet_keytools.iceberg.located_table import LocatedTable
     from parquet_keytools.iceberg.metadata import TableEncryption
-    from parquet_keytools.iceberg.table_audit import ChainLink, KekReport, TableReport
+    from parquet_keytools.iceberg.table_audit import ChainLink, KekReport, LocatedTable, TableReport
 
 app = typer.Typer(
     name="iceberg", help="Look at the keys of encrypted Iceberg tables, and rotate them.", no_args_is_help=True
@@ -110,7 +109,7 @@ def table_keys_command(
                 "it commits to a catalog: give --catalog, too.", param_hint="--remove-unneeded"
             )
         with _iceberg_installed():
-            from parquet_keytools.iceberg.loading import load_table_to_write
+            from parquet_keytools.iceberg.encrypted_table import load_table_to_write
         load_table_to_write(catalog, table, config, pairs_of(properties, "--property")).remove_unneeded_keys()
     encryption = _located(table, config, catalog, properties).encryption
     if as_json:
@@ -136,7 +135,7 @@ def rotate_table_command(
     is as it was.
     """
     with _iceberg_installed():
-        from parquet_keytools.iceberg.loading import load_table_to_write
+        from parquet_keytools.iceberg.encrypted_table import load_table_to_write
 
     loaded = load_table_to_write(catalog, table, config, pairs_of(properties, "--property"))
     rotated = loaded.rotate()
@@ -162,7 +161,7 @@ def _iceberg_installed() -> Iterator[None]:
 
 def _located(table: str, config: Path | None, catalog: str | None, properties: list[str] | None) -> LocatedTable:
     with _iceberg_installed():
-        from parquet_keytools.iceberg.located_table import located_table
+        from parquet_keytools.iceberg.table_audit import located_table
 
     return located_table(table, config, catalog, pairs_of(properties, "--property"))
 
@@ -208,7 +207,7 @@ def table_document(report: TableReport) -> dict[str, Any]:
         "master_key_id": encryption.master_key_id,
         "master_key_ids": report.master_key_ids,
         "keks": list(map(asdict, report.keks)),
-        "unneeded_keys": report.unneeded_keys,
+        "unneeded_keys": list(encryption.unneeded_keys),
         "snapshots": [
             {
                 "snapshot_id": snapshot.snapshot_id,
@@ -230,7 +229,6 @@ def table_document(report: TableReport) -> dict[str, Any]:
             for link in report.files
         ],
         "orphan_files": report.orphans,
-        "expired_files": report.expired,
         "plaintext_files": report.plaintext_files if encryption.is_encrypted else [],
         "findings": [{"link": link, "problem": problem} for link, problem in report.findings],
     }
@@ -367,19 +365,15 @@ def print_findings(report: TableReport) -> None:
     encryption = report.encryption
     for link, problem in report.findings:
         answer(f"{typer.style('problem', fg='red')}: {link}: {problem}")
-    _say_unneeded(report.unneeded_keys)
-    if report.expired:
-        files = number_of(len(report.expired), "file")
-        answer(f"Expired snapshots left {files}: PyIceberg does not delete them (--json lists them).")
-    expired = set(report.expired)
-    orphans = [orphan for orphan in report.orphans or [] if orphan not in expired]
+    _say_unneeded(encryption.unneeded_keys)
+    orphans = report.orphans or []
     for orphan in orphans[:_MOST_CHILDREN]:
         answer(f"orphan: nothing names {orphan}")
     if orphans:
         more = len(orphans) - _MOST_CHILDREN
         answer(
             (f"And {more:,} more orphans. " if more > 0 else "")
-            + "Snapshots that expired long ago leave such files, and so do commits that failed or are under way."
+            + "Expired snapshots leave such files, and so do commits that failed or are in progress."
         )
     shared = sum(link.is_shared for link in report.links.values())
     files = number_of(len(report.files), "file")

@@ -1,11 +1,11 @@
 """AGS1, the encrypted stream of Iceberg: manifest lists, manifests, Avro data files and deletion vectors.
 
-A stream is `AGS1`, the block length (u32 little-endian, 1 MiB), and then blocks: nonce (12 bytes), ciphertext, tag
-(16 bytes). The AAD of a block is the AAD prefix and the block ordinal (u32 little-endian). Each block but the
-last is full, an empty stream has one empty block, and no stream ends with an empty block otherwise.
+A stream is `AGS1`, the block length (u32 little-endian, 1 MiB) and blocks: nonce (12 bytes), ciphertext, tag (16
+bytes). The AAD of a block is the AAD prefix and the block ordinal (u32 little-endian). Every block except the last
+is full. An empty stream has one empty block; no other stream ends with an empty block.
 
-Nothing in a stream shows that full blocks were cut off its end: the length of the file is compared with the one in
-its key metadata before a byte is read.
+A stream does not show that full blocks were cut off its end, so the length of the file is compared with the length
+in its key metadata before anything is decrypted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, Self
+from typing import Any, Self
 
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
 from parquet_keytools.errors import DecryptionError, FormatLimitError, NotEncryptedError
@@ -30,41 +30,32 @@ _FRAMING = NONCE_LENGTH + TAG_LENGTH
 _FULL_BLOCK = BLOCK_LENGTH + _FRAMING
 _HEADER = MAGIC + struct.pack("<I", BLOCK_LENGTH)
 _MAX_BLOCKS = 1 << 32
-_BLOCKS_A_REQUEST = 8
+_BLOCKS_PER_REQUEST = 8
 _PLAINTEXT_MAGICS = {b"Obj\x01": "Avro", b"PAR1": "Parquet", b"PFA1": "Puffin"}
 _pack_ordinal = struct.Struct("<I").pack
 
 
-class _Input(Protocol):
-    """An open file to read from: one of Python, pyarrow, fsspec or PyIceberg; no bytes at the end only."""
-
-    def seek(self, offset: int, whence: int = ..., /) -> int | None: ...
-    def tell(self) -> int: ...
-    def read(self, size: int = ..., /) -> bytes: ...
-    def close(self) -> None: ...
-
-
-class _Output(Protocol):
-    """An open file to write to, from its beginning."""
-
-    def write(self, data: bytes, /) -> object: ...
-    def close(self) -> None: ...
-
-
 class Ags1Writer:
-    """Encrypts a stream while it is written; it holds one block in memory.
+    """Encrypts a stream as it is written, with one block in memory.
 
-    Left by an exception, it does not finish the stream: what was written is no valid file of any length. The
-    file has got `encrypted_length` bytes so far.
+    A writer that is left by an exception does not finish the stream: what was written is not a valid stream of any
+    length.
+
+    Args:
+        file: An open file with `write` and `close`, at its beginning.
+        key_metadata: The key and the AAD prefix.
+        finished: Called with the length of the file when the stream is complete.
+
+    Attributes:
+        encrypted_length: Bytes that the file has so far.
     """
 
     def __init__(
         self,
-        file: _Output,
+        file: Any,
         key_metadata: StandardKeyMetadata,
         finished: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Begin a stream; `finished` is called with its length when it is closed, as a whole."""
         self._file = file
         self._finished = finished
         self._cipher = AesGcm(key_metadata.encryption_key)
@@ -76,7 +67,7 @@ class Ags1Writer:
         self.encrypted_length = HEADER_LENGTH
 
     def write(self, data: Bytes) -> int:
-        """Take plaintext, and return its length; refuse more blocks than AGS1 can count."""
+        """Take plaintext and return its length; `FormatLimitError` beyond the blocks that AGS1 can count."""
         if self.closed:
             raise ValueError("the stream is closed")
         view = memoryview(data).cast("B")
@@ -91,14 +82,14 @@ class Ags1Writer:
         return len(view)
 
     def tell(self) -> int:
-        """Return the plaintext bytes written so far."""
+        """Return the number of plaintext bytes written so far."""
         return self._ordinal * BLOCK_LENGTH + len(self._block)
 
     def flush(self) -> None:
         """Do nothing: a block is written when it is full."""
 
     def close(self) -> None:
-        """Write the last block, and close the file."""
+        """Write the last block and close the file."""
         if self.closed:
             return
         self.closed = True
@@ -133,18 +124,21 @@ class Ags1Writer:
 
 
 class Ags1Reader(RangedFile):
-    """Decrypts a stream by ranges: it reads and checks the blocks that a range touches, and gives out only these.
+    """Decrypts ranges of a stream: it reads and authenticates the blocks that a range touches, and no others.
 
-    Length and header are checked at once. Any number of threads may call `read_at`. It keeps one block in memory.
+    Any number of threads may call `read_at`. One block stays in memory. Closing the reader closes the file.
+
+    Args:
+        file: An open file with `seek`, `tell`, `read` and `close`: of Python, pyarrow, fsspec or PyIceberg.
+        key_metadata: The key, the AAD prefix and the length of the file.
+        path: The name of the file in errors.
+
+    Raises:
+        DecryptionError: The length differs from the key metadata, or the file is not a whole stream.
+        NotEncryptedError: The file is plaintext.
     """
 
-    def __init__(self, file: _Input, key_metadata: StandardKeyMetadata, *, path: str) -> None:
-        """Open a stream; closing the reader closes the file.
-
-        Raises:
-            DecryptionError: The file does not have the length that its key metadata has, or is not a whole stream.
-            NotEncryptedError: It is a plaintext file.
-        """
+    def __init__(self, file: Any, key_metadata: StandardKeyMetadata, *, path: str) -> None:
         super().__init__()
         self._file = file
         self.path = path
@@ -168,7 +162,7 @@ class Ags1Reader(RangedFile):
             raise self._error(f"it has more blocks than AGS1 can count: {length} bytes")
         self.size_bytes = self._last * BLOCK_LENGTH + self._last_length
         if key_metadata.file_length is None:
-            # Without a length, the stream is whole if its last block is: only that one is not full.
+            # Without a length, only a last block that is not full shows that the stream is whole.
             if self._last_length == BLOCK_LENGTH:
                 raise self._error(
                     "its key metadata has no file_length, and its last block is full: blocks may have been cut off"
@@ -179,8 +173,8 @@ class Ags1Reader(RangedFile):
         header = self._read_file(0, min(length, HEADER_LENGTH))
         if (kind := _PLAINTEXT_MAGICS.get(header[:4])) is not None:
             raise NotEncryptedError(
-                f"{self.path}: it is a plaintext {kind} file, and it has the key metadata of an encrypted one.",
-                hint="Do not trust this file: somebody replaced it.",
+                f"{self.path}: it is a plaintext {kind} file, but has the key metadata of an encrypted one.",
+                hint="Do not trust this file: someone replaced it.",
             )
         if header != _HEADER:
             raise self._error("it does not begin like an AGS1 stream with blocks of 1 MiB")
@@ -189,13 +183,13 @@ class Ags1Reader(RangedFile):
         """Return `length` plaintext bytes from `offset`; fewer where the stream ends before.
 
         Raises:
-            DecryptionError: A block of the range is not authentic; then none of its bytes are returned.
+            DecryptionError: A block of the range is not authentic; none of its bytes are returned.
         """
         end = min(offset + length, self.size_bytes)
         if offset < 0 or length < 0:
             raise ValueError("offset or length is negative")
         if offset >= end:
-            # Of an empty stream, its one block is checked too.
+            # The one block of an empty stream is authenticated, too.
             if not self.size_bytes:
                 self._blocks(0, 0)
             return b""
@@ -205,16 +199,14 @@ class Ags1Reader(RangedFile):
         return plaintext[start : start + end - offset]
 
     def _blocks(self, first: int, last: int) -> bytes:
-        """Return the plaintext of some blocks."""
         with self._lock:
             if first == last == self._kept[0]:
                 return self._kept[1]
             lengths = [self._last_length if n == self._last else BLOCK_LENGTH for n in range(first, last + 1)]
             out = bytearray(sum(lengths))
             written = memoryview(out)
-            for begin in range(first, last + 1, _BLOCKS_A_REQUEST):
-                end = min(begin + _BLOCKS_A_REQUEST, last + 1)
-                wanted = lengths[begin - first : end - first]
+            for begin in range(first, last + 1, _BLOCKS_PER_REQUEST):
+                wanted = lengths[begin - first : begin - first + _BLOCKS_PER_REQUEST]
                 data = memoryview(
                     self._read_file(HEADER_LENGTH + begin * _FULL_BLOCK, sum(wanted) + len(wanted) * _FRAMING)
                 )
@@ -232,7 +224,7 @@ class Ags1Reader(RangedFile):
             return
         raise self._error(
             f"block {ordinal} is not authentic: it was changed, moved or taken from another file, or the key "
-            "metadata is that of another file"
+            "metadata belongs to another file"
         )
 
     def _read_file(self, offset: int, length: int) -> bytes:

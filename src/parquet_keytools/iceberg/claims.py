@@ -1,9 +1,13 @@
-"""What a metadata file claims about places and numbers, and what a commit may believe of it.
+"""What a metadata file claims about places, properties and numbers, and what is believed.
 
-Nothing authenticates a metadata file. A commit writes where it says, deletes what it lists, and numbers columns,
-rows and snapshots by its counters. So a commit writes and deletes within the folder that the catalog names, and at
-places that the catalog lists in `keytools.write-locations`; and no counter may be below what the files of the
-table have.
+A metadata file is not authenticated, so anyone who can change it could let us read from other stores, write and
+delete elsewhere, call other code, and reuse numbers of columns, rows and snapshots. Therefore:
+
+- files are read from the kind of store that holds the metadata file, or where the catalog maps them;
+- a commit writes and deletes within the folder that the catalog names, and at the places that the catalog lists in
+  `keytools.write-locations`;
+- properties that choose code, configuration or servers are valid in catalogs only;
+- no counter may be below what the files of the table have.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import unquote
 
+from pyiceberg.io import PY_IO_IMPL
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table import TableProperties
 
-from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.iceberg.table_files import MAPPING_PROPERTY, mapped_location, store_of
+from parquet_keytools.errors import ConfigurationError, ParquetFormatError
 
+MAPPING_PROPERTY = "keytools.location-mapping"
 PLACES_PROPERTY = "keytools.write-locations"
 
 PATH_PROPERTIES = (
@@ -30,16 +35,101 @@ PATH_PROPERTIES = (
     "write.folder-storage.path",
 )
 
+_FAMILIES = {
+    "": "file",
+    "s3a": "s3",
+    "s3n": "s3",
+    "gcs": "gs",
+    "abfss": "abfs",
+    "wasb": "abfs",
+    "wasbs": "abfs",
+    "viewfs": "hdfs",
+}
+"""Schemes that name the same store as another scheme."""
+
+_OURS = "parquet_keytools.iceberg.EncryptedFileIO"
+_CLASSES = (PY_IO_IMPL, TableProperties.WRITE_PY_LOCATION_PROVIDER_IMPL)
+"""Properties that name classes, which PyIceberg imports and calls."""
+_STORAGE_PREFIXES = ("s3.", "gcs.", "adls.", "hdfs.", "hf.", "client.")
+"""Properties of PyIceberg's FileIO: endpoints, and credentials that are sent to them."""
+
 _METADATA_FOLDER = "metadata"
 RESERVED_COLUMN_ID = 2**31 - 201
-"""From here on, field ids belong to columns that no schema has, such as `_row_id`."""
+"""Field ids from here on belong to columns that no schema has, such as `_row_id`."""
 _LARGEST = {"last-column-id": RESERVED_COLUMN_ID, "last-partition-id": 2**31 - 1}
 _LARGEST_LONG = 2**62
-"""A table never comes near it, and a number beyond what Avro has would make manifests unreadable."""
+"""No table comes near it, and manifests with a number that does not fit into Avro could not be read."""
+
+
+# --- properties ---
+
+
+def is_of_catalogs(name: str) -> bool:
+    """Return whether a property is valid in catalogs only, since it says how files are opened, or by whom.
+
+    PyIceberg prefers properties of a table to properties of its catalog.
+    """
+    return name in _CLASSES or name.startswith(("keytools.", *_STORAGE_PREFIXES))
+
+
+def misplaced_properties(properties: Mapping[str, str]) -> list[str]:
+    """Return the properties of a table that only catalogs may have; our own `py-io-impl` is harmless."""
+    return [n for n, value in properties.items() if is_of_catalogs(n) and (n, value) != (PY_IO_IMPL, _OURS)]
+
+
+# --- places ---
+
+
+def mapped_location(location: str, mapping: str) -> str:
+    """Return where a location lies according to `keytools.location-mapping`; the longest `from` decides."""
+    begin, replacement = _mapped_beginning(location, mapping)
+    return replacement + location[len(begin) :]
+
+
+def _mapped_beginning(location: str, mapping: str) -> tuple[str, str]:
+    if not mapping:
+        return "", ""
+    pairs = [pair.split("=", 1) for pair in mapping.split(",")]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs):
+        raise ConfigurationError(
+            f"{MAPPING_PROPERTY} is not `from=to`, several with commas between them.", hint="Write both locations."
+        )
+    return max(
+        ((begin, to) for begin, to in pairs if location.startswith(begin)),
+        key=lambda pair: len(pair[0]),
+        default=("", ""),
+    )
+
+
+def store_of(location: str) -> str:
+    """Return the kind of store that a location is in, the same for all schemes of the store."""
+    scheme = location.partition(":")[0].lower() if ":" in location.partition("/")[0] else ""
+    return _FAMILIES.get(scheme, scheme)
+
+
+def check_place(location: str, metadata_location: str, mapping: str) -> None:
+    """Refuse to read a location in another kind of store than the metadata file that names it.
+
+    Otherwise a changed metadata file would let us send requests anywhere. A location that
+    `keytools.location-mapping` names is accepted.
+
+    Raises:
+        ParquetFormatError: The location is in another kind of store.
+    """
+    if _mapped_beginning(location, mapping)[0]:
+        return
+    expected = store_of(mapped_location(metadata_location, mapping))
+    if (store := store_of(location)) != expected:
+        raise ParquetFormatError(
+            f"it names {location[:200]}, which is in {store!r}, and the metadata file is in {expected!r}.",
+            path=metadata_location,
+            hint="Do not trust this metadata file. If the table does lie in both, name the location in "
+            f"{MAPPING_PROPERTY}.",
+        )
 
 
 class TablePlaces:
-    """The places of one table: the folder that has its metadata file, and what the catalog names beside it.
+    """Where commits to a table may write: the folder of its metadata file, and places that the catalog lists.
 
     Args:
         metadata_location: The metadata file, as the catalog names it.
@@ -55,14 +145,14 @@ class TablePlaces:
         self._roots = [_place(root, self._mapping) for root in (self.folder, *filter(None, listed))]
 
     def holds(self, location: str) -> bool:
-        """Return whether a location is at one of the places; one that could be read in two ways is at none."""
+        """Return whether a location is in one of the places; an ambiguous location is in none."""
         place = _place(location, self._mapping)
         return place is not None and any(
             root is not None and place[: len(root)] == root and len(place) > len(root) for root in self._roots
         )
 
     def check(self, location: str) -> None:
-        """Refuse a location at which only the catalog may let a commit write or delete (`ParquetFormatError`)."""
+        """Refuse a location outside of the places (`ParquetFormatError`)."""
         if not self.holds(location):
             raise ParquetFormatError(
                 f"{location[:200]} is outside of the folder of the table, {self.folder}.",
@@ -71,7 +161,7 @@ class TablePlaces:
             )
 
     def has_metadata(self, location: str) -> bool:
-        """Return whether a location is a file in the folder of the metadata file, by the name of one."""
+        """Return whether a location is in the folder of the metadata file and has the name of a metadata file."""
         folder, _, name = location.rpartition("/")
         place = _place(folder, self._mapping)
         return (
@@ -81,11 +171,11 @@ class TablePlaces:
         )
 
     def is_same(self, location: str, other: str) -> bool:
-        """Return whether two locations are one file, however they are written."""
+        """Return whether two locations, however they are written, are one file."""
         return location == other or _place(location, self._mapping) == _place(other, self._mapping)
 
     def problems(self, document: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what is wrong with the places at which a metadata file lets commits write."""
+        """Yield the places outside of these at which a metadata file lets commits write."""
         properties = document.get("properties") or {}
         paths = {f"property {name}": str(properties[name]) for name in PATH_PROPERTIES if properties.get(name)}
         if not {TableProperties.WRITE_DATA_PATH, TableProperties.WRITE_METADATA_PATH} <= properties.keys():
@@ -99,7 +189,7 @@ class TablePlaces:
 
 
 def _place(location: str, mapping: str) -> tuple[str, ...] | None:
-    """Return the store and the parts of the path, or None where it is not certain which place this is."""
+    """Return the store and the parts of the path, or None for an ambiguous location."""
     mapped = mapped_location(location, mapping)
     store = store_of(mapped)
     try:
@@ -111,16 +201,19 @@ def _place(location: str, mapping: str) -> tuple[str, ...] | None:
     if ".." in parts or "." in parts or "\0" in decoded or decoded.count("/") != path.count("/"):
         return None
     if store == "file":
-        # With a host, PyIceberg would take the path as one below the current folder.
+        # With a host, PyIceberg would take the path as relative to the current folder.
         if netloc or not path.startswith("/"):
             return None
         path = os.path.realpath(path)
     return store, netloc, *path.rstrip("/").split("/")
 
 
+# --- numbers ---
+
+
 @dataclass(frozen=True)
 class Counters:
-    """The highest numbers that a table has given: what its metadata file says, or what its files have.
+    """The highest numbers that a table has given out, as its metadata file or its files say.
 
     Attributes:
         column_id: Field id of a column.
@@ -149,35 +242,24 @@ _CONSEQUENCES = {
 }
 
 
-def counters_of(document: Mapping[str, Any]) -> Counters:
-    """Return the counters that a metadata file states."""
+def counter_problems(document: Mapping[str, Any], of_files: Counters | None = None) -> Iterator[str]:
+    """Yield the counters of a metadata file below what the file itself, or authentic files of the table, have."""
     specs = _objects(document.get("partition-specs"))
-    return Counters(
+    stated = Counters(
         _number(document.get("last-column-id")),
         _number(document.get("last-partition-id"), 999),
         max((_number(spec.get("spec-id")) for spec in specs), default=0),
         _number(document.get("last-sequence-number")),
         _number(document.get("next-row-id")),
     )
-
-
-def counters_in(document: Mapping[str, Any]) -> Counters:
-    """Return the highest numbers of the schemas, partition specs and snapshots in a metadata file."""
-    found = Counters()
+    found = of_files or Counters()
     for schema in _objects(document.get("schemas")):
         found |= Counters(column_id=highest_column_id(schema))
-    for spec in _objects(document.get("partition-specs")):
+    for spec in specs:
         found |= Counters(partition_id=highest_partition_id(spec.get("fields")))
     for snapshot in _objects(document.get("snapshots")):
         rows = _number(snapshot.get("first-row-id")) + _number(snapshot.get("added-rows"))
         found |= Counters(sequence_number=_number(snapshot.get("sequence-number")), next_row_id=rows)
-    return found
-
-
-def counter_problems(document: Mapping[str, Any], of_files: Counters | None = None) -> Iterator[str]:
-    """Yield which counters of a metadata file are below what it, or the table's authentic files, have."""
-    stated = counters_of(document)
-    found = counters_in(document) | (of_files or Counters())
     for name, (counter, consequence) in _CONSEQUENCES.items():
         value, highest = getattr(stated, name), getattr(found, name)
         if value < highest:
@@ -187,7 +269,7 @@ def counter_problems(document: Mapping[str, Any], of_files: Counters | None = No
 
 
 def highest_column_id(schema: Any) -> int:
-    """Return the highest field id in the JSON of a schema or of a type, nested ones included."""
+    """Return the highest field id, nested ones included, in the JSON of a schema or a type."""
     highest, waiting = 0, [schema]
     while waiting:
         kind = waiting.pop()
@@ -205,7 +287,7 @@ def highest_partition_id(partition_fields: Any) -> int:
 
 
 def refuse(problems: Iterable[str], metadata_location: str) -> None:
-    """Raise `ParquetFormatError` with the first of the problems of a metadata file, if there is one."""
+    """Raise `ParquetFormatError` with the first problem of a metadata file, if there is one."""
     for problem in problems:
         raise ParquetFormatError(
             f"{problem}.",

@@ -1,14 +1,21 @@
-"""A table of PyIceberg that writes encrypted: append, overwrite, delete; and its commits."""
+"""Encrypted tables: created, loaded with their keys, written, and committed."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, overload
 
+import pyarrow as pa
+from pyiceberg.catalog import Catalog
 from pyiceberg.exceptions import CommitFailedException, ValidationException
+from pyiceberg.io import PY_IO_IMPL, FileIO, load_file_io
+from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
+from pyiceberg.schema import Schema
 from pyiceberg.table import DataScan, Table, TableProperties, Transaction
 from pyiceberg.table.metadata import TableMetadata, TableMetadataV3
+from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
 from pyiceberg.table.update import (
     AddPartitionSpecUpdate,
     AddSchemaUpdate,
@@ -17,56 +24,63 @@ from pyiceberg.table.update import (
     TableRequirement,
     TableUpdate,
 )
-from pyiceberg.typedef import EMPTY_DICT, Properties
+from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
+from parquet_keytools.encryption.aes import KEY_LENGTHS_BITS
 from parquet_keytools.errors import (
     ConfigurationError,
     KeyMaterialError,
     KeytoolsError,
     NotEncryptedError,
+    OutputError,
 )
-from parquet_keytools.iceberg.catalog_commits import dumped, is_refusal
-from parquet_keytools.iceberg.claims import PATH_PROPERTIES, Counters, TablePlaces, counter_problems, refuse
-from parquet_keytools.iceberg.file_io import EncryptedFileIO
-from parquet_keytools.iceberg.key_chain import NewKeys, key_length_bits, master_key_of
-from parquet_keytools.iceberg.key_rotation import KeyChanges, remove_unneeded_keys, rotate
-from parquet_keytools.iceberg.known_tables import KnownTable
+from parquet_keytools.iceberg.claims import (
+    PATH_PROPERTIES,
+    PLACES_PROPERTY,
+    Counters,
+    TablePlaces,
+    counter_problems,
+    is_of_catalogs,
+    refuse,
+)
+from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, EncryptedFileIO, KnownTable
+from parquet_keytools.iceberg.key_chain import KeyChain, NewKeys, key_length_bits, master_key_of
+from parquet_keytools.iceberg.key_rotation import KeyChanges, removal, rotation
 from parquet_keytools.iceberg.manifests import counters_of_list, counters_of_manifest, manifests_in
-from parquet_keytools.iceberg.metadata import KEY_ID_PROPERTY, EncryptionKey, StandardKeyMetadata
+from parquet_keytools.iceberg.metadata import (
+    KEY_ID_PROPERTY,
+    KEY_LENGTH_PROPERTY,
+    EncryptionKey,
+    StandardKeyMetadata,
+)
 from parquet_keytools.iceberg.pyiceberg_classes import CommittingTable, ProducingTransaction, committing
-from parquet_keytools.iceberg.table_files import is_of_catalogs
-from parquet_keytools.iceberg.written_files import StoredFileIO, WritingFileIO
-
-_log = logging.getLogger(__name__)
+from parquet_keytools.iceberg.table_audit import table_of_catalog
+from parquet_keytools.iceberg.written_files import StoredFileIO, WritingFileIO, dumped
+from parquet_keytools.secret_bytes import SecretBytes
 
 HIDDEN_PARTITIONS = {
     TableProperties.OBJECT_STORE_ENABLED: "true",
     TableProperties.WRITE_OBJECT_STORE_PARTITIONED_PATHS: "false",
 }
-"""The names of data files would show the values that rows are partitioned by, or will be once."""
+"""Without these, names of data files would show the values that rows are partitioned by, now or later."""
 
 _PATIENCE = {TableProperties.COMMIT_NUM_RETRIES: "100", TableProperties.COMMIT_MAX_RETRY_WAIT_MS: "200"}
-"""Where the table does not say it: 4 retries are few for several writers; who waits long comes second again."""
+"""Defaults for tables that set none: PyIceberg's 4 retries are too few for several writers."""
 
-
-def as_written(metadata: TableMetadata) -> TableMetadata:
-    """Return metadata for PyIceberg's writers, with the properties that hold for encrypted tables; never stored.
-
-    Whatever a table says, names of files show no values of partitions.
-    """
-    properties = {**_PATIENCE, **metadata.properties, **HIDDEN_PARTITIONS}
-    return metadata.model_copy(update={"properties": properties})
+_KEY_CHANGE_ATTEMPTS = 10
 
 
 class EncryptedTable(CommittingTable):
-    """An encrypted table, with all that PyIceberg's tables do; what it writes is encrypted.
+    """An encrypted table, with all methods of PyIceberg's tables; everything it writes is encrypted.
 
-    A commit that conflicts with another one is repeated. A commit that fails leaves the table as it was, and
-    removes the files that were written for it; where its outcome is unknown, they stay.
+    A commit that conflicts with another commit is repeated. A failed commit leaves the table as it was and removes
+    the files that were written for it; if its outcome is unknown, they stay.
+
+    Args:
+        table: A table that was loaded with `EncryptedFileIO`.
     """
 
     def __init__(self, table: Table) -> None:
-        """Take a table that was loaded with `EncryptedFileIO`, whose metadata file was read."""
         super().__init__(
             table.name(), table.metadata, table.metadata_location, table.io, table.catalog, table.config
         )
@@ -74,7 +88,7 @@ class EncryptedTable(CommittingTable):
 
     @property
     def reader(self) -> EncryptedFileIO:
-        """What decrypts the files of the table."""
+        """Decrypts the files of the table."""
         assert isinstance(self.io, EncryptedFileIO)
         return self.io
 
@@ -83,8 +97,8 @@ class EncryptedTable(CommittingTable):
 
         Raises:
             NotEncryptedError: The table has no master key.
-            KeyMaterialError: Its KEKs are under another master key than its property names, or it has another
-                format version than 3.
+            KeyMaterialError: Its KEKs are under another master key than its property names, or its format version
+                is not 3.
             ConfigurationError: Its property `encryption.data-key-length` is not valid.
         """
         return EncryptedTransaction(self)
@@ -93,7 +107,7 @@ class EncryptedTable(CommittingTable):
         """Load the current state of the table."""
         fresh = self.catalog.load_table(self.name())
         self._refuse_other_table(fresh.metadata)
-        self.take(fresh)
+        self._take(fresh)
         return self
 
     def _refuse_other_table(self, metadata: TableMetadata) -> None:
@@ -103,22 +117,15 @@ class EncryptedTable(CommittingTable):
                 f"{self.metadata.table_uuid}. Load the table again."
             )
 
-    def take(self, fresh: Table) -> None:
-        """Become another state of the same table."""
+    def _take(self, fresh: Table) -> None:
         self.io = fresh.io
         self.metadata = fresh.metadata
         self.metadata_location = fresh.metadata_location
         self.config = fresh.config
 
     def known(self) -> KnownTable:
-        """Return what the metadata file says of the keys.
-
-        Raises:
-            NotEncryptedError: It says that the table is not encrypted any more.
-        """
-        if self.metadata_location not in self.reader.tables:
-            self.reader.read_metadata(self.metadata_location)
-        known = self.reader.tables.get(self.metadata_location)
+        """Return what the metadata file says about the keys; `NotEncryptedError` if it has none any more."""
+        known = self.reader.table_at(self.metadata_location)
         if known is None:
             raise NotEncryptedError(
                 f"{self.metadata_location}: the table was encrypted, and its metadata file has no keys any more.",
@@ -132,29 +139,59 @@ class EncryptedTable(CommittingTable):
         self.known()
         return super().scan(*arguments, **named)
 
-    def working_copy(self) -> WorkingTable:
-        """Return a copy for one transaction; errors are those of `transaction`."""
-        encryption = self.known().encryption
-        if not isinstance(self.metadata, TableMetadataV3):
-            raise KeyMaterialError(
-                f"the table has format version {self.metadata.format_version}, and encrypted ones have version 3.",
-                path=self.metadata_location,
-                hint="If `parquet_keytools.iceberg.create_table` made it, somebody changed this file: restore it.",
-            )
-        master_key_of(encryption)
-        self._refuse_false_claims()
-        files = WritingFileIO(self.reader, key_length_bits(encryption), self.places)
-        return WorkingTable(self, files, self._new_keys)
+    # --- keys ---
+
+    def rotate(self) -> tuple[str, ...]:
+        """Re-wrap the KEKs under the current version of their master key, as one commit; return their `key-id`.
+
+        No other file is rewritten, and `encryption.key-id` does not change.
+
+        Raises:
+            OutputError: Other commits came first again and again, or the metadata file could not be written.
+            KmsError: The KMS does not wrap or unwrap a KEK; the table is as it was.
+        """
+        return self._change_keys(rotation)
+
+    def remove_unneeded_keys(self) -> tuple[str, ...]:
+        """Remove the entries of `encryption-keys` that no snapshot needs, as one commit; return their `key-id`.
+
+        Expired snapshots leave such entries. KEKs that new snapshots may be encrypted under stay. Earlier metadata
+        files keep their entries.
+
+        Raises:
+            OutputError: Other commits came first again and again, or the metadata file could not be written.
+        """
+        return self._change_keys(removal)
+
+    def _change_keys(self, changes_of: Callable[[KeyChain], KeyChanges]) -> tuple[str, ...]:
+        """Commit changes of keys, made from the current state in each attempt; return the `key-id` of each."""
+        for _ in range(_KEY_CHANGE_ATTEMPTS):
+            chain = self.known().chain
+            # The property stays the same: a commit without an update would not be sent.
+            same = SetPropertiesUpdate(updates={KEY_ID_PROPERTY: master_key_of(chain.table)})
+            changes = changes_of(chain)
+            changed = (*(kek.key_id for kek, _ in changes.replaced), *changes.removed)
+            if not changed:
+                return ()
+            with contextlib.suppress(CommitFailedException):
+                self._commit(changes, (same,), ())
+                return changed
+            self.refresh()
+        raise OutputError(
+            f"other commits changed the table {_KEY_CHANGE_ATTEMPTS} times while its keys were changed.",
+            hint="It is as they left it. Try again.",
+        )
+
+    # --- commits ---
 
     @property
-    def places(self) -> TablePlaces:
-        """Where commits may write: the folder of the table, and what the catalog names."""
+    def _places(self) -> TablePlaces:
         return TablePlaces(self.metadata_location, self.catalog.properties)
 
     def _refuse_false_claims(self, of_files: Counters | None = None) -> None:
-        """Refuse to commit where the metadata file was changed for harm (`ParquetFormatError`)."""
+        """Refuse to commit if the metadata file was changed to do harm (`ParquetFormatError`)."""
         document = dumped(self.metadata)
-        refuse(self.places.problems(document), self.metadata_location)
+        refuse(self._places.problems(document), self.metadata_location)
         refuse(counter_problems(document, of_files), self.metadata_location)
 
     def _counters_of_files(self) -> Counters:
@@ -167,67 +204,11 @@ class EncryptedTable(CommittingTable):
             name = f"manifest list {snapshot.manifest_list}"
             content = self.reader.read_all(snapshot.manifest_list)
             found |= counters_of_list(content, name)
-            for manifest in manifests_in(content, name, snapshot.snapshot_id, authentic=True):
+            for manifest in manifests_in(content, name, snapshot.snapshot_id):
                 if manifest.encoded_key is not None and manifest.location not in seen:
                     found |= counters_of_manifest(self.reader.read_all(manifest.location), manifest.name)
                     seen.add(manifest.location)
         return found
-
-    def rotate(self) -> tuple[str, ...]:
-        """Re-wrap the KEKs under the current version of their master key, as one commit; return their `key-id`.
-
-        No file is written again, and `encryption.key-id` stays what it is.
-
-        Raises:
-            OutputError: Other commits were first, again and again, or the metadata file could not be written.
-            KmsError: The KMS does not wrap or unwrap a KEK; the table is as it was.
-        """
-        return rotate(self)
-
-    def remove_unneeded_keys(self) -> tuple[str, ...]:
-        """Remove the entries of `encryption-keys` that no snapshot needs, as one commit; return their `key-id`.
-
-        Expired snapshots leave them. A KEK that new snapshots may be encrypted under stays. Metadata files before
-        this commit keep theirs.
-
-        Raises:
-            OutputError: Other commits were first, again and again, or the metadata file could not be written.
-        """
-        return remove_unneeded_keys(self)
-
-    def commit_key_changes(self, changes: KeyChanges) -> None:
-        """Commit changes of keys alone; errors as with `commit_keys`."""
-        # The property stays the same: a commit without an update would be none.
-        same = SetPropertiesUpdate(updates={KEY_ID_PROPERTY: master_key_of(self.known().encryption)})
-        self.commit_keys(changes, (same,), ())
-
-    def commit_keys(
-        self, changes: KeyChanges, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]
-    ) -> None:
-        """Commit updates, and what they change of the keys.
-
-        Raises:
-            CommitFailedException: Another commit was first.
-            OutputError: The catalog did not take it, or its metadata file could not be written.
-            KeyMaterialError: The catalog took the commit, and lost keys of it.
-        """
-        # Numbers for new columns and partition fields follow those that the metadata file states.
-        gives_numbers = any(isinstance(update, AddSchemaUpdate | AddPartitionSpecUpdate) for update in updates)
-        self._refuse_false_claims(self._counters_of_files() if gives_numbers else None)
-        catalog = committing(self.catalog, StoredFileIO(self.reader, self.places), changes)
-        response = catalog.commit_table(self, requirements, updates)
-        self._refuse_other_table(response.metadata)
-        self.metadata, self.metadata_location = response.metadata, response.metadata_location
-        encryption = self.known().encryption
-        for snapshot_id, key_id in changes.snapshot_keys.items():
-            snapshot = encryption.snapshot(snapshot_id)
-            if key_id not in encryption.keys or (snapshot is not None and snapshot.key_id != key_id):
-                raise KeyMaterialError(
-                    f"the catalog took snapshot {snapshot_id}, and dropped its key: nobody can read it.",
-                    path=self.metadata_location,
-                    hint="This catalog does not support encrypted tables. Roll the table back by one snapshot, "
-                    "and write it through another catalog.",
-                )
 
     def commit_updates(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
         """Commit updates that add no snapshot."""
@@ -236,129 +217,163 @@ class EncryptedTable(CommittingTable):
                 "a snapshot would be added whose manifests have no keys.",
                 hint="Use `table.transaction()`, `append`, `overwrite` or `delete` of this table.",
             )
-        self.commit_keys(KeyChanges(), updates, requirements)
+        self._commit(KeyChanges(), updates, requirements)
+
+    def _commit(
+        self, changes: KeyChanges, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]
+    ) -> None:
+        """Commit updates, and what they change about the keys.
+
+        `CommitFailedException` if another commit came first, `OutputError` if the metadata file could not be
+        written, `KeyMaterialError` if the catalog took the commit and lost its keys.
+        """
+        # Numbers of new columns and partition fields follow the counters in the metadata file.
+        gives_numbers = any(isinstance(update, AddSchemaUpdate | AddPartitionSpecUpdate) for update in updates)
+        self._refuse_false_claims(self._counters_of_files() if gives_numbers else None)
+        catalog = committing(self.catalog, StoredFileIO(self.reader, self._places), changes)
+        response = catalog.commit_table(self, requirements, updates)
+        self._refuse_other_table(response.metadata)
+        self.metadata, self.metadata_location = response.metadata, response.metadata_location
+        encryption = self.known().encryption
+        for snapshot_id, key_id in changes.snapshot_keys.items():
+            snapshot = encryption.snapshot(snapshot_id)
+            if key_id not in encryption.keys or (snapshot is not None and snapshot.key_id != key_id):
+                raise KeyMaterialError(
+                    f"the catalog took snapshot {snapshot_id}, and dropped its key: it cannot be read.",
+                    path=self.metadata_location,
+                    hint="This catalog does not support encrypted tables. Roll the table back by one snapshot, "
+                    "and write it through another catalog.",
+                )
 
 
-class WorkingTable(EncryptedTable):
-    """A table within one transaction: it writes, and collects the keys of what it writes.
+def _as_written(metadata: TableMetadata) -> TableMetadata:
+    """Return metadata for PyIceberg's writers, with properties that all encrypted tables have; never stored.
 
-    Its `stored_metadata` is the metadata as the catalog has it.
+    Whatever a table says, names of files show no values of partitions.
+    """
+    properties = {**_PATIENCE, **metadata.properties, **HIDDEN_PARTITIONS}
+    return metadata.model_copy(update={"properties": properties})
+
+
+class _WorkingTable(EncryptedTable):
+    """The copy of a table in one transaction: it writes, and collects the keys of what it writes.
+
+    Its `stored_metadata` is the metadata in the catalog; PyIceberg's writers see what `_as_written` returns.
     """
 
     io: WritingFileIO
     stored_metadata: TableMetadata
 
-    def __init__(self, table: EncryptedTable, io: WritingFileIO, new_keys: NewKeys) -> None:
+    def __init__(self, table: EncryptedTable) -> None:
+        encryption = table.known().encryption
+        if not isinstance(table.metadata, TableMetadataV3):
+            raise KeyMaterialError(
+                f"the table has format version {table.metadata.format_version}, and encrypted tables have 3.",
+                path=table.metadata_location,
+                hint="If `parquet_keytools.iceberg.create_table` made it, this file was changed: restore it.",
+            )
+        master_key_of(encryption)
+        table._refuse_false_claims()
         super().__init__(table)
-        self.io = io
-        self._new_keys = new_keys
+        self.io = WritingFileIO(table.reader, key_length_bits(encryption), table._places)
+        self._new_keys = table._new_keys
         self._snapshot_keys: dict[int, tuple[EncryptionKey, ...]] = {}
 
     @property
     def metadata(self) -> TableMetadata:
-        """What PyIceberg's writers go by: see `as_written`."""
         return self._metadata
 
     @metadata.setter
     def metadata(self, metadata: TableMetadata) -> None:
         self.stored_metadata = metadata
-        self._metadata = as_written(metadata)
+        self._metadata = _as_written(metadata)
 
     @property
     def reader(self) -> EncryptedFileIO:
-        """What decrypts the files that were written elsewhere."""
         return self.io.reader if isinstance(self.io, WritingFileIO) else super().reader
 
-    def take(self, fresh: Table) -> None:
-        """Become another state of the same table; what was written stays known."""
+    def _take(self, fresh: Table) -> None:
         io = self.io
-        super().take(fresh)
+        super()._take(fresh)
         assert isinstance(fresh.io, EncryptedFileIO)
         io.reader = fresh.io
         self.io = io
 
     def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
-        """Take the key of a manifest list, for the commit of its snapshot; a later one replaces it."""
-        known = self.known()
-        self._snapshot_keys[snapshot_id] = self._new_keys.entries_for(known.encryption, known.chain, key_metadata)
+        self._snapshot_keys[snapshot_id] = self._new_keys.entries_for(self.known().chain, key_metadata)
 
     def commit_updates(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
-        """Commit updates, with the keys of the snapshots that they add."""
         snapshots = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
         keys = {snapshot: self._snapshot_keys[snapshot] for snapshot in snapshots}
         added = {entry.key_id: entry for entries in keys.values() for entry in entries}
         key_ids = {snapshot: entries[-1].key_id for snapshot, entries in keys.items()}
-        self.commit_keys(KeyChanges(list(added.values()), key_ids), updates, requirements)
+        self._commit(KeyChanges(list(added.values()), key_ids), updates, requirements)
 
 
 class EncryptedTransaction(ProducingTransaction):
     """Changes of an encrypted table that are committed as one."""
 
     def __init__(self, table: EncryptedTable) -> None:
-        self._working = table.working_copy()
-        super().__init__(self._working, self._working.io)
         self._original = table
         self._seen = table.metadata_location
+        self._working = _WorkingTable(table)
+        super().__init__(self._working, self._working.io)
 
     @property
     def table_metadata(self) -> TableMetadata:
-        """The metadata with the changes so far, for PyIceberg's writers: see `as_written`."""
+        """The metadata with the changes so far, for PyIceberg's writers."""
         if self._original.metadata_location != self._seen and not self.snapshot_ids:
             # The caller refreshed the table, or committed to it: PyIceberg's transactions see that, too. Snapshots
             # that were made before stay as they are, until the commit repeats them.
-            self._working.take(self._original)
+            self._working._take(self._original)
             self._seen = self._original.metadata_location
-        return as_written(super().table_metadata)
+        return _as_written(super().table_metadata)
 
     def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
-        """Take the key of the manifest list of a snapshot of this transaction."""
+        """Take the key of the manifest list of a snapshot in this transaction."""
         self._working.add_snapshot_key(snapshot_id, key_metadata)
 
-    def set_properties(self, properties: Properties = EMPTY_DICT, **kwargs: Any) -> Transaction:
-        """Set properties of the table; those of its encryption never change."""
-        given = {**properties, **kwargs}
-        refuse_encryption_properties(given)
+    def set_properties(self, properties: Properties = EMPTY_DICT, **named: Any) -> Transaction:
+        """Set properties of the table, except for its encryption, which never changes."""
+        given = {**properties, **named}
+        _refuse_encryption_properties(given)
         for name in PATH_PROPERTIES:
             if name in given:
-                self._working.places.check(f"{str(given[name]).rstrip('/')}/file")
-        return super().set_properties(properties, **kwargs)
+                self._working._places.check(f"{str(given[name]).rstrip('/')}/file")
+        return super().set_properties(properties, **named)
 
     def remove_properties(self, *removals: str) -> Transaction:
-        """Remove properties of the table; those of its encryption never change."""
-        refuse_encryption_properties(removals)
+        """Remove properties of the table, except for its encryption, which never changes."""
+        _refuse_encryption_properties(removals)
         return super().remove_properties(*removals)
 
     def __exit__(self, exctype: Any, excinst: Any, exctb: Any) -> None:
         if exctype is not None:
-            self._remove_files()
+            self._working.io.remove_begun()
         super().__exit__(exctype, excinst, exctb)
 
     def commit_transaction(self) -> Table:
-        """Commit, and repeat it where another commit was first.
+        """Commit, and repeat the commit if another one came first.
 
         Raises:
-            CommitFailedException: Others were first, again and again.
-            ValidationException: What another commit did conflicts with this one.
-            OutputError: The commit failed otherwise; the table is as it was.
+            CommitFailedException: Other commits came first again and again.
+            ValidationException: Another commit conflicts with this one.
+            OutputError: The metadata file could not be written.
+            Exception: An error of the catalog; the files stay, since the commit may have succeeded.
         """
         table, original = self._working, self._original
         snapshots = self.snapshot_ids
         try:
             super().commit_transaction()
         except (CommitFailedException, ValidationException):
-            self._remove_files()
-            raise
-        except KeytoolsError:
-            # Nothing was committed, but where a catalog lost keys.
-            if not self._has_landed(snapshots):
-                self._remove_files()
+            table.io.remove_begun()
             raise
         except Exception as error:
             has_landed = self._has_landed(snapshots)
-            if not has_landed:
-                # Where the outcome is unknown, the files stay: the table may have them.
-                if has_landed is not None and is_refusal(table.catalog, error):
-                    self._remove_files()
+            # Our own errors come before the catalog is asked, or after it took the commit.
+            if has_landed is False and isinstance(error, KeytoolsError):
+                table.io.remove_begun()
+            if not has_landed or isinstance(error, KeytoolsError):
                 raise
         table.io.keep_begun()
         original.metadata, original.metadata_location = table.stored_metadata, table.metadata_location
@@ -366,7 +381,7 @@ class EncryptedTransaction(ProducingTransaction):
         return original
 
     def _has_landed(self, snapshots: list[int]) -> bool | None:
-        """Return whether the table has the snapshots of this transaction, or None where it cannot be loaded."""
+        """Return whether the table has the snapshots of this transaction, or None if it cannot be loaded."""
         try:
             self._working.refresh()
         except Exception:
@@ -375,18 +390,150 @@ class EncryptedTransaction(ProducingTransaction):
             self._working.metadata.snapshot_by_id(snapshot) is not None for snapshot in snapshots
         )
 
-    def _remove_files(self) -> None:
-        for location in self._working.io.take_begun():
-            try:
-                self._working.io.delete(location)
-            except FileNotFoundError:
-                pass
-            except Exception:
-                _log.warning("a file of a commit that failed could not be removed: %s", location)
+
+# --- tables of a catalog ---
 
 
-def refuse_encryption_properties(names: Iterable[str]) -> None:
-    """Raise `ConfigurationError` if a caller sets properties of the encryption, or those of catalogs."""
+@overload
+def load_table(catalog: Catalog, identifier: str | Identifier) -> Table: ...
+
+
+@overload
+def load_table(catalog: Catalog, identifier: str | Identifier, *, encryption_key: str) -> EncryptedTable: ...
+
+
+def load_table(
+    catalog: Catalog, identifier: str | Identifier, *, encryption_key: str | None = None
+) -> Table | EncryptedTable:
+    """Load a table, and learn its keys from its metadata file; an encrypted table is an `EncryptedTable`.
+
+    A REST catalog sends the content of the metadata file, and PyIceberg drops the keys in it. So the file is read
+    here.
+
+    Args:
+        catalog: Any catalog of PyIceberg whose `py-io-impl` is `parquet_keytools.iceberg.EncryptedFileIO`.
+        identifier: Name of the table.
+        encryption_key: The master key that the table must be under: its name in the configuration, or its
+            identifier in the KMS. A metadata file is not authenticated: without this argument, a table whose keys
+            were removed from it, together with forged plaintext files, loads as a plaintext table. None accepts
+            what the file says.
+
+    Raises:
+        ConfigurationError: The catalog has another FileIO.
+        NotEncryptedError: The table is not encrypted, and should be.
+        KeyMaterialError: It is under another master key.
+        KeytoolsError: Another subclass says what is wrong with the metadata file.
+    """
+    table = catalog.load_table(identifier)
+    reader = _ours(catalog, table.io)
+    known = reader.table_at(table.metadata_location)
+    if encryption_key is not None:
+        if known is None:
+            raise NotEncryptedError(
+                f"{table.metadata_location}: the table is not encrypted, and should be under {encryption_key!r}.",
+                hint="Someone may have taken the keys out of its metadata file: restore it from a backup.",
+            )
+        expected = reader.keys.master_key_id(encryption_key)
+        found = {master_key_of(known.encryption), *(kek.encrypted_by_id for kek in known.encryption.keks)}
+        if set(map(reader.keys.master_key_id, found)) != {expected}:
+            raise KeyMaterialError(
+                f"the table is under the master key {sorted(found)[0]!r}, and should be under {expected!r}.",
+                path=table.metadata_location,
+                hint="Someone may have put another table in its place: restore its metadata file from a backup.",
+            )
+    return EncryptedTable(table) if known is not None else table
+
+
+def load_table_to_write(
+    catalog_name: str, table: str, config: Path | None = None, properties: Mapping[str, str] = EMPTY_DICT
+) -> EncryptedTable:
+    """Load an encrypted table of a catalog that PyIceberg knows by name; `NotEncryptedError` if it is plaintext.
+
+    Without `config`, the properties of the catalog name the configuration. Other errors as `located_table`.
+    """
+    given = {PY_IO_IMPL: "parquet_keytools.iceberg.EncryptedFileIO", **properties}
+    if config is not None:
+        given[CONFIG_PROPERTY] = str(config)
+    loaded = table_of_catalog(catalog_name, given, table, load_table)
+    if not isinstance(loaded, EncryptedTable):
+        raise NotEncryptedError(f"the table {table} is not encrypted.", hint="It has no keys.")
+    return loaded
+
+
+def create_table(
+    catalog: Catalog,
+    identifier: str | Identifier,
+    schema: Schema | pa.Schema,
+    *,
+    encryption_key: str,
+    data_key_length_bits: int = 128,
+    location: str | None = None,
+    partition_spec: PartitionSpec = UNPARTITIONED_PARTITION_SPEC,
+    sort_order: SortOrder = UNSORTED_SORT_ORDER,
+    properties: Properties = EMPTY_DICT,
+) -> EncryptedTable:
+    """Create an encrypted table, of format version 3.
+
+    Args:
+        catalog: Any catalog of PyIceberg whose `py-io-impl` is `parquet_keytools.iceberg.EncryptedFileIO`.
+        identifier: Name of the table.
+        schema: Its columns.
+        encryption_key: The master key: its name in the configuration, or its identifier in the KMS. The table
+            stores the identifier, so that other engines find the key.
+        data_key_length_bits: Length of KEKs and DEKs: 128, 192 or 256.
+        location: Where the table lies; by default below the warehouse.
+        partition_spec: How it is partitioned.
+        sort_order: How rows are sorted.
+        properties: Its other properties.
+
+    Raises:
+        ConfigurationError: The catalog has another FileIO, or AES has no keys of this length.
+        KmsError: The KMS does not wrap keys with the master key; no table was created.
+    """
+    if data_key_length_bits not in KEY_LENGTHS_BITS:
+        raise ConfigurationError(f"AES has no keys of {data_key_length_bits} bits: 128, 192 or 256 bits.")
+    _refuse_encryption_properties(properties)
+    places = TablePlaces(f"{location.rstrip('/')}/metadata/new" if location else "", catalog.properties)
+    for name in PATH_PROPERTIES:
+        if name in properties and not places.holds(f"{str(properties[name]).rstrip('/')}/file"):
+            raise ConfigurationError(
+                f"the property {name} is {properties[name]!r}, which the catalog does not list.",
+                hint=f"Name the place in the property {PLACES_PROPERTY} of the catalog, or leave {name} out.",
+            )
+    # A table that could not be loaded afterwards is not created.
+    reader = _ours(catalog, load_file_io(dict(catalog.properties)))
+    master_key_id = reader.keys.master_key_id(encryption_key)
+    # Nor is a table whose master key the KMS does not have, or does not let us use.
+    reader.keys.wrap_kek(SecretBytes.random(data_key_length_bits), master_key_id)
+    committing(catalog, StoredFileIO(reader, None), KeyChanges()).create_table(
+        identifier,
+        schema,
+        location,
+        partition_spec,
+        sort_order,
+        {
+            # For other writers: ours hides values whatever the properties say.
+            **HIDDEN_PARTITIONS,
+            **properties,
+            TableProperties.FORMAT_VERSION: "3",
+            KEY_ID_PROPERTY: master_key_id,
+            KEY_LENGTH_PROPERTY: str(data_key_length_bits // 8),
+        },
+    )
+    return load_table(catalog, identifier, encryption_key=encryption_key)
+
+
+def _ours(catalog: Catalog, file_io: FileIO) -> EncryptedFileIO:
+    if not isinstance(file_io, EncryptedFileIO):
+        raise ConfigurationError(
+            f"the FileIO of the catalog {catalog.name!r} is not ours.",
+            hint="Set its property py-io-impl to parquet_keytools.iceberg.EncryptedFileIO.",
+        )
+    return file_io
+
+
+def _refuse_encryption_properties(names: Iterable[str]) -> None:
+    """Refuse properties of the encryption, and properties that only catalogs may have (`ConfigurationError`)."""
     names = sorted(names)
     if others := [name for name in names if is_of_catalogs(name)]:
         raise ConfigurationError(

@@ -1,7 +1,7 @@
 """A FileIO with which unmodified PyIceberg reads encrypted tables.
 
 It decrypts manifest lists, manifests, deletion vectors and Avro files as AGS1 streams, and data files by Parquet
-modular encryption. Their keys it learns on the way down: from the metadata file, the manifest list, the manifests.
+modular encryption. It learns their keys on the way down: from the metadata file, manifest lists and manifests.
 """
 
 from __future__ import annotations
@@ -9,38 +9,64 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Mapping
+import stat
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pyarrow import fs as pafs
 from pyiceberg.io import PY_IO_IMPL, FileIO, InputFile, OutputFile, load_file_io
+from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.typedef import EMPTY_DICT, Properties
 
-from parquet_keytools.errors import ConfigurationError, KeyNotAvailableError, NotEncryptedError, ParquetFormatError
+from parquet_keytools.config.loader import load_configuration
+from parquet_keytools.encryption.file_decryptor import decrypt_columns
+from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
+from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
+from parquet_keytools.errors import (
+    ConfigurationError,
+    DecryptionError,
+    KeyMaterialError,
+    KeyNotAvailableError,
+    NotEncryptedError,
+    ParquetFormatError,
+)
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail, naming_place
+from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.iceberg.ags1 import Ags1Reader
-from parquet_keytools.iceberg.claims import TablePlaces
-from parquet_keytools.iceberg.key_chain import IcebergKeys
-from parquet_keytools.iceberg.known_tables import KnownTable, known_tables
-from parquet_keytools.iceberg.manifests import ListedFile, manifests_in, read_plaintext
+from parquet_keytools.iceberg.claims import (
+    MAPPING_PROPERTY,
+    TablePlaces,
+    check_place,
+    mapped_location,
+    misplaced_properties,
+    store_of,
+)
+from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
+from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in
 from parquet_keytools.iceberg.metadata import (
     KEY_ID_PROPERTY,
+    SnapshotKey,
     StandardKeyMetadata,
     TableEncryption,
     parse_table_metadata,
     read_metadata_file,
 )
-from parquet_keytools.iceberg.table_files import (
-    MAPPING_PROPERTY,
-    UncopiedInput,
-    check_length,
-    check_place,
-    mapped_location,
-    misplaced_properties,
-    open_as_stored,
-    open_data_file,
-    read_stream,
-)
+from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import BufferSink
 from parquet_keytools.storage.sources import ArrowSource
+from parquet_keytools.view.chunk_view import PageCache
+from parquet_keytools.view.plain_file import PlainFile
+from parquet_keytools.view.plain_files import PlainInput
 
 CONFIG_PROPERTY = "keytools.config"
 IO_IMPL_PROPERTY = "keytools.io-impl"
@@ -51,20 +77,263 @@ _ENCRYPTED_MAGICS = (b"AGS1", b"PARE")
 _METADATA_ENDINGS = (".json", ".json.gz")
 _VERSION_HINT = "version-hint.text"
 _MAX_HINT_BYTES = 4096
+_KEPT_TABLES = 128
+"""States of tables that are kept for other FileIOs; each FileIO also keeps the states that it uses."""
+
+_ARROW_READS_OF_THE_END = 64 * 1024
+"""Bytes that Arrow reads at once from the end of a file, for a footer that is usually far shorter."""
+
+
+# --- one file, as it is stored and as plaintext ---
+
+
+def open_as_stored(file_io_of: Callable[[str], FileIO], location: str, mapping: str) -> pa.NativeFile:
+    """Open a file as it is stored, with the FileIO for its mapped location.
+
+    `ParquetFormatError` if no file system opens such a location, or it is not a regular file; or `OSError`.
+    """
+    mapped = mapped_location(location, mapping)
+    failure = ""
+    try:
+        # A pipe or a device would block, or be read without end.
+        is_local = store_of(mapped) == "file"
+        if is_local and not stat.S_ISREG(Path(PyArrowFileIO.parse_location(mapped)[2]).stat().st_mode):
+            raise ParquetFormatError(
+                f"{location[:200]} is not a regular file.",
+                hint="Do not trust the file that names it: the metadata file may have been changed.",
+            )
+        stream = file_io_of(mapped).new_input(mapped).open()
+        return stream if isinstance(stream, pa.NativeFile) else pa.PythonFile(stream, mode="r")
+    except (ParquetFormatError, ConfigurationError, OSError):
+        raise
+    except (ValueError, TypeError, AttributeError, ImportError, pa.ArrowException) as error:
+        # A scheme that PyIceberg does not know, a library that is not installed, an invalid name.
+        failure = f"{type(error).__name__}: {error}"[:300]
+    raise ParquetFormatError(
+        f"{location[:200]} cannot be opened ({failure}).",
+        hint=f"Check the location, and {MAPPING_PROPERTY}; the metadata file may have been changed.",
+    )
+
+
+def check_length(length: int, key: StandardKeyMetadata, listed_length: int | None, name: str) -> None:
+    """Refuse a file with another length than the key chain says, before anything is decrypted."""
+    for source, expected in (("its key metadata", key.file_length), ("the manifest", listed_length)):
+        if expected is not None and length != expected:
+            raise DecryptionError(
+                f"the {name} has {length} bytes, and {source} says {expected}: it is another file, or was cut.",
+                hint="Do not trust this file; restore it from a backup.",
+            )
+
+
+def read_stream(stored: pa.NativeFile, key: StandardKeyMetadata, listed_length: int | None, name: str) -> bytes:
+    """Return the plaintext of an AGS1 stream, and close the file; errors of `check_length` and `Ags1Reader`."""
+    check_length(stored.size(), key, listed_length, name)
+    with Ags1Reader(stored, key, path=f"the {name}") as reader:
+        return reader.read()
+
+
+def open_data_file(source: ByteSource, key: StandardKeyMetadata, name: str, cache: PageCache) -> PlainFile:
+    """Open a Parquet file as plaintext; pages are decrypted when they are read, from the open source.
+
+    Raises:
+        NotEncryptedError: It is plaintext.
+        DecryptionError: Its footer is not authentic, or it is not encrypted as Iceberg does.
+        KeytoolsError: Another subclass says what is wrong with it.
+    """
+    footer, envelope = _open_footer(source, key, name)
+    location = _named(name)
+    kms_keys = KmsKeys(KeyUnwrapper(None, time.monotonic), 0)
+    retriever = FileKeyRetriever(kms_keys, DataKeys(), location)
+    opened = OpenedFile(location, footer, VerifiedTail.of(envelope), retriever, kms_keys, {}, {})
+    with naming_place(location, footer.columns):
+        check_stated_algorithm(source, footer, {})
+    return PlainFile(opened, source, "error", cache, gap=_ARROW_READS_OF_THE_END)
+
+
+def check_data_file(source: ByteSource, key: StandardKeyMetadata, name: str) -> None:
+    """Decrypt and check every module of a Parquet file; errors of `open_data_file`."""
+    footer, _ = _open_footer(source, key, name)
+    with naming_place(_named(name), footer.columns):
+        decrypt_columns(source, BufferSink(), footer, {})
+
+
+def _named(name: str) -> FileLocation:
+    """Return a place for errors: the real place is known only to the stream that PyIceberg opened."""
+    return FileLocation(pafs.LocalFileSystem(), f"the {name}")
+
+
+def _open_footer(source: ByteSource, key: StandardKeyMetadata, name: str) -> tuple[Footer, FooterEnvelope]:
+    replaced = "Do not trust this file: someone replaced it."
+    envelope = read_envelope(source)
+    if envelope.mode is FooterMode.UNENCRYPTED:
+        raise NotEncryptedError(
+            f"the {name} is plaintext, but has the key metadata of an encrypted file.", hint=replaced
+        )
+    if envelope.mode is not FooterMode.ENCRYPTED_FOOTER or envelope.algorithm is not Algorithm.AES_GCM_V1:
+        raise DecryptionError(
+            f"the {name} is not encrypted as Iceberg does it, with AES_GCM_V1 and an encrypted footer.",
+            hint=replaced,
+        )
+    if envelope.key_metadata is not None:
+        raise KeyMaterialError(
+            f"the {name} has key metadata of its own, and Iceberg keeps its key in the manifest.",
+            hint="It was not written by Iceberg. Do not trust this file.",
+        )
+    with naming_place(_named(name)):
+        footer = envelope.open(key.encryption_key, key.aad_prefix or None)
+    if (
+        any(column.encryption is not ColumnEncryption.FOOTER_KEY for column in footer.columns)
+        and footer.row_groups
+    ):
+        raise DecryptionError(
+            f"the {name} has columns in plaintext or under keys of their own, and Iceberg has one key for all.",
+            hint=replaced,
+        )
+    return footer, envelope
+
+
+class UncopiedInput(PlainInput):
+    """A plaintext view for Arrow alone, which accepts any buffer as the bytes that it reads.
+
+    The stored file is closed when the view is no longer used.
+    """
+
+    read = RangedFile.read_uncopied  # type: ignore[assignment]
+
+
+# --- what this process knows about encrypted tables ---
+
+
+class KnownTable:
+    """One state of an encrypted table, and the keys of its files that were read so far."""
+
+    def __init__(self, encryption: TableEncryption, keys: IcebergKeys) -> None:
+        self.encryption = encryption
+        self.chain = KeyChain(encryption, keys)
+        self._lists = {snapshot.manifest_list: snapshot for snapshot in encryption.snapshots}
+        self._files: dict[str, ListedFile] = {}
+        self._read: set[str] = set()
+        self._pending: dict[str, SecretBytes] = {}
+        self._lock = ForkSafeLock()
+
+    def snapshot_of(self, manifest_list: str) -> SnapshotKey | None:
+        """Return the snapshot that has a manifest list, or None."""
+        return self._lists.get(manifest_list)
+
+    def file_at(self, location: str) -> ListedFile | None:
+        """Return the manifest or data file at a location, if it is known; errors of `files_in`."""
+        found = self._files.get(location)
+        if found is None and self._pending:
+            with self._lock:
+                # It stays pending until it is learnt: other threads wait for it here.
+                for manifest, content in self._pending.items():
+                    self.learn(manifest, files_in(content.reveal(), f"manifest {manifest}"))
+                self._pending = {}
+            found = self._files.get(location)
+        return found
+
+    def learn(self, read_location: str, files: Iterable[ListedFile]) -> None:
+        """Take the files that a manifest list or a manifest names."""
+        for file in files:
+            known = self._files.get(file.location)
+            # A file that is known to be encrypted never becomes a plaintext file.
+            if known is None or file.encoded_key is not None:
+                self._files[file.location] = file
+        self._read.add(read_location)
+
+    def learn_later(self, manifest: str, content: bytes) -> None:
+        """Take a manifest, which is decoded when one of its files is opened: planning a scan opens none."""
+        with self._lock:
+            if manifest not in self._read:
+                self._pending[manifest] = SecretBytes(content)
+                self._read.add(manifest)
+
+    def unread_lists(self) -> list[str]:
+        """Return the manifest lists that were not read yet, the current one first, then the newest."""
+        current = self.encryption.current_snapshot_id
+        newest_first = sorted(
+            self.encryption.snapshots, key=lambda s: (s.snapshot_id == current, s.timestamp_ms), reverse=True
+        )
+        return [s.manifest_list for s in newest_first if s.manifest_list not in self._read]
+
+    def unread_manifests(self) -> list[str]:
+        """Return the known manifests that were not read yet."""
+        files = list(self._files.values())
+        return [file.location for file in files if file.kind == "manifest" and file.location not in self._read]
+
+
+class KnownTables:
+    """The states of encrypted tables that were read with one configuration, the newest last, and their pages.
+
+    PyIceberg makes one FileIO to read a metadata file and another one for the table, so they share this.
+    """
+
+    def __init__(self, keys: IcebergKeys) -> None:
+        self.keys = keys
+        self.pages = PageCache()
+        self._lock = ForkSafeLock()
+        self._tables: OrderedDict[str, KnownTable] = OrderedDict()
+
+    def add(self, encryption: TableEncryption) -> KnownTable:
+        """Take a state of a table. What was learnt about the same state stays."""
+        location = encryption.metadata_location
+        with self._lock:
+            table = self._tables.pop(location, None)
+            if table is None or table.encryption != encryption:
+                table = KnownTable(encryption, self.keys)
+            self._tables[location] = table
+            while len(self._tables) > _KEPT_TABLES:
+                self._tables.popitem(last=False)
+            return table
+
+    def newest_first(self) -> list[KnownTable]:
+        """Return all states."""
+        with self._lock:
+            return list(reversed(self._tables.values()))
+
+    def with_file(self, location: str) -> KnownTable | None:
+        """Return the newest state that has a manifest list, manifest or data file, or None."""
+        for table in self.newest_first():
+            # A damaged manifest of another table does not matter here.
+            with contextlib.suppress(ParquetFormatError):
+                if table.snapshot_of(location) is not None or table.file_at(location) is not None:
+                    return table
+        return None
+
+
+_of_configurations: dict[Path, tuple[tuple[int, int], KnownTables]] = {}
+_lock = ForkSafeLock()
+
+
+def known_tables(configuration_file: str) -> KnownTables:
+    """Return the one object of this process for a configuration file; a changed file is read again."""
+    path = expanded(configuration_file).absolute()
+    status = path.stat()
+    identity = (status.st_mtime_ns, status.st_size)
+    with _lock:
+        found = _of_configurations.get(path)
+        if found is None or found[0] != identity:
+            service = KeyService(load_configuration(path), None, time.monotonic)
+            found = _of_configurations[path] = identity, KnownTables(IcebergKeys(service))
+        return found[1]
+
+
+# --- the FileIO ---
 
 
 class EncryptedFileIO(FileIO):
-    """Reads encrypted and plaintext tables, and refuses to write to encrypted ones.
+    """Reads encrypted and plaintext tables, and refuses to write to encrypted tables.
 
-    Properties of the catalog; a table that has such properties itself is refused, for anybody may have set them:
+    It takes these properties from the catalog. A table that has one of them itself is refused, since anyone may
+    have set it:
 
     - `keytools.config`: path of the YAML configuration with the KMS; by default `PARQUET_KEYTOOLS_CONFIG`.
     - `keytools.location-mapping`: `from=to`, several with commas: where locations that begin with `from` lie.
-    - `keytools.io-impl`: the FileIO beneath; by default the one that PyIceberg takes for the location.
-    - `keytools.plaintext-tables`: `reject` where each table is encrypted, so that none that lost its keys is read.
+    - `keytools.io-impl`: the FileIO beneath; by default PyIceberg chooses it by the location.
+    - `keytools.plaintext-tables`: `reject` where every table is encrypted, to refuse a table that lost its keys.
     - `keytools.write-locations`: places outside of the folder of a table at which commits may write.
 
-    It may be used from any number of threads, and pickled to worker processes; a pickle holds no key.
+    Any number of threads may use it. It can be pickled to worker processes; a pickle holds no key.
     """
 
     def __init__(self, properties: Properties = EMPTY_DICT) -> None:
@@ -83,58 +352,62 @@ class EncryptedFileIO(FileIO):
         self._rejects_plaintext = plaintext_tables == "reject"
         self._beneath: dict[str, FileIO] = {}
         self._tables: dict[str, KnownTable] = {}
+        # In a worker process: read when an unknown file is opened, the last one first.
         self._unread_metadata: list[str] = []
 
-    # --- the protocol of PyIceberg ---
+    # --- PyIceberg's protocol ---
 
     def new_input(self, location: str) -> EncryptedInputFile:
-        """Return a file to read; what it needs to be decrypted is looked for when it is opened."""
+        """Return a file to read; its key is looked up when it is opened."""
         return EncryptedInputFile(location, self.stored_input, self.open_plaintext)
 
     def new_output(self, location: str) -> OutputFile:
-        """Return a file to write, of a table that is not encrypted.
+        """Return a file to write, in a table that is not encrypted.
 
         Raises:
-            NotEncryptedError: It belongs to an encrypted table, and would be plaintext in it.
+            NotEncryptedError: It belongs to an encrypted table, where it would be plaintext.
         """
-        if self.is_guarded(location):
+        if self._is_guarded(location):
             raise NotEncryptedError(
                 f"{location} belongs to an encrypted table, and PyIceberg would write it in plaintext.",
                 hint="Write through the table that `parquet_keytools.iceberg.load_table(catalog, name)` returns.",
             )
-        return self.storage(location).new_output(self.mapped(location))
+        return self.stored_output(location)
 
     def delete(self, location: str | InputFile | OutputFile) -> None:
         """Delete a file.
 
         Raises:
-            PermissionError: An encrypted table was read, and the file lies outside of its folder: anybody may have
-                put it into the metadata file. PyIceberg's `purge_table` goes on after this error.
+            PermissionError: An encrypted table was read, and the file is outside of its folder: anyone may have
+                put it into the metadata file. PyIceberg's `purge_table` continues after this error.
         """
         text = location if isinstance(location, str) else location.location
         places = [TablePlaces(metadata_location, self.properties) for metadata_location in self._tables]
         if places and not any(place.holds(text) for place in places):
             raise PermissionError(f"{text} is outside of the folder of the table, {places[-1].folder}")
-        self.storage(text).delete(self.mapped(text))
+        mapped = mapped_location(text, self._mapping)
+        self._storage_of(mapped).delete(mapped)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The FileIO of a table that was only loaded has seen no file yet: others know its metadata file.
-        metadata = list(self._tables) or self._known.metadata_locations(self.properties)
+        # The FileIO of a table that was only loaded has read no file yet: the metadata file is known elsewhere.
+        metadata = list(self._tables) or [
+            table.encryption.metadata_location
+            for table in reversed(self._known.newest_first())
+            if table.encryption.properties.items() <= self.properties.items()
+        ]
         return _unpickled, (type(self), dict(self.properties), [*metadata, *self._unread_metadata])
 
-    # --- what lies beneath ---
-
-    def mapped(self, location: str) -> str:
-        """Return where a location really lies."""
-        return mapped_location(location, self._mapping)
-
-    def storage(self, location: str) -> FileIO:
-        """Return the FileIO that reads and writes the bytes of a location as they are."""
-        return self._storage_of(self.mapped(location))
+    # --- files as they are stored ---
 
     def stored_input(self, location: str) -> InputFile:
         """Return a file to read, as it is stored."""
-        return self.storage(location).new_input(self.mapped(location))
+        mapped = mapped_location(location, self._mapping)
+        return self._storage_of(mapped).new_input(mapped)
+
+    def stored_output(self, location: str) -> OutputFile:
+        """Return a file to write, which is stored as it is written."""
+        mapped = mapped_location(location, self._mapping)
+        return self._storage_of(mapped).new_output(mapped)
 
     def _storage_of(self, mapped: str) -> FileIO:
         scheme = mapped.partition(":")[0] if ":" in mapped else ""
@@ -146,54 +419,56 @@ class EncryptedFileIO(FileIO):
             beneath = self._beneath[scheme] = load_file_io(properties, mapped)
         return beneath
 
-    def open_stored(self, location: str) -> pa.NativeFile:
-        """Open a file as it is stored."""
+    def _open_stored(self, location: str) -> pa.NativeFile:
         return open_as_stored(self._storage_of, location, self._mapping)
 
     # --- what is known ---
 
     @property
-    def tables(self) -> Mapping[str, KnownTable]:
-        """The states of encrypted tables that were used here, by location of their metadata file."""
-        return self._tables
-
-    @property
     def keys(self) -> IcebergKeys:
-        """What unwraps the KEKs of tables."""
+        """What wraps and unwraps the KEKs of tables."""
         return self._known.keys
 
-    def is_guarded(self, location: str) -> bool:
-        """Return whether a location belongs to an encrypted table, as far as anything says so."""
-        return (
-            self._rejects_plaintext
-            or KEY_ID_PROPERTY in self.properties
-            or bool(self._tables or self._unread_metadata)
-            or self._known.holding(location) is not None
-        )
+    def table_at(self, metadata_location: str) -> KnownTable | None:
+        """Return the state of a table with this metadata file, or None if it is plaintext; see `read_metadata`."""
+        if metadata_location not in self._tables:
+            self.read_metadata(metadata_location)
+        return self._tables.get(metadata_location)
 
     def read_metadata(self, location: str) -> bytes:
-        """Return a metadata file, and learn what it says of the encryption of its table.
+        """Return a metadata file, and learn what it says about the encryption of its table.
 
         Raises:
-            ParquetFormatError: It is no metadata file.
-            KeyMaterialError: Its `encryption-keys` are not what the format says.
+            ParquetFormatError: It is not a metadata file.
+            KeyMaterialError: Its `encryption-keys` are malformed.
             NotEncryptedError: The table is not encrypted, and `keytools.plaintext-tables` rejects it.
             ConfigurationError: It sets properties that only the catalog may have.
         """
-        with self.open_stored(location) as file:
+        with self._open_stored(location) as file:
             content = read_metadata_file(file, location)
         encryption = parse_table_metadata(content, location)
         _check_properties(encryption)
         if encryption.is_encrypted:
-            table = self._known.add(encryption)
-            self._tables[location] = table
+            self._tables[location] = self._known.add(encryption)
         elif self._rejects_plaintext:
             raise NotEncryptedError(
                 f"{location}: the table is not encrypted, and the catalog has encrypted ones alone.",
-                hint="If it was encrypted, somebody took the keys out of its metadata file: restore it. Else set "
-                f"{PLAINTEXT_TABLES_PROPERTY} to allow.",
+                hint="If it was encrypted, someone took the keys out of its metadata file: restore it. Otherwise "
+                f"set {PLAINTEXT_TABLES_PROPERTY} to allow.",
             )
         return content
+
+    def _is_guarded(self, location: str) -> bool:
+        """Return whether anything says that a location belongs to an encrypted table."""
+        return (
+            self._rejects_plaintext
+            or KEY_ID_PROPERTY in self.properties
+            or bool(self._tables or self._unread_metadata)
+            or any(
+                table.encryption.location and location.startswith(f"{table.encryption.location.rstrip('/')}/")
+                for table in self._known.newest_first()
+            )
+        )
 
     def _find(self, location: str) -> KnownTable | None:
         for table in reversed(list(self._tables.values())):
@@ -204,44 +479,40 @@ class EncryptedFileIO(FileIO):
             self._tables[found.encryption.metadata_location] = found
         return found
 
-    def expect_metadata(self, locations: list[str]) -> None:
-        """Take metadata files that are read once a file is opened that nothing else knows, the likeliest last."""
-        self._unread_metadata += locations
-
     def _search(self, location: str) -> KnownTable | None:
-        """Read metadata files, and the rest of the tables in use: in a worker process nothing was read yet."""
+        """Read metadata files and the rest of the tables in use: a worker process has read nothing yet."""
         while self._unread_metadata:
             metadata_location = self._unread_metadata.pop()
-            # That of another table may be gone by now.
+            # The metadata file of another table may be gone by now.
             with contextlib.suppress(FileNotFoundError):
                 self.read_metadata(metadata_location)
             if (found := self._find(location)) is not None:
                 return found
         for table in list(self._tables.values()):
-            for manifest_list in table.unread(manifests=False):
+            for manifest_list in table.unread_lists():
                 self.read_all(manifest_list)
-                for manifest in table.unread(manifests=True):
+                for manifest in table.unread_manifests():
                     self.read_all(manifest)
                 if table.file_at(location) is not None:
                     return table
         return None
 
+    # --- reading ---
+
     def read_all(self, location: str) -> bytes:
-        """Return the plaintext of a file."""
+        """Return the plaintext of a file; errors of `open_plaintext`."""
         with self.open_plaintext(location) as stream:
             return bytes(stream.read())
 
-    # --- reading ---
-
     def open_plaintext(self, location: str) -> Any:
-        """Open a file as PyIceberg shall see it.
+        """Open the plaintext of a file.
 
         Raises:
             NotEncryptedError: A plaintext file lies in an encrypted table.
-            KeyNotAvailableError: It is encrypted, and nothing that was read says with which key.
-            KeytoolsError: Another subclass says which link of the key chain is broken.
+            KeyNotAvailableError: It is encrypted, and nothing that was read leads to its key.
+            KeytoolsError: Another subclass names the broken link of the key chain.
         """
-        # A name makes nothing plaintext: whoever changes a metadata file names the manifest lists in it.
+        # A name does not make a file plaintext: a changed metadata file may give a manifest list any name.
         if location.endswith(_METADATA_ENDINGS):
             try:
                 return io.BytesIO(self.read_metadata(location))
@@ -250,47 +521,47 @@ class EncryptedFileIO(FileIO):
                     raise
         table = self._find(location)
         if table is None and location.endswith(_VERSION_HINT):
-            with self.open_stored(location) as stored:
+            with self._open_stored(location) as stored:
                 hint = bytes(stored.read(_MAX_HINT_BYTES))
             if hint.isascii() and hint.decode().strip().isprintable():
                 return io.BytesIO(hint)
-        if table is None:
-            table = self._search(location)
+        table = table or self._search(location)
         if table is None:
             return self._open_unknown(location)
         snapshot = table.snapshot_of(location)
         if snapshot is not None:
             check_place(location, table.encryption.metadata_location, self._mapping)
             name = f"manifest list {location} of snapshot {snapshot.snapshot_id}"
-            list_key = table.chain.manifest_list_key(snapshot)
-            content = self._read_stream(location, list_key, None, name)
-            manifests = manifests_in(content, name, snapshot.snapshot_id, authentic=list_key is not None)
-            table.learn(location, manifests)
+            content = self._read_stream(location, table.chain.manifest_list_key(snapshot), None, name)
+            table.learn(location, manifests_in(content, name, snapshot.snapshot_id))
             return io.BytesIO(content)
         file = table.file_at(location)
         assert file is not None
         if file.kind == "manifest":
-            key = file.key_metadata()
-            content = self._read_stream(location, key, file.length, file.name)
-            table.learn_later(location, content, authentic=key is not None)
+            content = self._read_stream(location, file.key_metadata(), file.length, file.name)
+            table.learn_later(location, content)
             return io.BytesIO(content)
-        return self._open_data(file)
+        return self.open_listed(file)
 
     def _read_stream(
         self, location: str, key: StandardKeyMetadata | None, listed_length: int | None, name: str
     ) -> bytes:
-        with self.open_stored(location) as stored:
-            if key is None:
-                self._refuse_plaintext(name)
-                return read_plaintext(stored)
+        if key is None:
+            raise NotEncryptedError(
+                f"the {name} has no key metadata: it is a plaintext file in an encrypted table.",
+                hint="It may come from anyone, so it is never read. `parquet-keytools iceberg verify` lists such "
+                "files; rewrite the manifests with a writer that encrypts them.",
+            )
+        with self._open_stored(location) as stored:
             return read_stream(stored, key, listed_length, name)
 
-    def _open_data(self, file: ListedFile) -> Any:
+    def open_listed(self, file: ListedFile) -> Any:
+        """Open the plaintext of a data file or stream; errors of `open_plaintext`."""
         key = file.key_metadata()
         if key is None:
             self._refuse_plaintext(file.name)
-            return self.open_stored(file.location)
-        stored = self.open_stored(file.location)
+            return self._open_stored(file.location)
+        stored = self._open_stored(file.location)
         check_length(stored.size(), key, file.length, file.name)
         if file.format != "PARQUET":
             return Ags1Reader(stored, key, path=f"the {file.name}")
@@ -298,7 +569,7 @@ class EncryptedFileIO(FileIO):
         return pa.PythonFile(UncopiedInput(open_data_file(source, key, file.name, self._known.pages)), mode="r")
 
     def _refuse_plaintext(self, name: str) -> None:
-        if self._known.keys.service.configuration.reading.plaintext_files == "reject":
+        if self.keys.service.configuration.reading.plaintext_files == "reject":
             raise NotEncryptedError(
                 f"the {name} has no key metadata: it is a plaintext file in an encrypted table.",
                 hint="`parquet-keytools iceberg verify` lists them all. If that is intended, set "
@@ -306,7 +577,7 @@ class EncryptedFileIO(FileIO):
             )
 
     def _open_unknown(self, location: str) -> Any:
-        stored = self.open_stored(location)
+        stored = self._open_stored(location)
         magic = stored.read(4)
         stored.seek(0)
         if magic in _ENCRYPTED_MAGICS:
@@ -315,13 +586,13 @@ class EncryptedFileIO(FileIO):
                 hint="Where the catalog sends the metadata itself, as REST catalogs do, load the table with "
                 "`parquet_keytools.iceberg.load_table(catalog, name)`.",
             )
-        if self.is_guarded(location):
+        if self._is_guarded(location):
             self._refuse_plaintext(f"file {location}")
         return stored
 
 
 class EncryptedInputFile(InputFile):
-    """A file of a table, opened as plaintext; its length is that of the stored file."""
+    """A file of a table that is opened as plaintext; its length is the length of the stored file."""
 
     def __init__(
         self, location: str, stored_input: Callable[[str], InputFile], open_plaintext: Callable[[str], Any]
@@ -334,7 +605,7 @@ class EncryptedInputFile(InputFile):
         return len(self._stored_input(self.location))
 
     def exists(self) -> bool:
-        """Return whether the file is there."""
+        """Return whether the file exists."""
         return self._stored_input(self.location).exists()
 
     def open(self, seekable: bool = True) -> Any:
@@ -343,7 +614,7 @@ class EncryptedInputFile(InputFile):
 
 
 def _check_properties(encryption: TableEncryption) -> None:
-    """Refuse properties with which a changed metadata file would choose our configuration, code or servers."""
+    """Refuse properties by which a changed metadata file would choose our configuration, code or servers."""
     names = [
         name
         for name in misplaced_properties(encryption.properties)
@@ -352,12 +623,12 @@ def _check_properties(encryption: TableEncryption) -> None:
     if names:
         raise ConfigurationError(
             f"{encryption.metadata_location}: the table has the property {names[0]}, which catalogs alone have.",
-            hint="Do not trust this metadata file if you did not set it; else set it in the catalog.",
+            hint="Do not trust this metadata file if you did not set it; otherwise set it in the catalog.",
         )
 
 
 def _unpickled(kind: type[EncryptedFileIO], properties: dict[str, str], metadata: list[str]) -> EncryptedFileIO:
     """Make a FileIO in a worker process, which reads the metadata files again when it needs them."""
     file_io = kind(properties)
-    file_io.expect_metadata(metadata)
+    file_io._unread_metadata += metadata
     return file_io

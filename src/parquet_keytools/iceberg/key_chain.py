@@ -1,8 +1,8 @@
-"""From a master key to the key of a manifest list: the entries of `encryption-keys`, and how new ones are made.
+"""From a master key to the key of a manifest list: the entries of `encryption-keys`, read and made.
 
-Iceberg Java unwraps every KEK with the master key in the table property `encryption.key-id`, whatever the KEK's
-own `encrypted-by-id` says; iceberg-rust, and this package, take `encrypted-by-id`. So a table whose property was
-changed is read here and by Rust, and by Java only as far as its KEKs are under the new master key.
+Iceberg Java unwraps every KEK with the master key in the table property `encryption.key-id`, whatever the
+`encrypted-by-id` of the KEK says. iceberg-rust and this package use `encrypted-by-id`. So if this property was
+changed, Java reads only what is under the new master key; Rust and this package read everything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -44,56 +44,56 @@ from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEK_LIFETIME_MS = 730 * 24 * 60 * 60 * 1000
-"""A KEK encrypts keys of new snapshots for so long (2 years, as in Iceberg's own writers)."""
+"""How long a KEK encrypts keys of new snapshots: 2 years, as in Iceberg's own writers."""
 
 CLOCK_SKEW_MS = 24 * 60 * 60 * 1000
-"""So far may the clock of another writer be ahead of ours."""
+"""How far the clock of another writer may be ahead of ours."""
 
 _KEY_ID_BYTES = 16
 _KEY_LENGTHS = {"16": 128, "24": 192, "32": 256}
 
 
 class IcebergKeys:
-    """Wraps and unwraps KEKs of tables with the KMS of a configuration; each is unwrapped once, and kept."""
+    """Wraps and unwraps KEKs of tables with the KMS of a configuration, and caches unwrapped KEKs.
+
+    Raises:
+        ConfigurationError: The configuration shows columns as digests, which Iceberg tables do not support.
+    """
 
     def __init__(self, service: KeyService) -> None:
-        """Make one, which calls the KMS later; refuse columns as digests, which nothing here shows."""
         refuse_digests(
             service.configuration,
-            "columns of Iceberg's tables cannot be shown as digests, and have no keys of their own.",
+            "columns of Iceberg tables cannot be shown as digests, and have no keys of their own.",
             "Use another configuration for these tables.",
         )
         self.service = service
         self._keks: KekCache[tuple[str, bytes], SecretBytes] = KekCache(time.monotonic, "iceberg")
 
     def kek(self, wrapped_kek: bytes, master_key_id: str) -> SecretBytes:
-        """Return a KEK.
+        """Return a KEK, by the identifier of its master key in the KMS or its name in the configuration.
 
-        The master key has its identifier in the KMS, or its name in the configuration.
-
-        Raises:
-            KeyNotAvailableError: The configuration has no KMS.
-            KmsError: The KMS does not unwrap it.
+        `KeyNotAvailableError` if the configuration has no KMS, `KmsError` if the KMS does not unwrap it.
         """
-        kms, key = self._kms_for(master_key_id), (self.master_key_id(master_key_id), wrapped_kek)
+        kms, identifier = self._kms_for(master_key_id), self.master_key_id(master_key_id)
 
-        def load(wanted: list[tuple[str, bytes]]) -> Sequence[SecretBytes | KmsError]:
-            return [_outcome(kms, wrapped, by) for by, wrapped in wanted]
+        def load(_: object) -> list[SecretBytes | KmsError]:
+            try:
+                return [kms.unwrap_raw(wrapped_kek, identifier)]
+            except KmsError as error:
+                return [error]
 
         lifetime = self.service.configuration.reading.cache_lifetime_seconds
         with _hint_for_tables():
-            return value_or_raise(self._keks.get_many([key], load, lifetime)[0])
+            return value_or_raise(self._keks.get_many([(identifier, wrapped_kek)], load, lifetime)[0])
 
     def wrap_kek(self, kek: SecretBytes, master_key_id: str) -> bytes:
-        """Return a KEK as the KMS wraps it, under the current version of the master key.
+        """Wrap a KEK under the current version of a master key, and check that the result unwraps to it.
 
-        It is unwrapped again: all that depends on it would be lost with a wrapped KEK that does not open. This
-        also refuses a master key of anybody's in the metadata file, before the KEK encrypts anything.
+        A wrapped KEK that does not unwrap would lose all data under it. The check also refuses a master key that
+        someone else put into the metadata file, before the KEK encrypts anything.
 
         Raises:
-            KeyNotAvailableError: The configuration has no KMS.
-            MasterKeyNotTrustedError: The configuration does not name this master key, and it could be anybody's.
-            KmsResponseInvalidError: What the KMS returned does not unwrap to the KEK.
+            MasterKeyNotTrustedError: The configuration does not name this master key, which could be anyone's.
             KmsError: The KMS does not wrap or unwrap it.
         """
         kms = self._kms_for(master_key_id)
@@ -109,7 +109,7 @@ class IcebergKeys:
         return wrapped
 
     def master_key_id(self, name: str) -> str:
-        """Return the identifier of a master key in the KMS, by that or by its name in the configuration."""
+        """Return the identifier of a master key in the KMS, by its name in the configuration or itself."""
         return self.service.configuration.master_keys.get(name, name)
 
     def _kms_for(self, master_key_id: str) -> KmsClient:
@@ -123,7 +123,7 @@ class IcebergKeys:
 
 @contextlib.contextmanager
 def _hint_for_tables() -> Iterator[None]:
-    """Replace the advice to read other columns: a table has one master key, which all columns need."""
+    """Replace the advice to read other columns: all columns of a table need its one master key."""
     try:
         yield
     except KmsAccessDeniedError as error:
@@ -131,22 +131,15 @@ def _hint_for_tables() -> Iterator[None]:
         raise
 
 
-def _outcome(kms: KmsClient, wrapped: bytes, master_key_id: str) -> SecretBytes | KmsError:
-    try:
-        return kms.unwrap_raw(wrapped, master_key_id)
-    except KmsError as error:
-        return error
-
-
 class KeyChain:
-    """The keys of one state of a table. It keeps none: how long KEKs are kept, the configuration says."""
+    """The keys of one state of a table."""
 
     def __init__(self, table: TableEncryption, keys: IcebergKeys) -> None:
         self.table = table
         self._keys = keys
 
     def kek(self, key_id: str) -> SecretBytes:
-        """Return the KEK of an entry; errors as `IcebergKeys.kek`, or `KeyMaterialError` if it is none."""
+        """Return the KEK of an entry; `KeyMaterialError` if it is not one, and errors of `IcebergKeys.kek`."""
         entry = self._entry(key_id, f"the KEK {key_id!r}")
         if entry.encrypted_by_id in self.table.keys:
             raise self._error(f"the KEK {key_id!r} is encrypted by another entry, and not by a master key")
@@ -159,13 +152,15 @@ class KeyChain:
             )
             raise
 
+    def rewrapped(self, kek: EncryptionKey) -> EncryptionKey:
+        """Return the entry of the same KEK, wrapped under the current version of its master key."""
+        return replace(kek, encrypted=self._keys.wrap_kek(self.kek(kek.key_id), kek.encrypted_by_id))
+
     def manifest_list_key(self, snapshot: SnapshotKey) -> StandardKeyMetadata | None:
         """Return the key metadata of the manifest list of a snapshot, or None where the list is plaintext.
 
-        Raises:
-            KeyMaterialError: An entry is missing, or is no such key metadata.
-            DecryptionError: The entry is not authentic.
-            KmsError: The KMS does not unwrap its KEK.
+        `KeyMaterialError` if an entry is missing or malformed, `DecryptionError` if it is not authentic, and
+        errors of `kek`.
         """
         if snapshot.key_id is None:
             return None
@@ -203,7 +198,7 @@ class KeyChain:
 
 
 def key_length_bits(table: TableEncryption) -> int:
-    """Return the length of new KEKs and DEKs of a table in bits, by its property; refuse any but of AES."""
+    """Return the length of new KEKs and DEKs of a table in bits; `ConfigurationError` if AES has no such keys."""
     text = table.properties.get(KEY_LENGTH_PROPERTY, "16")
     if text not in _KEY_LENGTHS:
         raise ConfigurationError(
@@ -216,16 +211,14 @@ def key_length_bits(table: TableEncryption) -> int:
 def master_key_of(table: TableEncryption) -> str:
     """Return the master key of a table that is to be written.
 
-    Raises:
-        NotEncryptedError: The table has none.
-        KeyMaterialError: Its KEKs are under another one than its property names.
+    `NotEncryptedError` if it has none, `KeyMaterialError` if its property names another one than its KEKs have.
     """
     master_key_id = table.master_key_id
     if master_key_id is None:
         raise NotEncryptedError(
             f"{table.metadata_location}: the table has no property encryption.key-id, so it would be written in "
             "plaintext.",
-            hint="If it was encrypted, restore its metadata file; else write it with PyIceberg itself.",
+            hint="If it was encrypted, restore its metadata file; otherwise write it with PyIceberg itself.",
         )
     others = sorted({entry.encrypted_by_id for entry in table.keks} - {master_key_id})
     if others:
@@ -238,9 +231,9 @@ def master_key_of(table: TableEncryption) -> str:
 
 
 class NewKeys:
-    """Makes entries for new snapshots of one table, under a KEK that the table has, or else a new one.
+    """Makes the entries for new snapshots of one table, under a KEK of the table or, without one, a new KEK.
 
-    A new KEK costs two calls of the KMS, to wrap and to unwrap it, however often a commit is repeated.
+    A new KEK costs two KMS calls, to wrap and to unwrap it, however often a commit is repeated.
     """
 
     def __init__(self, keys: IcebergKeys, now: Callable[[], float] = lambda: time.time()) -> None:
@@ -248,25 +241,23 @@ class NewKeys:
         self._now = now
         self._fresh: tuple[EncryptionKey, SecretBytes] | None = None
 
-    def entries_for(
-        self, table: TableEncryption, chain: KeyChain, metadata: StandardKeyMetadata
-    ) -> tuple[EncryptionKey, ...]:
-        """Return what `encryption-keys` needs for a manifest list, its own entry last."""
-        entry, kek = self._kek(table, chain)
+    def entries_for(self, chain: KeyChain, metadata: StandardKeyMetadata) -> tuple[EncryptionKey, ...]:
+        """Return the entries that `encryption-keys` needs for a manifest list, its own entry last."""
+        entry, kek = self._kek(chain)
         assert entry.timestamp is not None
         encrypted = wrap_key(kek, metadata.encode(), entry.timestamp.encode())
         for_list = EncryptionKey(_new_id(), strict_base64.decode(encrypted), entry.key_id, None)
-        return (for_list,) if entry.key_id in table.keys else (entry, for_list)
+        return (for_list,) if entry.key_id in chain.table.keys else (entry, for_list)
 
-    def _kek(self, table: TableEncryption, chain: KeyChain) -> tuple[EncryptionKey, SecretBytes]:
-        master_key_id = master_key_of(table)
+    def _kek(self, chain: KeyChain) -> tuple[EncryptionKey, SecretBytes]:
+        master_key_id = master_key_of(chain.table)
         now_ms = int(self._now() * 1000)
-        young = [entry for entry in table.keks if is_young(entry, now_ms)]
+        young = [entry for entry in chain.table.keks if is_young(entry, now_ms)]
         if young:
             entry = max(young, key=lambda entry: entry.timestamp_ms or 0)
             return entry, chain.kek(entry.key_id)
         if self._fresh is None:
-            kek = SecretBytes.random(key_length_bits(table))
+            kek = SecretBytes.random(key_length_bits(chain.table))
             wrapped = self._keys.wrap_kek(kek, master_key_id)
             self._fresh = EncryptionKey(_new_id(), wrapped, master_key_id, str(now_ms)), kek
         return self._fresh
@@ -275,23 +266,14 @@ class NewKeys:
 def is_young(kek: EncryptionKey, now_ms: float) -> bool:
     """Return whether new snapshots are encrypted under a KEK.
 
-    One from the future is not young: a clock that was wrong, or whoever changed the metadata file, would keep it
-    in use for as long as they like.
+    A KEK from the future is not young: a wrong clock, or a changed metadata file, would keep it in use forever.
     """
     made = kek.timestamp_ms
     return made is not None and -CLOCK_SKEW_MS <= now_ms - made < KEK_LIFETIME_MS
 
 
-def rewrapped(keys: IcebergKeys, chain: KeyChain, entry: EncryptionKey) -> EncryptionKey:
-    """Return the entry of a KEK, wrapped under the current version of its master key; the KEK stays the same.
-
-    Errors are those of `IcebergKeys.wrap_kek`, and of unwrapping the entry.
-    """
-    return replace(entry, encrypted=keys.wrap_kek(chain.kek(entry.key_id), entry.encrypted_by_id))
-
-
 def as_json(entry: EncryptionKey) -> dict[str, Any]:
-    """Return an entry as the metadata file has it."""
+    """Return an entry as it is in the metadata file."""
     return {
         "key-id": entry.key_id,
         "encrypted-key-metadata": strict_base64.encode(entry.encrypted),

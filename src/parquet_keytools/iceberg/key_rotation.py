@@ -1,36 +1,32 @@
-"""Rotation of the KEKs of a table: which of its `encryption-keys` change, and how a metadata file has them then.
+"""Changes of the `encryption-keys` of a table, and their form in metadata files and commits to REST catalogs.
 
-This does not know how a metadata file is written, or through which catalog.
+This file does not know how a metadata file is written, or through which catalog.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from pyiceberg.exceptions import CommitFailedException
 
-from parquet_keytools.errors import OutputError
-from parquet_keytools.iceberg.file_io import EncryptedFileIO
-from parquet_keytools.iceberg.key_chain import as_json, is_young, master_key_of, rewrapped
-from parquet_keytools.iceberg.known_tables import KnownTable
+from parquet_keytools.iceberg.key_chain import KeyChain, as_json, is_young
 from parquet_keytools.iceberg.metadata import EncryptionKey
 
-_ATTEMPTS = 10
 _KEYS, _KEY_ID = "encryption-keys", "key-id"
 
 
 @dataclass(frozen=True)
 class KeyChanges:
-    """What a commit changes of the keys of a table.
+    """What a commit changes about the keys of a table.
 
     Attributes:
-        added: Entries that are new; those that the table has already are not added again.
+        added: New entries; entries that the table already has are not added again.
         snapshot_keys: Snapshot id -> `key-id` of its manifest list key.
-        replaced: Entries that are expected, and what they become; of the same `key-id`.
-        removed: The `key-id` of entries that nothing needs.
+        replaced: Expected entries, and their replacements with the same `key-id`.
+        removed: The `key-id` of each entry that is no longer needed.
     """
 
     added: Sequence[EncryptionKey] = ()
@@ -39,7 +35,7 @@ class KeyChanges:
     removed: Sequence[str] = ()
 
     def apply(self, document: dict[str, Any]) -> None:
-        """Change a metadata file; `CommitFailedException` where what is to be replaced, or a KEK, is gone."""
+        """Change a metadata file; `CommitFailedException` if an entry to replace, or a needed KEK, is gone."""
         entries = list(document.get(_KEYS) or [])
         for old, new in self.replaced:
             found = (entry for entry in entries if as_json(old).items() <= entry.items())
@@ -77,73 +73,13 @@ class KeyChanges:
         request["updates"] = updates + request["updates"]
 
 
-class KeyedTable(Protocol):
-    """A table whose keys can be changed."""
-
-    @property
-    def reader(self) -> EncryptedFileIO:
-        """What decrypts the files of the table."""
-        ...
-
-    def known(self) -> KnownTable:
-        """Return what the metadata file says of the keys."""
-        ...
-
-    def refresh(self) -> Any:
-        """Load the current state of the table."""
-        ...
-
-    def commit_key_changes(self, changes: KeyChanges) -> None:
-        """Commit changes of keys alone; `CommitFailedException` where another commit was first."""
-        ...
+def rotation(chain: KeyChain) -> KeyChanges:
+    """Return the re-wrapping of all KEKs under the current version of their master key; errors of the KMS."""
+    return KeyChanges(replaced=[(kek, chain.rewrapped(kek)) for kek in chain.table.keks])
 
 
-def rotate(table: KeyedTable) -> tuple[str, ...]:
-    """Re-wrap the KEKs of a table under the current version of their master key; return their `key-id`.
-
-    Raises:
-        OutputError: Other commits were first, again and again, or the metadata file could not be written.
-        KmsError: The KMS does not wrap or unwrap a KEK; the table is as it was.
-    """
-    return _change_keys(
-        table,
-        lambda known: KeyChanges(
-            replaced=[(kek, rewrapped(table.reader.keys, known.chain, kek)) for kek in known.encryption.keks]
-        ),
-    )
-
-
-def remove_unneeded_keys(table: KeyedTable) -> tuple[str, ...]:
-    """Remove the entries of `encryption-keys` that no snapshot needs; return their `key-id`.
-
-    Raises:
-        OutputError: Other commits were first, again and again, or the metadata file could not be written.
-    """
-
-    def changes(known: KnownTable) -> KeyChanges:
-        encryption, now_ms = known.encryption, time.time() * 1000
-        young = {kek.key_id for kek in encryption.keks if is_young(kek, now_ms)}
-        return KeyChanges(removed=[key_id for key_id in encryption.unneeded_keys if key_id not in young])
-
-    return _change_keys(table, changes)
-
-
-def _change_keys(table: KeyedTable, changes_of: Callable[[KnownTable], KeyChanges]) -> tuple[str, ...]:
-    """Commit changes of keys, made from the current state each time; return the `key-id` of each."""
-    for _ in range(_ATTEMPTS):
-        known = table.known()
-        master_key_of(known.encryption)
-        changes = changes_of(known)
-        changed = (*(kek.key_id for kek, _ in changes.replaced), *changes.removed)
-        if not changed:
-            return ()
-        try:
-            table.commit_key_changes(changes)
-        except CommitFailedException:
-            table.refresh()
-            continue
-        return changed
-    raise OutputError(
-        f"other commits changed the table {_ATTEMPTS} times while its keys were changed.",
-        hint="It is as they left it. Try again.",
-    )
+def removal(chain: KeyChain) -> KeyChanges:
+    """Return the removal of the entries that no snapshot needs, except KEKs that new snapshots may use."""
+    now_ms = time.time() * 1000
+    young = {kek.key_id for kek in chain.table.keks if is_young(kek, now_ms)}
+    return KeyChanges(removed=[key_id for key_id in chain.table.unneeded_keys if key_id not in young])

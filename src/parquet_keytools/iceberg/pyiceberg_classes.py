@@ -1,12 +1,12 @@
-"""All that touches PyIceberg's protected classes and methods; nothing else in the package does (ADR 10).
+"""Everything that uses PyIceberg's protected classes and methods; no other file does (ADR 10).
 
-PyIceberg 0.12 reads tables of format version 3 and does not write them, and it loses what it does not know of a
-metadata file. What it would have to do for encrypted tables is added here by subclasses: of tables and
-transactions, of the producers of snapshots, of the writers of manifests, and of catalogs for one commit.
+PyIceberg 0.12 reads tables of format version 3 but does not write them, and it drops the fields of a metadata file
+that it does not know. The subclasses here add what encrypted tables need: subclasses of tables and transactions,
+of the producers of snapshots, of the writers of manifests, and of catalogs for one commit.
 
-PyIceberg decides which files a snapshot keeps, adds and drops, and what conflicts with another commit. Here
-manifests and manifest lists are encrypted, and get their keys. PyIceberg keeps entries as version 2 has them; what
-version 3 adds, row ids above all, is put back here from the files that the entries were read from.
+PyIceberg decides which files a snapshot keeps, adds and drops, and what conflicts with another commit. The code
+here encrypts manifests and manifest lists. PyIceberg keeps entries of manifests in the form of version 2; what
+version 3 adds, mainly row ids, is restored here from the manifests that the entries came from.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ from pyiceberg.manifest import (
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table, TableProperties, Transaction
-from pyiceberg.table.locations import LocationProvider
 from pyiceberg.table.metadata import TableMetadata, TableMetadataV3
 from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.table.snapshots import Operation, Snapshot
@@ -77,15 +76,14 @@ from pyiceberg.table.update.snapshot import (
 from pyiceberg.typedef import EMPTY_DICT
 from pyiceberg.utils.schema_conversion import AvroSchemaConversion
 
-from parquet_keytools.errors import FormatLimitError, KeytoolsError, OutputError
-from parquet_keytools.iceberg.catalog_commits import MetadataFiles, dumped, refuse_hashed
+from parquet_keytools.errors import FormatLimitError
 from parquet_keytools.iceberg.claims import counter_problems, refuse
 from parquet_keytools.iceberg.key_rotation import KeyChanges
 from parquet_keytools.iceberg.manifests import counters_of_list
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
-from parquet_keytools.iceberg.written_files import WritingFileIO
+from parquet_keytools.iceberg.written_files import MetadataFiles, WritingFileIO, dumped, refuse_hashed
 
-VERSION: Literal[3] = 3
+_VERSION: Literal[3] = 3
 
 _AVRO_SCHEMA_KEY = "avro.schema"
 _NO_STATISTICS = {TableProperties.DEFAULT_WRITE_METRICS_MODE: "none"}
@@ -99,7 +97,7 @@ _MANIFEST_KEY_METADATA, _MANIFEST_FIRST_ROW_ID = 14, 15
 
 
 class CommittingTable(Table):
-    """A table that commits by a method of its own."""
+    """A table that commits by a public method."""
 
     @abstractmethod
     def commit_updates(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
@@ -126,29 +124,28 @@ class ProducingTransaction(Transaction):
         """The ids of the snapshots so far."""
         return [producer.snapshot_id for producer in self._snapshot_producers]
 
-    @property
-    def location_provider(self) -> LocationProvider:
-        """What names new files."""
-        return self._table.location_provider()
+    def new_metadata_location(self, name: str) -> str:
+        """Return the location of a new manifest or manifest list."""
+        return self._table.location_provider().new_metadata_location(name)
 
     def update_snapshot(
         self, snapshot_properties: dict[str, str] = EMPTY_DICT, branch: str | None = MAIN_BRANCH
     ) -> _EncryptedUpdateSnapshot:
-        """Return what makes a snapshot."""
+        """Return the maker of a snapshot."""
         return _EncryptedUpdateSnapshot(
             self, io=self._writing_io, branch=branch, snapshot_properties=snapshot_properties
         )
 
     @abstractmethod
     def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
-        """Take the key of the manifest list of a snapshot of this transaction."""
+        """Take the key of the manifest list of a snapshot in this transaction."""
 
 
 # --- writers of manifests and manifest lists ---
 
 
 class _ManifestOutput(AvroOutputFile[ManifestEntry]):
-    """An Avro file whose schema has each name once, as Avro wants it: two partition fields may have one type."""
+    """An Avro file whose schema has each type name once, as Avro requires: partition fields may share a type."""
 
     def _write_header(self) -> None:
         schema = AvroSchemaConversion().iceberg_to_avro(self.file_schema, schema_name=self.schema_name)
@@ -163,7 +160,7 @@ class _ManifestOutput(AvroOutputFile[ManifestEntry]):
 
 
 def _rename_repeated(schema: Any, names: set[str]) -> None:
-    """Give types in the JSON of an Avro schema that repeat the name of an earlier one another name."""
+    """Rename the types in the JSON of an Avro schema that repeat an earlier name."""
     if isinstance(schema, list):
         for item in schema:
             _rename_repeated(item, names)
@@ -182,7 +179,7 @@ class _ManifestWriterV3(ManifestWriterV2):
     """Writes an encrypted manifest of data files.
 
     Args:
-        first_row_id_of: Location of a data file that the table has -> its first row id.
+        first_row_id_of: Location of a data file of the table -> its first row id.
     """
 
     def __init__(
@@ -202,12 +199,11 @@ class _ManifestWriterV3(ManifestWriterV2):
 
     @property
     def version(self) -> Literal[3]:
-        """The version of the format."""
-        return VERSION
+        return _VERSION
 
     def new_writer(self) -> AvroOutputFile[ManifestEntry]:
-        """Return the Avro file; its records are those of version 3 already."""
-        schema = self._with_partition(VERSION)
+        # The records are already in the form of version 3.
+        schema = self._with_partition(_VERSION)
         return _ManifestOutput(
             output_file=self._output_file,
             file_schema=schema,
@@ -217,14 +213,9 @@ class _ManifestWriterV3(ManifestWriterV2):
         )
 
     def prepare_entry(self, entry: ManifestEntry) -> ManifestEntry:
-        """Return an entry as version 3 has it, of a file that has a key.
-
-        Raises:
-            ValidationException: The file is partitioned by another spec than the manifest.
-        """
         written = entry.data_file
         if written.spec_id != self._spec_id:
-            # PyIceberg would take its partition values for those of other fields, when it repeats a commit.
+            # When it repeats a commit, PyIceberg would take partition values of one field for another's.
             raise ValidationException(
                 f"the partition spec changed from {written.spec_id} to {self._spec_id} after {written.file_path} "
                 "was written. Nothing was committed: write the rows again."
@@ -234,7 +225,7 @@ class _ManifestWriterV3(ManifestWriterV2):
         if file.content is not DataFileContent.DATA:
             raise FormatLimitError(f"{file.file_path}: delete files are kept in the manifests that have them.")
         if not file.key_metadata:
-            # The key of a file that is here already comes from its manifest; without one it is plaintext.
+            # The manifest of a file that is already in the table has its key; otherwise it must be written here.
             self._io.key_metadata(file.file_path)
         first_row_id = None if entry.status is ManifestEntryStatus.ADDED else self._first_row_id_of(file.file_path)
         values = [file[i] for i in range(_FILE_FIRST_ROW_ID)]
@@ -242,7 +233,6 @@ class _ManifestWriterV3(ManifestWriterV2):
         return ManifestEntry(*(entry[i] for i in range(_ENTRY_FILE)), complete)
 
     def to_manifest_file(self) -> ManifestFile:
-        """Return what a manifest list says of the manifest, its key metadata included."""
         manifest = super().to_manifest_file()
         key_metadata = self._io.key_metadata(manifest.manifest_path)
         manifest[_MANIFEST_KEY_METADATA] = key_metadata.encode().reveal()
@@ -251,14 +241,14 @@ class _ManifestWriterV3(ManifestWriterV2):
 
 
 class _ManifestListWriterV3(ManifestListWriterV2):
-    """Writes an encrypted manifest list, and assigns first row ids to the manifests that have none.
+    """Writes an encrypted manifest list, and assigns first row ids to manifests that have none.
 
     Args:
         next_row_id: First row id of the snapshot.
-        first_row_ids: Location of each manifest of the snapshot before -> its first row id.
+        first_row_ids: Location of each manifest of the parent snapshot -> its first row id.
 
     Attributes:
-        next_row_id: The first row id that no manifest of the list has taken.
+        next_row_id: The first row id after those of the list.
     """
 
     def __init__(
@@ -273,10 +263,10 @@ class _ManifestListWriterV3(ManifestListWriterV2):
         first_row_ids: dict[str, int | None],
     ) -> None:
         super().__init__(io.new_output(location), snapshot_id, parent_snapshot_id, sequence_number, compression)
-        self._format_version = VERSION
+        self._format_version = _VERSION
         self._meta = {
             **self._meta,
-            "format-version": str(VERSION),
+            "format-version": str(_VERSION),
             "first-row-id": str(next_row_id),
             AVRO_CODEC_KEY: compression,
         }
@@ -284,7 +274,7 @@ class _ManifestListWriterV3(ManifestListWriterV2):
         self._first_row_ids = first_row_ids
 
     def __enter__(self) -> _ManifestListWriterV3:
-        schema = MANIFEST_LIST_FILE_SCHEMAS[VERSION]
+        schema = MANIFEST_LIST_FILE_SCHEMAS[_VERSION]
         self._writer = AvroOutputFile[ManifestFile](
             output_file=self._output_file,
             record_schema=schema,
@@ -296,7 +286,6 @@ class _ManifestListWriterV3(ManifestListWriterV2):
         return self
 
     def prepare_manifest(self, manifest_file: ManifestFile) -> ManifestFile:
-        """Return the entry of a manifest as version 3 has it."""
         values = [manifest_file[i] for i in range(_MANIFEST_FIRST_ROW_ID)]
         prepared: ManifestFile = super().prepare_manifest(ManifestFile(*values, None))
         first_row_id = self._first_row_ids.get(manifest_file.manifest_path)
@@ -307,26 +296,27 @@ class _ManifestListWriterV3(ManifestListWriterV2):
         return prepared
 
 
-def read_manifests(io: FileIO, manifest_list: str) -> Iterator[ManifestFile]:
-    """Yield the manifests of a manifest list, as version 3 has them; `first_row_id` is their last field."""
+def _read_manifests(io: FileIO, manifest_list: str) -> Iterator[ManifestFile]:
+    """Yield the manifests of a manifest list in the form of version 3; `first_row_id` is their last field."""
     with AvroFile[ManifestFile](
         io.new_input(manifest_list),
-        MANIFEST_LIST_FILE_SCHEMAS[VERSION],
+        MANIFEST_LIST_FILE_SCHEMAS[_VERSION],
         read_types={-1: ManifestFile, 508: PartitionFieldSummary},
         read_enums={517: ManifestContent},
     ) as reader:
         yield from reader
 
 
-def read_first_row_ids(io: FileIO, manifest: ManifestFile) -> Iterator[tuple[str, int | None]]:
-    """Yield location and first row id of each live data file of a manifest that `read_manifests` returned.
+def _read_first_row_ids(io: FileIO, manifest: ManifestFile) -> Iterator[tuple[str, int | None]]:
+    """Yield the location and first row id of each live data file of a manifest from `_read_manifests`.
 
-    A file without one inherits it: that of the manifest, and then the rows of the files before that have none.
+    A file without one inherits it: the first such file has the first row id of the manifest, and the rows of the
+    next such file follow.
     """
     next_row_id = manifest[_MANIFEST_FIRST_ROW_ID]
     with AvroFile[ManifestEntry](
         io.new_input(manifest.manifest_path),
-        MANIFEST_ENTRY_SCHEMAS[VERSION],
+        MANIFEST_ENTRY_SCHEMAS[_VERSION],
         read_types={-1: ManifestEntry, 2: DataFile},
         read_enums={0: ManifestEntryStatus, 101: FileFormat, 134: DataFileContent},
     ) as reader:
@@ -341,8 +331,8 @@ def read_first_row_ids(io: FileIO, manifest: ManifestFile) -> Iterator[tuple[str
             yield file.file_path, first_row_id
 
 
-def check_partition_types(spec: PartitionSpec, schema: Schema) -> None:
-    """Refuse partition values that PyIceberg writes into manifests and cannot read (`FormatLimitError`)."""
+def _check_partition_types(spec: PartitionSpec, schema: Schema) -> None:
+    """Refuse partition values that PyIceberg writes into manifests but cannot read (`FormatLimitError`)."""
     conversion = AvroSchemaConversion()
     for field in spec.partition_type(schema).fields:
         is_readable = False
@@ -361,7 +351,7 @@ def check_partition_types(spec: PartitionSpec, schema: Schema) -> None:
 
 
 class _EncryptedProducer(_SnapshotProducer[Any]):
-    """What all producers of an encrypted table share; it stands behind PyIceberg's own class among the bases."""
+    """The common part of all producers of an encrypted table; comes after PyIceberg's class among the bases."""
 
     _transaction: ProducingTransaction
     _io: WritingFileIO
@@ -370,21 +360,21 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         super().__init__(*arguments, **named)
         metadata = self._transaction.table_metadata
         # Before any file is written.
-        check_partition_types(metadata.spec(), metadata.schema())
+        _check_partition_types(metadata.spec(), metadata.schema())
         self._lock = threading.Lock()
         self._file_row_ids: dict[str, int | None] | None = None
 
     def append_data_file(self, data_file: DataFile) -> Any:
-        """Take a data file that this table wrote; one of somebody else may be plaintext, and is refused."""
+        """Take a data file that this table wrote; others may be plaintext, and are refused."""
         key_metadata = self._io.key_metadata(data_file.file_path)
         properties = pe.create_decryption_properties(
             footer_key=key_metadata.encryption_key.reveal(), aad_prefix=key_metadata.aad_prefix
         )
         with self._io.storage.new_input(data_file.file_path).open() as file:
             metadata = pq.read_metadata(file, decryption_properties=properties)
-        # PyIceberg measured the plaintext file. The field ids in the file say which column is which: its names may
-        # differ from the names in the table, which may also have another schema by now.
-        schema = pyarrow_to_schema(metadata.schema.to_arrow_schema(), format_version=VERSION)
+        # PyIceberg measured the plaintext file. Columns are matched by the field ids in the file: its names may
+        # differ from the names in the table, whose schema may have changed.
+        schema = pyarrow_to_schema(metadata.schema.to_arrow_schema(), format_version=_VERSION)
         statistics = data_file_statistics_from_parquet_metadata(
             parquet_metadata=metadata,
             stats_columns=compute_statistics_plan(schema, _NO_STATISTICS),
@@ -398,10 +388,9 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         return super().append_data_file(data_file)
 
     def new_manifest_writer(self, spec: PartitionSpec) -> ManifestWriter:
-        """Return a writer of an encrypted manifest."""
-        check_partition_types(spec, self.schema())
+        _check_partition_types(spec, self.schema())
         name = f"{self.commit_uuid}-m{next(self._manifest_num_counter)}.avro"
-        location = self._transaction.location_provider.new_metadata_location(name)
+        location = self._transaction.new_metadata_location(name)
         self._written_manifests.append(location)
         return _ManifestWriterV3(
             spec, self.schema(), self._io, location, self._snapshot_id, self._compression, self._first_row_id
@@ -415,7 +404,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         manifests = self._manifests()
         first_row_id = metadata.next_row_id or 0
         name = f"snap-{self._snapshot_id}-0-{self.commit_uuid}.avro"
-        location = self._transaction.location_provider.new_metadata_location(name)
+        location = self._transaction.new_metadata_location(name)
         self._written_manifest_lists.append(location)
         with _ManifestListWriterV3(
             self._io,
@@ -453,7 +442,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         return (added, moved), (expected,)
 
     def _refuse_used_numbers(self, metadata: TableMetadataV3) -> None:
-        """Refuse numbers for the snapshot that manifests of the snapshot before have (`ParquetFormatError`)."""
+        """Refuse numbers that manifests of the parent snapshot already have (`ParquetFormatError`)."""
         if self._parent_snapshot_id is None:
             return
         if (parent := metadata.snapshot_by_id(self._parent_snapshot_id)) is not None:
@@ -469,16 +458,16 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         if self._parent_snapshot_id is None:
             return []
         parent = self._transaction.table_metadata.snapshot_by_id(self._parent_snapshot_id)
-        return list(read_manifests(self._io, parent.manifest_list)) if parent is not None else []
+        return list(_read_manifests(self._io, parent.manifest_list)) if parent is not None else []
 
     def _first_row_id(self, location: str) -> int | None:
-        # Only where a manifest is written again: for appends, no manifest is read.
+        # Needed only where a manifest is rewritten: an append reads no manifest.
         with self._lock:
             if self._file_row_ids is None:
                 self._file_row_ids = {
                     path: first_row_id
                     for manifest in self._parent_manifests()
-                    for path, first_row_id in read_first_row_ids(self._io, manifest)
+                    for path, first_row_id in _read_first_row_ids(self._io, manifest)
                 }
             return self._file_row_ids.get(location)
 
@@ -500,8 +489,6 @@ class _EncryptedDelete(_DeleteFiles, _EncryptedProducer):
 
 
 class _EncryptedUpdateSnapshot(UpdateSnapshot):
-    """Makes the producers of snapshots of an encrypted table."""
-
     def _arguments(self, operation: Operation) -> dict[str, Any]:
         return {
             "operation": operation,
@@ -512,21 +499,17 @@ class _EncryptedUpdateSnapshot(UpdateSnapshot):
         }
 
     def fast_append(self) -> _FastAppendFiles:
-        """Return an append that keeps all manifests as they are."""
         return _EncryptedFastAppend(**self._arguments(Operation.APPEND))
 
     def merge_append(self) -> _MergeAppendFiles:
-        """Return an append that merges small manifests."""
         return _EncryptedMergeAppend(**self._arguments(Operation.APPEND))
 
     def overwrite(self, commit_uuid: uuid.UUID | None = None) -> _OverwriteFiles:
-        """Return a snapshot that replaces files."""
         has_rows = self._transaction.table_metadata.snapshot_by_name(name=self._branch) is not None
         operation = Operation.OVERWRITE if has_rows else Operation.APPEND
         return _EncryptedOverwrite(commit_uuid=commit_uuid, **self._arguments(operation))
 
     def delete(self) -> _DeleteFiles:
-        """Return a snapshot that drops files."""
         return _EncryptedDelete(**self._arguments(Operation.DELETE))
 
 
@@ -534,13 +517,13 @@ class _EncryptedUpdateSnapshot(UpdateSnapshot):
 
 
 def committing(catalog: Catalog, storage: FileIO, changes: KeyChanges) -> Catalog:
-    """Return a catalog for one commit, or for the creation of one table, with the state of another one."""
+    """Return a catalog for one commit, or for the creation of one table, with the state of another catalog."""
     if isinstance(catalog, RestCatalog):
         copied = copy.copy(catalog)
         copied._session = _Session(catalog._session, changes)  # type: ignore[assignment]
         return copied
     made = object.__new__(_committing_class(type(catalog)))
-    # They share connections and caches: a catalog in memory is nowhere else.
+    # They share connections and caches: a catalog in memory exists nowhere else.
     made.__dict__.update(catalog.__dict__, metadata_files=MetadataFiles(storage, changes))
     return made
 
@@ -551,7 +534,7 @@ def _committing_class(catalog_class: type[Catalog]) -> type[_CommittingCatalog]:
 
 
 class _CommittingCatalog(Catalog):
-    """A catalog that writes metadata files itself, with the keys; it stands before PyIceberg's own class."""
+    """A catalog that writes metadata files itself, with the keys; comes before PyIceberg's class in the bases."""
 
     metadata_files: MetadataFiles
 
@@ -561,10 +544,10 @@ class _CommittingCatalog(Catalog):
     def _write_metadata(self, metadata: TableMetadata, io: FileIO, metadata_path: str) -> None:
         self.metadata_files.write(metadata, metadata_path)
 
-    # The name by which Glue's catalog calls it for managed storage.
+    # Glue's catalog calls it by this name for managed storage.
     _write_metadata_no_exist_check = _write_metadata
 
-    # What the catalogs of Hive and Glue call with their own entry of a table, before they write.
+    # The catalogs of Hive and Glue call these with their own entry of a table, before they write.
     def _convert_hive_into_iceberg(self, table: Any) -> Any:
         refuse_hashed(table.parameters)
         return super()._convert_hive_into_iceberg(table)  # type: ignore[misc]
@@ -586,19 +569,12 @@ class _CommittingCatalog(Catalog):
         except CommitFailedException:
             self.metadata_files.remove_written()
             raise
-        except KeytoolsError:
-            raise
-        except Exception as error:
-            if not self.metadata_files.has_refused(self, table, error):
-                raise
-            self.metadata_files.remove_written()
-            raise OutputError(f"the catalog did not take the commit ({type(error).__name__}).") from error
         self.metadata_files.delete_dropped(table.metadata, response, self.properties)
         return response
 
 
 class _Session:
-    """The HTTP session of a REST catalog, which adds to a commit what PyIceberg's models cannot hold."""
+    """The HTTP session of a REST catalog, which adds keys to commits: PyIceberg's models cannot hold them."""
 
     def __init__(self, session: Any, changes: KeyChanges) -> None:
         self._session = session
@@ -608,7 +584,6 @@ class _Session:
         return getattr(self._session, name)
 
     def post(self, url: str, data: bytes | None = None, **named: Any) -> Any:
-        """Send a request; one with updates is that of a commit."""
         request = json.loads(data) if data is not None else None
         if isinstance(request, dict) and "updates" in request:
             self._changes.apply_to_request(request)

@@ -1,6 +1,6 @@
-"""The key chain of a table, link by link: which keys it depends on, and what is wrong with it.
+"""Finds a table, and audits its key chain link by link: which keys it depends on, and what is wrong with it.
 
-Nothing stops at the first finding. What a broken link leads to is not reached, and the report says so by the link.
+The audit does not stop at the first finding. It does not reach what a broken link leads to, and reports the link.
 """
 
 from __future__ import annotations
@@ -10,23 +10,53 @@ import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
+from pyarrow import fs as pafs
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
+from pyiceberg.io import PY_IO_IMPL, FileIO, load_file_io
+from pyiceberg.io.fsspec import FsspecFileIO
+from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyiceberg.typedef import EMPTY_DICT
 
-from parquet_keytools.errors import KeyMaterialError, KeytoolsError, KmsError, WrappedKeyInvalidError
+from parquet_keytools.config.loader import load_configuration, parse_configuration
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KeyMaterialError,
+    KeytoolsError,
+    KmsError,
+    WrappedKeyInvalidError,
+)
+from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.ags1 import MAGIC
-from parquet_keytools.iceberg.claims import Counters, counter_problems
+from parquet_keytools.iceberg.claims import (
+    MAPPING_PROPERTY,
+    Counters,
+    TablePlaces,
+    check_place,
+    counter_problems,
+    mapped_location,
+    misplaced_properties,
+)
+from parquet_keytools.iceberg.file_io import (
+    CONFIG_PROPERTY,
+    check_data_file,
+    check_length,
+    open_as_stored,
+    read_stream,
+)
 from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain, is_young, master_key_of
-from parquet_keytools.iceberg.located_table import LocatedTable
 from parquet_keytools.iceberg.manifests import (
     ListedFile,
     counters_of_list,
     counters_of_manifest,
     files_in,
     manifests_in,
-    read_plaintext,
 )
 from parquet_keytools.iceberg.metadata import (
     SnapshotKey,
@@ -35,24 +65,124 @@ from parquet_keytools.iceberg.metadata import (
     parse_table_metadata,
     read_metadata_file,
 )
-from parquet_keytools.iceberg.table_files import (
-    check_length,
-    check_place,
-    decrypt_data_file,
-    misplaced_properties,
-    read_stream,
-)
+from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.storage.walk import all_files
 
-_MS_A_DAY = 86_400_000
+_MS_PER_DAY = 86_400_000
 _PARQUET = "PARQUET"
 _ENCRYPTED = (MAGIC, b"PARE")
 _PLAINTEXT = (b"PAR1", b"Obj\x01", b"PFA1")
 _BESIDE_TABLES = (".crc", "version-hint.text")
 """Files of Hadoop that no metadata file names."""
 _UNREADABLE = (KeytoolsError, OSError, ValueError, pa.ArrowException)
-"""Also what a location is refused with: a scheme that PyIceberg does not know is a ValueError."""
+"""Includes the ValueError for a scheme that PyIceberg does not know."""
+
+Loaded = TypeVar("Loaded")
+
+
+# --- finding a table ---
+
+
+@dataclass(frozen=True)
+class LocatedTable:
+    """A table, of which only the metadata file was read, and how its files are opened."""
+
+    encryption: TableEncryption
+    service: KeyService
+    file_io: FileIO
+    mapping: str
+    places: TablePlaces
+
+    def open_stored(self, location: str) -> pa.NativeFile:
+        """Open a file as it is stored."""
+        return open_as_stored(lambda _: self.file_io, location, self.mapping)
+
+    def path_of(self, location: str) -> str:
+        """Return the path of a location on its file system."""
+        mapped = mapped_location(location, self.mapping)
+        try:
+            return PyArrowFileIO.parse_location(mapped)[2]
+        except ValueError:
+            return mapped
+
+    def folder(self) -> FileLocation | None:
+        """Return the folder above the folder `metadata` of the metadata file; None where there is no such folder.
+
+        The location in the metadata file is not used: anyone who changed it could let us list anything.
+        """
+        folder, _, _ = self.encryption.metadata_location.rpartition("/")
+        above, _, name = folder.rpartition("/")
+        if name != "metadata" or not above:
+            return None
+        scheme, netloc, path = PyArrowFileIO.parse_location(mapped_location(above, self.mapping))
+        if isinstance(self.file_io, PyArrowFileIO):
+            return FileLocation(self.file_io.fs_by_scheme(scheme, netloc), path)
+        if isinstance(self.file_io, FsspecFileIO):
+            return FileLocation(pafs.PyFileSystem(pafs.FSSpecHandler(self.file_io.get_fs(scheme))), path)
+        return None
+
+
+def located_table(
+    table: str,
+    config: Path | None = None,
+    catalog_name: str | None = None,
+    properties: Mapping[str, str] = EMPTY_DICT,
+) -> LocatedTable:
+    """Find a table by the location of its metadata file, or by its name in a catalog, and read that file.
+
+    Without `config`, the properties of the catalog, or the given ones, name the configuration. Without any
+    configuration, no key can be unwrapped.
+
+    `KeytoolsError` if the configuration or the metadata file is wrong, `OSError` if a file cannot be read.
+    """
+    given = dict(properties)
+    if catalog_name is not None:
+        if config is not None:
+            given.setdefault(CONFIG_PROPERTY, str(config))
+        loaded = table_of_catalog(catalog_name, given, table, lambda catalog, name: catalog.load_table(name))
+        # Our own properties are taken from the catalog: anyone may have set properties of the table.
+        of_storage = {n: v for n, v in loaded.io.properties.items() if not n.startswith("keytools.")}
+        ours = {n: v for n, v in loaded.catalog.properties.items() if n.startswith("keytools.")}
+        table, given = loaded.metadata_location, {**of_storage, **ours, **given}
+    elif "://" not in table and not table.startswith("file:"):
+        table = str(expanded(table).absolute())
+    if config is None and CONFIG_PROPERTY in given:
+        config = Path(given[CONFIG_PROPERTY])
+    configuration = load_configuration(config) if config is not None else parse_configuration({"version": 1})
+    service = KeyService(configuration, None, time.monotonic)
+    mapping = given.get(MAPPING_PROPERTY, "")
+    beneath = {name: value for name, value in given.items() if name != PY_IO_IMPL}
+    file_io = load_file_io(beneath, mapped_location(table, mapping))
+    with open_as_stored(lambda _: file_io, table, mapping) as file:
+        encryption = parse_table_metadata(read_metadata_file(file, table), table)
+    return LocatedTable(encryption, service, file_io, mapping, TablePlaces(table, given))
+
+
+def table_of_catalog(
+    catalog_name: str, properties: Mapping[str, str], table: str, load: Callable[[Catalog, str], Loaded]
+) -> Loaded:
+    """Load a table, by a function, from a catalog that PyIceberg knows by name.
+
+    `ConfigurationError` if the catalog or the table is missing or cannot be used. PyIceberg's errors are not its
+    context, since they may quote anything.
+    """
+    try:
+        return load(load_catalog(catalog_name, **properties), table)
+    except (KeytoolsError, OSError):
+        raise
+    except (NoSuchTableError, NoSuchNamespaceError):
+        text = f"the catalog {catalog_name!r} has no table {table!r}."
+        hint = "Name it with its namespace: db.people."
+    except Exception as error:
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}"
+        text = f"the catalog {catalog_name!r} cannot be used, or does not load the table {table!r} ({reason})."
+        hint = "Describe it in .pyiceberg.yaml, and name the table with its namespace: db.people."
+    raise ConfigurationError(text, hint=hint)
+
+
+# --- the report ---
 
 
 @dataclass
@@ -63,7 +193,7 @@ class ChainLink:
         location: Where it lies.
         kind: `manifest list`, `manifest`, `data file`, ...
         length: Its bytes, as listed; None where nothing lists them.
-        is_encrypted: Whether it has a key; a file that has one and is plaintext is a problem.
+        is_encrypted: Whether it has a key. An encrypted file that has plaintext content is a problem.
         problems: What is wrong with it.
         snapshot_ids: The snapshots that have it.
         children: The files that it lists.
@@ -89,10 +219,10 @@ class KekReport:
 
     Attributes:
         key_id: Its name in the table.
-        master_key_id: What wraps it.
-        age_days: Its age, or None where it has no valid `KEY_TIMESTAMP`.
-        is_due: Whether writers make a new one, for it is 730 days old, or from the future.
-        manifest_lists: How many keys of manifest lists it encrypts.
+        master_key_id: The master key that wraps it.
+        age_days: Its age; None without a valid `KEY_TIMESTAMP`.
+        is_due: Whether writers make a new KEK, since it is 730 days old or from the future.
+        manifest_lists: The number of manifest list keys that it encrypts.
         problems: What is wrong with it.
     """
 
@@ -106,20 +236,18 @@ class KekReport:
 
 @dataclass
 class TableReport:
-    """What was found out about a table.
+    """The result of an audit.
 
     Attributes:
-        encryption: What its metadata file says.
-        keks: Its KEKs.
-        lists: The manifest lists of its snapshots, in their order.
-        statistics: Files with statistics, of the table and of its partitions.
-        plaintext_orphans: Plaintext files in the folder of an encrypted table that nothing names.
+        encryption: What the metadata file says.
+        keks: The KEKs of the table.
+        lists: The manifest lists of its snapshots, in order.
+        statistics: Files with statistics of the table and of its partitions.
+        plaintext_orphans: Plaintext files in the folder of an encrypted table that no readable link names.
         problems: What is wrong with the metadata file itself.
-        unneeded_keys: Entries of `encryption-keys` that no snapshot needs.
-        links: All files, each once.
+        links: All files of the key chain, by location.
         orphans: Locations of files in the folder of the table that nothing names; None where that is unknown.
-        expired: The orphans that belonged to expired snapshots.
-        kms_failed: Whether the KMS could not be reached or refused: then it is the reason of other problems too.
+        kms_failed: Whether the KMS refused or could not be reached, which causes other problems, too.
     """
 
     encryption: TableEncryption
@@ -128,10 +256,8 @@ class TableReport:
     statistics: list[ChainLink] = field(default_factory=list)
     plaintext_orphans: list[ChainLink] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    unneeded_keys: list[str] = field(default_factory=list)
     links: dict[str, ChainLink] = field(default_factory=dict)
     orphans: list[str] | None = None
-    expired: list[str] = field(default_factory=list)
     kms_failed: bool = False
 
     @property
@@ -145,7 +271,7 @@ class TableReport:
 
     @property
     def files(self) -> list[ChainLink]:
-        """All files that were looked at."""
+        """All files that were examined."""
         return [*self.links.values(), *self.statistics, *self.plaintext_orphans]
 
     @property
@@ -155,13 +281,16 @@ class TableReport:
 
     @property
     def master_key_ids(self) -> list[str]:
-        """The master keys that the table depends on, and the one for new KEKs."""
+        """The master key for new KEKs, and the other master keys that the table depends on."""
         ids = [self.encryption.master_key_id, *(kek.master_key_id for kek in self.keks)]
         return list(dict.fromkeys(id_ for id_ in ids if id_ is not None))
 
 
+# --- the audit ---
+
+
 class TableAudit:
-    """Walks down the key chain; it decrypts every file `with_data`, else manifest lists and manifests alone."""
+    """Walks down the key chain, and decrypts manifest lists, manifests and, `with_data`, all other files."""
 
     def __init__(self, located: LocatedTable, *, with_data: bool) -> None:
         self._located = located
@@ -176,45 +305,47 @@ class TableAudit:
 
     def run(self) -> TableReport:
         """Return what was found."""
-        encryption = self._report.encryption
+        encryption, report = self._report.encryption, self._report
         self._add_keks()
         for snapshot in encryption.snapshots:
-            self._report.lists.append(self._list_of(snapshot))
+            report.lists.append(self._list_of(snapshot))
         for location in encryption.statistics:
             self._add_statistics(location)
-        if encryption.is_encrypted:
-            self._report.problems += self._located.places.problems(encryption.document)
-            self._report.problems += counter_problems(encryption.document, self._counters)
-            for location in encryption.earlier_metadata:
-                if not self._located.places.has_metadata(location):
-                    self._report.problems.append(
-                        f"its metadata log names {location}, which is no metadata file in the folder of this one: "
-                        "writers that delete old metadata files would delete it"
-                    )
-        if self._with_data:
-            self._add_orphans()
-            if not encryption.is_encrypted:
-                self._report.problems.append(
+        if not encryption.is_encrypted:
+            if self._with_data:
+                report.problems.append(
                     "the table is not encrypted, and nothing of it was verified: it never was, or lost its keys"
                 )
-        if encryption.is_encrypted and encryption.master_key_id is None:
-            self._report.problems.append(
-                "the property encryption.key-id is missing: writers would make plaintext files"
-            )
-        elif encryption.is_encrypted:
+            return report
+        if self._with_data:
+            self._add_orphans()
+        self._add_problems_of_claims()
+        for link in report.files:
+            if not link.is_encrypted:
+                link.problems.insert(0, "it is a plaintext file in an encrypted table")
+        return report
+
+    def _add_problems_of_claims(self) -> None:
+        encryption, problems = self._report.encryption, self._report.problems
+        problems += self._located.places.problems(encryption.document)
+        problems += counter_problems(encryption.document, self._counters)
+        for location in encryption.earlier_metadata:
+            if not self._located.places.has_metadata(location):
+                problems.append(
+                    f"its metadata log names {location}, which is not a metadata file in the folder of this one: "
+                    "writers that delete old metadata files would delete it"
+                )
+        if encryption.master_key_id is None:
+            problems.append("the property encryption.key-id is missing: writers would make plaintext files")
+        else:
             try:
                 master_key_of(encryption)
             except KeyMaterialError as error:
-                self._report.problems.append(str(error))
-        if encryption.is_encrypted:
-            self._report.problems += [
-                f"it has the property {name}, which catalogs alone have: it says who opens files, or where"
-                for name in misplaced_properties(encryption.properties)
-            ]
-            for link in self._report.files:
-                if not link.is_encrypted:
-                    link.problems.insert(0, "it is a plaintext file in an encrypted table")
-        return self._report
+                problems.append(str(error))
+        problems += [
+            f"it has the property {name}, which catalogs alone have: it says who opens files, or where"
+            for name in misplaced_properties(encryption.properties)
+        ]
 
     # --- keys ---
 
@@ -225,9 +356,9 @@ class TableAudit:
         now_ms = time.time() * 1000
         for entry in encryption.keks:
             if entry.timestamp is None and not uses[entry.key_id] and entry.key_id in needed:
-                continue  # the key of a manifest list whose KEK is missing: its snapshot says so
+                continue  # the key of a manifest list whose KEK is missing, which is reported with its snapshot
             made = entry.timestamp_ms
-            age = None if made is None else int((now_ms - made) // _MS_A_DAY)
+            age = None if made is None else int((now_ms - made) // _MS_PER_DAY)
             is_due = made is not None and not is_young(entry, now_ms)
             kek = KekReport(entry.key_id, entry.encrypted_by_id, age, is_due, uses[entry.key_id])
             if made is None:
@@ -239,7 +370,17 @@ class TableAudit:
                 if isinstance(error, KmsError) and not isinstance(error, WrappedKeyInvalidError):
                     self._report.kms_failed = True
             self._report.keks.append(kek)
-        self._report.unneeded_keys += encryption.unneeded_keys
+
+    def _note_key(self, link: ChainLink, key: StandardKeyMetadata) -> None:
+        """Report a file without an AAD prefix, and files that share a DEK, under which a nonce would repeat."""
+        if not key.aad_prefix:
+            link.problems.append(
+                "its key metadata has no AAD prefix: another file under its key would be accepted"
+            )
+        fingerprint = hashlib.blake2b(key.encryption_key.reveal(), key=self._fingerprint_key).digest()
+        other = self._fingerprints.setdefault(fingerprint, link.location)
+        if other != link.location:
+            link.problems.append(f"it has the same data key as {other}")
 
     # --- files ---
 
@@ -250,17 +391,14 @@ class TableAudit:
             known.problems.append(f"snapshot {snapshot.snapshot_id} has the same manifest list as another one")
             return link
         self._report.links[link.location] = link
-        encryption = self._report.encryption
         name = f"manifest list {snapshot.manifest_list} of snapshot {snapshot.snapshot_id}"
         with self._noting(link, leads_on=True):
-            key = self._chain.manifest_list_key(snapshot)
-            self._note_key(link, key)
-            check_place(snapshot.manifest_list, encryption.metadata_location, self._located.mapping)
-            content = self._content(link, key, name)
-            if key is not None:
+            self._check_place(snapshot.manifest_list)
+            content = self._content(link, self._chain.manifest_list_key(snapshot), name)
+            if content is not None:
                 self._counters |= counters_of_list(content, name)
-            manifests = manifests_in(content, name, snapshot.snapshot_id, authentic=key is not None)
-            link.children = [self._manifest(file, snapshot.snapshot_id) for file in manifests]
+                manifests = manifests_in(content, name, snapshot.snapshot_id)
+                link.children = [self._manifest(file, snapshot.snapshot_id) for file in manifests]
         return link
 
     def _manifest(self, file: ListedFile, snapshot_id: int) -> ChainLink:
@@ -268,14 +406,11 @@ class TableAudit:
         link = known or self._new_link(file)
         if known is None:
             with self._noting(link, leads_on=True):
-                key = file.key_metadata()
-                self._note_key(link, key)
-                content = self._content(link, key, file.name)
-                files = files_in(content, file.name, authentic=key is not None)
-                if key is not None:
+                content = self._content(link, file.key_metadata(), file.name)
+                if content is not None:
                     self._counters |= counters_of_manifest(content, file.name)
-                # An entry of a deleted file is history: the file itself may be gone.
-                link.children = [self._data_file(child) for child in files if child.is_live]
+                    # A file whose entry says that it was deleted may be gone.
+                    link.children = [self._data_file(f) for f in files_in(content, file.name) if f.is_live]
         for each in (link, *link.children):
             if snapshot_id not in each.snapshot_ids:
                 each.snapshot_ids.append(snapshot_id)
@@ -287,20 +422,19 @@ class TableAudit:
             return link
         link = self._new_link(file)
         with self._noting(link):
-            key = file.key_metadata()
-            self._note_key(link, key)
-            if key is not None:
+            if (key := file.key_metadata()) is not None:
+                self._note_key(link, key)
                 with self._open_stored(file.location) as stored:
                     check_length(stored.size(), key, file.length, file.name)
                     if self._with_data and file.format == _PARQUET:
-                        decrypt_data_file(ArrowSource(f"the {file.name}", stored, stored.size()), key, file.name)
+                        check_data_file(ArrowSource(f"the {file.name}", stored, stored.size()), key, file.name)
                     elif self._with_data:
                         read_stream(stored, key, file.length, file.name)
         return link
 
     @contextlib.contextmanager
     def _noting(self, link: ChainLink, *, leads_on: bool = False) -> Iterator[None]:
-        """Note why a file cannot be read, and whether the audit misses what it leads to."""
+        """Note why a file cannot be read; `leads_on` if the audit then misses other files."""
         try:
             yield
         except _UNREADABLE as error:
@@ -313,99 +447,51 @@ class TableAudit:
         self._report.links[file.location] = link
         return link
 
-    def _content(self, link: ChainLink, key: StandardKeyMetadata | None, name: str) -> bytes:
+    def _content(self, link: ChainLink, key: StandardKeyMetadata | None, name: str) -> bytes | None:
+        """Return the plaintext of a manifest list or manifest; None without a key: anyone may have made it."""
+        if key is None:
+            self._is_complete = False
+            return None
+        self._note_key(link, key)
         with self._open_stored(link.location) as stored:
-            if key is None:
-                return read_plaintext(stored)
             if key.file_length is None:
                 link.problems.append("its key metadata has no file_length, so blocks cut off its end go unseen")
             listed_length, link.length = link.length, stored.size()
             return read_stream(stored, key, listed_length, name)
 
-    def _note_key(self, link: ChainLink, key: StandardKeyMetadata | None) -> None:
-        """Report a DEK that two files share: one nonce would be used twice some day."""
-        if key is None:
-            return
-        if not key.aad_prefix:
-            link.problems.append(
-                "its key metadata has no AAD prefix: another file under its key would be accepted"
-            )
-        fingerprint = hashlib.blake2b(key.encryption_key.reveal(), key=self._fingerprint_key).digest()
-        other = self._fingerprints.setdefault(fingerprint, link.location)
-        if other != link.location:
-            link.problems.append(f"it has the same data key as {other}")
+    def _check_place(self, location: str) -> None:
+        check_place(location, self._report.encryption.metadata_location, self._located.mapping)
 
     def _add_statistics(self, location: str) -> None:
         link = ChainLink(location, "statistics file", None, is_encrypted=False)
         with self._noting(link):
-            check_place(location, self._report.encryption.metadata_location, self._located.mapping)
+            self._check_place(location)
             with self._open_stored(location) as stored:
-                # The format gives statistics no key: what begins like a stream is at least no plaintext.
+                # The format has no key for statistics: a file that begins like a stream is at least not plaintext.
                 link.is_encrypted = stored.read(len(MAGIC)) in _ENCRYPTED
                 link.length = stored.size()
         self._report.statistics.append(link)
 
     def _add_orphans(self) -> None:
-        """Find what lies in the folder of the table and nothing names: commits that were killed leave it.
-
-        Expired snapshots leave files, too; which ones, earlier metadata files say, as far as the log names them.
-        """
+        """Find files in the folder of the table that nothing names: of expired snapshots or killed commits."""
         encryption, located = self._report.encryption, self._located
         folder = located.folder()
-        if folder is None or not self._is_complete or not encryption.is_encrypted:
+        if folder is None:
             return
         links = (*self._report.links.values(), *self._report.statistics)
         of_table = (encryption.metadata_location, *encryption.earlier_metadata)
         named = {located.path_of(location) for location in (*of_table, *(link.location for link in links))}
         prefix = encryption.metadata_location.rsplit("/", 2)[0]
-        self._report.orphans = []
+        orphans = []
         for file in all_files(folder):
             if file.path in named or file.name.endswith(_BESIDE_TABLES):
                 continue
             location = f"{prefix}/{file.path_within(folder)}"
-            self._report.orphans.append(location)
+            orphans.append(location)
             with contextlib.suppress(*_UNREADABLE), self._open_stored(location) as stored:
                 if stored.read(len(MAGIC)) in _PLAINTEXT:
-                    self._report.plaintext_orphans.append(ChainLink(location, "orphan", stored.size(), False))
-        if self._report.orphans:
-            expired = {located.path_of(location) for location in self._files_of_expired_snapshots()}
-            self._report.expired = [o for o in self._report.orphans if located.path_of(o) in expired]
-
-    def _files_of_expired_snapshots(self) -> Iterator[str]:
-        """Yield what the snapshots had that only earlier metadata files have; what cannot be read is left out."""
-        encryption, keys = self._report.encryption, IcebergKeys(self._located.service)
-        seen = {snapshot.manifest_list for snapshot in encryption.snapshots}
-        for location in reversed(encryption.earlier_metadata):
-            earlier = None
-            with contextlib.suppress(*_UNREADABLE):
-                if self._located.places.has_metadata(location):
-                    with self._open_stored(location) as stored:
-                        earlier = parse_table_metadata(read_metadata_file(stored, location), location)
-            if earlier is None or earlier.table_uuid != encryption.table_uuid:
-                continue
-            chain = KeyChain(earlier, keys)
-            for snapshot in earlier.snapshots:
-                if snapshot.manifest_list not in seen and snapshot.key_id is not None:
-                    seen.add(snapshot.manifest_list)
-                    yield snapshot.manifest_list
-                    yield from self._files_of_snapshot(chain, snapshot, seen)
-
-    def _files_of_snapshot(self, chain: KeyChain, snapshot: SnapshotKey, seen: set[str]) -> Iterator[str]:
-        """Yield the manifests and files of a snapshot, except for manifests that were seen."""
-        with contextlib.suppress(*_UNREADABLE):
-            check_place(snapshot.manifest_list, chain.table.metadata_location, self._located.mapping)
-            content = self._decrypted(snapshot.manifest_list, chain.manifest_list_key(snapshot))
-            for manifest in manifests_in(content, "manifest list", snapshot.snapshot_id, authentic=True):
-                if manifest.location in seen:
-                    continue
-                seen.add(manifest.location)
-                yield manifest.location
-                with contextlib.suppress(*_UNREADABLE):
-                    content = self._decrypted(manifest.location, manifest.key_metadata())
-                    yield from (file.location for file in files_in(content, "manifest", authentic=True))
-
-    def _decrypted(self, location: str, key: StandardKeyMetadata | None) -> bytes:
-        if key is None:
-            raise KeyMaterialError(f"{location} has no key")
-        with self._open_stored(location) as stored:
-            return read_stream(stored, key, None, location)
+                    kind = "orphan" if self._is_complete else "file"
+                    self._report.plaintext_orphans.append(ChainLink(location, kind, stored.size(), False))
+        # Below a broken link, it is unknown what the table names.
+        if self._is_complete:
+            self._report.orphans = orphans

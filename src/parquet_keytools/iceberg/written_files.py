@@ -1,34 +1,57 @@
-"""A FileIO of PyIceberg that encrypts what it writes: no manifest and no data file is stored in plaintext."""
+"""What a commit writes: data files and manifests, encrypted, and metadata files, which keep the keys.
+
+PyIceberg 0.12 drops `encryption-keys` and the `key-id` of snapshots. So for catalogs that write metadata files
+themselves, a metadata file is written as the file before plus what changed; fields that PyIceberg does not know
+survive. A REST catalog writes the file and gets `add-encryption-key` updates. `pyiceberg_classes` connects this
+with catalogs.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
-from collections.abc import Callable, Iterator
+import json
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import pyarrow as pa
 from pyiceberg.io import FileIO, InputFile, OutputFile, OutputStream
+from pyiceberg.table import CommitTableResponse, TableProperties
+from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
+from pyiceberg.typedef import IcebergBaseModel
 
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.file_encryptor import encrypt_source
 from parquet_keytools.errors import NotEncryptedError, OutputError
-from parquet_keytools.iceberg.ags1 import Ags1Reader, Ags1Writer
+from parquet_keytools.iceberg.ags1 import Ags1Writer
 from parquet_keytools.iceberg.claims import TablePlaces
 from parquet_keytools.iceberg.file_io import EncryptedFileIO, EncryptedInputFile
-from parquet_keytools.iceberg.metadata import StandardKeyMetadata
-from parquet_keytools.iceberg.table_files import check_length, decrypt_data_file
+from parquet_keytools.iceberg.key_rotation import KeyChanges
+from parquet_keytools.iceberg.manifests import ListedFile
+from parquet_keytools.iceberg.metadata import MAX_METADATA_BYTES, StandardKeyMetadata, read_document
 from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.storage.outputs import StreamSink
 from parquet_keytools.storage.sources import BufferSource
+
+_log = logging.getLogger(__name__)
+
+_KEYS, _KEY_ID = "encryption-keys", "key-id"
+_HASH = "metadata_hash"
+_IDENTITIES = ("snapshot-id", "schema-id", "spec-id", "order-id")
+"""Fields that identify an element of a list, whose other fields may change."""
+
+
+# --- data files and manifests ---
 
 
 class StoredFileIO(FileIO):
     """Reads and writes files of a table as they are stored: metadata files in plaintext, and ciphertext.
 
     Args:
-        reader: What reads the table.
-        places: Where it may write and delete; None for a new table, which lies where its maker says.
+        reader: Reads the table.
+        places: Where it may write and delete; None for a new table, which lies where its creator says.
     """
 
     def __init__(self, reader: EncryptedFileIO, places: TablePlaces | None) -> None:
@@ -44,7 +67,7 @@ class StoredFileIO(FileIO):
         """Return a file to write; a location outside of the places of the table is refused."""
         if self._places is not None:
             self._places.check(location)
-        return self._reader.storage(location).new_output(self._reader.mapped(location))
+        return self._reader.stored_output(location)
 
     def delete(self, location: str | InputFile | OutputFile) -> None:
         """Delete a file; a location outside of the places of the table is refused."""
@@ -56,7 +79,10 @@ class StoredFileIO(FileIO):
 class WritingFileIO(FileIO):
     """Reads like another FileIO, and encrypts what it writes: `.avro` as AGS1, `.parquet` as Parquet.
 
-    The reader decrypts what was written elsewhere; a table that is refreshed sets it.
+    Args:
+        reader: Decrypts files that were written elsewhere; replaced when the table is refreshed.
+        length_bits: The length of new keys.
+        places: Where it may write.
     """
 
     def __init__(self, reader: EncryptedFileIO, length_bits: int, places: TablePlaces) -> None:
@@ -65,7 +91,7 @@ class WritingFileIO(FileIO):
         self.storage = StoredFileIO(reader, places)
         self._length_bits = length_bits
         self._written: dict[str, StandardKeyMetadata] = {}
-        self._begun: dict[str, None] = {}
+        self._begun: set[str] = set()
 
     def new_input(self, location: str) -> InputFile:
         """Return a file to read, decrypted."""
@@ -74,22 +100,20 @@ class WritingFileIO(FileIO):
         return EncryptedInputFile(location, self.storage.new_input, self._open_written)
 
     def _open_written(self, location: str) -> Any:
-        stored, key_metadata = self.storage.new_input(location).open(), self._written[location]
-        if location.endswith(".avro"):
-            return Ags1Reader(stored, key_metadata, path=location)
-        with stored:
-            source = BufferSource(location, stored.read())
-            check_length(source.size_bytes, key_metadata, None, f"data file {location}")
-            return pa.BufferReader(decrypt_data_file(source, key_metadata, f"data file {location}"))
+        key_metadata = self._written[location]
+        length = key_metadata.file_length or 0
+        format_ = "AVRO" if location.endswith(".avro") else "PARQUET"
+        file = ListedFile(location, "file", format_, length, is_live=True, encoded_key=key_metadata.encode())
+        return self.reader.open_listed(file)
 
     def new_output(self, location: str) -> OutputFile:
-        """Return a file to write, which encrypts; a file of a kind that cannot be encrypted is refused."""
+        """Return a file to write, encrypted; `OutputError` for a kind of file that cannot be encrypted."""
         if not location.endswith((".avro", ".parquet")):
             raise OutputError(
                 f"{location}: a file of this kind would be written in plaintext into an encrypted table.",
                 hint="Write data files in Parquet; statistics files are not supported.",
             )
-        self._begun[location] = None
+        self._begun.add(location)
         return _EncryptedOutput(
             location, self.storage.new_output(location), self._length_bits, self._written.__setitem__
         )
@@ -99,11 +123,11 @@ class WritingFileIO(FileIO):
         self.storage.delete(location)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process reads only, and learns the keys again: a pickle holds none.
+        # Another process only reads, and learns the keys again: a pickle holds none.
         return self.reader.__reduce__()
 
     def key_metadata(self, location: str) -> StandardKeyMetadata:
-        """Return the key metadata of a file; one that was not written here is refused (`NotEncryptedError`)."""
+        """Return the key metadata of a file; `NotEncryptedError` if it was not written here."""
         metadata = self._written.get(location)
         if metadata is None:
             raise NotEncryptedError(
@@ -113,19 +137,23 @@ class WritingFileIO(FileIO):
             )
         return metadata
 
-    def take_begun(self) -> Iterator[str]:
-        """Yield, once, each location that was begun to be written, whether or not it was finished."""
+    def remove_begun(self) -> None:
+        """Delete the files that were begun, whether or not they were finished."""
         while self._begun:
-            yield self._begun.popitem()[0]
+            location = self._begun.pop()
+            try:
+                self.delete(location)
+            except FileNotFoundError:
+                pass
+            except Exception:
+                _log.warning("a file of a commit that failed could not be removed: %s", location)
 
     def keep_begun(self) -> None:
-        """Forget what was begun: it belongs to the table now."""
+        """Keep the files that were begun: they belong to the table now."""
         self._begun.clear()
 
 
 class _EncryptedOutput(OutputFile):
-    """A file that is written once, with a key of its own."""
-
     def __init__(
         self,
         location: str,
@@ -161,7 +189,7 @@ class _EncryptedOutput(OutputFile):
 
 
 class _ParquetOutput(io.BytesIO):
-    """Takes a plaintext file of Parquet in memory, and writes it encrypted when it is closed."""
+    """Takes a plaintext Parquet file in memory, and writes it encrypted when it is closed."""
 
     def __init__(
         self,
@@ -187,7 +215,7 @@ class _ParquetOutput(io.BytesIO):
         )
         sink = StreamSink(self._stream)
         try:
-            # A file that a failure left without its end is no Parquet: nothing of it is written.
+            # A file that a failure left incomplete is not Parquet, and nothing of it is written.
             encrypt_source(BufferSource(self._location, plaintext), sink, encryption)
         finally:
             self._stream.close()
@@ -201,5 +229,150 @@ class _ParquetOutput(io.BytesIO):
             self._stream.close()
 
     def __del__(self) -> None:
-        # io.BytesIO would call `close`, and what nobody closed is not complete.
+        # io.BytesIO would call `close`, and a file that was not closed is not complete.
         pass
+
+
+# --- metadata files ---
+
+
+class MetadataFiles:
+    """The metadata files of one commit, through a catalog that writes them itself: SQL, Hive, Glue, DynamoDB.
+
+    Args:
+        storage: Reads and writes them.
+        changes: What the commit changes about the keys.
+    """
+
+    def __init__(self, storage: FileIO, changes: KeyChanges) -> None:
+        self.storage = storage
+        self._changes = changes
+        self._written: list[str] = []
+
+    def write(self, metadata: TableMetadata, location: str) -> None:
+        """Write a metadata file: the file before it plus what changed.
+
+        `OutputError` if it cannot be written, or would lose keys of snapshots; `CommitFailedException` if another
+        commit changed the same keys.
+        """
+        document = dumped(metadata)
+        keys_before: dict[int, str] = {}
+        if metadata.metadata_log:
+            location_before = metadata.metadata_log[-1].metadata_file
+            with self.storage.new_input(location_before).open() as file:
+                before = read_document(file.read(), location_before)
+            document = merged(before, document)
+            keys_before = _snapshot_keys(before)
+        self._changes.apply(document)
+        if lost := _without_key(document, keys_before):
+            raise OutputError(f"the commit would lose the keys of snapshots: {sorted(lost)}.")
+        # Refused here if the metadata file that the catalog loaded for this commit leads elsewhere.
+        output = self.storage.new_output(location)
+        self._written.append(location)
+        try:
+            with output.create() as stream:
+                stream.write(json.dumps(document).encode())
+        except Exception as error:
+            self.remove_written()
+            failure = f"the metadata file could not be written ({type(error).__name__})"
+            raise OutputError(f"{location}: {failure}.") from error
+
+    def remove_written(self) -> None:
+        """Remove the metadata file of this commit, which the catalog does not use."""
+        for location in self._written:
+            with contextlib.suppress(Exception):
+                self.storage.delete(location)
+        self._written.clear()
+
+    def delete_dropped(
+        self, before: TableMetadata, response: CommitTableResponse, properties: Mapping[str, str]
+    ) -> None:
+        """Delete metadata files that dropped out of the metadata log, as PyIceberg does if the table asks for it.
+
+        Anyone may have put anything into the log. Only metadata files of this very table are deleted, in the
+        folder of the new metadata file.
+        """
+        after, location = response.metadata, response.metadata_location
+        if after.properties.get(TableProperties.METADATA_DELETE_AFTER_COMMIT_ENABLED, "").lower() != "true":
+            return
+        places = TablePlaces(location, properties)
+        kept = [location, *(entry.metadata_file for entry in after.metadata_log)]
+        for dropped in {entry.metadata_file for entry in before.metadata_log}:
+            if any(places.is_same(dropped, other) for other in kept):
+                continue
+            is_ours = False
+            with contextlib.suppress(Exception):
+                is_ours = places.has_metadata(dropped) and self._is_of_table(dropped, after)
+                if is_ours:
+                    self.storage.delete(dropped)
+            if not is_ours:
+                _log.warning("the metadata log names %s, which is not deleted: it may be another table's", dropped)
+
+    def _is_of_table(self, location: str, metadata: TableMetadata) -> bool:
+        with self.storage.new_input(location).open() as file:
+            content = file.read(MAX_METADATA_BYTES + 1)
+        return read_document(content, location).get("table-uuid") == str(metadata.table_uuid)
+
+
+def refuse_hashed(parameters: Mapping[str, str] | None) -> None:
+    """Refuse a commit if the catalog has a hash of the metadata, which only Java renews (`OutputError`)."""
+    if _HASH in (parameters or {}):
+        raise OutputError(
+            f"the catalog has a hash of the table's metadata, {_HASH}, which only Iceberg's Java library renews: "
+            "after this commit, Java would take the table for a changed one, and refuse it.",
+            hint="Write this table with Java alone, or put it into a REST catalog.",
+        )
+
+
+def _snapshot_keys(document: dict[str, Any]) -> dict[int, str]:
+    return {s["snapshot-id"]: s[_KEY_ID] for s in document.get("snapshots") or [] if s.get(_KEY_ID)}
+
+
+def _without_key(document: dict[str, Any], keys_before: dict[int, str]) -> set[int]:
+    """Return the snapshots whose key changed, or is not among the entries."""
+    keys = _snapshot_keys(document)
+    entries = {entry.get(_KEY_ID) for entry in document.get(_KEYS) or []}
+    left = {snapshot["snapshot-id"] for snapshot in document.get("snapshots") or []}
+    changed = {snapshot for snapshot, key_id in keys_before.items() if keys.get(snapshot) != key_id}
+    return (changed & left) | {snapshot for snapshot, key_id in keys.items() if key_id not in entries}
+
+
+def dumped(metadata: TableMetadata) -> dict[str, Any]:
+    """Return what PyIceberg would write; its own model of version 3 refuses to be written."""
+    document: dict[str, Any] = json.loads(IcebergBaseModel.model_dump_json(metadata))
+    document.setdefault("next-row-id", 0)
+    return document
+
+
+def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return a metadata file with what changed, as PyIceberg would write it, and everything else as it was."""
+    known = dumped(TableMetadataUtil.parse_obj(copy.deepcopy(before)))
+    result: dict[str, Any] = _merged(before, known, after)
+    return result
+
+
+def _merged(raw: Any, known: Any, wanted: Any) -> Any:
+    """Return `wanted` with the parts of `raw` that PyIceberg, which sees `known` of it, does not know."""
+    if known == wanted:
+        return raw
+    if isinstance(raw, dict) and isinstance(known, dict) and isinstance(wanted, dict):
+        unknown = {name: value for name, value in raw.items() if name not in known}
+        return unknown | {
+            name: _merged(raw.get(name, value), known.get(name), value) for name, value in wanted.items()
+        }
+    if isinstance(raw, list) and isinstance(known, list) and isinstance(wanted, list):
+        pairs = list(zip(raw, known, strict=False))
+        return [_merged(*_counterpart(pairs, element), element) for element in wanted]
+    return wanted
+
+
+def _counterpart(pairs: list[tuple[Any, Any]], element: Any) -> tuple[Any, Any]:
+    """Return the earlier state of a list element, raw and known, or a pair of None if it is new."""
+    for raw, known in pairs:
+        if known == element:
+            return raw, known
+    name = next((n for n in _IDENTITIES if isinstance(element, dict) and n in element), None)
+    for raw, known in pairs:
+        if name is not None and isinstance(known, dict) and known.get(name) == element[name]:
+            return raw, known
+    return None, None

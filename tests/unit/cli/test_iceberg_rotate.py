@@ -102,11 +102,11 @@ def test_a_table_without_keys_is_not_verified(lake: Lake) -> None:
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "keys", "rotate"])
 def test_a_catalog_that_cannot_be_opened(lake: Lake, command: str) -> None:
-    for uri, expected in [("", "has no catalog 'other'"), ("sqlite:////nowhere/x.db", "cannot be used")]:
+    for uri in ("", "sqlite:////nowhere/x.db"):
         given = ["--property", "type=sql", "--property", f"uri={uri}"] if uri else []
         config = ["--config", str(lake.folder / "keytools.yaml")]
         result = CliRunner().invoke(app, ["iceberg", command, "db.people", "--catalog", "other", *given, *config])
-        assert result.exit_code == 2 and expected in " ".join(result.stderr.split())
+        assert result.exit_code == 2 and "the catalog 'other' cannot be used" in " ".join(result.stderr.split())
 
 
 def test_the_configuration_of_the_catalog_is_taken(lake: Lake) -> None:
@@ -119,30 +119,17 @@ def test_the_configuration_of_the_catalog_is_taken(lake: Lake) -> None:
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "Nothing is wrong.")
 
 
-def test_files_of_expired_snapshots_are_not_taken_for_those_of_commits_that_failed(lake: Lake) -> None:
+def test_files_of_expired_snapshots_are_no_problem(lake: Lake) -> None:
     table = lake.create()
     table.append(rows(0, 3))
     table.overwrite(rows(3, 6))
-    for _ in range(2):
-        oldest = lake.load()
-        oldest.maintenance.expire_snapshots().by_id(oldest.metadata.snapshots[0].snapshot_id).commit()
-    status, _, _ = run(lake, "db.people", "--remove-unneeded", command="keys")
-    assert status == 0
+    oldest = lake.load()
+    oldest.maintenance.expire_snapshots().by_id(oldest.metadata.snapshots[0].snapshot_id).commit()
     status, text, _ = run(lake, "db.people", command="verify")
-    assert status == 0 and "Expired snapshots left" in text and "Nothing is wrong." in text
-    assert not any(word in text for word in ("killed", "failed", "orphan"))
+    assert status == 0 and "Expired snapshots leave such files" in text and "Nothing is wrong." in text
     status, text, _ = run(lake, "db.people", "--json", command="verify")
     document = json.loads(text)
-    # Two manifest lists, their manifests, and the data file that was overwritten.
-    assert document["expired_files"] == document["orphan_files"]
-    assert sum(file.endswith(".parquet") for file in document["expired_files"]) == 1
-    # What a commit that failed left is another matter.
-    stray = lake.table_folder / "data" / "stray.parquet"
-    stray.write_bytes(b"PARE")
-    status, text, _ = run(lake, "db.people", command="verify")
-    assert status == 0 and f"orphan: nothing names file://{stray}" in text.replace("\n", "")
-    status, text, _ = run(lake, "db.people", "--json", command="verify")
-    assert len(json.loads(text)["orphan_files"]) == len(document["orphan_files"]) + 1
+    assert document["orphan_files"] and document["findings"] == []
 
 
 def test_a_refused_master_key_comes_with_no_advice_about_columns(lake: Lake) -> None:

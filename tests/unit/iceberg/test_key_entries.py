@@ -20,7 +20,6 @@ from parquet_keytools.iceberg.key_chain import (
     NewKeys,
     as_json,
     key_length_bits,
-    rewrapped,
 )
 from parquet_keytools.iceberg.metadata import EncryptionKey, StandardKeyMetadata, TableEncryption
 
@@ -51,12 +50,12 @@ def kek(name: str, age_ms: int, of: IcebergKeys) -> EncryptionKey:
     """Return a KEK of some age; its first bytes are those of its name."""
     fresh = NewKeys(of, lambda: (NOW_MS - age_ms) / 1000)
     state = table()
-    entry, _ = fresh.entries_for(state, KeyChain(state, of), StandardKeyMetadata.fresh(128))
+    entry, _ = fresh.entries_for(KeyChain(state, of), StandardKeyMetadata.fresh(128))
     return replace(entry, key_id=name)
 
 
 def made(of: IcebergKeys, state: TableEncryption) -> tuple[EncryptionKey, ...]:
-    return NewKeys(of, lambda: NOW).entries_for(state, KeyChain(state, of), StandardKeyMetadata.fresh(128))
+    return NewKeys(of, lambda: NOW).entries_for(KeyChain(state, of), StandardKeyMetadata.fresh(128))
 
 
 def test_the_newest_kek_is_taken_until_it_is_730_days_old() -> None:
@@ -93,7 +92,7 @@ def test_a_new_kek_is_made_once_for_all_attempts() -> None:
     state = table()
     kms = of.service.kms
     assert kms is not None
-    results = [new_keys.entries_for(state, KeyChain(state, of), StandardKeyMetadata.fresh(128)) for _ in range(3)]
+    results = [new_keys.entries_for(KeyChain(state, of), StandardKeyMetadata.fresh(128)) for _ in range(3)]
     assert len({kek_entry for kek_entry, _ in results}) == 1
     assert len({entry.key_id for _, entry in results}) == 3
     assert dict(kms.call_counts) == {"wrap": 1, "unwrap": 1}
@@ -108,9 +107,9 @@ def test_a_master_key_of_anybody_encrypts_nothing(monkeypatch: pytest.MonkeyPatc
     kms.trust(["keyB"])
     state = table()
     with pytest.raises(MasterKeyNotTrustedError):
-        NewKeys(of).entries_for(state, KeyChain(state, of), StandardKeyMetadata.fresh(128))
+        NewKeys(of).entries_for(KeyChain(state, of), StandardKeyMetadata.fresh(128))
     kms.trust(["keyA"])
-    assert len(NewKeys(of).entries_for(state, KeyChain(state, of), StandardKeyMetadata.fresh(128))) == 2
+    assert len(NewKeys(of).entries_for(KeyChain(state, of), StandardKeyMetadata.fresh(128))) == 2
 
 
 @pytest.mark.parametrize(("length", "bits"), [(None, 128), ("16", 128), ("24", 192), ("32", 256)])
@@ -118,7 +117,7 @@ def test_entries_open_as_the_format_says(length: str | None, bits: int) -> None:
     of = keys()
     state = table(**({} if length is None else {"encryption.data-key-length": length}))
     metadata = replace(StandardKeyMetadata.fresh(key_length_bits(state)), file_length=99)
-    entries = NewKeys(of, lambda: NOW).entries_for(state, KeyChain(state, of), metadata)
+    entries = NewKeys(of, lambda: NOW).entries_for(KeyChain(state, of), metadata)
     wrapped, sealed = map(as_json, entries)
     opened = open_sealed(KEYS["keyA"], base64.b64decode(wrapped["encrypted-key-metadata"]), None)
     assert len(opened) * 8 == bits
@@ -134,4 +133,4 @@ def test_a_kms_that_wraps_wrongly_replaces_no_kek(monkeypatch: pytest.MonkeyPatc
     assert kms is not None
     monkeypatch.setattr(kms, "wrap_raw", lambda key, master_key_id: other.encrypted)
     with pytest.raises(KmsResponseInvalidError, match="does not unwrap to the KEK"):
-        rewrapped(of, KeyChain(table(old), of), old)
+        KeyChain(table(old), of).rewrapped(old)

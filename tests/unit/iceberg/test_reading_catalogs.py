@@ -26,9 +26,8 @@ from parquet_keytools.errors import (
     NotEncryptedError,
 )
 from parquet_keytools.iceberg import EncryptedFileIO, EncryptedTable, create_table, load_table
-from parquet_keytools.iceberg.located_table import located_table
-from parquet_keytools.iceberg.table_audit import TableAudit
-from parquet_keytools.iceberg.table_files import mapped_location
+from parquet_keytools.iceberg.claims import mapped_location
+from parquet_keytools.iceberg.table_audit import TableAudit, located_table
 
 
 @pytest.fixture

@@ -90,7 +90,8 @@ def test_what_a_plain_client_appends_is_refused_and_reported(
     """It knows no `encryption.key-id`: its files are plaintext, and its snapshot has no `key-id`."""
     rest, catalog = server
     create(catalog).append(rows(0, 5))
-    plain = lake.catalog().create_table("db.plain", rows(0, 1).schema)
+    client = lake.catalog(**{"py-io-impl": "pyiceberg.io.pyarrow.PyArrowFileIO"})
+    plain = client.create_table("db.plain", rows(0, 1).schema, location=f"file://{rest.folder}/people")
     plain.append(rows(5, 9))
     written = json.loads(Path(plain.metadata_location.removeprefix("file://")).read_text())["snapshots"][0]
     snapshot = {**written, "sequence-number": 2, "first-row-id": 5, "added-rows": 4}
